@@ -1,0 +1,94 @@
+"""Frozen configuration of an engine; unknown names are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from surefoot.errors import SurefootError
+
+DEFAULT_MODEL = "smollm2-135m"
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that shapes an engine. Sizes are counts of tokens, rows or bytes as named."""
+
+    model: str = DEFAULT_MODEL
+    dtype: str = "auto"
+    """``float32``, ``bfloat16``, or ``auto``: bfloat16 where it is fast on this device."""
+    weights: str = "auto"
+    """``native`` keeps GGUF blocks packed, ``dense`` converts them to ``dtype``; ``auto`` takes
+    native where a fast kernel for the file's blocks is at hand."""
+    backend: str = "auto"
+    """``native`` (compiled CPU kernels), ``torch`` (reference), or ``auto``."""
+    device: str = "cpu"
+    threads: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 256
+    block_size: int = 16
+    kv_cache_memory: int | None = None
+    """Bytes for the KV pool; None: 1 GiB, or what ``max_num_seqs`` full contexts need if less."""
+    kv_blocks: int | None = None
+    """Size of the pool in blocks instead of bytes."""
+    enable_prefix_caching: bool = True
+    proposers: tuple[str, ...] | None = None
+    """Names of the proposers to load; None: the registry's default, (): plain decoding only."""
+    proposer_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Options by proposer, for example ``{"ngram": {"max_ngram": 4}}``."""
+    max_draft_tokens: int = 8
+    draft_policy: str = "auto"
+    """``auto``: the controller verifies what pays; ``fixed``: every offered draft, up to the
+    limits (for measurements and tests)."""
+    calibration_seconds: float = 1.5
+    """Upper bound of the time spent at start-up to measure a round's cost by its rows."""
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("weights", self.weights, ("auto", "native", "dense"))
+        _one_of("backend", self.backend, ("auto", "native", "torch"))
+        _one_of("draft_policy", self.draft_policy, ("auto", "fixed"))
+        for name, low in (
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("block_size", 1),
+            ("max_draft_tokens", 0),
+        ):
+            _at_least(name, getattr(self, name), low)
+        for name in ("threads", "max_model_len", "kv_cache_memory", "kv_blocks"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if self.max_draft_tokens > 63:
+            raise SurefootError("max_draft_tokens", "is above 63", "a span holds at most 64 rows")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise SurefootError(
+                "max_num_batched_tokens",
+                f"{self.max_num_batched_tokens} is below max_num_seqs = {self.max_num_seqs}",
+                "every running request needs a row in each round",
+            )
+        if self.weights == "native" and self.backend == "torch":
+            raise SurefootError(
+                "weights", "native blocks need the native backend", "drop backend=torch"
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
+        """Build from named values; unknown names are an error that lists the known ones."""
+        known = [item.name for item in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise SurefootError(name, "is no engine option", f"known: {', '.join(known)}")
+        return cls(**values)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise SurefootError(name, f"{value!r} is unknown", f"use one of {', '.join(allowed)}")
+
+
+def _at_least(name: str, value: Any, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise SurefootError(name, f"{value!r} is out of range", f"use a whole number from {low}")

@@ -1,0 +1,237 @@
+"""The engine: requests in, rounds, tokens out. No tokenizer and no text here."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from surefoot.config import EngineConfig
+from surefoot.engine.calibration import measure_cost
+from surefoot.engine.runner import Runner
+from surefoot.engine.scheduler import Scheduler
+from surefoot.errors import SurefootError
+from surefoot.kernels.backend import Backend
+from surefoot.kv.transaction import KVManager
+from surefoot.models.decoder import Decoder
+from surefoot.request import (
+    MAX_SEED,
+    FinishReason,
+    Request,
+    SamplingParams,
+    SpeculationParams,
+)
+from surefoot.speculation import registry
+from surefoot.speculation.controller import Controller
+from surefoot.speculation.cost import CostModel
+from surefoot.speculation.proposer import Proposer, read_options
+from surefoot.speculation.round import SpeculativeRound
+from surefoot.speculation.state import SlotState
+
+DEFAULT_KV_BYTES = 1 << 30
+_END_REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a round gave one request: its new tokens, already part of ``request.output``."""
+
+    request: Request
+    tokens: Sequence[int]
+
+
+class Engine:
+    """Runs requests on a decoder. Single-threaded: call its methods from one thread."""
+
+    def __init__(
+        self, decoder: Decoder, config: EngineConfig, max_model_len: int | None = None
+    ) -> None:
+        self.decoder = decoder
+        self.config = config
+        backend: Backend = decoder.backend
+        limit = decoder.config.max_positions
+        self.max_model_len = max_model_len or config.max_model_len or limit
+        if self.max_model_len > limit:
+            raise SurefootError(
+                "max_model_len", f"{self.max_model_len} is beyond the model's context of {limit}"
+            )
+        self.kv_blocks = self._pool_size(backend)
+        self.state = SlotState(
+            config.max_num_seqs,
+            self.max_model_len,
+            config.max_draft_tokens,
+            config.block_size,
+            decoder.config.vocab_size,
+            backend.device,
+        )
+        self.proposers = self._load_proposers()
+        kv_pools = backend.allocate_kv(
+            decoder.config.layers, self.kv_blocks, config.block_size, decoder.shape
+        )
+        self.kv = KVManager(self.kv_blocks, config.block_size, config.enable_prefix_caching)
+        self.scheduler = Scheduler(self.kv, config.max_num_seqs, config.max_num_batched_tokens)
+        max_rows = config.max_num_batched_tokens + config.max_num_seqs * config.max_draft_tokens
+        cost = CostModel([1], [1.0], max_rows)
+        names = [proposer.name for proposer in self.proposers]
+        self.controller = Controller(self.state, names, cost, config.draft_policy)
+        self.round = SpeculativeRound(
+            decoder, kv_pools, self.state, self.proposers, self.controller
+        )
+        self.runner = Runner(self.state, self.round, self.controller, self.kv)
+        if self.proposers and config.draft_policy == "auto":
+            self.controller.cost = measure_cost(self, max_rows, config.calibration_seconds)
+
+    def _pool_size(self, backend: Backend) -> int:
+        """Blocks in the KV pool, the unused block 0 included."""
+        config, model = self.config, self.decoder.config
+        if config.kv_blocks is not None:
+            blocks = config.kv_blocks + 1
+        else:
+            per_block = backend.kv_bytes_per_block(config.block_size, self.decoder.shape)
+            memory = config.kv_cache_memory or DEFAULT_KV_BYTES
+            blocks = memory // (per_block * model.layers)
+            span = self.max_model_len + config.max_draft_tokens
+            enough = config.max_num_seqs * -(-span // config.block_size) + 1
+            blocks = min(blocks, enough)
+        if blocks < 2:
+            raise SurefootError(
+                "kv_cache_memory", "holds not even one block", "give it more memory"
+            )
+        return blocks
+
+    def _load_proposers(self) -> list[Proposer]:
+        config = self.config
+        names = registry.DEFAULT if config.proposers is None else config.proposers
+        for name in config.proposer_options:
+            if name not in names:
+                raise SurefootError("proposer_options", f"{name!r} is not among the proposers")
+        if config.max_draft_tokens == 0:
+            return []
+        loaded = []
+        for name in names:
+            kind = registry.find(name)
+            options = read_options(kind, config.proposer_options.get(name, {}))
+            loaded.append(kind(options, self.state))
+        return loaded
+
+    @property
+    def kv_tokens(self) -> int:
+        """How many positions fit in the KV pool."""
+        return self.kv.pool.capacity * self.config.block_size
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        speculation: SpeculationParams | None = None,
+        choice: int = 0,
+        leader: Request | None = None,
+    ) -> Request:
+        """Check a request against this engine; raises SurefootError naming the option at fault."""
+        vocab = self.decoder.config.vocab_size
+        if not prompt:
+            raise SurefootError("prompt", "is empty", "give at least one token")
+        for token in prompt:
+            if not 0 <= token < vocab:
+                raise SurefootError("prompt", f"token id {token} is outside 0 to {vocab - 1}")
+        for option in ("logit_bias", "stop_token_ids"):
+            for token in getattr(params, option) or ():
+                if token >= vocab:
+                    raise SurefootError(option, f"token id {token} is outside 0 to {vocab - 1}")
+        room = min(self.max_model_len, self.kv_tokens) - len(prompt)
+        if room < 1:
+            what = "max_model_len" if self.max_model_len <= self.kv_tokens else "the KV pool"
+            raise SurefootError(
+                "prompt",
+                f"has {len(prompt)} tokens, which with one more exceeds {what}, "
+                f"{min(self.max_model_len, self.kv_tokens)}",
+                "shorten it",
+            )
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise SurefootError(
+                "max_tokens",
+                f"{params.max_tokens} after a prompt of {len(prompt)} tokens exceeds the context",
+                f"use at most {room}",
+            )
+        speculation = speculation or SpeculationParams()
+        self._check_method(speculation)
+        seed = params.seed
+        if seed is None:
+            seed = leader.seed if leader is not None else secrets.randbelow(MAX_SEED)
+        return Request(
+            request_id=request_id,
+            prompt=tuple(prompt),
+            params=params,
+            speculation=speculation,
+            seed=seed,
+            max_length=len(prompt) + (params.max_tokens or room),
+            end_tokens=self.decoder.config.eos_token_ids,
+            choice=choice,
+            leader=leader,
+        )
+
+    def _check_method(self, speculation: SpeculationParams) -> None:
+        known = [proposer.name for proposer in self.proposers]
+        if speculation.method not in (*registry.RESERVED, *known):
+            raise SurefootError(
+                "speculation.method",
+                f"{speculation.method!r} is not loaded",
+                f"use one of {', '.join((*registry.RESERVED, *known))}",
+            )
+        limit = self.config.max_draft_tokens
+        if (speculation.max_draft_tokens or 0) > limit:
+            raise SurefootError(
+                "speculation.max_draft_tokens",
+                f"{speculation.max_draft_tokens} is above the engine's {limit}",
+                f"use at most {limit}",
+            )
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+
+    def finish(
+        self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        """End a request early (cancelled, or a stop string was found) and free what it holds."""
+        self.runner.forget(request)
+        self.scheduler.finish(request, reason, stop_reason)
+
+    def step(self) -> list[Progress]:
+        """Run one round. Returns the requests that got tokens, finished ones included."""
+        plan = self.scheduler.schedule(self.runner.draft_sizes)
+        with plan.transaction:
+            for span in plan.spans:
+                if span.request in plan.admitted:
+                    self.runner.admit(span.request)
+            if not plan.spans:
+                return []
+            outcome = self.runner.run(plan)
+            self.scheduler.apply(plan, outcome.committed)
+        progress = []
+        for span in plan.spans:
+            request = span.request
+            tokens = outcome.committed.get(request.request_id)
+            if tokens is None:
+                continue
+            progress.append(Progress(request, tokens))
+            end = outcome.ends[request.request_id]
+            if end:
+                stop = tokens[-1] if end == 1 else None
+                self.finish(request, _END_REASONS[end], stop)
+        return progress
+
+    def check_integrity(self) -> None:
+        """Assert that scheduler, KV and slots agree (tests call it after every step)."""
+        self.scheduler.check_integrity()
+        for request in self.scheduler.running:
+            slot: Any = request.slot
+            assert int(self.state.length[slot]) == request.length
+            assert int(self.state.computed[slot]) == request.computed
+            known = self.state.history[slot, : request.length].tolist()
+            assert known == request.tokens

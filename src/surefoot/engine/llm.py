@@ -1,0 +1,208 @@
+"""The offline surface: ``LLM.generate``, ``LLM.chat`` and ``LLM.stream``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from surefoot.config import EngineConfig
+from surefoot.engine.build import ProgressCallback, build_engine
+from surefoot.engine.output import CompletionOutput, RequestOutput, StreamChunk, TextStream
+from surefoot.errors import SurefootError
+from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Speculation = SpeculationParams | Mapping[str, Any] | str | None
+
+
+class LLM:
+    """A model ready to generate, with exact speculation always at hand.
+
+    ``options`` are the fields of ``EngineConfig``; unknown names are refused. ``progress`` is
+    called with (label, done, total) during downloads and conversions.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, progress: ProgressCallback | None = None, **options: Any
+    ) -> None:
+        if model is not None:
+            options["model"] = model
+        self.config = EngineConfig.from_dict(options)
+        self.engine, checkpoint = build_engine(self.config, progress)
+        self.tokenizer = checkpoint.tokenizer
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculation: Speculation | Sequence[Speculation] = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many (text, token ids, or ``{"prompt": …}`` /
+        ``{"prompt_token_ids": …}``), all in one continuous batch, in the order given.
+
+        ``sampling_params`` and ``speculation`` apply to all prompts, or are lists as long.
+        ``on_progress`` is called with (finished, total) prompts. Bad input raises SurefootError
+        before anything runs.
+        """
+        many = _as_list(prompts)
+        params = _spread("sampling_params", sampling_params or SamplingParams(), len(many))
+        choices = _spread("speculation", speculation, len(many))
+        groups = [self._group(*args) for args in zip(many, params, choices, strict=True)]
+        streams = {}
+        for group in groups:
+            for request in group[1]:
+                streams[request.request_id] = TextStream(request, self.tokenizer)
+                self.engine.add(request)
+        done = 0
+        try:
+            while any(not request.finished for _, group in groups for request in group):
+                self._step(streams)
+                finished = sum(all(r.finished for r in group) for _, group in groups)
+                if on_progress is not None and finished > done:
+                    done = finished
+                    on_progress(done, len(groups))
+        except BaseException:
+            self._cancel([request for _, group in groups for request in group])
+            raise
+        return [self._output(text, group, streams) for text, group in groups]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculation: Speculation | Sequence[Speculation] = None,
+        on_progress: Callable[[int, int], None] | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Like ``generate``, for one conversation or a list of them, through the chat template."""
+        if not messages:
+            raise SurefootError("messages", "is empty", "give at least one message")
+        one = isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if one else messages
+        prompts = [self.render_chat(talk, **template_options) for talk in conversations]
+        return self.generate(
+            prompts, sampling_params, speculation=speculation, on_progress=on_progress
+        )
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], **template_options: Any
+    ) -> list[int]:
+        """Token ids of a conversation through the model's chat template, reply prompt included."""
+        text = self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, **template_options
+        )
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        speculation: Speculation = None,
+    ) -> Iterator[StreamChunk]:
+        """Yield text as it is committed. Closing the iterator cancels the request."""
+        _, group = self._group(prompt, sampling_params or SamplingParams(), speculation)
+        streams = {request.request_id: TextStream(request, self.tokenizer) for request in group}
+        for request in group:
+            self.engine.add(request)
+        try:
+            while any(not request.finished for request in group):
+                for request, tokens in self._step(streams):
+                    stream = streams[request.request_id]
+                    pieces = stream.take(final=request.finished)
+                    yield StreamChunk(
+                        index=request.choice,
+                        text="".join(text for text, _ in pieces),
+                        token_ids=list(tokens),
+                        pieces=pieces,
+                        finish_reason=stream.output().finish_reason,
+                    )
+        finally:
+            self._cancel(group)
+
+    def _group(
+        self, prompt: Prompt, params: SamplingParams, speculation: Speculation
+    ) -> tuple[str | None, list[Request]]:
+        """The requests of one prompt: one per choice, the first leading."""
+        text, tokens = self._tokenize(prompt)
+        chosen = SpeculationParams.of(speculation)
+        name = f"request-{next(self._ids)}"
+        group: list[Request] = []
+        for choice in range(params.n):
+            leader = group[0] if group else None
+            request_id = f"{name}-{choice}"
+            group.append(
+                self.engine.make_request(request_id, tokens, params, chosen, choice, leader)
+            )
+        return text, group
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            if "prompt" not in prompt:
+                raise SurefootError("prompt", "lacks both 'prompt' and 'prompt_token_ids'")
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt, add_special_tokens=True)
+        return None, list(prompt)
+
+    def _step(self, streams: Mapping[str, TextStream]) -> list[tuple[Request, Sequence[int]]]:
+        """One round; feeds texts and ends requests whose stop string occurred."""
+        news = []
+        for item in self.engine.step():
+            request = item.request
+            stream = streams.get(request.request_id)
+            if stream is None:
+                continue
+            before = stream.kept
+            stream.push(item.tokens, last=request.finished)
+            if stream.stopped_by is not None:
+                self.engine.finish(request, FinishReason.STOP, stream.stopped_by)
+            news.append((request, item.tokens[: stream.kept - before]))
+        return news
+
+    def _cancel(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if not request.finished:
+                self.engine.finish(request, FinishReason.ABORT)
+
+    def _output(
+        self, text: str | None, group: Sequence[Request], streams: Mapping[str, TextStream]
+    ) -> RequestOutput:
+        first = group[0]
+        scores = None
+        if first.params.prompt_logprobs is not None:
+            scores = [None, *first.prompt_logprobs]
+        outputs: list[CompletionOutput] = [streams[r.request_id].output() for r in group]
+        return RequestOutput(
+            request_id=first.request_id.rsplit("-", 1)[0],
+            prompt=text,
+            prompt_token_ids=list(first.prompt),
+            outputs=outputs,
+            finished=all(request.finished for request in group),
+            prompt_logprobs=scores,
+            num_cached_tokens=first.cached,
+        )
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    items = list(prompts)
+    if not items:
+        raise SurefootError("prompts", "is empty", "give at least one prompt")
+    return [items] if isinstance(items[0], int) else items
+
+
+def _spread(name: str, value: Any, count: int) -> list[Any]:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != count:
+            raise SurefootError(name, f"has {len(value)} entries for {count} prompts")
+        return list(value)
+    return [value] * count

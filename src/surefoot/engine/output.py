@@ -1,0 +1,155 @@
+"""From committed tokens to text: detokenising, stop strings, and what users get back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from surefoot.models.loading.tokenizer import IncrementalDetokenizer, Tokenizer
+from surefoot.request import FinishReason, Request, SpeculationStats, TokenLogprobs
+
+
+@dataclass
+class CompletionOutput:
+    """One choice. ``finish_reason`` is ``stop``, ``length``, ``abort``, or None while running;
+    ``stop_reason`` the stop string or token id that ended it, None for the model's end token.
+    ``proposed_by``: per token, the proposer whose draft it was, None for the target's own."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+    proposed_by: list[str | None] = field(default_factory=list)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its choices. ``prompt_logprobs`` starts with None: the first token has no
+    predecessor."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """New text of choice ``index``, with the tokens committed since the last chunk. Text may lag
+    behind the tokens: it waits for whole characters and for possible stop strings.
+
+    ``pieces`` is the same text cut by who proposed it: (text, proposer or None).
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    pieces: list[tuple[str, str | None]]
+    finish_reason: str | None = None
+
+
+class TextStream:
+    """The text of one request, token by token, exactly the same however tokens are grouped."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.text = ""
+        self.kept = 0
+        self.stopped_by: str | None = None
+        params = request.params
+        self._stops = params.stop_strings
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=params.skip_special_tokens
+        )
+        self._sources: list[tuple[int, str | None]] = []
+        self._emitted = 0
+
+    def push(self, tokens: Sequence[int], last: bool) -> None:
+        """Enter committed tokens; ``last`` when the request ended with them. Sets ``stopped_by``
+        when a stop string occurs; later tokens are ignored."""
+        request, params = self.request, self.request.params
+        for index, token in enumerate(tokens):
+            if self.stopped_by is not None:
+                return
+            self.kept += 1
+            ends = last and index == len(tokens) - 1
+            hide = (
+                ends
+                and request.finish_reason is FinishReason.STOP
+                and not params.include_stop_str_in_output
+            )
+            before = len(self.text)
+            if not hide:
+                self.text += self._detokenizer.push(token)
+            if ends:
+                self.text += self._detokenizer.flush()
+            self._sources.append((len(self.text), request.proposed_by[self.kept - 1]))
+            if self._stops and self.kept > params.min_tokens:
+                self._cut_at_stop(before)
+
+    def _cut_at_stop(self, before: int) -> None:
+        longest = max(map(len, self._stops))
+        found = [
+            (at, -len(stop), stop)
+            for stop in self._stops
+            if (at := self.text.find(stop, max(0, before - longest + 1))) >= 0
+        ]
+        if found:
+            at, _, stop = min(found)
+            keep = at + len(stop) if self.request.params.include_stop_str_in_output else at
+            self.text = self.text[:keep]
+            self.stopped_by = stop
+
+    def take(self, final: bool) -> list[tuple[str, str | None]]:
+        """Text not handed out yet, by source, less what may still turn out to be a stop string."""
+        limit = len(self.text)
+        if not final and self._stops:
+            limit = self._safe_length()
+        pieces: list[tuple[str, str | None]] = []
+        for end, source in self._sources:
+            stop = min(end, limit)
+            if stop > self._emitted:
+                pieces.append((self.text[self._emitted : stop], source))
+                self._emitted = stop
+        self._sources = [item for item in self._sources if item[0] > self._emitted]
+        return pieces
+
+    def _safe_length(self) -> int:
+        """Length of the text without the longest tail that is a proper prefix of a stop string."""
+        length = len(self.text)
+        held = 0
+        for stop in self._stops:
+            for size in range(min(len(stop) - 1, length), held, -1):
+                if self.text.endswith(stop[:size]):
+                    held = size
+                    break
+        return max(self._emitted, length - held)
+
+    def output(self) -> CompletionOutput:
+        """The choice as it stands; tokens after a stop string are cut off."""
+        request, kept = self.request, self.kept
+        logprobs = None if request.params.logprobs is None else request.logprobs[:kept]
+        reason = request.finish_reason
+        stop_reason = request.stop_reason
+        if stop_reason in request.end_tokens and not request.params.ignore_eos:
+            stop_reason = None
+        if self.stopped_by is not None:
+            reason, stop_reason = FinishReason.STOP, self.stopped_by
+        return CompletionOutput(
+            index=request.choice,
+            text=self.text,
+            token_ids=request.output[:kept],
+            finish_reason=None if reason is None else reason.value,
+            stop_reason=stop_reason,
+            logprobs=logprobs,
+            cumulative_logprob=None if logprobs is None else sum(x.logprob for x in logprobs),
+            proposed_by=request.proposed_by[:kept],
+            speculation=request.stats,
+        )

@@ -1,0 +1,239 @@
+"""Between the scheduler's plans and the round's tensors: builds a round's inputs, reads its
+verdict, measures its time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from surefoot.engine.scheduler import Plan, Span
+from surefoot.kv.transaction import KVManager
+from surefoot.request import Request, SpeculationStats, TokenLogprobs
+from surefoot.sampling.logprobs import RowLogprobs
+from surefoot.sampling.params import Features
+from surefoot.speculation.controller import Choice, Controller
+from surefoot.speculation.layout import RoundPlan
+from surefoot.speculation.round import SpeculativeRound, Verdict, Wanted
+from surefoot.speculation.state import SlotState
+
+
+@dataclass
+class Outcome:
+    """A round as the host reads it, by request id."""
+
+    committed: dict[str, list[int]] = field(default_factory=dict)
+    ends: dict[str, int] = field(default_factory=dict)
+
+
+class Runner:
+    """Owns the slots, the round and the controller's host side."""
+
+    def __init__(
+        self, state: SlotState, round_: SpeculativeRound, controller: Controller, kv: KVManager
+    ) -> None:
+        self.state = state
+        self.round = round_
+        self.controller = controller
+        self.kv = kv
+        self.offered: dict[str, int] = {}
+        """Drafts on offer for the next round, as of the last verdict."""
+        self._choice: tuple[list[str], Choice] | None = None
+
+    def admit(self, request: Request) -> None:
+        """Enter a request, new or resumed, into its slot's tensors."""
+        self.state.admit(request)
+        speculation = request.speculation
+        self.controller.admit(request.slot, speculation.method, speculation.max_draft_tokens)
+        for proposer in self.round.proposers:
+            proposer.admit(request.slot)
+        self.offered.pop(request.request_id, None)
+
+    def draft_sizes(self, decoding: Sequence[Request], base_rows: int) -> Mapping[str, int]:
+        """The controller's split of the coming round over the offers at hand."""
+        self._choice = None
+        if not any(self.offered.get(request.request_id) for request in decoding):
+            return {}
+        slots = torch.tensor([request.slot for request in decoding], device=self.state.device)
+        choice = self.controller.choose(slots)
+        counts = self.controller.split(choice, base_rows)
+        if not counts.any():
+            probe = self.controller.probe(choice, base_rows)
+            if probe is None:
+                return {}
+            counts = probe
+        names = [request.request_id for request in decoding]
+        self._choice = names, choice
+        return dict(zip(names, counts.tolist(), strict=True))
+
+    def run(self, plan: Plan) -> Outcome:
+        """Run a plan's round. Raises whatever the device raises; the caller's transaction then
+        rolls back."""
+        spans = sorted(plan.spans, key=lambda span: (span.samples, not span.request.prefilling))
+        for span in spans:
+            request = span.request
+            blocks = self.kv.leases[request.request_id].blocks
+            self.state.set_blocks(request.slot, blocks)
+        round_plan = self._round_plan(spans)
+        choice = self._chosen(spans[round_plan.first_decoding :])
+        wanted = self._wanted(spans, round_plan)
+        started = time.perf_counter()
+        verdict = self.round(round_plan, choice, wanted)
+        outcome = self._read(spans, round_plan, choice, verdict)
+        if round_plan.first_decoding == 0 and wanted.logprobs is None:
+            self.controller.cost.observe(round_plan.rows, time.perf_counter() - started)
+        return outcome
+
+    def _round_plan(self, spans: Sequence[Span]) -> RoundPlan:
+        device = self.state.device
+        table = torch.tensor(
+            [(span.request.slot, span.rows, span.drafts) for span in spans], device=device
+        ).T.contiguous()
+        sampling = [span for span in spans if span.samples]
+        return RoundPlan(
+            slots=table[0],
+            known=table[1],
+            drafts=table[2],
+            rows=sum(span.rows + span.drafts for span in spans),
+            sampled_rows=sum(1 + span.drafts for span in sampling),
+            first_sampling=len(spans) - len(sampling),
+            first_decoding=sum(span.request.prefilling for span in spans),
+            max_keys=max(s.request.computed + s.rows + s.drafts for s in spans),
+        )
+
+    def _chosen(self, decoding: Sequence[Span]) -> Choice | None:
+        """The choice behind the drafts of these spans, in their order."""
+        if self._choice is None or not any(span.drafts for span in decoding):
+            return None
+        names, choice = self._choice
+        wanted = [span.request.request_id for span in decoding]
+        if names == wanted:
+            return choice
+        index = torch.tensor([names.index(name) for name in wanted], device=self.state.device)
+        return Choice(
+            choice.proposer[index], choice.tokens[index], choice.lengths[index],
+            choice.chances[index],
+        )
+
+    def _wanted(self, spans: Sequence[Span], plan: RoundPlan) -> Wanted:
+        requests = [span.request for span in spans[plan.first_sampling :]]
+        widths = [r.params.logprobs for r in requests if r.params.logprobs is not None]
+        methods = {request.speculation.method for request in requests}
+        names = self.controller.names
+        scored = [span for span in spans if _prompt_targets(span)]
+        return Wanted(
+            features=Features.of(request.params for request in requests),
+            logprobs=max(widths) if widths else None,
+            proposers=tuple(
+                index for index, name in enumerate(names) if methods & {"auto", name}
+            ),
+            prompt_rows=self._prompt_rows(spans) if scored else None,
+            prompt_logprobs=max(
+                (span.request.params.prompt_logprobs or 0 for span in scored), default=0
+            ),
+        )
+
+    def _prompt_rows(self, spans: Sequence[Span]) -> torch.Tensor:
+        rows, first = [], 0
+        for span in spans:
+            rows.extend(range(first, first + _prompt_targets(span)))
+            first += span.rows + span.drafts
+        return torch.tensor(rows, device=self.state.device)
+
+    def _read(
+        self,
+        spans: Sequence[Span],
+        plan: RoundPlan,
+        choice: Choice | None,
+        verdict: Verdict,
+    ) -> Outcome:
+        """The one copy from the device to the host in a round."""
+        columns = [verdict.counts, verdict.accepted, verdict.ends, verdict.offered]
+        columns += [verdict.first_sample, plan.drafts]
+        packed = torch.cat((torch.stack(columns, dim=1), verdict.tokens), dim=1).tolist()
+        proposers = [] if choice is None else choice.proposer.tolist()
+        scores = None if verdict.logprobs is None else _HostLogprobs(verdict.logprobs)
+        self._read_prompt_scores(spans, verdict.prompt_logprobs)
+        outcome = Outcome()
+        for index, (span, row) in enumerate(zip(spans, packed, strict=True)):
+            request = span.request
+            if not span.samples:
+                continue
+            count, accepted, end, offered, first_sample, drafted, *tokens = row
+            outcome.committed[request.request_id] = tokens[:count]
+            outcome.ends[request.request_id] = end
+            name = None
+            if drafted:
+                name = self.controller.names[proposers[index - plan.first_decoding]]
+            _count(request.stats, name, drafted, min(accepted, count), offered)
+            drafts = min(accepted, count)
+            request.proposed_by += [name] * drafts + [None] * (count - drafts)
+            if scores is not None and request.params.logprobs is not None:
+                request.logprobs += scores.read(first_sample, tokens[:count], request.params.logprobs)
+            self.offered[request.request_id] = offered
+        return outcome
+
+    def _read_prompt_scores(
+        self, spans: Sequence[Span], chunks: Sequence[RowLogprobs]
+    ) -> None:
+        if not chunks:
+            return
+        scores = _HostLogprobs(*chunks)
+        first = 0
+        for span in spans:
+            count, request = _prompt_targets(span), span.request
+            if count:
+                start = request.computed + 1
+                tokens = request.prompt[start : start + count]
+                width = request.params.prompt_logprobs or 0
+                request.prompt_logprobs += scores.read(first, tokens, width)
+            first += count
+
+    def forget(self, request: Request) -> None:
+        """A request ended."""
+        self.offered.pop(request.request_id, None)
+
+
+def _prompt_targets(span: Span) -> int:
+    """How many prompt tokens are predicted by this span's rows and still lack their logprob."""
+    request = span.request
+    if request.params.prompt_logprobs is None:
+        return 0
+    if len(request.prompt_logprobs) > request.computed:
+        return 0
+    return max(0, min(request.computed + span.rows, len(request.prompt) - 1) - request.computed)
+
+
+def _count(
+    stats: SpeculationStats, name: str | None, drafted: int, accepted: int, offered: int
+) -> None:
+    stats.rounds += 1
+    stats.offered += offered
+    stats.drafted += drafted
+    stats.accepted += accepted
+    if name is not None:
+        by_name = stats.accepted_by_proposer
+        by_name[name] = by_name.get(name, 0) + accepted
+
+
+class _HostLogprobs:
+    """Logprobs of all rows of a round, copied to the host."""
+
+    def __init__(self, *chunks: RowLogprobs) -> None:
+        self.chosen = [value for chunk in chunks for value in chunk.chosen.tolist()]
+        self.ranks = [value for chunk in chunks for value in chunk.ranks.tolist()]
+        self.top_ids = [value for chunk in chunks for value in chunk.top_ids.tolist()]
+        self.top = [value for chunk in chunks for value in chunk.top.tolist()]
+
+    def read(self, first: int, tokens: Sequence[int], width: int) -> list[TokenLogprobs]:
+        return [
+            TokenLogprobs(
+                token,
+                self.chosen[row],
+                self.ranks[row],
+                tuple(zip(self.top_ids[row][:width], self.top[row][:width], strict=True)),
+            )
+            for row, token in enumerate(tokens, start=first)
+        ]

@@ -1,0 +1,1 @@
+"""Span attention over a paged KV cache (the contract is ``FlatBatch``)."""

@@ -1,0 +1,136 @@
+"""The seam between models and the code that runs them: what a decoder needs from a device.
+
+A backend packs weights into its own layout, owns the layout of the paged KV cache, and runs one
+decoder layer over a flat batch. ``torch_backend`` is the reference for every other one; each is
+held to it by an equivalence test.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from surefoot.kernels.quant import QuantTensor
+
+Weight = torch.Tensor | QuantTensor
+
+
+@dataclass(frozen=True)
+class FlatBatch:
+    """The rows of one forward: prefill chunks, spans and single tokens alike, N in all.
+
+    Row r belongs to request ``row_slot[r]`` and sees the keys of that request whose index is
+    below ``span_start[row_slot[r]]``, and of the span's own rows those that ``mask`` allows:
+    bit j of ``mask[r]`` stands for the span's row j (a tree, or all ones for no mask); without
+    ``mask`` the span is causal, that is, row r sees keys 0 .. ``key_index[r]``.
+    All keys of the batch are written before any is read.
+    """
+
+    tokens: torch.Tensor
+    """int64 [N]: token ids."""
+    positions: torch.Tensor
+    """int64 [N]: RoPE positions."""
+    key_index: torch.Tensor
+    """int64 [N]: the row's index among its request's keys (equals ``positions`` for chains)."""
+    row_slot: torch.Tensor
+    """int64 [N]: row of ``block_tables`` and ``span_start``; -1 for padding, which writes nothing
+    and whose output is unspecified."""
+    block_tables: torch.Tensor
+    """int32 [slots, max_blocks]: block id of each ``block_size`` consecutive keys."""
+    span_start: torch.Tensor
+    """int64 [slots]: index of the first key that this forward writes."""
+    max_keys: int
+    """Host-side upper bound of ``key_index`` + 1, for backends that need a static extent."""
+    mask: torch.Tensor | None = None
+    """int64 [N] or None."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Sizes of one attention layer; ``scale`` multiplies the scores before the softmax."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder block, packed. ``Any`` fields are whatever ``pack_linear`` returned.
+
+    y = x + o(attention(rope(norm?(qkv(rms_norm(x))))));  x' = y + down(silu(gate(z)) * up(z)),
+    z = rms_norm(y). Biases live inside the packed linears.
+    """
+
+    input_norm: torch.Tensor
+    qkv: Any
+    o: Any
+    post_norm: torch.Tensor
+    gate_up: Any
+    down: Any
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    eps: float
+    shape: AttentionShape
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """Rotary factors, float32 ``[max_positions, head_dim / 2]``, for the half-split convention:
+    out = x * cos + rotate_half(x) * sin, the first half of the head paired with the second."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class Backend(ABC):
+    """Runs decoder layers on one device. Methods neither read tensors on the host nor depend on
+    their values for shapes."""
+
+    name: str
+    device: torch.device
+    dtype: torch.dtype
+    """Storage type of dense weights and of the KV cache."""
+
+    @abstractmethod
+    def pack_linear(self, parts: Sequence[Weight], bias: torch.Tensor | None = None) -> Any:
+        """Pack ``[out_i, in]`` matrices as one linear whose outputs are concatenated.
+        ``bias`` is ``[sum(out_i)]`` or None."""
+
+    @abstractmethod
+    def pack_norm(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight of an RMSNorm, ``[hidden]`` or ``[head_dim]``, as ``layer`` wants it."""
+
+    @abstractmethod
+    def pack_embedding(self, weight: Weight) -> tuple[Any, Any]:
+        """An embedding ``[vocab, hidden]`` as (table for ``embed``, linear for a tied head)."""
+
+    @abstractmethod
+    def allocate_kv(
+        self, layers: int, blocks: int, block_size: int, shape: AttentionShape
+    ) -> list[Any]:
+        """Paged KV for ``layers`` layers. Its layout is the backend's own."""
+
+    @abstractmethod
+    def kv_bytes_per_block(self, block_size: int, shape: AttentionShape) -> int:
+        """Bytes that one block takes in one layer, keys and values together."""
+
+    @abstractmethod
+    def embed(self, table: Any, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens int64 [N] -> hidden states [N, hidden] in the backend's activation type."""
+
+    @abstractmethod
+    def layer(
+        self, weights: LayerWeights, x: torch.Tensor, batch: FlatBatch, kv: Any, rope: RopeTable
+    ) -> torch.Tensor:
+        """One decoder block over the flat batch: [N, hidden] -> [N, hidden]. Writes the rows'
+        keys and values into ``kv``. May overwrite ``x``."""
+
+    @abstractmethod
+    def head(self, norm: torch.Tensor, eps: float, linear: Any, x: torch.Tensor) -> torch.Tensor:
+        """Final norm and language-model head: [M, hidden] -> float32 logits [M, vocab]."""

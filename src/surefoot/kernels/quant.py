@@ -1,0 +1,54 @@
+"""Weights that stay in the block format of a GGUF file (llama.cpp's ``ggml-quants``).
+
+A row of ``in_features`` weights is cut into blocks of 32. Layouts, little endian:
+
+=====  =====  ==========================================================  ====================
+kind   bytes  fields                                                      weight
+=====  =====  ==========================================================  ====================
+Q4_0   18     fp16 d, 16 bytes: nibble j = lo of byte j, j+16 = hi        d * (q - 8)
+Q4_1   20     fp16 d, fp16 m, 16 bytes as above                           d * q + m
+Q8_0   34     fp16 d, 32 int8                                             d * q
+=====  =====  ==========================================================  ====================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+BLOCK = 32
+BYTES_PER_BLOCK = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
+
+
+@dataclass(frozen=True)
+class QuantTensor:
+    """A matrix ``[out_features, in_features]`` of GGUF blocks.
+
+    ``data`` is uint8 ``[out_features, in_features / 32 * bytes per block]``, contiguous.
+    """
+
+    kind: str
+    data: torch.Tensor
+    in_features: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.in_features
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The same weights as a dense tensor, computed in fp32 and rounded once to ``dtype``."""
+        rows = self.data.shape[0]
+        blocks = self.data.view(rows, self.in_features // BLOCK, BYTES_PER_BLOCK[self.kind])
+        scale = _half(blocks[..., 0:2])
+        if self.kind == "Q8_0":
+            values = blocks[..., 2:].contiguous().view(torch.int8).float() * scale
+        else:
+            packed = blocks[..., -16:]
+            q = torch.cat((packed & 15, packed >> 4), dim=-1).float()
+            values = q * scale + _half(blocks[..., 2:4]) if self.kind == "Q4_1" else (q - 8) * scale
+        return values.reshape(rows, self.in_features).to(dtype)
+
+
+def _half(two_bytes: torch.Tensor) -> torch.Tensor:
+    return two_bytes.contiguous().view(torch.float16).float()

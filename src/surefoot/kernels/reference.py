@@ -1,0 +1,41 @@
+"""Reference operations in plain torch: the twins that every faster kernel is held to."""
+
+from __future__ import annotations
+
+import torch
+
+from surefoot.kernels.backend import FlatBatch, RopeTable
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension, computed in float32 and returned in ``x``'s dtype."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * weight.float()).to(x.dtype)
+
+
+def apply_rope(x: torch.Tensor, positions: torch.Tensor, rope: RopeTable) -> torch.Tensor:
+    """Rotate ``x`` [N, heads, head_dim] by its rows' ``positions`` [N] (half-split pairs)."""
+    cos = rope.cos[positions].unsqueeze(1)
+    sin = rope.sin[positions].unsqueeze(1)
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for ``[N, 2 * intermediate]`` with the gate first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def key_visibility(batch: FlatBatch, keys: int) -> torch.Tensor:
+    """bool [N, keys]: which of its request's first ``keys`` keys each row sees (see FlatBatch)."""
+    index = torch.arange(keys, device=batch.tokens.device)
+    if batch.mask is None:
+        return index <= batch.key_index.unsqueeze(1)
+    start = batch.span_start[batch.row_slot.clamp(min=0)].unsqueeze(1)
+    offset = index - start
+    in_span = (offset >= 0) & (offset < 64)
+    bit = (batch.mask.unsqueeze(1) >> offset.clamp(0, 63)) & 1
+    return (offset < 0) | (in_span & (bit == 1))

@@ -1,0 +1,98 @@
+"""The reference backend: plain torch, any device, any dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import embedding, linear
+
+from surefoot.kernels import reference as ops
+from surefoot.kernels.attention.torch_paged import span_attention, write_kv
+from surefoot.kernels.backend import (
+    AttentionShape,
+    Backend,
+    FlatBatch,
+    LayerWeights,
+    RopeTable,
+    Weight,
+)
+from surefoot.kernels.quant import QuantTensor
+
+
+@dataclass(frozen=True)
+class DenseLinear:
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class TorchBackend(Backend):
+    """Dense weights in ``dtype``; GGUF blocks are dequantised when packed."""
+
+    name = "torch"
+
+    def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:
+        self.device = torch.device(device)
+        self.dtype = dtype
+
+    def _dense(self, weight: Weight) -> torch.Tensor:
+        if isinstance(weight, QuantTensor):
+            weight = weight.dequantize()
+        return weight.to(self.device, self.dtype)
+
+    def pack_linear(
+        self, parts: Sequence[Weight], bias: torch.Tensor | None = None
+    ) -> DenseLinear:
+        dense = [self._dense(part) for part in parts]
+        weight = dense[0] if len(dense) == 1 else torch.cat(dense)
+        return DenseLinear(weight, None if bias is None else self._dense(bias))
+
+    def pack_norm(self, weight: torch.Tensor) -> torch.Tensor:
+        return self._dense(weight)
+
+    def pack_embedding(self, weight: Weight) -> tuple[torch.Tensor, DenseLinear]:
+        dense = self._dense(weight)
+        return dense, DenseLinear(dense, None)
+
+    def allocate_kv(
+        self, layers: int, blocks: int, block_size: int, shape: AttentionShape
+    ) -> list[torch.Tensor]:
+        size = (2, blocks, block_size, shape.kv_heads, shape.head_dim)
+        return [torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(layers)]
+
+    def kv_bytes_per_block(self, block_size: int, shape: AttentionShape) -> int:
+        return 2 * block_size * shape.kv_heads * shape.head_dim * self.dtype.itemsize
+
+    def embed(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return embedding(tokens, table)
+
+    def layer(
+        self,
+        weights: LayerWeights,
+        x: torch.Tensor,
+        batch: FlatBatch,
+        kv: torch.Tensor,
+        rope: RopeTable,
+    ) -> torch.Tensor:
+        shape = weights.shape
+        qkv = weights.qkv(ops.rms_norm(x, weights.input_norm, weights.eps))
+        qkv = qkv.unflatten(-1, (shape.heads + 2 * shape.kv_heads, shape.head_dim))
+        q, k, v = qkv.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q = ops.rms_norm(q, weights.q_norm, weights.eps)
+            k = ops.rms_norm(k, weights.k_norm, weights.eps)
+        q = ops.apply_rope(q, batch.positions, rope)
+        k = ops.apply_rope(k, batch.positions, rope)
+        write_kv(kv, k, v, batch)
+        x = x + weights.o(span_attention(q, kv, batch, shape).flatten(1))
+        hidden = ops.rms_norm(x, weights.post_norm, weights.eps)
+        return x + weights.down(ops.silu_mul(weights.gate_up(hidden)))
+
+    def head(
+        self, norm: torch.Tensor, eps: float, linear: DenseLinear, x: torch.Tensor
+    ) -> torch.Tensor:
+        return linear(ops.rms_norm(x, norm, eps)).float()

@@ -1,0 +1,89 @@
+"""Blocks of the paged KV cache: reference counts, content hashes, least recently used eviction.
+
+Plain Python, no tensors: block ids index whatever pools the target and the drafters keep.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Hash of a full block given the hash of the block before it (``b""`` for the first), so that
+    equal hashes mean equal token prefixes."""
+    digest = hashlib.blake2b(parent, digest_size=16)
+    digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
+    return digest.digest()
+
+
+class BlockPool:
+    """Ids 1 .. num_blocks - 1; block 0 is kept out for padding rows.
+
+    A block is *used* (reference count above 0), or *free*. A free block may still carry the hash
+    of its content and be taken back by a prefix hit until it is evicted, least recently used
+    first.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.references = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def capacity(self) -> int:
+        return self.num_blocks - 1
+
+    def allocate(self) -> int:
+        """Take the least recently used free block; its old content is forgotten.
+
+        Raises IndexError when none is free: callers check ``num_free`` first.
+        """
+        if not self._free:
+            raise IndexError("no free block")
+        block, _ = self._free.popitem(last=False)
+        content = self._hash_of.pop(block, None)
+        if content is not None:
+            del self._block_of[content]
+        self.references[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """Add a reference to a block found by ``lookup``."""
+        if self.references[block] == 0:
+            del self._free[block]
+        self.references[block] += 1
+
+    def release(self, block: int) -> None:
+        """Drop a reference. At zero the block joins the end of the eviction order, or its front
+        when it holds nothing that could be hit again."""
+        if self.references[block] <= 0:
+            raise RuntimeError(f"block {block} released more often than taken")
+        self.references[block] -= 1
+        if self.references[block] == 0:
+            self._free[block] = None
+            if block not in self._hash_of:
+                self._free.move_to_end(block, last=False)
+
+    def register(self, block: int, content: bytes) -> None:
+        """Make a full, written block findable. The first block of a content keeps the name."""
+        if content not in self._block_of and block not in self._hash_of:
+            self._block_of[content] = block
+            self._hash_of[block] = content
+
+    def lookup(self, content: bytes) -> int | None:
+        return self._block_of.get(content)
+
+    def check_integrity(self) -> None:
+        """Assert that every block is either used or free, and that hashes pair up."""
+        used = {block for block, count in enumerate(self.references) if count > 0}
+        assert not used & set(self._free), "a block is used and free at once"
+        assert used | set(self._free) == set(range(1, self.num_blocks)), "a block is lost"
+        assert {self._hash_of[b]: b for b in self._hash_of} == self._block_of

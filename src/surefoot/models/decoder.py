@@ -1,0 +1,154 @@
+"""The decoder that Llama, Qwen2 and Qwen3 share: embedding, blocks, norm and head.
+
+Architectures differ by flags in ``ModelConfig`` (biases, q/k norms); their files map a
+checkpoint's tensor names and settle the flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from surefoot.errors import SurefootError
+from surefoot.kernels.backend import AttentionShape, Backend, FlatBatch, LayerWeights, Weight
+from surefoot.models.config import ModelConfig
+from surefoot.models.rope import rope_table
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """``hidden`` [N, hidden] before the final norm; ``features``: the residual stream entering
+    each captured layer, [N, hidden] each, in the order asked for."""
+
+    hidden: torch.Tensor
+    features: tuple[torch.Tensor, ...]
+
+
+class Decoder:
+    """A target model on a backend.
+
+    ``weights`` maps Hugging Face tensor names (``model.layers.0.self_attn.q_proj.weight``) to
+    dense tensors or GGUF blocks. All missing or misshapen tensors are named in one error.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Weight],
+        backend: Backend,
+        max_positions: int | None = None,
+    ) -> None:
+        check_tensors(config, weights)
+        self.config = config
+        self.backend = backend
+        self.shape = AttentionShape(
+            config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5
+        )
+        self.rope = rope_table(config, max_positions or config.max_positions, backend.device)
+        embedding = weights["model.embed_tokens.weight"]
+        self.table, self.head_linear = backend.pack_embedding(embedding)
+        if not config.tied_embeddings:
+            self.head_linear = backend.pack_linear([weights["lm_head.weight"]])
+        self.norm = backend.pack_norm(_dense(weights["model.norm.weight"]))
+        self.layers = [self._pack_layer(weights, index) for index in range(config.layers)]
+
+    def _pack_layer(self, weights: Mapping[str, Weight], index: int) -> LayerWeights:
+        prefix = f"model.layers.{index}."
+        pack_norm = self.backend.pack_norm
+
+        def linear(*names: str) -> Any:
+            parts = [weights[f"{prefix}{name}.weight"] for name in names]
+            biases = [weights.get(f"{prefix}{name}.bias") for name in names]
+            dense = [_dense(bias) for bias in biases if bias is not None]
+            return self.backend.pack_linear(parts, torch.cat(dense) if dense else None)
+
+        def norm(name: str) -> torch.Tensor:
+            return pack_norm(_dense(weights[f"{prefix}{name}.weight"]))
+
+        attention = "self_attn."
+        return LayerWeights(
+            input_norm=norm("input_layernorm"),
+            qkv=linear(*(attention + name for name in ("q_proj", "k_proj", "v_proj"))),
+            o=linear(attention + "o_proj"),
+            post_norm=norm("post_attention_layernorm"),
+            gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
+            down=linear("mlp.down_proj"),
+            q_norm=norm(attention + "q_norm") if self.config.qk_norm else None,
+            k_norm=norm(attention + "k_norm") if self.config.qk_norm else None,
+            eps=self.config.norm_eps,
+            shape=self.shape,
+        )
+
+    def forward(
+        self, batch: FlatBatch, kv: Sequence[Any], capture: Sequence[int] = ()
+    ) -> ForwardResult:
+        """Run every block over the flat batch, writing its KV. ``capture``: layer indices l whose
+        *entering* residual stream is kept (l = 0: the embeddings; l = layers: the last output),
+        the convention of Hugging Face's ``hidden_states[l]`` for l < layers."""
+        features: dict[int, torch.Tensor] = {}
+        x = self.backend.embed(self.table, batch.tokens)
+        for index, layer in enumerate(self.layers):
+            if index in capture:
+                features[index] = x.clone()
+            x = self.backend.layer(layer, x, batch, kv[index], self.rope)
+        if len(self.layers) in capture:
+            features[len(self.layers)] = x.clone()
+        return ForwardResult(x, tuple(features[index] for index in capture))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states of selected rows [M, hidden] -> float32 logits [M, vocab]."""
+        return self.backend.head(self.norm, self.config.norm_eps, self.head_linear, hidden)
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of this config must hold, by its Hugging Face name."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    linears = {
+        "self_attn.q_proj": (q_size, hidden, config.attention_bias),
+        "self_attn.k_proj": (kv_size, hidden, config.attention_bias),
+        "self_attn.v_proj": (kv_size, hidden, config.attention_bias),
+        "self_attn.o_proj": (hidden, q_size, config.output_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tied_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for index in range(config.layers):
+        prefix = f"model.layers.{index}."
+        shapes[prefix + "input_layernorm.weight"] = (hidden,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        for name, (outputs, inputs, bias) in linears.items():
+            shapes[f"{prefix}{name}.weight"] = (outputs, inputs)
+            if bias:
+                shapes[f"{prefix}{name}.bias"] = (outputs,)
+        if config.qk_norm:
+            shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
+    return shapes
+
+
+def check_tensors(config: ModelConfig, weights: Mapping[str, Weight]) -> None:
+    """Refuse a checkpoint with missing or misshapen tensors, naming all of them."""
+    problems = []
+    for name, shape in expected_shapes(config).items():
+        if name not in weights:
+            problems.append(f"{name} is missing")
+        elif tuple(weights[name].shape) != shape:
+            problems.append(f"{name} is {tuple(weights[name].shape)}, expected {shape}")
+    if problems:
+        raise SurefootError(
+            "model", "the checkpoint does not fit its config: " + "; ".join(problems)
+        )
+
+
+def _dense(weight: Weight) -> torch.Tensor:
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantize()

@@ -1,0 +1,123 @@
+"""The token at a position as a pure function of (logits row, parameters, seed, position, tokens
+before it).
+
+Stages, each row as if it were the only one: penalties, bias, masked ends -> temperature -> min-p,
+top-k, top-p -> argmax of score plus Gumbel noise, ties to the lowest id. Greedy skips everything
+after the masks. Drafts before a row count as tokens before it, which is all that is needed for
+exactness inside a span.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from surefoot.sampling.noise import gumbel
+from surefoot.sampling.params import Features, SlotParams
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """The rows to sample, M of them."""
+
+    slots: torch.Tensor
+    """int64 [M]: whose parameters apply."""
+    positions: torch.Tensor
+    """int64 [M]: position of the token to be sampled; those before it are its history."""
+    history: torch.Tensor
+    """int64 [slots, width]: token history by slot, tentative drafts in place. Only the first
+    ``max_history`` columns are read."""
+    max_history: int
+
+
+def sample_rows(
+    logits: torch.Tensor, rows: SampleRows, params: SlotParams, features: Features
+) -> torch.Tensor:
+    """float32 logits [M, vocab] -> token ids int64 [M]."""
+    if features.penalties:
+        logits = apply_penalties(logits, rows, params)
+    if features.bias:
+        logits = apply_bias(logits, rows, params)
+    if features.min_tokens:
+        logits = mask_ends(logits, rows, params)
+    if not features.noise:
+        return logits.argmax(dim=-1)
+    scores = filtered_scores(logits, rows.slots, params, features)
+    slots = rows.slots
+    noise = gumbel(params.seed[slots], params.choice[slots], rows.positions, logits.shape[1])
+    drawn = (scores + noise).argmax(dim=-1)
+    greedy = params.temperature[slots] == 0
+    return torch.where(greedy, logits.argmax(dim=-1), drawn)
+
+
+def apply_penalties(
+    logits: torch.Tensor, rows: SampleRows, params: SlotParams
+) -> torch.Tensor:
+    """Repetition penalty over prompt and output (CTRL, Keskar et al., 2019), then frequency and
+    presence penalties over the output (OpenAI)."""
+    slots = rows.slots
+    tokens = rows.history[slots, : rows.max_history]
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    before = index < rows.positions.unsqueeze(1)
+    in_output = before & (index >= params.prompt_length[slots].unsqueeze(1))
+    tokens = tokens.clamp(0, logits.shape[1] - 1)
+    seen = torch.zeros_like(logits).scatter_add_(1, tokens, before.float())
+    counts = torch.zeros_like(logits).scatter_add_(1, tokens, in_output.float())
+    repetition = params.repetition[slots].unsqueeze(1)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen > 0, repeated, logits)
+    logits = logits - params.frequency[slots].unsqueeze(1) * counts
+    return logits - params.presence[slots].unsqueeze(1) * (counts > 0)
+
+
+def apply_bias(logits: torch.Tensor, rows: SampleRows, params: SlotParams) -> torch.Tensor:
+    """Add ``logit_bias``."""
+    ids, bias = params.bias_ids[rows.slots], params.bias[rows.slots]
+    return logits.scatter_add(1, ids.clamp(min=0), torch.where(ids >= 0, bias, 0.0))
+
+
+def mask_ends(logits: torch.Tensor, rows: SampleRows, params: SlotParams) -> torch.Tensor:
+    """Rule out end tokens and stop ids while fewer than ``min_tokens`` have been sampled."""
+    ids = params.stop_ids[rows.slots]
+    early = (rows.positions < params.min_length[rows.slots]).unsqueeze(1)
+    masked = torch.zeros_like(logits).scatter_add_(
+        1, ids.clamp(min=0), ((ids >= 0) & early).float()
+    )
+    return logits.masked_fill(masked > 0, float("-inf"))
+
+
+def filtered_scores(
+    logits: torch.Tensor, slots: torch.Tensor, params: SlotParams, features: Features
+) -> torch.Tensor:
+    """Temperature and filters: log-probabilities up to a constant, -inf where filtered out.
+
+    Rows with temperature 0 come out finite but meaningless.
+    """
+    temperature = params.temperature[slots].unsqueeze(1)
+    temperature = torch.where(temperature == 0, 1.0, temperature)
+    # The maximum goes first, so that tiny temperatures cannot overflow.
+    scores = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    if features.min_p:
+        # The best score is 0, so min_p times its probability is a plain threshold.
+        scores = _drop_below(scores, params.min_p[slots].log().unsqueeze(1))
+    if features.top_k:
+        width = min(features.top_k, scores.shape[1])
+        best = scores.topk(width, dim=-1).values
+        last = (params.top_k[slots].clamp(max=width) - 1).unsqueeze(1)
+        kth = best.gather(1, last)
+        unlimited = (params.top_k[slots] >= scores.shape[1]).unsqueeze(1)
+        scores = _drop_below(scores, torch.where(unlimited, float("-inf"), kth))
+    if features.top_p:
+        ordered = scores.sort(dim=-1, descending=True).values
+        mass = torch.softmax(ordered, dim=-1)
+        before = mass.cumsum(dim=-1) - mass
+        kept = (before < params.top_p[slots].unsqueeze(1)).sum(dim=-1, keepdim=True)
+        border = ordered.gather(1, kept.clamp(min=1) - 1)
+        unlimited = (params.top_p[slots] >= 1).unsqueeze(1)
+        scores = _drop_below(scores, torch.where(unlimited, float("-inf"), border))
+    return scores
+
+
+def _drop_below(scores: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+    return scores.masked_fill(scores < threshold, float("-inf"))

@@ -1,0 +1,175 @@
+"""Which drafts are worth verifying: the law that speculation is never slower.
+
+Proposers offer; each round ``split`` chooses how many drafts of each request to verify, so that
+expected committed tokens per second of the whole batch are highest and no request's expected pace
+falls under ``MIN_PACE`` of its plain pace in that batch. Everything is decided per request: one
+with repetitive text keeps its drafts while its neighbour with prose gets none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from surefoot.speculation.cost import CostModel
+from surefoot.speculation.estimator import AcceptanceEstimator
+from surefoot.speculation.proposer import Drafts
+from surefoot.speculation.state import SlotState
+
+MIN_PACE = 0.95
+MIN_GAIN = 1.02
+"""Verifying must promise this much over plain decoding: estimates of cost are noisy."""
+PROBE_EVERY = 128
+PROBE_OPTIMISM = 0.8
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The offers a round may verify, for B slots: whose, the drafts, and each one's chance."""
+
+    proposer: torch.Tensor
+    """int64 [B]: index of the proposer."""
+    tokens: torch.Tensor
+    """int64 [B, K]."""
+    lengths: torch.Tensor
+    """int64 [B]."""
+    chances: torch.Tensor
+    """float32 [B, K]: that a draft and all before it are accepted; never rises along a row."""
+
+
+def split_rows(
+    chances: torch.Tensor,
+    base_rows: int,
+    table: torch.Tensor,
+    min_gain: float = MIN_GAIN,
+    min_pace: float = MIN_PACE,
+) -> torch.Tensor:
+    """How many drafts of each request to verify, int64 [B].
+
+    ``chances`` float32 [B, K] as in ``Choice``; ``base_rows``: rows of the round without drafts;
+    ``table`` float32: seconds of a round by rows. Drafts are taken by falling chance; since it
+    never rises along a row, what is taken is a prefix of each offer. Of the n best drafts, n is
+    the one with the highest (B + sum of chances) / seconds.
+    """
+    batch, width = chances.shape
+    limit = min(batch * width, table.shape[0] - 1 - base_rows)
+    order = chances.flatten().argsort(descending=True, stable=True)
+    best = chances.flatten()[order][:limit]
+    taken = torch.zeros((limit + 1, batch), device=chances.device)
+    owner = order[:limit] // width
+    taken[1:].scatter_(1, owner.unsqueeze(1), best.unsqueeze(1))
+    gains = taken.cumsum(dim=0)
+    seconds = table[base_rows : base_rows + limit + 1]
+    slowdown = seconds / seconds[0]
+    rate = (batch + gains.sum(dim=1)) / slowdown
+    fair = (1 + gains.amin(dim=1)) >= min_pace * slowdown
+    worth = (rate >= min_gain * batch) & fair
+    worth[1:] &= best > 0
+    rate = torch.where(worth, rate, 0.0)
+    # Entry 0, no drafts, always stands: plain decoding.
+    rate[0] = batch
+    count = rate.argmax()
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return (rank < count).view(batch, width).sum(dim=1)
+
+
+class Controller:
+    """Keeps every proposer's offers and estimates; sizes each round."""
+
+    def __init__(
+        self, state: SlotState, proposers: Sequence[str], cost: CostModel, policy: str = "auto"
+    ) -> None:
+        self.state = state
+        self.names = tuple(proposers)
+        self.cost = cost
+        self.policy = policy
+        self.estimators = [AcceptanceEstimator(state) for _ in self.names]
+        self.idle_rounds = 0
+        self.probes = 0
+        count, slots, width = len(self.names), state.slots, state.max_drafts
+        device = state.device
+        self.tokens = torch.zeros((count, slots, width), dtype=torch.int64, device=device)
+        self.lengths = torch.zeros((count, slots), dtype=torch.int64, device=device)
+        self.confidence = torch.zeros((count, slots, width), device=device)
+        self.allowed = torch.zeros((count, slots), dtype=torch.bool, device=device)
+        self.draft_limit = torch.zeros(slots, dtype=torch.int64, device=device)
+
+    def admit(self, slot: int, method: str, max_draft_tokens: int | None) -> None:
+        """A request, new or resumed, entered the slot with this choice of speculation."""
+        self.lengths[:, slot] = 0
+        for index, name in enumerate(self.names):
+            self.allowed[index, slot] = method in ("auto", name)
+            self.estimators[index].admit(slot)
+        limit = self.state.max_drafts if max_draft_tokens is None else max_draft_tokens
+        self.draft_limit[slot] = min(limit, self.state.max_drafts)
+
+    def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> None:
+        """Enter proposer ``index``'s offers for the next round, cut to what can be verified: valid
+        ids, the request's own limit, and at most one draft less than the tokens still allowed."""
+        drafts = self._sanitise(index, slots, drafts)
+        self.tokens[index, slots] = drafts.tokens
+        self.lengths[index, slots] = drafts.lengths
+        self.confidence[index, slots] = drafts.confidence
+        self.estimators[index].watch(slots, drafts)
+
+    def _sanitise(self, index: int, slots: torch.Tensor, drafts: Drafts) -> Drafts:
+        state, width = self.state, self.state.max_drafts
+        tokens, confidence = drafts.tokens[:, :width], drafts.confidence[:, :width]
+        if tokens.shape[1] < width:
+            missing = (0, width - tokens.shape[1])
+            tokens = torch.nn.functional.pad(tokens, missing, value=-1)
+            confidence = torch.nn.functional.pad(confidence, missing)
+        valid = (tokens >= 0) & (tokens < state.vocab_size)
+        run = valid.long().cumprod(dim=1).sum(dim=1)
+        room = state.limit[slots] - state.length[slots] - 1
+        lengths = torch.minimum(torch.minimum(drafts.lengths, run), room)
+        lengths = torch.minimum(lengths, self.draft_limit[slots]).clamp(min=0)
+        lengths = torch.where(self.allowed[index, slots], lengths, 0)
+        return Drafts(tokens.clamp(0, state.vocab_size - 1), lengths, confidence)
+
+    def learn(self, slots: torch.Tensor) -> None:
+        """Judge watched offers by the tokens that a round committed to ``slots``."""
+        for estimator in self.estimators:
+            estimator.learn(slots)
+
+    def choose(self, slots: torch.Tensor) -> Choice:
+        """The most promising offer of each of ``slots`` [B]."""
+        chances = torch.stack(
+            [
+                estimator.chances(slots, self._offers(index, slots))
+                for index, estimator in enumerate(self.estimators)
+            ]
+        )
+        proposer = chances.sum(dim=2).argmax(dim=0)
+        chosen = proposer, slots
+        batch = torch.arange(len(slots), device=slots.device)
+        return Choice(
+            proposer, self.tokens[chosen], self.lengths[chosen], chances[proposer, batch]
+        )
+
+    def _offers(self, index: int, slots: torch.Tensor) -> Drafts:
+        return Drafts(
+            self.tokens[index, slots], self.lengths[index, slots], self.confidence[index, slots]
+        )
+
+    def split(self, choice: Choice, base_rows: int) -> torch.Tensor:
+        """Drafts of each request to verify in this round, int64 [B]."""
+        if self.policy == "fixed":
+            return choice.lengths
+        return split_rows(choice.chances, base_rows, self.cost.table())
+
+    def probe(self, choice: Choice, base_rows: int) -> torch.Tensor | None:
+        """Once in ``PROBE_EVERY`` rounds whose offers were all turned down: what would be
+        verified if verifying cost less than believed, so that a wrong belief about cost is found
+        out. None otherwise. The host calls this after a ``split`` that came out empty."""
+        self.idle_rounds += 1
+        if self.policy == "fixed" or self.idle_rounds < PROBE_EVERY:
+            return None
+        self.idle_rounds = 0
+        table = self.cost.table()
+        cheaper = table[base_rows] + PROBE_OPTIMISM * (table - table[base_rows]).clamp(min=0)
+        counts = split_rows(choice.chances, base_rows, cheaper, min_pace=0.0)
+        self.probes += 1
+        return counts

@@ -1,0 +1,97 @@
+"""How likely a proposer's draft is right, learnt from the texts themselves.
+
+Sampling is a pure function of the text, so the text that follows an offer tells whether each of
+its drafts would have been accepted, verified or not. Every slot keeps one offer of each proposer
+in view until the text has contradicted or confirmed it all, then enters the outcome and takes the
+next. Acceptance is thus known for requests that never draft, at no cost.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from surefoot.speculation.proposer import Drafts
+from surefoot.speculation.state import SlotState
+
+BINS = 8
+"""Confidence is sorted into this many bins of equal width; each learns on its own."""
+_SLOT_DECAY = 0.92
+_GLOBAL_DECAY = 0.998
+_SLOT_PRIOR = 3.0
+"""Weight of what all requests taught against what this one did, in trials."""
+_FIRST_PRIOR = 4.0
+
+
+class AcceptanceEstimator:
+    """Chance that draft j is accepted given that the drafts before it were, for one proposer, by
+    slot, confidence bin and position."""
+
+    def __init__(self, state: SlotState) -> None:
+        self.state = state
+        width, device = state.max_drafts, state.device
+        self.hits = torch.zeros((state.slots, BINS, width), device=device)
+        self.trials = torch.zeros_like(self.hits)
+        centres = (torch.arange(BINS, device=device) + 0.5) / BINS
+        self.all_trials = torch.full((BINS, width), _FIRST_PRIOR, device=device)
+        self.all_hits = centres.unsqueeze(1) * self.all_trials
+        self.watched = torch.zeros((state.slots, width), dtype=torch.int64, device=device)
+        self.watched_bins = torch.zeros_like(self.watched)
+        self.watched_length = torch.zeros(state.slots, dtype=torch.int64, device=device)
+        self.watched_start = torch.zeros(state.slots, dtype=torch.int64, device=device)
+        self._index = torch.arange(width, device=device)
+
+    def admit(self, slot: int) -> None:
+        self.hits[slot] = 0
+        self.trials[slot] = 0
+        self.watched_length[slot] = 0
+
+    def watch(self, slots: torch.Tensor, drafts: Drafts) -> None:
+        """Take offers in view for those of ``slots`` [B] that watch none."""
+        take = (self.watched_length[slots] == 0) & (drafts.lengths > 0)
+        wide = take.unsqueeze(1)
+        self.watched[slots] = torch.where(wide, drafts.tokens, self.watched[slots])
+        bins = confidence_bins(drafts.confidence)
+        self.watched_bins[slots] = torch.where(wide, bins, self.watched_bins[slots])
+        self.watched_length[slots] = torch.where(take, drafts.lengths, self.watched_length[slots])
+        start = self.state.length[slots]
+        self.watched_start[slots] = torch.where(take, start, self.watched_start[slots])
+
+    def learn(self, slots: torch.Tensor) -> None:
+        """Judge the watched offers of ``slots`` [B] by their committed tokens."""
+        state, index = self.state, self._index
+        start, length = self.watched_start[slots], self.watched_length[slots]
+        known = torch.minimum(state.length[slots] - start, length)
+        columns = (start.unsqueeze(1) + index).clamp(max=state.history.shape[1] - 1)
+        text = state.history[slots].gather(1, columns)
+        right = (text == self.watched[slots]) & (index < known.unsqueeze(1))
+        run = right.long().cumprod(dim=1).sum(dim=1)
+        settled = (length > 0) & ((run < known) | (known >= length))
+        tried = (index <= run.unsqueeze(1)) & (index < known.unsqueeze(1)) & settled.unsqueeze(1)
+        hit = tried & (index < run.unsqueeze(1))
+        bins = self.watched_bins[slots].unsqueeze(1)
+        in_bin = torch.arange(BINS, device=slots.device).view(1, BINS, 1) == bins
+        tried_in = (in_bin & tried.unsqueeze(1)).float()
+        hit_in = (in_bin & hit.unsqueeze(1)).float()
+        decay = 1 - (1 - _SLOT_DECAY) * tried_in
+        self.trials[slots] = self.trials[slots] * decay + tried_in
+        self.hits[slots] = self.hits[slots] * decay + hit_in
+        new_trials, new_hits = tried_in.sum(dim=0), hit_in.sum(dim=0)
+        forget = _GLOBAL_DECAY**new_trials
+        self.all_trials = self.all_trials * forget + new_trials
+        self.all_hits = self.all_hits * forget + new_hits
+        self.watched_length[slots] = torch.where(settled, 0, length)
+
+    def chances(self, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
+        """float32 [B, K]: chance that each offered draft and all before it are accepted, 0 beyond
+        an offer's length."""
+        bins = confidence_bins(drafts.confidence).unsqueeze(1)
+        prior = (self.all_hits / self.all_trials).unsqueeze(0)
+        rates = (self.hits[slots] + _SLOT_PRIOR * prior) / (self.trials[slots] + _SLOT_PRIOR)
+        rate = rates.gather(1, bins).squeeze(1)
+        offered = self._index < drafts.lengths.unsqueeze(1)
+        return (rate * offered).cumprod(dim=1)
+
+
+def confidence_bins(confidence: torch.Tensor) -> torch.Tensor:
+    """float32 in 0..1 -> int64 bin."""
+    return (confidence * BINS).long().clamp(0, BINS - 1)

@@ -1,0 +1,99 @@
+"""The contract of a proposer: whatever offers drafts for the next round.
+
+A proposer is one file in ``proposers/`` and one line in ``registry``. It works on the slot
+tensors, for all requests of a round at once, without reading tensors on the host. How many of its
+drafts are verified is the controller's business, and whether they are right the target's: a wrong
+offer costs time, never text.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+
+from surefoot.errors import SurefootError
+from surefoot.speculation.state import SlotState
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a proposer takes from the engine, budgeted before the KV pool is sized."""
+
+    longest_draft: int
+    captured_layers: tuple[int, ...] = ()
+    """Layer indices whose entering residual stream it reads (see ``Decoder.forward``)."""
+    kv_bytes_per_token: int = 0
+    fixed_bytes: int = 0
+    context_limit: int | None = None
+    """Requests longer than this lose its drafts, not service."""
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Offers for B slots. Tokens beyond ``lengths`` are ignored; ids outside the vocabulary end
+    an offer early."""
+
+    tokens: torch.Tensor
+    """int64 [B, K]."""
+    lengths: torch.Tensor
+    """int64 [B]."""
+    confidence: torch.Tensor
+    """float32 [B, K] in 0..1: the proposer's own idea of a draft's chance, which the controller
+    calibrates against what happens."""
+    parents: torch.Tensor | None = None
+    """int64 [B, K] for a tree: index of each draft's parent, -1 for the current token; parents
+    come first. None: a chain."""
+
+
+@dataclass(frozen=True)
+class Commits:
+    """What a round settled for B slots: positions ``first`` .. ``first + counts - 1`` now have
+    final KV (and features)."""
+
+    slots: torch.Tensor
+    first: torch.Tensor
+    counts: torch.Tensor
+    rows: torch.Tensor
+    """int64 [B]: index of each slot's first row in the round's flat batch."""
+    features: tuple[torch.Tensor, ...]
+    """The captured layers' [N, hidden], in the order of ``Needs.captured_layers``."""
+
+
+class Proposer(ABC):
+    """Base class. ``Options`` is a frozen dataclass with the proposer's settings."""
+
+    name: ClassVar[str]
+    Options: ClassVar[type]
+
+    def __init__(self, options: Any, state: SlotState) -> None:
+        self.options = options
+        self.state = state
+
+    @abstractmethod
+    def needs(self) -> Needs:
+        """What this proposer takes, given its options."""
+
+    @abstractmethod
+    def propose(self, slots: torch.Tensor) -> Drafts:
+        """Offer drafts that follow the committed tokens of ``slots`` int64 [B]."""
+
+    def catch_up(self, commits: Commits) -> None:
+        """Bring own state (drafter KV) up to the committed tokens. Default: there is none."""
+
+    def admit(self, slot: int) -> None:
+        """A request, new or resumed, entered the slot. Default: nothing to reset."""
+
+
+def read_options(proposer: type[Proposer], values: Mapping[str, Any]) -> Any:
+    """A proposer's ``Options`` from named values; unknown names are refused."""
+    known = [item.name for item in fields(proposer.Options)]
+    for name in values:
+        if name not in known:
+            raise SurefootError(
+                f"{proposer.name}.{name}", "is no option", f"known: {', '.join(known) or 'none'}"
+            )
+    return proposer.Options(**values)

@@ -1,0 +1,188 @@
+"""The round: verify, sample, accept, commit, catch up, draft, for the whole batch at once.
+
+Everything here is a fixed sequence of tensor operations; nothing reads a tensor on the host, so
+that a GPU can capture it. The host plans (which requests, how many rows) and reads the verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from surefoot.models.decoder import Decoder
+from surefoot.sampling.acceptance import accept_chain, cut_at_end
+from surefoot.sampling.logprobs import RowLogprobs, row_logprobs
+from surefoot.sampling.params import Features
+from surefoot.sampling.sampler import SampleRows, sample_rows
+from surefoot.speculation.controller import Choice, Controller
+from surefoot.speculation.layout import Layout, RoundPlan, lay_out
+from surefoot.speculation.proposer import Commits, Proposer
+from surefoot.speculation.state import SlotState
+
+PROMPT_LOGPROB_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the round's requests want of it beyond tokens; host-side."""
+
+    features: Features = Features()
+    logprobs: int | None = None
+    """Largest ``logprobs`` of the round, None if nobody wants any."""
+    proposers: tuple[int, ...] = ()
+    """Indices of the proposers that some request of the round allows."""
+    prompt_rows: torch.Tensor | None = None
+    """int64 [R]: prefill rows of the flat batch whose next token's logprob is wanted."""
+    prompt_logprobs: int = 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a round, by span."""
+
+    counts: torch.Tensor
+    """int64 [B]: tokens committed; 0 for spans that sample nothing."""
+    accepted: torch.Tensor
+    """int64 [B]: drafts accepted, before the cut at an end."""
+    ends: torch.Tensor
+    """int64 [B]: 0 runs on, 1 ended by a stop id, 2 by the token limit."""
+    tokens: torch.Tensor
+    """int64 [B, K + 1], valid up to ``counts``."""
+    offered: torch.Tensor
+    """int64 [B]: drafts offered for the next round, by all proposers together."""
+    logprobs: RowLogprobs | None
+    """By sampled row; a span's committed tokens are its first rows."""
+    first_sample: torch.Tensor
+    prompt_logprobs: list[RowLogprobs]
+
+
+class SpeculativeRound:
+    """Binds a target, its KV, the slots and the proposers; call it once a round."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: Sequence[Any],
+        state: SlotState,
+        proposers: Sequence[Proposer],
+        controller: Controller,
+    ) -> None:
+        self.decoder = decoder
+        self.kv = kv
+        self.state = state
+        self.proposers = list(proposers)
+        self.controller = controller
+        needs = [proposer.needs() for proposer in proposers]
+        self.capture = sorted({layer for need in needs for layer in need.captured_layers})
+
+    def __call__(self, plan: RoundPlan, choice: Choice | None, wanted: Wanted) -> Verdict:
+        """``choice`` holds the drafts of the spans from ``plan.first_decoding`` on."""
+        state = self.state
+        if choice is not None:
+            write_drafts(state, plan.slots[plan.first_decoding :], choice)
+        layout = lay_out(state, plan)
+        forward = self.decoder.forward(layout.batch, self.kv, self.capture)
+        logits = self.decoder.logits(forward.hidden[layout.sample_index])
+        rows = SampleRows(
+            layout.sample_slots, layout.sample_positions, state.history, plan.max_keys
+        )
+        sampled = sample_rows(logits, rows, state.params, wanted.features)
+        tokens, accepted, counts, ends = self.judge(plan, layout, choice, sampled)
+        first = state.computed[plan.slots]
+        self.advance(plan, tokens, counts)
+        self.catch_up(plan, layout, first, forward.features)
+        return Verdict(
+            counts=counts,
+            accepted=accepted,
+            ends=ends,
+            tokens=tokens,
+            offered=self.draft(plan, wanted),
+            logprobs=None
+            if wanted.logprobs is None
+            else row_logprobs(logits, sampled, wanted.logprobs),
+            first_sample=layout.first_sample,
+            prompt_logprobs=self.score_prompt(layout, forward.hidden, wanted),
+        )
+
+    def judge(
+        self, plan: RoundPlan, layout: Layout, choice: Choice | None, sampled: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Accept the drafts that equal what their rows sampled, and cut at ends.
+
+        Returns (tokens [B, K + 1], accepted [B], committed counts [B], end codes [B])."""
+        state, slots = self.state, plan.slots
+        width = state.max_drafts
+        steps = torch.arange(width + 1, device=state.device)
+        index = layout.first_sample.unsqueeze(1) + steps
+        tokens = sampled[index.clamp(max=len(sampled) - 1)]
+        if choice is None or width == 0:
+            accepted = torch.zeros_like(slots)
+        else:
+            columns = state.length[slots].unsqueeze(1) + steps[:width]
+            drafts = state.history[slots].gather(1, columns)
+            accepted = accept_chain(tokens, drafts, plan.drafts)
+        samples = torch.arange(len(slots), device=state.device) >= plan.first_sampling
+        counts = torch.where(samples, accepted + 1, 0)
+        room = state.limit[slots] - state.length[slots]
+        counts, ends = cut_at_end(tokens, counts, room, state.params.stop_ids[slots])
+        return tokens, accepted, counts, ends
+
+    def advance(self, plan: RoundPlan, tokens: torch.Tensor, counts: torch.Tensor) -> None:
+        """Commit: the tokens join the history; their KV is final up to the new current token."""
+        state, slots = self.state, plan.slots
+        length = state.length[slots]
+        columns = length.unsqueeze(1) + torch.arange(tokens.shape[1], device=state.device)
+        kept = torch.arange(tokens.shape[1], device=state.device) < counts.unsqueeze(1)
+        old = state.history[slots].gather(1, columns)
+        state.history[slots.unsqueeze(1), columns] = torch.where(kept, tokens, old)
+        state.length[slots] = length + counts
+        chunk_end = state.computed[slots] + plan.known
+        state.computed[slots] = torch.where(counts > 0, length + counts - 1, chunk_end)
+
+    def catch_up(
+        self,
+        plan: RoundPlan,
+        layout: Layout,
+        first: torch.Tensor,
+        features: tuple[torch.Tensor, ...],
+    ) -> None:
+        """Tell the proposers what was settled."""
+        counts = self.state.computed[plan.slots] - first
+        for proposer in self.proposers:
+            layers = proposer.needs().captured_layers
+            own = tuple(features[self.capture.index(layer)] for layer in layers)
+            proposer.catch_up(Commits(plan.slots, first, counts, layout.first_row, own))
+
+    def draft(self, plan: RoundPlan, wanted: Wanted) -> torch.Tensor:
+        """Judge earlier offers by the new tokens, and take the offers for the next round."""
+        offered = torch.zeros_like(plan.slots)
+        slots = plan.slots[plan.first_sampling :]
+        if len(slots) and wanted.proposers:
+            self.controller.learn(slots)
+            for index in wanted.proposers:
+                self.controller.offer(index, slots, self.proposers[index].propose(slots))
+            offered[plan.first_sampling :] = self.controller.lengths[:, slots].sum(dim=0)
+        return offered
+
+    def score_prompt(
+        self, layout: Layout, hidden: torch.Tensor, wanted: Wanted
+    ) -> list[RowLogprobs]:
+        """Logprobs of prompt tokens, each under the row before it, a few rows at a time."""
+        if wanted.prompt_rows is None:
+            return []
+        batch, scores = layout.batch, []
+        for rows in wanted.prompt_rows.split(PROMPT_LOGPROB_ROWS):
+            following = self.state.history[batch.row_slot[rows], batch.positions[rows] + 1]
+            logits = self.decoder.logits(hidden[rows])
+            scores.append(row_logprobs(logits, following, wanted.prompt_logprobs))
+        return scores
+
+
+def write_drafts(state: SlotState, slots: torch.Tensor, choice: Choice) -> None:
+    """Put the chosen drafts behind the committed tokens of ``slots`` [B]."""
+    columns = state.length[slots].unsqueeze(1)
+    columns = columns + torch.arange(choice.tokens.shape[1], device=state.device)
+    state.history[slots.unsqueeze(1), columns] = choice.tokens

@@ -1,0 +1,66 @@
+"""Running requests on the device: one row (slot) each in every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from surefoot.request import Request
+from surefoot.sampling.params import SlotParams
+
+
+class SlotState:
+    """``slots`` requests of at most ``max_length`` tokens.
+
+    ``history`` int64 [slots, max_length + max_drafts + 1]: committed tokens, then tentative
+    drafts. ``length`` int64 [slots]: committed tokens; the last one is the current token.
+    ``computed`` int64 [slots]: leading positions whose KV is written. ``limit`` int64 [slots]:
+    bound of ``length``. ``block_tables`` int32 [slots, blocks].
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        max_length: int,
+        max_drafts: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self.slots = slots
+        self.max_drafts = max_drafts
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.device = device
+        width = max_length + max_drafts + 1
+        self.history = torch.zeros((slots, width), dtype=torch.int64, device=device)
+        self.length = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.computed = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.limit = torch.zeros(slots, dtype=torch.int64, device=device)
+        blocks = -(-width // block_size)
+        self.block_tables = torch.zeros((slots, blocks), dtype=torch.int32, device=device)
+        self.params = SlotParams(slots, vocab_size, device)
+        self._blocks_written: list[list[int]] = [[] for _ in range(slots)]
+
+    def admit(self, request: Request) -> None:
+        """Enter a request, new or resumed, into its slot."""
+        slot, tokens = request.slot, request.tokens
+        self.history[slot, : len(tokens)] = torch.tensor(tokens, device=self.device)
+        self.length[slot] = len(tokens)
+        self.computed[slot] = request.computed
+        self.limit[slot] = request.max_length
+        self.params.write(slot, request)
+        self._blocks_written[slot] = []
+
+    def set_blocks(self, slot: int, blocks: Sequence[int]) -> None:
+        """Mirror a lease's blocks; only what changed since the last call is copied."""
+        written = self._blocks_written[slot]
+        common = min(len(written), len(blocks))
+        # Blocks are only ever appended to or popped from the end of a lease.
+        while common and written[common - 1] != blocks[common - 1]:
+            common -= 1
+        if len(blocks) > common:
+            new = torch.tensor(blocks[common:], dtype=torch.int32, device=self.device)
+            self.block_tables[slot, common : len(blocks)] = new
+        self._blocks_written[slot] = list(blocks)
