@@ -238,6 +238,12 @@ class Request:
         return self.computed < self.length - 1
 
     @property
+    def prompt_scored(self) -> bool:
+        """Whether no prompt logprobs are wanted, or all are there."""
+        wanted = self.params.prompt_logprobs is not None
+        return not wanted or len(self.prompt_logprobs) == len(self.prompt) - 1
+
+    @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 

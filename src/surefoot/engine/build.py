@@ -47,9 +47,9 @@ def choose_backend(config: EngineConfig) -> Backend:
     """The compiled CPU kernels where they can be had, else plain torch; refuses a backend that
     was asked for and cannot be had, with the reason."""
     from surefoot.kernels.cpu.backend import NativeBackend
-    from surefoot.kernels.cpu.build import native_unavailable
+    from surefoot.kernels.cpu.build import native_available
 
-    reason = None if config.backend == "torch" else native_unavailable()
+    reason = None if config.backend == "torch" else native_available()
     if config.backend == "torch" or (config.backend == "auto" and reason is not None):
         if config.weights == "native":
             raise SurefootError("weights", f"native kernels cannot be had: {reason}", "use dense")

@@ -50,6 +50,9 @@ class Runner:
         for proposer in self.round.proposers:
             proposer.admit(request.slot)
         self.offered.pop(request.request_id, None)
+        if not request.prompt_scored:
+            # Preempted halfway through its prompt, which now runs again from the start.
+            request.prompt_logprobs.clear()
 
     def draft_sizes(self, decoding: Sequence[Request], base_rows: int) -> Mapping[str, int]:
         """The controller's split of the coming round over the offers at hand."""
@@ -199,9 +202,7 @@ class Runner:
 def _prompt_targets(span: Span) -> int:
     """How many prompt tokens are predicted by this span's rows and still lack their logprob."""
     request = span.request
-    if request.params.prompt_logprobs is None:
-        return 0
-    if len(request.prompt_logprobs) > request.computed:
+    if request.prompt_scored:
         return 0
     return max(0, min(request.computed + span.rows, len(request.prompt) - 1) - request.computed)
 

@@ -118,8 +118,10 @@ class Scheduler:
             if leader is not None and not leader.finished and not leader.output:
                 skipped.append(request)
                 continue
-            use_cache = request.params.prompt_logprobs is None or bool(request.prompt_logprobs)
-            request.computed = self.kv.open(request.request_id, request.tokens, use_cache)
+            # Prompt logprobs need every prompt row to run.
+            request.computed = self.kv.open(
+                request.request_id, request.tokens, use_cache=request.prompt_scored
+            )
             missing = self._missing_blocks(request, request.length - request.computed)
             if needed + missing > self.kv.pool.num_free:
                 self.kv.close(request.request_id)

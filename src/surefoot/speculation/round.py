@@ -85,11 +85,7 @@ class SpeculativeRound:
             write_drafts(state, plan.slots[plan.first_decoding :], choice)
         layout = lay_out(state, plan)
         forward = self.decoder.forward(layout.batch, self.kv, self.capture)
-        logits = self.decoder.logits(forward.hidden[layout.sample_index])
-        rows = SampleRows(
-            layout.sample_slots, layout.sample_positions, state.history, plan.max_keys
-        )
-        sampled = sample_rows(logits, rows, state.params, wanted.features)
+        sampled, logprobs = self.sample(plan, layout, forward.hidden, wanted)
         tokens, accepted, counts, ends = self.judge(plan, layout, choice, sampled)
         first = state.computed[plan.slots]
         self.advance(plan, tokens, counts)
@@ -100,12 +96,26 @@ class SpeculativeRound:
             ends=ends,
             tokens=tokens,
             offered=self.draft(plan, wanted),
-            logprobs=None
-            if wanted.logprobs is None
-            else row_logprobs(logits, sampled, wanted.logprobs),
+            logprobs=logprobs,
             first_sample=layout.first_sample,
             prompt_logprobs=self.score_prompt(layout, forward.hidden, wanted),
         )
+
+    def sample(
+        self, plan: RoundPlan, layout: Layout, hidden: torch.Tensor, wanted: Wanted
+    ) -> tuple[torch.Tensor, RowLogprobs | None]:
+        """The token of every row that samples, int64 [M], and its logprobs if wanted."""
+        state = self.state
+        if plan.sampled_rows == 0:
+            return torch.zeros(1, dtype=torch.int64, device=state.device), None
+        logits = self.decoder.logits(hidden[layout.sample_index])
+        rows = SampleRows(
+            layout.sample_slots, layout.sample_positions, state.history, plan.max_keys
+        )
+        sampled = sample_rows(logits, rows, state.params, wanted.features)
+        if wanted.logprobs is None:
+            return sampled, None
+        return sampled, row_logprobs(logits, sampled, wanted.logprobs)
 
     def judge(
         self, plan: RoundPlan, layout: Layout, choice: Choice | None, sampled: torch.Tensor
