@@ -93,9 +93,7 @@ class LLM:
         self, messages: Sequence[Mapping[str, Any]], **template_options: Any
     ) -> list[int]:
         """Token ids of a conversation through the model's chat template, reply prompt included."""
-        text = self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, **template_options
-        )
+        text = self.tokenizer.render_chat(list(messages), **template_options)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def stream(

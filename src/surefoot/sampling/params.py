@@ -33,7 +33,7 @@ class Features:
             bias=any(params.logit_bias for params in every),
             min_tokens=any(params.min_tokens for params in every),
             min_p=any(params.min_p for params in drawn),
-            top_k=max((params.top_k for params in drawn), default=0),
+            top_k=max((0, *(params.top_k for params in drawn))),
             top_p=any(params.top_p < 1 for params in drawn),
         )
 

@@ -1,0 +1,178 @@
+"""The KV transaction and the prefix cache against a brute-force model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from surefoot.kv.block_pool import BlockPool, chain_hash
+from surefoot.kv.transaction import KVManager
+
+
+def filled(kv: KVManager, name: str, tokens: list[int]) -> int:
+    """Open a lease for a text and commit all of it; returns the positions found in the cache."""
+    hit = kv.open(name, tokens)
+    with kv.transaction() as transaction:
+        assert transaction.reserve({name: len(tokens) - hit})
+        transaction.commit(name, tokens[hit:])
+    return hit
+
+
+def test_reserve_is_all_or_none() -> None:
+    kv = KVManager(num_blocks=6, block_size=4)
+    kv.open("a", [1])
+    kv.open("b", [2])
+    with kv.transaction() as transaction:
+        assert not transaction.reserve({"a": 8, "b": 16})
+        assert kv.pool.num_free == 5
+        assert transaction.reserve({"a": 8, "b": 12})
+        assert kv.pool.num_free == 0
+
+
+def test_commit_gives_back_whole_unused_blocks() -> None:
+    kv = KVManager(num_blocks=10, block_size=4)
+    kv.open("a", [1])
+    with kv.transaction() as transaction:
+        assert transaction.reserve({"a": 17})
+        assert len(kv.leases["a"].blocks) == 5
+        kept = kv.leases["a"].blocks[:2]
+        transaction.commit("a", [1, 2, 3, 4, 5])
+    assert kv.leases["a"].blocks == kept
+
+
+def test_an_exception_rolls_back() -> None:
+    kv = KVManager(num_blocks=10, block_size=4)
+    kv.open("a", [1])
+    with pytest.raises(ZeroDivisionError), kv.transaction() as transaction:
+        transaction.reserve({"a": 9})
+        raise ZeroDivisionError
+    assert kv.leases["a"].blocks == []
+    kv.check_integrity()
+
+
+def test_prefix_hits_are_whole_blocks_and_leave_a_token_to_run() -> None:
+    kv = KVManager(num_blocks=20, block_size=4)
+    text = list(range(12))
+    filled(kv, "a", text)
+    assert kv.open("same", text) == 8
+    assert kv.open("longer", [*text, 99]) == 12
+    assert kv.open("other", [*text[:5], 77, 78, 79]) == 4
+    assert kv.leases["longer"].blocks[:2] == kv.leases["same"].blocks
+
+
+def test_equal_blocks_after_different_prefixes_are_different() -> None:
+    kv = KVManager(num_blocks=20, block_size=2)
+    filled(kv, "a", [1, 2, 3, 4, 5])
+    assert kv.open("b", [9, 9, 3, 4, 5]) == 0
+
+
+def test_least_recently_used_content_is_evicted_first_and_tails_before_prefixes() -> None:
+    kv = KVManager(num_blocks=5, block_size=2)
+    filled(kv, "old", [1, 2, 3, 4])
+    kv.close("old")
+    filled(kv, "new", [5, 6, 7, 8])
+    kv.close("new")
+    filled(kv, "filler", [9])
+    assert kv.open("x", [1, 2, 3, 4, 0]) == 2  # the tail went, the prefix stayed
+    assert kv.open("y", [5, 6, 7, 8, 0]) == 4
+
+
+def test_a_rejected_draft_never_becomes_findable() -> None:
+    kv = KVManager(num_blocks=20, block_size=4)
+    kv.open("a", [1, 2])
+    with kv.transaction() as transaction:
+        transaction.reserve({"a": 6})
+        transaction.commit("a", [1, 2])
+    with kv.transaction() as transaction:
+        transaction.reserve({"a": 6})
+        transaction.commit("a", [7, 8])
+    assert kv.open("b", [1, 2, 7, 8, 5]) == 4
+    assert kv.open("c", [1, 2, 3, 4, 5]) == 0
+
+
+def test_caching_can_be_off() -> None:
+    kv = KVManager(num_blocks=20, block_size=4, prefix_caching=False)
+    filled(kv, "a", list(range(9)))
+    assert kv.open("b", list(range(9))) == 0
+
+
+def test_releasing_twice_is_an_error() -> None:
+    pool = BlockPool(3)
+    block = pool.allocate()
+    pool.release(block)
+    with pytest.raises(RuntimeError):
+        pool.release(block)
+
+
+@given(st.lists(st.integers(0, 2**31), max_size=8), st.lists(st.integers(0, 2**31), max_size=8))
+def test_chain_hash_depends_on_every_token(left: list[int], right: list[int]) -> None:
+    assert (chain_hash(b"p", left) == chain_hash(b"p", right)) == (left == right)
+
+
+class Transactions(RuleBasedStateMachine):
+    """Random lives of requests; a dictionary says what each one's KV must hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv = KVManager(num_blocks=13, block_size=3)
+        self.texts: dict[str, list[int]] = {}
+        self.content: dict[int, tuple[int, ...]] = {}
+        self.names = 0
+
+    @rule(text=st.lists(st.integers(0, 1), min_size=1, max_size=12))
+    def open(self, text: list[int]) -> None:
+        name = f"r{self.names}"
+        self.names += 1
+        hit = self.kv.open(name, text)
+        self.texts[name] = text[:hit]
+        for index, block in enumerate(self.kv.leases[name].blocks):
+            # What a hit block was last written with must be this very prefix.
+            assert self.content[block] == tuple(text[: (index + 1) * 3])
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), extra=st.integers(0, 5), fail=st.booleans())
+    def round(self, data: Any, extra: int, fail: bool) -> None:
+        names = data.draw(st.sets(st.sampled_from(sorted(self.texts)), min_size=1))
+        tokens = {name: data.draw(st.lists(st.integers(0, 1), max_size=6)) for name in names}
+        free = self.kv.pool.num_free
+        try:
+            with self.kv.transaction() as transaction:
+                if not transaction.reserve({n: len(t) + extra for n, t in tokens.items()}):
+                    assert self.kv.pool.num_free == free
+                    return
+                if fail:
+                    raise ZeroDivisionError
+                for name, new in tokens.items():
+                    self.texts[name] += new
+                    transaction.commit(name, new)
+                    self._write(name)
+        except ZeroDivisionError:
+            assert self.kv.pool.num_free == free
+
+    def _write(self, name: str) -> None:
+        text = self.texts[name]
+        for index, block in enumerate(self.kv.leases[name].blocks):
+            if (index + 1) * 3 <= len(text):
+                self.content[block] = tuple(text[: (index + 1) * 3])
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def close(self, data: Any) -> None:
+        name = data.draw(st.sampled_from(sorted(self.texts)))
+        self.kv.close(name)
+        del self.texts[name]
+
+    @invariant()
+    def whole(self) -> None:
+        self.kv.check_integrity()
+        for name, text in self.texts.items():
+            assert self.kv.leases[name].committed == len(text)
+            assert len(self.kv.leases[name].blocks) == -(-len(text) // 3)
+
+
+TestTransactions = Transactions.TestCase
+TestTransactions.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
