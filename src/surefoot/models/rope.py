@@ -14,19 +14,21 @@ from surefoot.models.config import ModelConfig, RopeScaling
 def rope_table(
     config: ModelConfig, max_positions: int, device: torch.device | str = "cpu"
 ) -> RopeTable:
-    """cos and sin of every position below ``max_positions``, float32."""
+    """cos and sin of every position below ``max_positions``, float32, times YaRN's attention
+    factor where there is one (which scales scores by its square, as in transformers)."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    inverse = 1.0 / (config.rope_theta**exponents)
+    periods = config.rope_theta**exponents
     scaling = config.rope_scaling
     if scaling.frequency_factors:
-        inverse = inverse / torch.tensor(scaling.frequency_factors, dtype=torch.float32)
+        periods = periods * torch.tensor(scaling.frequency_factors, dtype=torch.float32)
+    inverse = 1.0 / periods
     magnitude = 1.0
     if scaling.kind == "linear":
         inverse = inverse / scaling.factor
     elif scaling.kind == "llama3":
         inverse = _llama3(inverse, scaling)
     elif scaling.kind == "yarn":
-        inverse, magnitude = _yarn(inverse, config, scaling)
+        inverse, magnitude = _yarn(periods, config, scaling)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse
     return RopeTable(
         (angles.cos() * magnitude).to(device).contiguous(),
@@ -47,7 +49,7 @@ def _llama3(inverse: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def _yarn(
-    inverse: torch.Tensor, config: ModelConfig, scaling: RopeScaling
+    periods: torch.Tensor, config: ModelConfig, scaling: RopeScaling
 ) -> tuple[torch.Tensor, float]:
     """YaRN (Peng et al., 2023): interpolate low frequencies, keep high ones, ramp between."""
 
@@ -70,4 +72,6 @@ def _yarn(
     low, high = max(low, 0), min(high, config.head_dim - 1)
     high = high + 0.001 if low == high else high
     ramp = ((torch.arange(config.head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
-    return inverse / factor * ramp + inverse * (1 - ramp), attention
+    # Rounded as transformers rounds it, so that the tables are equal to the bit.
+    kept = 1 - ramp
+    return 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept, attention

@@ -1,0 +1,55 @@
+# `make` shows what Surefoot does; `make test` checks it. Both set up .venv on their first run.
+# PYTHON=… chooses the interpreter, DEMO=… adds options to the demo's command.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --constraint constraints-cpu.txt
+PYTHON ?=
+DEMO ?=
+# Keeps pyright from asking the network for a newer self.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/.installed
+	@$(BIN)/surefoot bench --show-drafts --no-json $(DEMO)
+
+test: lint
+	$(BIN)/python -m pytest -n 2 tests/cpu
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@python=; \
+	for candidate in $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3); do \
+	  if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
+	      >/dev/null 2>&1; then python="$$candidate"; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "error: no usable Python (3.11 or newer, with its venv module) found;" \
+	    "install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; \
+	fi; \
+	echo "Setting up $(VENV) with $$("$$python" --version)"; \
+	"$$python" -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints-cpu.txt
+	@echo "Installing Surefoot and what it needs (once; takes a few minutes)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Installing what the tests need (once)"
+	@$(PIP) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,59 @@
+"""The ``surefoot`` command. Verbs import what is heavy only when they run."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Annotated
+
+import typer
+
+from surefoot import __version__
+from surefoot.cli import bench, chat, generate, models
+from surefoot.cli.verb import INTERRUPTED
+
+app = typer.Typer(
+    name="surefoot",
+    help="LLM inference whose speculative decoding is exact and never slower.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("bench")(bench.bench)
+app.add_typer(models.app, name="models")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"surefoot {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def surefoot(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """LLM inference whose speculative decoding is exact and never slower."""
+
+
+def main() -> None:
+    """Entry point of the ``surefoot`` script."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that lacks a character shows a question mark instead of a traceback.
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

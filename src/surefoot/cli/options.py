@@ -1,0 +1,220 @@
+"""Groups of options that verbs share (see ``verb``). Nothing is set unless it was given."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from surefoot.config import DEFAULT_MODEL, EngineConfig
+from surefoot.errors import SurefootError
+from surefoot.request import SamplingParams
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def _option(*names: str, panel: str, **settings: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=panel, show_default=False, **settings)
+
+
+def _engine(*names: str, **settings: Any) -> Any:
+    return _option(*names, panel="Engine", **settings)
+
+
+def _sampling(*names: str, **settings: Any) -> Any:
+    return _option(*names, panel="Sampling", **settings)
+
+
+def engine_options(
+    model: Annotated[
+        str | None,
+        _engine(
+            "--model",
+            "-m",
+            help="Folder with safetensors, GGUF file, hub name, or a name from `surefoot models "
+            f"list`. (default: {DEFAULT_MODEL})",
+        ),
+    ] = None,
+    dtype: Annotated[str | None, _engine(help="auto, float32 or bfloat16. (default: auto)")] = None,
+    weights: Annotated[
+        str | None,
+        _engine(help="auto, native (GGUF blocks stay packed) or dense. (default: auto)"),
+    ] = None,
+    backend: Annotated[
+        str | None, _engine(help="auto, native (compiled) or torch. (default: auto)")
+    ] = None,
+    threads: Annotated[int | None, _engine(help="Threads. (default: one per core)")] = None,
+    max_model_len: Annotated[
+        int | None, _engine(help="Longest context in tokens. (default: the model's)")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, _engine(help="Requests that run at once. (default: 32)")
+    ] = None,
+    kv_cache_memory: Annotated[
+        str | None,
+        _engine(metavar="SIZE", help="KV cache: bytes, or a number with MiB or GiB."),
+    ] = None,
+    proposer: Annotated[
+        list[str] | None,
+        _engine(metavar="NAME", help="Load this proposer of drafts only (repeatable)."),
+    ] = None,
+    proposer_option: Annotated[
+        list[str] | None,
+        _engine(metavar="NAME.OPTION=VALUE", help="Set an option of a proposer (repeatable)."),
+    ] = None,
+    draft_policy: Annotated[
+        str | None,
+        _engine(help="auto (verify what pays) or fixed (every draft). (default: auto)"),
+    ] = None,
+    max_draft_tokens: Annotated[
+        int | None, _engine(help="Most drafts verified in one round. (default: 8)")
+    ] = None,
+) -> dict[str, Any]:
+    """Keyword arguments for ``LLM``, checked as far as that goes without loading anything."""
+    options: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype,
+        "weights": weights,
+        "backend": backend,
+        "threads": threads,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "kv_cache_memory": None if kv_cache_memory is None else read_size(kv_cache_memory),
+        "proposers": tuple(proposer) if proposer else None,
+        "proposer_options": read_proposer_options(proposer_option) if proposer_option else None,
+        "draft_policy": draft_policy,
+        "max_draft_tokens": max_draft_tokens,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    EngineConfig.from_dict(given)
+    return given
+
+
+def sampling_options(
+    max_tokens: Annotated[int | None, _sampling(help="Most tokens to generate.")] = None,
+    temperature: Annotated[
+        float, _sampling(help="0 takes the most likely token each time. (default: 0)")
+    ] = 0.0,
+    top_k: Annotated[int | None, _sampling(help="Sample among the k likeliest.")] = None,
+    top_p: Annotated[
+        float | None, _sampling(help="Sample among the likeliest that make up this share.")
+    ] = None,
+    min_p: Annotated[
+        float | None, _sampling(help="Sample what has this share of the likeliest's chance.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, _sampling(help="Above 1: tokens already seen become less likely.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, _sampling(help="Taken off the score of generated tokens, once.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, _sampling(help="Taken off the score of generated tokens, each time.")
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        _sampling(metavar="ID=BIAS", help="Add to the score of a token id (repeatable)."),
+    ] = None,
+    seed: Annotated[int | None, _sampling(help="Makes sampled text repeatable.")] = None,
+    stop: Annotated[
+        list[str] | None, _sampling(metavar="TEXT", help="End before this text (repeatable).")
+    ] = None,
+    stop_token_id: Annotated[
+        list[int] | None, _sampling(metavar="ID", help="End at this token id (repeatable).")
+    ] = None,
+    min_tokens: Annotated[int | None, _sampling(help="Do not end before.")] = None,
+    ignore_eos: Annotated[
+        bool, _sampling("--ignore-eos", help="Go on after the model's end token.")
+    ] = False,
+) -> dict[str, Any]:
+    """Fields of ``SamplingParams``, those that were given and the temperature."""
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    for name, value in filters.items():
+        if temperature == 0 and value is not None:
+            raise SurefootError(name, "does nothing at temperature 0", "give --temperature too")
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        **filters,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": read_logit_bias(logit_bias) if logit_bias else None,
+        "seed": seed,
+        "stop": tuple(stop) if stop else None,
+        "stop_token_ids": tuple(stop_token_id) if stop_token_id else None,
+        "min_tokens": min_tokens,
+        "ignore_eos": ignore_eos,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    SamplingParams.from_dict(given)
+    return given
+
+
+def speculation_option(
+    speculation: Annotated[
+        str,
+        _option(
+            panel="Speculation",
+            metavar="METHOD",
+            help="auto, off, or the name of a proposer; the text is the same. (default: auto)",
+        ),
+    ] = "auto",
+) -> str:
+    return speculation
+
+
+def refuse_idle_speculation(speculation: str, engine: dict[str, Any]) -> None:
+    """With speculation off, options that only speculation reads are a mistake."""
+    for name in ("proposers", "proposer_options", "draft_policy", "max_draft_tokens"):
+        if speculation == "off" and name in engine:
+            raise SurefootError(name, "does nothing with --speculation off", "drop one of them")
+
+
+def read_size(text: str) -> int:
+    """``1048576``, ``512MiB`` or ``1.5 GiB`` in bytes."""
+    number = text.rstrip("KMGiBkmgb ")
+    unit = text[len(number) :].strip().upper()
+    try:
+        size = float(number) * _UNITS[unit]
+    except (KeyError, ValueError):
+        raise SurefootError(
+            "kv_cache_memory", f"{text!r} is no size", "use bytes, or a number with MiB or GiB"
+        ) from None
+    if not 1 <= size < 1 << 63:
+        raise SurefootError("kv_cache_memory", f"{text!r} is out of range")
+    return int(size)
+
+
+def read_proposer_options(items: list[str]) -> dict[str, dict[str, Any]]:
+    """``["name.option=4"]`` as ``{"name": {"option": 4}}``; values are JSON, or else text."""
+    options: dict[str, dict[str, Any]] = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        name, dot, option = key.partition(".")
+        if not (equals and dot and name and option):
+            raise SurefootError("proposer_options", f"{item!r} is not NAME.OPTION=VALUE")
+        if option in options.setdefault(name, {}):
+            raise SurefootError("proposer_options", f"{key} is given twice")
+        try:
+            options[name][option] = json.loads(value)
+        except ValueError:
+            options[name][option] = value
+    return options
+
+
+def read_logit_bias(items: list[str]) -> dict[int, float]:
+    """``["42=-1.5"]`` as ``{42: -1.5}``."""
+    bias: dict[int, float] = {}
+    for item in items:
+        token, _, value = item.partition("=")
+        try:
+            key, number = int(token), float(value)
+        except ValueError:
+            raise SurefootError("logit_bias", f"{item!r} is not ID=BIAS") from None
+        if key in bias:
+            raise SurefootError("logit_bias", f"token id {key} is given twice")
+        bias[key] = number
+    return bias

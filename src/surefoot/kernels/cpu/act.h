@@ -1,0 +1,67 @@
+/* The input rows of a linear, laid out for register tiles of R rows: SF_MAX_ROWS, and what is left
+ * for the last tile. Layouts of a tile:
+ *   float  [K][R], K rounded up to even
+ *   int8   per block of 32: q [R][32], then four words each [R]: scale dx (f32), dx * sum(q) (f32),
+ *          -8 * sum(q) (int32), -128 * sum(q) (int32)
+ * The quantisation is symmetric: dx = max|x| / 127, q = round(x * 127 / max|x|).
+ */
+#ifndef SF_ACT_H
+#define SF_ACT_H
+
+#include "native.h"
+#include "vmath.h"
+
+#define SF_ACT_BYTES 48 /* of an int8 row's block, words included */
+
+SF_INLINE int sf_tile_rows(int64_t left) {
+    return left < SF_MAX_ROWS ? (int)left : SF_MAX_ROWS;
+}
+
+SF_INLINE int64_t sf_even(int64_t n) { return (n + 1) & ~(int64_t)1; }
+
+SF_INLINE size_t sf_acts_int8_bytes(int64_t rows, int64_t inputs) {
+    return (size_t)(rows * (inputs / SF_BLOCK) * SF_ACT_BYTES);
+}
+
+SF_INLINE size_t sf_acts_float_bytes(int64_t rows, int64_t inputs) {
+    return (size_t)(rows * sf_even(inputs) * 4);
+}
+
+SF_INLINE void sf_quantize_block(const float *x, int8_t *q, float *scale, float *sum, int32_t *sum8,
+                                 int32_t *sum128, int r) {
+    vf a = vf_load(x), b = vf_load(x + 16);
+    float largest = vf_hmax(vf_max(vf_abs(a), vf_abs(b)));
+    vf inverse = vf_set1(largest > 0.0f ? 127.0f / largest : 0.0f);
+    vi qa = vf_round(vf_mul(a, inverse)), qb = vf_round(vf_mul(b, inverse));
+    int32_t total = vi_hsum(vi_add(qa, qb));
+    q += 32 * r;
+    vi_store_bytes(q, qa);
+    vi_store_bytes(q + 16, qb);
+    scale[r] = largest / 127.0f;
+    sum[r] = largest / 127.0f * (float)total;
+    sum8[r] = -8 * total;
+    sum128[r] = -128 * total;
+}
+
+/* Store columns [first, first + n) of a row; `first` is a multiple of 32, and so is n unless the
+ * columns are the row's last. */
+static inline void sf_acts_put(const sf_acts *acts, int64_t row, int first, int n, const float *x) {
+    int64_t start = row / SF_MAX_ROWS * SF_MAX_ROWS;
+    int r = (int)(row - start), R = sf_tile_rows(acts->rows - start);
+    if (acts->formats & SF_WANTS_FLOAT) {
+        float *to = acts->f + start * sf_even(acts->inputs) + (int64_t)first * R + r;
+        for (int k = 0; k < n; k++) to[(int64_t)k * R] = x[k];
+        if (first + n == acts->inputs && (acts->inputs & 1)) to[(int64_t)n * R] = 0.0f;
+    }
+    if (acts->formats & SF_WANTS_INT8) {
+        int64_t blocks = acts->inputs / SF_BLOCK;
+        int8_t *to = acts->q + (start * blocks + (int64_t)(first / SF_BLOCK) * R) * SF_ACT_BYTES;
+        for (int k = 0; k < n; k += SF_BLOCK, to += (size_t)R * SF_ACT_BYTES) {
+            float *scale = (float *)(to + 32 * R), *sum = scale + R;
+            int32_t *sum8 = (int32_t *)(sum + R), *sum128 = sum8 + R;
+            sf_quantize_block(x + k, to, scale, sum, sum8, sum128, r);
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,151 @@
+"""Compiles the C kernels at first use and loads them with ctypes.
+
+The library goes to the user's cache folder (``$XDG_CACHE_HOME`` or ``~/.cache``), under a name made
+of the sources, the compiler and the CPU, so a stale one is never loaded. ``SUREFOOT_NATIVE=0``
+turns it off; ``CC`` chooses the compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch  # noqa: F401  (first: the library then shares torch's OpenMP runtime)
+
+SOURCES = Path(__file__).parent
+FLAGS = [
+    "-std=gnu11",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+]
+TIMEOUT_S = 300
+
+
+class _Unavailable(Exception):
+    """Why there is no library, in words for the user."""
+
+
+@functools.cache
+def _load() -> tuple[ctypes.CDLL | None, str | None]:
+    if os.environ.get("SUREFOOT_NATIVE") == "0":
+        return None, "switched off by SUREFOOT_NATIVE=0"
+    try:
+        return _declare(ctypes.CDLL(str(_library()))), None
+    except (_Unavailable, OSError) as error:
+        return None, str(error)
+
+
+def load_native() -> ctypes.CDLL | None:
+    """The library, compiled if need be, or None (``native_available`` says why). Decided once per
+    process."""
+    return _load()[0]
+
+
+def native_available() -> str | None:
+    """None when the native kernels can be used, else the reason in one line."""
+    return _load()[1]
+
+
+def _compiler() -> str:
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    for name in names:
+        path = shutil.which(name)
+        if path:
+            return path
+    raise _Unavailable(f"no C compiler found (looked for {', '.join(names)})")
+
+
+def _cpu() -> str:
+    """What -march=native depends on."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("model name", "flags", "Features", "CPU part")
+    lines = {line for line in text.splitlines() if line.startswith(wanted)}
+    return "\n".join([platform.machine(), *sorted(lines)])
+
+
+def _flags() -> list[str]:
+    # SUREFOOT_NATIVE_MARCH: further flags ("-mno-avx512f"), to test the slower variants.
+    return FLAGS + os.environ.get("SUREFOOT_NATIVE_MARCH", "").split()
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _Unavailable(f"{command[0]} did not run: {error}") from error
+
+
+def _library() -> Path:
+    compiler, flags = _compiler(), _flags()
+    files = sorted(path for path in SOURCES.iterdir() if path.suffix in (".c", ".h"))
+    parts = [compiler, _run([compiler, "--version"]).stdout, " ".join(flags), _cpu()]
+    digest = hashlib.sha256("\0".join(parts).encode())
+    for path in files:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    folder = _cache_folder()
+    library = folder / f"native-{digest.hexdigest()[:24]}.so"
+    if library.exists():
+        return library
+    # Compile beside the target and rename: other processes see a whole library or none.
+    handle, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
+    os.close(handle)
+    try:
+        sources = [str(path) for path in files if path.suffix == ".c"]
+        result = _run([compiler, *flags, *sources, "-o", name, "-lm"])
+        if result.returncode:
+            lines = [line for line in result.stderr.splitlines() if "error" in line.lower()]
+            detail = (lines or result.stderr.splitlines() or ["no message"])[0].strip()
+            raise _Unavailable(f"{compiler} could not compile the native kernels: {detail}")
+        os.chmod(name, 0o755)
+        os.replace(name, library)
+    finally:
+        Path(name).unlink(missing_ok=True)
+    return library
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(base) / "surefoot" / "native"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise _Unavailable(f"cannot create the cache folder {folder}: {error}") from error
+    return folder
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    signatures = {
+        "sf_isa": (ctypes.c_char_p, []),
+        "sf_release": (None, [pointer]),
+        "sf_panel_bytes": (int64, [int32, int64]),
+        "sf_pack": (None, [int32, pointer, int64, int64, pointer, int32]),
+        "sf_embed": (int32, [pointer, pointer, int64, pointer, int32]),
+        "sf_layer": (int32, [pointer, pointer, pointer, pointer, pointer, int32]),
+        "sf_head": (
+            int32,
+            [pointer, pointer, ctypes.c_float, pointer, pointer, int64, pointer, int32],
+        ),
+        "sf_argmax": (None, [pointer, int64, int64, pointer, pointer, pointer, int32]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library

@@ -1,0 +1,193 @@
+/* One decoder layer, and the final norm with the head: a single parallel region each, with a
+ * barrier wherever a step reads what other threads wrote. */
+#include <omp.h>
+#include <stdlib.h>
+
+#include "act.h"
+
+#define COLUMNS 256 /* of a row, handed to one thread; a multiple of SF_BLOCK */
+#define BARRIER _Pragma("omp barrier")
+
+/* Reserve `bytes` at the cursor, on a cache line. */
+static size_t reserve(size_t *cursor, size_t bytes) {
+    size_t at = *cursor;
+    *cursor = (at + bytes + 63) / 64 * 64;
+    return at;
+}
+
+static int grow(sf_context *context, size_t bytes) {
+    if (bytes <= context->capacity) return SF_OK;
+    free(context->memory);
+    context->capacity = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+    context->memory = aligned_alloc(4096, context->capacity);
+    if (context->memory) return SF_OK;
+    context->capacity = 0;
+    return SF_NO_MEMORY;
+}
+
+SF_EXPORT void sf_release(sf_context *context) {
+    free(context->memory);
+    context->memory = NULL;
+    context->capacity = 0;
+}
+
+/* The share [first, last) of `count` items that falls to the calling thread. */
+static void my_share(int64_t count, int64_t *first, int64_t *last) {
+    int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
+    *first = count * me / threads;
+    *last = count * (me + 1) / threads;
+}
+
+static void norm_rows(const float *x, const float *weight, float eps, const sf_acts *acts,
+                      float *buffer) {
+    int64_t row, last;
+    my_share(acts->rows, &row, &last);
+    for (; row < last; row++) {
+        sf_rms_norm(x + row * acts->inputs, weight, eps, acts->inputs, buffer);
+        sf_acts_put(acts, row, 0, acts->inputs, buffer);
+    }
+}
+
+/* Rows of `x` as the input of a linear, or of silu(gate) * up where x is [gate | up]. */
+static void put_rows(const float *x, int64_t stride, int gated, const sf_acts *acts) {
+    int64_t parts = (acts->inputs + COLUMNS - 1) / COLUMNS, item, last;
+    my_share(acts->rows * parts, &item, &last);
+    for (; item < last; item++) {
+        int64_t row = item / parts, first = item % parts * COLUMNS;
+        int n = (int)(acts->inputs - first < COLUMNS ? acts->inputs - first : COLUMNS);
+        const float *from = x + row * stride + first;
+        float buffer[COLUMNS];
+        if (gated) {
+            const float *up = from + acts->inputs;
+            for (int i = 0; i < n; i += 16) {
+                vf gate = vf_silu(sf_load_upto(from + i, n - i));
+                sf_store_upto(buffer + i, vf_mul(gate, sf_load_upto(up + i, n - i)), n - i);
+            }
+            from = buffer;
+        }
+        sf_acts_put(acts, row, (int)first, n, from);
+    }
+}
+
+/* Half-split rotation of one head, then `scale`. */
+static void rotate(float *x, const float *cos, const float *sin, int half, float scale) {
+    for (int i = 0; i < half; i += 16) {
+        int n = half - i;
+        vf a = sf_load_upto(x + i, n), b = sf_load_upto(x + half + i, n);
+        vf c = sf_load_upto(cos + i, n), s = sf_load_upto(sin + i, n);
+        vf first = vf_sub(vf_mul(a, c), vf_mul(b, s));
+        vf second = vf_add(vf_mul(b, c), vf_mul(a, s));
+        sf_store_upto(x + i, vf_mul(first, vf_set1(scale)), n);
+        sf_store_upto(x + half + i, vf_mul(second, vf_set1(scale)), n);
+    }
+}
+
+/* Per row and head: norms and rotation of q and k in place, and the write of k and v. */
+static void prepare_heads(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv,
+                          float *qkv) {
+    int64_t heads = w->heads + 2 * w->kv_heads, half = w->head_dim / 2, item, last;
+    my_share(batch->rows * heads, &item, &last);
+    for (; item < last; item++) {
+        int64_t row = item / heads, head = item % heads;
+        float *x = qkv + item * w->head_dim;
+        if (batch->row_slot[row] < 0) continue;
+        if (head >= w->heads + w->kv_heads) {
+            sf_write_row(w, batch, kv, row, (int)(head - w->heads - w->kv_heads), NULL, x);
+            continue;
+        }
+        int is_q = head < w->heads;
+        const float *norm = is_q ? w->q_norm : w->k_norm;
+        const float *cos = w->cos + batch->positions[row] * half;
+        const float *sin = w->sin + batch->positions[row] * half;
+        if (norm) sf_rms_norm(x, norm, w->eps, w->head_dim, x);
+        rotate(x, cos, sin, (int)half, is_q ? w->scale : 1.0f);
+        if (!is_q) sf_write_row(w, batch, kv, row, (int)(head - w->heads), x, NULL);
+    }
+}
+
+static sf_acts reserve_acts(size_t *cursor, const sf_linear *linear, int64_t rows, size_t at[2]) {
+    at[0] = reserve(cursor, linear->formats & SF_WANTS_INT8
+                                ? sf_acts_int8_bytes(rows, linear->inputs) : 0);
+    at[1] = reserve(cursor, linear->formats & SF_WANTS_FLOAT
+                                ? sf_acts_float_bytes(rows, linear->inputs) : 0);
+    return (sf_acts){(int32_t)rows, linear->inputs, linear->formats, NULL, NULL};
+}
+
+static void place_acts(sf_acts *acts, uint8_t *memory, const size_t at[2]) {
+    acts->q = (int8_t *)(memory + at[0]);
+    acts->f = (float *)(memory + at[1]);
+}
+
+/* x [rows, hidden] becomes the layer's output. Returns SF_OK or SF_NO_MEMORY. */
+SF_EXPORT int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_batch *batch,
+                       const sf_kv *kv, float *x, int threads) {
+    int64_t rows = batch->rows;
+    if (rows == 0) return SF_OK;
+    const sf_linear *linear[4] = {&w->qkv, &w->o, &w->gate_up, &w->down};
+    size_t cursor = 0, place[4][2], per_thread = sf_attention_scratch(w, batch, kv);
+    sf_acts acts[4];
+    for (int i = 0; i < 4; i++) acts[i] = reserve_acts(&cursor, linear[i], rows, place[i]);
+    size_t qkv_at = reserve(&cursor, (size_t)(rows * w->qkv.outputs) * 4);
+    size_t attended_at = reserve(&cursor, (size_t)(rows * w->o.inputs) * 4);
+    size_t inner_at = reserve(&cursor, (size_t)(rows * w->gate_up.outputs) * 4);
+    size_t buffers_at = reserve(&cursor, (size_t)threads * (size_t)(w->hidden + 16) * 4);
+    size_t scratch_at = reserve(&cursor, per_thread * (size_t)threads);
+    if (grow(context, cursor)) return SF_NO_MEMORY;
+    uint8_t *memory = context->memory;
+    for (int i = 0; i < 4; i++) place_acts(&acts[i], memory, place[i]);
+    float *qkv = (float *)(memory + qkv_at), *attended = (float *)(memory + attended_at);
+    float *inner = (float *)(memory + inner_at);
+    sf_counter work[5] = {{0}};
+
+#pragma omp parallel num_threads(threads)
+    {
+        int team = omp_get_num_threads(), me = omp_get_thread_num();
+        float *buffer = (float *)(memory + buffers_at) + (int64_t)me * (w->hidden + 16);
+        norm_rows(x, w->input_norm, w->eps, &acts[0], buffer);
+        BARRIER
+        sf_gemm(&w->qkv, &acts[0], (sf_out){qkv, w->qkv.outputs, 0}, &work[0], team);
+        BARRIER
+        prepare_heads(w, batch, kv, qkv);
+        BARRIER
+        sf_attend(w, batch, kv, qkv, w->qkv.outputs, attended, w->o.inputs,
+                  memory + scratch_at + per_thread * (size_t)me, &work[1]);
+        BARRIER
+        put_rows(attended, w->o.inputs, 0, &acts[1]);
+        BARRIER
+        sf_gemm(&w->o, &acts[1], (sf_out){x, w->hidden, 1}, &work[2], team);
+        BARRIER
+        norm_rows(x, w->post_norm, w->eps, &acts[2], buffer);
+        BARRIER
+        sf_gemm(&w->gate_up, &acts[2], (sf_out){inner, w->gate_up.outputs, 0}, &work[3], team);
+        BARRIER
+        put_rows(inner, w->gate_up.outputs, 1, &acts[3]);
+        BARRIER
+        sf_gemm(&w->down, &acts[3], (sf_out){x, w->hidden, 1}, &work[4], team);
+    }
+    return SF_OK;
+}
+
+/* logits [rows, outputs] = linear(rms_norm(x)); without `norm` the linear alone. */
+SF_EXPORT int sf_head(sf_context *context, const float *norm, float eps, const sf_linear *linear,
+                      const float *x, int64_t rows, float *logits, int threads) {
+    if (rows == 0) return SF_OK;
+    size_t cursor = 0, place[2];
+    sf_acts acts = reserve_acts(&cursor, linear, rows, place);
+    size_t buffers_at = reserve(&cursor, (size_t)threads * (size_t)(linear->inputs + 16) * 4);
+    if (grow(context, cursor)) return SF_NO_MEMORY;
+    uint8_t *memory = context->memory;
+    place_acts(&acts, memory, place);
+    sf_counter work = {0};
+#pragma omp parallel num_threads(threads)
+    {
+        float *buffer = (float *)(memory + buffers_at) +
+                        (int64_t)omp_get_thread_num() * (linear->inputs + 16);
+        if (norm)
+            norm_rows(x, norm, eps, &acts, buffer);
+        else
+            put_rows(x, linear->inputs, 0, &acts);
+        BARRIER
+        sf_gemm(linear, &acts, (sf_out){logits, linear->outputs, 0}, &work, omp_get_num_threads());
+    }
+    return SF_OK;
+}

@@ -1,0 +1,126 @@
+/* 16 lanes in two registers. */
+#include <immintrin.h>
+
+#define SF_ISA "avx2"
+#define SF_MAX_ROWS 4
+
+typedef struct { __m256 a, b; } vf;
+typedef struct { __m256i a, b; } vi;
+typedef vi vw;
+
+#define SF_F2(A, B) ((vf){(A), (B)})
+#define SF_I2(A, B) ((vi){(A), (B)})
+
+SF_INLINE vf vf_zero(void) { return SF_F2(_mm256_setzero_ps(), _mm256_setzero_ps()); }
+SF_INLINE vf vf_set1(float x) { return SF_F2(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
+SF_INLINE vf vf_load(const float *p) { return SF_F2(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)); }
+SF_INLINE void vf_store(float *p, vf v) {
+    _mm256_storeu_ps(p, v.a);
+    _mm256_storeu_ps(p + 8, v.b);
+}
+SF_INLINE vf vf_load_n(const float *p, int n) {
+    float lanes[16] = {0};
+    memcpy(lanes, p, (size_t)n * 4);
+    return vf_load(lanes);
+}
+SF_INLINE void vf_store_n(float *p, vf v, int n) {
+    float lanes[16];
+    vf_store(lanes, v);
+    memcpy(p, lanes, (size_t)n * 4);
+}
+SF_INLINE vf vf_add(vf x, vf y) { return SF_F2(_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)); }
+SF_INLINE vf vf_sub(vf x, vf y) { return SF_F2(_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)); }
+SF_INLINE vf vf_mul(vf x, vf y) { return SF_F2(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)); }
+SF_INLINE vf vf_div(vf x, vf y) { return SF_F2(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)); }
+SF_INLINE vf vf_max(vf x, vf y) { return SF_F2(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)); }
+SF_INLINE vf vf_min(vf x, vf y) { return SF_F2(_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)); }
+SF_INLINE vf vf_abs(vf x) {
+    __m256 sign = _mm256_set1_ps(-0.0f);
+    return SF_F2(_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b));
+}
+SF_INLINE vf vf_fma(vf x, vf y, vf z) {
+    return SF_F2(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b));
+}
+SF_INLINE __m256 sf_mask8(uint32_t bits) {
+    __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    __m256i hit = _mm256_and_si256(_mm256_set1_epi32((int)bits), lane);
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(hit, lane));
+}
+SF_INLINE vf vf_select(uint32_t bits, vf x, vf y) {
+    return SF_F2(_mm256_blendv_ps(y.a, x.a, sf_mask8(bits)),
+                 _mm256_blendv_ps(y.b, x.b, sf_mask8(bits >> 8)));
+}
+SF_INLINE vf vf_half(const uint16_t *p) {
+    return SF_F2(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
+                 _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8))));
+}
+SF_INLINE vf vf_from_vi(vi x) { return SF_F2(_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)); }
+SF_INLINE vi vf_round(vf x) { return SF_I2(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)); }
+SF_INLINE __m256 sf_exp2i8(__m256i n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+}
+SF_INLINE vf vf_exp2i(vi n) { return SF_F2(sf_exp2i8(n.a), sf_exp2i8(n.b)); }
+
+SF_INLINE vi vi_zero(void) { return SF_I2(_mm256_setzero_si256(), _mm256_setzero_si256()); }
+SF_INLINE vi vi_set1(int32_t x) { return SF_I2(_mm256_set1_epi32(x), _mm256_set1_epi32(x)); }
+SF_INLINE vi vi_add(vi x, vi y) {
+    return SF_I2(_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b));
+}
+SF_INLINE void vi_store_bytes(int8_t *p, vi x) {
+    int32_t lanes[16];
+    _mm256_storeu_si256((__m256i *)lanes, x.a);
+    _mm256_storeu_si256((__m256i *)(lanes + 8), x.b);
+    for (int i = 0; i < 16; i++) p[i] = (int8_t)lanes[i];
+}
+SF_INLINE int32_t vi_hsum(vi x) {
+    int32_t lanes[8], sum = 0;
+    _mm256_storeu_si256((__m256i *)lanes, _mm256_add_epi32(x.a, x.b));
+    for (int i = 0; i < 8; i++) sum += lanes[i];
+    return sum;
+}
+
+SF_INLINE vi vb_load(const uint16_t *p) {
+    return SF_I2(_mm256_loadu_si256((const __m256i *)p),
+                 _mm256_loadu_si256((const __m256i *)(p + 16)));
+}
+SF_INLINE vf vb_even(vi x) {
+    return SF_F2(_mm256_castsi256_ps(_mm256_slli_epi32(x.a, 16)),
+                 _mm256_castsi256_ps(_mm256_slli_epi32(x.b, 16)));
+}
+SF_INLINE vf vb_odd(vi x) {
+    __m256i high = _mm256_set1_epi32((int)0xffff0000u);
+    return SF_F2(_mm256_castsi256_ps(_mm256_and_si256(x.a, high)),
+                 _mm256_castsi256_ps(_mm256_and_si256(x.b, high)));
+}
+
+SF_INLINE vw vw_load(const uint8_t *p) { return vb_load((const uint16_t *)p); }
+SF_INLINE __m256i sf_low4(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+SF_INLINE vw vw_low(vw x) { return SF_I2(sf_low4(x.a), sf_low4(x.b)); }
+SF_INLINE vw vw_high(vw x) {
+    return SF_I2(sf_low4(_mm256_srli_epi16(x.a, 4)), sf_low4(_mm256_srli_epi16(x.b, 4)));
+}
+
+typedef __m256i vx;
+SF_INLINE vx vx_load(const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    return _mm256_set1_epi32(four);
+}
+SF_INLINE __m256i sf_dot15(__m256i acc, __m256i w, __m256i x) {
+    /* pairs reach at most 2 * 15 * 127, far from saturation */
+    __m256i sums = _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1));
+    return _mm256_add_epi32(acc, sums);
+}
+SF_INLINE __m256i sf_dot255(__m256i acc, __m256i w, __m256i x) {
+    /* maddubs would saturate: widen even and odd bytes to 16 bits instead */
+    __m256i even = _mm256_madd_epi16(
+        _mm256_and_si256(w, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+    __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
+    return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+}
+SF_INLINE vi vi_dot15(vi acc, vw w, vx x) {
+    return SF_I2(sf_dot15(acc.a, w.a, x), sf_dot15(acc.b, w.b, x));
+}
+SF_INLINE vi vi_dot255(vi acc, vw w, vx x) {
+    return SF_I2(sf_dot255(acc.a, w.a, x), sf_dot255(acc.b, w.b, x));
+}

@@ -1,0 +1,14 @@
+"""Checkpoints from disk or the hub: ``load_checkpoint`` and what is known without loading."""
+
+from surefoot.models.loading.checkpoint import Checkpoint, load_checkpoint
+from surefoot.models.loading.summary import inspect_model, list_local_models
+from surefoot.models.loading.tokenizer import IncrementalDetokenizer, Tokenizer
+
+__all__ = [
+    "Checkpoint",
+    "IncrementalDetokenizer",
+    "Tokenizer",
+    "inspect_model",
+    "list_local_models",
+    "load_checkpoint",
+]

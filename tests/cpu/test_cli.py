@@ -1,0 +1,322 @@
+"""The command line: quick help, one-line errors, and every verb on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from surefoot.cli import conversation, terminal
+from surefoot.cli.main import app
+from surefoot.cli.options import read_logit_bias, read_proposer_options, read_size
+from surefoot.errors import SurefootError
+from tiny_models import tiny_hf_model
+
+COMMAND = [sys.executable, "-m", "surefoot.cli"]
+# The quickest set-up: no compiling, no measuring of costs.
+QUICK = ["--backend", "torch", "--dtype", "float32", "--threads", "1", "--max-num-seqs", "4"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_hf_model("llama", tmp_path_factory.mktemp("models"))
+
+
+def run(*arguments: Any, stdin: str = "") -> Any:
+    return CliRunner().invoke(app, [str(item) for item in arguments], input=stdin)
+
+
+def test_help_is_quick() -> None:
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        result = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True)
+        best = min(best, time.perf_counter() - started)
+        assert result.returncode == 0 and "generate" in result.stdout
+        if best < 0.5:
+            return
+    pytest.fail(f"the best of five took {best:.2f} s")
+
+
+def test_version() -> None:
+    from surefoot import __version__
+
+    assert run("--version").stdout == f"surefoot {__version__}\n"
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "bench", "models"])
+def test_every_verb_has_help(verb: str) -> None:
+    assert run(verb, "--help").exit_code == 0
+
+
+USAGE_ERRORS = [
+    ("generate x --dtype int8", "--dtype"),
+    ("generate x --weights packed", "--weights"),
+    ("generate x --backend cuda", "--backend"),
+    ("generate x --weights native --backend torch", "--weights"),
+    ("generate x --threads 0", "--threads"),
+    ("generate x --max-model-len 0", "--max-model-len"),
+    ("generate x --max-num-seqs 0", "--max-num-seqs"),
+    ("generate x --kv-cache-memory 5XB", "--kv-cache-memory"),
+    ("generate x --draft-policy never", "--draft-policy"),
+    ("generate x --max-draft-tokens 64", "--max-draft-tokens"),
+    ("generate x --proposer-option window", "--proposer-option"),
+    ("generate x --max-tokens 0", "--max-tokens"),
+    ("generate x --temperature -1", "--temperature"),
+    ("generate x --top-k 5", "--top-k"),
+    ("generate x --top-p 0.5", "--top-p"),
+    ("generate x --min-p 0.5", "--min-p"),
+    ("generate x --temperature 1 --top-p 0", "--top-p"),
+    ("generate x --repetition-penalty 0", "--repetition-penalty"),
+    ("generate x --presence-penalty 3", "--presence-penalty"),
+    ("generate x --frequency-penalty 3", "--frequency-penalty"),
+    ("generate x --seed -1", "--seed"),
+    ("generate x --stop-token-id -1", "--stop-token-id"),
+    ("generate x --logit-bias 5", "--logit-bias"),
+    ("generate x --logit-bias 5=1000", "--logit-bias"),
+    ("generate x --n 0", "--n"),
+    ("generate x --max-tokens 3 --min-tokens 4", "--min-tokens"),
+    ("generate x --logprobs 3", "--logprobs"),
+    ("generate x --json --show-drafts", "--show-drafts"),
+    ("generate x --n 2 --show-drafts", "--show-drafts"),
+    ("generate x --speculation off --show-drafts", "--show-drafts"),
+    ("generate x --speculation off --draft-policy fixed", "--draft-policy"),
+    ("generate x --speculation off --max-draft-tokens 2", "--max-draft-tokens"),
+    ("generate x --prompt-file y", "--prompt-file"),
+    ("generate --prompt-file /does/not/exist", "--prompt-file"),
+    ("generate x --model /does/not/exist", "--model"),
+    ("chat --max-tokens 0", "--max-tokens"),
+    ("bench --prompts /does/not/exist", "--prompts"),
+    ("bench --categories cooking", "--categories"),
+    ("bench --per-category 0", "--per-category"),
+    ("bench --repeats 0", "--repeats"),
+    ("bench --batch-size 0", "--batch-size"),
+    ("bench --warmup -1", "--warmup"),
+    ("models inspect /does/not/exist", "model"),
+]
+
+
+@pytest.mark.parametrize(("line", "option"), USAGE_ERRORS)
+def test_bad_options_are_refused_in_one_line(line: str, option: str) -> None:
+    result = run(*line.split())
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"error: {option}: ") and result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+LOADED_ERRORS = [
+    (["generate", "x", "--speculation", "magic"], "--speculation"),
+    (["generate", "x", "--max-tokens", "1000"], "--max-tokens"),
+    (["generate", "x", "--stop-token-id", "288"], "--stop-token-id"),
+    (["generate", "x", "--logit-bias", "288=1"], "--logit-bias"),
+    (["generate", "x" * 600], "prompt"),
+    (["generate", "x", "--proposer", "magic"], "--proposer"),
+    (["generate", "x", "--proposer-option", "magic.size=1"], "--proposer-option"),
+    (["generate", "x", "--max-model-len", "513"], "--max-model-len"),
+    (["generate", "x", "--kv-cache-memory", "1"], "--kv-cache-memory"),
+    (["bench", "--max-tokens", "512"], "--prompts"),
+    (["bench", "--batch-size", "5"], "--batch-size"),
+    (["chat", "--speculation", "magic"], "--speculation"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "option"), LOADED_ERRORS)
+def test_what_the_model_cannot_do_is_refused(
+    arguments: list[str], option: str, model: Path
+) -> None:
+    result = run(*arguments, "--model", model, *QUICK)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.splitlines()[-1].startswith(f"error: {option}: ")
+    assert result.stdout == ""
+
+
+def test_errors_that_name_no_option_exit_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise SurefootError("disk", "is full", "free some space")
+
+    monkeypatch.setattr("surefoot.cli.generate.load", fail)
+    result = run("generate", "x")
+    assert (result.exit_code, result.stderr) == (1, "error: disk: is full; free some space\n")
+
+
+def test_unknown_exceptions_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surefoot.cli.generate.load", lambda *_: 1 / 0)
+    assert isinstance(run("generate", "x").exception, ZeroDivisionError)
+
+
+def test_ctrl_c_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("surefoot.cli.generate.load", interrupt)
+    result = run("generate", "x")
+    assert (result.exit_code, result.output) == (130, "")
+
+
+def test_generate_is_the_same_with_and_without_speculation(model: Path) -> None:
+    common = ["the cat sat on the", "-m", model, *QUICK, "--max-tokens", "40", "--ignore-eos"]
+    texts = []
+    for extra in (["--speculation", "off"], ["--draft-policy", "fixed"], ["--json"]):
+        result = run("generate", *common, *extra)
+        assert result.exit_code == 0, result.output
+        texts.append(result.stdout)
+    output = json.loads(texts[2])["outputs"][0]
+    assert texts[0] == texts[1] == output["text"] + "\n"
+    assert len(output["token_ids"]) == 40 and output["finish_reason"] == "length"
+
+
+def test_generate_honours_sampling_options(model: Path) -> None:
+    line = ["generate", "-m", model, *QUICK, "--json", "--max-tokens", "12", "--ignore-eos"]
+    sampled = ["--temperature", "1", "--seed", "5", "--n", "2", "--logprobs", "2", "--chat"]
+    result = json.loads(run(*line, "the cat", *sampled, "--logit-bias", "7=-100").stdout)
+    again = json.loads(run(*line, *sampled, "--logit-bias", "7=-100", stdin="the cat\n").stdout)
+    assert result["outputs"] == again["outputs"]
+    assert len({output["text"] for output in result["outputs"]}) == 2
+    assert all(len(output["logprobs"]) == 12 for output in result["outputs"])
+    assert 7 not in result["outputs"][0]["token_ids"]
+
+
+def test_generate_marks_drafts(model: Path) -> None:
+    # A bias makes the model repeat one token, so that drafts are right.
+    line = ["generate", "ab ab", "-m", model, *QUICK, "--max-tokens", "20", "--ignore-eos"]
+    line += ["--logit-bias", "70=100", "--draft-policy", "fixed", "--show-drafts"]
+    marked = run(*line)
+    assert "«" in marked.stdout and "»" in marked.stdout
+    coloured = CliRunner(env={"FORCE_COLOR": "1", "NO_COLOR": ""}).invoke(
+        app, [str(item) for item in line]
+    )
+    assert "\x1b[32m" in coloured.stdout and "«" not in coloured.stdout
+
+
+def test_default_length_is_what_the_context_leaves(model: Path) -> None:
+    line = ["generate", "the cat", "-m", model, *QUICK, "--ignore-eos", "--json"]
+    output = json.loads(run(*line, "--max-model-len", "32").stdout)
+    assert len(output["prompt_token_ids"]) + len(output["outputs"][0]["token_ids"]) == 32
+
+
+def test_bench_reports_identical_texts(model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        '{"prompt": "the cat sat", "category": "cats"}\n'
+        '{"turns": ["the dog", "again"], "category": "dogs", "question_id": 7}\n'
+        '{"messages": [{"role": "user", "content": "hat"}], "category": "dogs"}\n'
+    )
+    line = ["bench", "--prompts", prompts, "-m", model, *QUICK, "--max-tokens", "8"]
+    result = run(*line, "--repeats", "2", "--batch-size", "2", "--show-drafts")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report["overall"]["identical"] and report["overall"]["prompts"] == 3
+    assert [entry["prompts"] for entry in report["batches"]] == [["1"], ["7", "3"]]
+    assert len(report["batches"][1]["plain"]["seconds"]) == 2
+    assert report["hardware"]["cores"] >= 1 and report["engine"]["dtype"] == "float32"
+
+
+def test_bench_fails_when_texts_differ(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from surefoot.bench import measure
+
+    honest = measure.run_batch
+
+    def biased(llm: Any, prompts: Any, params: Any, method: str) -> Any:
+        # Another seed stands for a speculation that is not exact.
+        from dataclasses import replace
+
+        seed = 0 if method == measure.PLAIN else 1
+        return honest(llm, prompts, replace(params, seed=seed), method)
+
+    monkeypatch.setattr(measure, "run_batch", biased)
+    line = ["bench", "-m", model, *QUICK, "--max-tokens", "8", "--temperature", "1"]
+    result = run(*line, "--max-model-len", "512", "--categories", "write", "--repeats", "1")
+    assert result.exit_code == 1
+    assert "TEXTS DIFFER" in result.stdout
+    assert not json.loads(result.stdout.splitlines()[-1])["overall"]["identical"]
+
+
+def test_chat_reads_lines_from_a_pipe(model: Path) -> None:
+    lines = "the cat\n/temperature 1\n/seed 4\n/stats\nthe dog\n/undo\n/reset\n/help\n/exit\nno\n"
+    result = run("chat", "-m", model, *QUICK, "--max-tokens", "6", stdin=lines)
+    assert result.exit_code == 0, result.output
+    assert "6 tokens in" in result.stdout and "/speculation METHOD" in result.stdout
+
+
+@pytest.mark.parametrize("line", ["/bogus", "/temperature hot", "/seed -1", "/undo", "/reset x"])
+def test_chat_refuses_bad_commands(line: str, model: Path) -> None:
+    result = run("chat", "-m", model, *QUICK, stdin=f"{line}\nthe cat\n")
+    assert result.exit_code == 1 and result.stdout == ""
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_chat_carries_the_conversation_on(model: Path) -> None:
+    llm = terminal.load({"model": str(model), "backend": "torch", "dtype": "float32"})
+    talk = conversation.Conversation(llm, {"temperature": 0.0, "max_tokens": 5}, system="Be brief.")
+    talk.ask("the cat")
+    talk.ask("the dog")
+    assert [item["role"] for item in talk.messages] == ["system", *["user", "assistant"] * 2]
+    talk.undo()
+    assert talk.messages[-2] == {"role": "user", "content": "the cat"}
+    with pytest.raises(SurefootError, match="speculation"):
+        talk.set_speculation("magic")
+
+
+def test_ctrl_c_stops_an_answer_only(model: Path) -> None:
+    llm = terminal.load({"model": str(model), "backend": "torch", "dtype": "float32"})
+    talk = conversation.Conversation(llm, {"temperature": 0.0, "ignore_eos": True})
+    honest, rounds = llm.engine.step, [0]
+
+    def step() -> Any:
+        rounds[0] += 1
+        if rounds[0] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return honest()
+
+    llm.engine.step = step  # type: ignore[method-assign]
+    talk.ask("the cat")
+    assert rounds[0] == 3 and not llm.engine.has_work
+    assert talk.messages[-1]["role"] == "assistant"
+
+
+def test_models_are_listed_and_inspected(model: Path) -> None:
+    assert "smollm2-135m" in run("models", "list").stdout
+    assert json.loads(run("models", "inspect", model, "--json").stdout)["architecture"] == "llama"
+    assert "architecture" in run("models", "inspect", model).stdout
+    assert run("models", "fetch", model).stdout == f"{model}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1048576", 1 << 20), ("512MiB", 512 << 20), ("1.5 GiB", 3 << 29), ("2gb", 2 * 10**9)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert read_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "0", "1TiB", "nan", "1e400", "one"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(SurefootError):
+        read_size(text)
+
+
+def test_repeated_options() -> None:
+    options = read_proposer_options(["a.size=4", "a.kind=big", "b.on=true"])
+    assert options == {"a": {"size": 4, "kind": "big"}, "b": {"on": True}}
+    assert read_logit_bias(["3=-1.5", "4=2"]) == {3: -1.5, 4: 2.0}
+    for bad in (["a.b=1", "a.b=2"], ["a=1"], [".b=1"]):
+        with pytest.raises(SurefootError):
+            read_proposer_options(bad)
+    with pytest.raises(SurefootError):
+        read_logit_bias(["3=1", "3=2"])
+
+
+@pytest.fixture(autouse=True)
+def no_leftover_colour(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    yield

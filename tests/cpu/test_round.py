@@ -1,0 +1,96 @@
+"""Law 4: a round is one program; nothing in it reads a tensor on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from harness import Job, make_engine, run_jobs, tiny_decoder
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from surefoot.request import SamplingParams
+
+# What makes the host wait for the device: reads of values, and shapes that depend on them.
+HOST_READS = {
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::repeat_interleave.Tensor",
+    "aten::is_nonzero",
+    "aten::equal",
+    "aten::bincount",
+}
+
+
+class Watch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.reads: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        self.seen.append(name)
+        boolean_index = name in ("aten::index", "aten::index_put", "aten::index_put_") and any(
+            isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+            for index in args[1]
+        )
+        if name in HOST_READS or boolean_index:
+            self.reads.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def watched_rounds(params: SamplingParams) -> Watch:
+    engine = make_engine(tiny_decoder(), draft_policy="fixed", max_num_batched_tokens=16, max_num_seqs=4)
+    watch = Watch()
+    inner = engine.runner.round
+
+    class Watched:
+        proposers = inner.proposers
+
+        def __call__(self, *args: Any) -> Any:
+            with watch:
+                return inner(*args)
+
+    engine.runner.round = Watched()  # type: ignore[assignment]
+    run_jobs(engine, [Job((2, 3, 4) * 8, params), Job((5, 6, 5, 6, 5), params, arrival=2)])
+    return watch
+
+
+def test_no_host_read_inside_a_greedy_round() -> None:
+    watch = watched_rounds(SamplingParams(temperature=0, max_tokens=12))
+    assert len(watch.seen) > 500
+    assert watch.reads == []
+
+
+def test_no_host_read_inside_a_round_with_every_option() -> None:
+    watch = watched_rounds(
+        SamplingParams(
+            temperature=0.8,
+            top_k=9,
+            top_p=0.9,
+            min_p=0.01,
+            repetition_penalty=1.1,
+            presence_penalty=0.1,
+            frequency_penalty=0.1,
+            logit_bias={4: 1.0},
+            min_tokens=5,
+            stop_token_ids=[7, 8],
+            logprobs=3,
+            prompt_logprobs=2,
+            max_tokens=12,
+            seed=1,
+        )
+    )
+    assert watch.reads == []
+
+
+def test_the_watch_sees_host_reads() -> None:
+    with Watch() as watch:
+        values = torch.tensor([1.0, 0.0])
+        bool(values[0])
+        values[values > 0]
+        values.nonzero()
+    assert len(watch.reads) >= 3
