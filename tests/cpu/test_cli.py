@@ -189,12 +189,15 @@ def test_generate_marks_drafts(model: Path) -> None:
     # A bias makes the model repeat one token, so that drafts are right.
     line = ["generate", "ab ab", "-m", model, *QUICK, "--max-tokens", "20", "--ignore-eos"]
     line += ["--logit-bias", "70=100", "--draft-policy", "fixed", "--show-drafts"]
-    marked = run(*line)
-    assert "«" in marked.stdout and "»" in marked.stdout
+    marked, _, legend = run(*line).stdout.rpartition("\n\n(")
+    assert marked.count("«") == marked.count("»") > 0 and "«" in legend
     coloured = CliRunner(env={"FORCE_COLOR": "1", "NO_COLOR": ""}).invoke(
         app, [str(item) for item in line]
     )
-    assert "\x1b[32m" in coloured.stdout and "«" not in coloured.stdout
+    text = coloured.stdout.rpartition("\n\n(")[0]
+    assert text.count("\x1b[32m") == text.count("\x1b[0m") > 0 and "«" not in text
+    plain = marked.replace("«", "").replace("»", "")
+    assert text.replace("\x1b[32m", "").replace("\x1b[0m", "") == plain
 
 
 def test_default_length_is_what_the_context_leaves(model: Path) -> None:

@@ -22,6 +22,11 @@ CASES = [
     {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25} | ORIGINAL,
     {"rope_type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0} | ORIGINAL,
     {"rope_type": "yarn", "factor": 40.0, "mscale": 0.707} | ORIGINAL,
+    {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25, "mscale": 0.7}
+    | {"mscale_all_dim": 1.0}
+    | ORIGINAL,
+    # So short that the ramp has no width.
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 6},
     {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0} | ORIGINAL,
     {"rope_type": "yarn", "factor": 4.0, "truncate": False} | ORIGINAL,
     {"rope_type": "yarn", "factor": 1.0} | ORIGINAL,

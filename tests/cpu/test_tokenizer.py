@@ -52,7 +52,8 @@ def sentencepiece_vocabulary() -> tuple[list[str], list[float], list[int]]:
     words = ["▁the", "th", "he", "▁t", "▁th", "▁c", "at", "▁cat", "ab", "abc", "bc", "▁▁", "▁a"]
     letters = list("▁thecabx")
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    scores = [0.0] * len(pieces) + [-float(index) for index in range(len(words))]
+    # Distinct, and in another order than the ids.
+    scores = [0.0] * len(pieces) + [-float(index * 5 % 13) for index in range(len(words))]
     scores += [-100.0 - index for index in range(len(letters))]
     kinds = [2, 3, 3] + [6] * 256 + [1] * (len(words) + len(letters))
     return pieces + words + letters, scores, kinds
@@ -194,6 +195,7 @@ MESSAGES = [
     {"role": "system", "content": " be brief \n"},
     {"role": "user", "content": "<é> & 'x'"},
     {"role": "assistant", "content": "yes", "thinking": "hm"},
+    {"role": "assistant", "content": "no", "reasoning": "ha"},
 ]
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "f", "description": 'say "<é>"'}}]
 
@@ -444,6 +446,15 @@ def test_byte_level_stream(smollm2: Any, text: str, noise: list[int], skip: bool
     ids = tokenizer.encode(text)
     for sequence in (ids, ids + noise, noise + ids, ids[1:] + noise[:2] + ids[:-1]):
         assert joined(tokenizer, sequence, skip) == tokenizer.decode(sequence, skip)
+
+
+def test_tokens_outside_the_byte_alphabet(tmp_path: Path) -> None:
+    declared = {"288": {"content": "<| 🦶 |>", "special": False}}
+    tokenizer = read_hf_tokenizer(write_tokenizer(tmp_path, added_tokens_decoder=declared))
+    ids = tokenizer.encode("a<| 🦶 |>é")
+    assert 288 in ids
+    assert joined(tokenizer, ids, True) == tokenizer.decode(ids) == "a<| 🦶 |>é"
+    assert tokenizer.token_bytes(288) == "<| 🦶 |>".encode()
 
 
 @pytest.fixture(scope="module")

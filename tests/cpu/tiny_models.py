@@ -171,8 +171,8 @@ def tiny_gguf(
     """Write ``weights`` (Hugging Face names) as llama.cpp's converter would.
 
     ``kind`` is the type of the matrices; K-quants, which the gguf library cannot write, get random
-    blocks instead of ``weights``. ``metadata`` adds or (None) drops keys without their
-    architecture prefix where they have no dot-separated known one; ``tensors`` adds float32 ones.
+    blocks instead of ``weights``. ``metadata`` overrides keys by their full name, None dropping
+    one; ``tensors`` adds float32 tensors by their GGUF name.
     """
     import gguf
     import numpy as np

@@ -102,7 +102,7 @@ def builtin_prompts() -> list[BenchPrompt]:
         "edit": f"Rename the function `total` to `sum_prices` in this code, change nothing else, "
         f"and show all of the code.\n\n```python\n{_CODE}```",
         "summarise": f"Summarise this text in a few sentences.\n\n{_TEXT}",
-        "write": "Describe a walk along a rocky coast on an autumn morning.",
+        "write": "Write a letter to a friend about moving to a small island for a new job.",
     }
     return [
         BenchPrompt(name, name, messages=({"role": "user", "content": text},))

@@ -134,3 +134,8 @@ class Backend(ABC):
     @abstractmethod
     def head(self, norm: torch.Tensor, eps: float, linear: Any, x: torch.Tensor) -> torch.Tensor:
         """Final norm and language-model head: [M, hidden] -> float32 logits [M, vocab]."""
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """Index of each row's largest value, float32 [M, vocab] -> int64 [M]; ties go to the
+        lowest index."""
+        return logits.argmax(dim=-1)

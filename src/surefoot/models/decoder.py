@@ -138,12 +138,14 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def check_tensors(config: ModelConfig, weights: Mapping[str, Weight]) -> None:
     """Refuse a checkpoint with missing or misshapen tensors, naming all of them."""
+    # Weights read from files on demand know their shapes without converting anything.
+    shape_of = getattr(weights, "shape_of", lambda name: weights[name].shape)
     problems = []
     for name, shape in expected_shapes(config).items():
         if name not in weights:
             problems.append(f"{name} is missing")
-        elif tuple(weights[name].shape) != shape:
-            problems.append(f"{name} is {tuple(weights[name].shape)}, expected {shape}")
+        elif (found := tuple(shape_of(name))) != shape:
+            problems.append(f"{name} is {found}, expected {shape}")
     if problems:
         raise SurefootError(
             "model", "the checkpoint does not fit its config: " + "; ".join(problems)

@@ -9,6 +9,7 @@ exactness inside a span.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,10 +32,19 @@ class SampleRows:
     max_history: int
 
 
+def _argmax(scores: torch.Tensor) -> torch.Tensor:
+    return scores.argmax(dim=-1)
+
+
 def sample_rows(
-    logits: torch.Tensor, rows: SampleRows, params: SlotParams, features: Features
+    logits: torch.Tensor,
+    rows: SampleRows,
+    params: SlotParams,
+    features: Features,
+    argmax: Callable[[torch.Tensor], torch.Tensor] = _argmax,
 ) -> torch.Tensor:
-    """float32 logits [M, vocab] -> token ids int64 [M]."""
+    """float32 logits [M, vocab] -> token ids int64 [M]. ``argmax`` [M, vocab] -> [M] may be a
+    faster one of the device."""
     if features.penalties:
         logits = apply_penalties(logits, rows, params)
     if features.bias:
@@ -42,13 +52,12 @@ def sample_rows(
     if features.min_tokens:
         logits = mask_ends(logits, rows, params)
     if not features.noise:
-        return logits.argmax(dim=-1)
+        return argmax(logits)
     scores = filtered_scores(logits, rows.slots, params, features)
     slots = rows.slots
     noise = gumbel(params.seed[slots], params.choice[slots], rows.positions, logits.shape[1])
-    drawn = (scores + noise).argmax(dim=-1)
-    greedy = params.temperature[slots] == 0
-    return torch.where(greedy, logits.argmax(dim=-1), drawn)
+    greedy = (params.temperature[slots] == 0).unsqueeze(1)
+    return argmax(torch.where(greedy, logits, scores + noise))
 
 
 def apply_penalties(

@@ -32,7 +32,8 @@ ARGMAX_PART = 16384
 KINDS = {"F32": 0, "BF16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 4}
 DENSE_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
 WANTS_FLOAT, WANTS_INT8 = 1, 2
-NO_MEMORY, BAD_INDEX = 1, 2
+BAD_INDEX = 2
+SERIAL_BELOW = 1 << 19
 
 
 class _Segment(ctypes.Structure):
@@ -86,7 +87,11 @@ class _KV(ctypes.Structure):
 
 
 class _Context(ctypes.Structure):
-    _fields_ = [("memory", ctypes.c_void_p), ("capacity", ctypes.c_size_t)]
+    _fields_ = [
+        ("memory", ctypes.c_void_p),
+        ("capacity", ctypes.c_size_t),
+        ("serial_below", ctypes.c_int64),
+    ]
 
 
 class NativeLinear:
@@ -166,10 +171,20 @@ class NativeBackend(Backend):
         self.device = torch.device("cpu")
         self.dtype = dtype
         self._library = library
-        self._context = _Context()
+        self._context = _Context(None, 0, SERIAL_BELOW)
         self._context_address = ctypes.addressof(self._context)
         self._batch: tuple[FlatBatch, _Batch, int, list[torch.Tensor]] | None = None
         weakref.finalize(self, _release, library, self._context)
+
+    @property
+    def serial_below(self) -> int:
+        """Multiplications below which a call stays on one thread (0: never). Results are the
+        same."""
+        return self._context.serial_below
+
+    @serial_below.setter
+    def serial_below(self, multiplications: int) -> None:
+        self._context.serial_below = multiplications
 
     @property
     def isa(self) -> str:

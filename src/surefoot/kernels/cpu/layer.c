@@ -4,9 +4,9 @@
 #include <stdlib.h>
 
 #include "act.h"
+#include "team.h"
 
 #define COLUMNS 256 /* of a row, handed to one thread; a multiple of SF_BLOCK */
-#define BARRIER _Pragma("omp barrier")
 
 /* Reserve `bytes` at the cursor, on a cache line. */
 static size_t reserve(size_t *cursor, size_t bytes) {
@@ -118,6 +118,10 @@ static void place_acts(sf_acts *acts, uint8_t *memory, const size_t at[2]) {
     acts->f = (float *)(memory + at[1]);
 }
 
+static int64_t multiplications(const sf_linear *linear, int64_t rows) {
+    return rows * linear->inputs * linear->outputs;
+}
+
 /* x [rows, hidden] becomes the layer's output. Returns SF_OK or SF_NO_MEMORY. */
 SF_EXPORT int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_batch *batch,
                        const sf_kv *kv, float *x, int threads) {
@@ -126,6 +130,7 @@ SF_EXPORT int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_
     const sf_linear *linear[4] = {&w->qkv, &w->o, &w->gate_up, &w->down};
     size_t cursor = 0, place[4][2], per_thread = sf_attention_scratch(w, batch, kv);
     sf_acts acts[4];
+    if (4 * multiplications(&w->down, rows) < context->serial_below) threads = 1;
     for (int i = 0; i < 4; i++) acts[i] = reserve_acts(&cursor, linear[i], rows, place[i]);
     size_t qkv_at = reserve(&cursor, (size_t)(rows * w->qkv.outputs) * 4);
     size_t attended_at = reserve(&cursor, (size_t)(rows * w->o.inputs) * 4);
@@ -138,31 +143,33 @@ SF_EXPORT int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_
     float *qkv = (float *)(memory + qkv_at), *attended = (float *)(memory + attended_at);
     float *inner = (float *)(memory + inner_at);
     sf_counter work[5] = {{0}};
+    sf_barrier barrier = {0, 0, 0};
 
 #pragma omp parallel num_threads(threads)
     {
         int team = omp_get_num_threads(), me = omp_get_thread_num();
         float *buffer = (float *)(memory + buffers_at) + (int64_t)me * (w->hidden + 16);
         norm_rows(x, w->input_norm, w->eps, &acts[0], buffer);
-        BARRIER
+        sf_wait(&barrier, team);
         sf_gemm(&w->qkv, &acts[0], (sf_out){qkv, w->qkv.outputs, 0}, &work[0], team);
-        BARRIER
+        sf_wait(&barrier, team);
         prepare_heads(w, batch, kv, qkv);
-        BARRIER
+        sf_wait(&barrier, team);
         sf_attend(w, batch, kv, qkv, w->qkv.outputs, attended, w->o.inputs,
                   memory + scratch_at + per_thread * (size_t)me, &work[1]);
-        BARRIER
+        sf_wait(&barrier, team);
         put_rows(attended, w->o.inputs, 0, &acts[1]);
-        BARRIER
+        sf_wait(&barrier, team);
         sf_gemm(&w->o, &acts[1], (sf_out){x, w->hidden, 1}, &work[2], team);
-        BARRIER
+        sf_wait(&barrier, team);
         norm_rows(x, w->post_norm, w->eps, &acts[2], buffer);
-        BARRIER
+        sf_wait(&barrier, team);
         sf_gemm(&w->gate_up, &acts[2], (sf_out){inner, w->gate_up.outputs, 0}, &work[3], team);
-        BARRIER
+        sf_wait(&barrier, team);
         put_rows(inner, w->gate_up.outputs, 1, &acts[3]);
-        BARRIER
+        sf_wait(&barrier, team);
         sf_gemm(&w->down, &acts[3], (sf_out){x, w->hidden, 1}, &work[4], team);
+        sf_wait(&barrier, team);
     }
     return SF_OK;
 }
@@ -171,6 +178,7 @@ SF_EXPORT int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_
 SF_EXPORT int sf_head(sf_context *context, const float *norm, float eps, const sf_linear *linear,
                       const float *x, int64_t rows, float *logits, int threads) {
     if (rows == 0) return SF_OK;
+    if (multiplications(linear, rows) < context->serial_below) threads = 1;
     size_t cursor = 0, place[2];
     sf_acts acts = reserve_acts(&cursor, linear, rows, place);
     size_t buffers_at = reserve(&cursor, (size_t)threads * (size_t)(linear->inputs + 16) * 4);
@@ -178,16 +186,18 @@ SF_EXPORT int sf_head(sf_context *context, const float *norm, float eps, const s
     uint8_t *memory = context->memory;
     place_acts(&acts, memory, place);
     sf_counter work = {0};
+    sf_barrier barrier = {0, 0, 0};
 #pragma omp parallel num_threads(threads)
     {
-        float *buffer = (float *)(memory + buffers_at) +
-                        (int64_t)omp_get_thread_num() * (linear->inputs + 16);
+        int team = omp_get_num_threads(), me = omp_get_thread_num();
+        float *buffer = (float *)(memory + buffers_at) + (int64_t)me * (linear->inputs + 16);
         if (norm)
             norm_rows(x, norm, eps, &acts, buffer);
         else
             put_rows(x, linear->inputs, 0, &acts);
-        BARRIER
-        sf_gemm(linear, &acts, (sf_out){logits, linear->outputs, 0}, &work, omp_get_num_threads());
+        sf_wait(&barrier, team);
+        sf_gemm(linear, &acts, (sf_out){logits, linear->outputs, 0}, &work, team);
+        sf_wait(&barrier, team);
     }
     return SF_OK;
 }

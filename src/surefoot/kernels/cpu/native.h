@@ -67,10 +67,12 @@ typedef struct {
     int32_t tiles; /* per block */
 } sf_kv;
 
-/* Scratch memory, grown when needed and kept; one call at a time may use it. */
+/* Scratch memory, grown when needed and kept; one call at a time may use it. A call with fewer
+ * multiplications than `serial_below` runs on one thread: waking others costs more. */
 typedef struct {
     uint8_t *memory;
     size_t capacity;
+    int64_t serial_below;
 } sf_context;
 
 /* The rows of a linear's input, packed for register tiles (see act.h). */

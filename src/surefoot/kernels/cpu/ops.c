@@ -48,6 +48,7 @@ SF_EXPORT void sf_pack(int kind, const uint8_t *from, int64_t outputs, int64_t i
                        int threads) {
     int64_t bytes = sf_panel_bytes(kind, inputs), panels = (outputs + 15) / 16;
     int64_t blocks = inputs / SF_BLOCK;
+    if (outputs * inputs < 1 << 18) threads = 1; /* not worth waking anyone */
     int64_t block_bytes = kind == SF_Q4_0 ? 18 : kind == SF_Q4_1 ? 20 : 34;
 #pragma omp parallel for num_threads(threads)
     for (int64_t p = 0; p < panels; p++) {
@@ -100,7 +101,7 @@ SF_EXPORT int sf_embed(const sf_segment *table, const int64_t *tokens, int64_t r
                        int threads) {
     for (int64_t r = 0; r < rows; r++)
         if (tokens[r] < 0 || tokens[r] >= table->outputs) return SF_BAD_INDEX;
-    if (rows < 8) threads = 1; /* not worth waking anyone */
+    if (rows * table->inputs < 1 << 15) threads = 1;
 #pragma omp parallel for num_threads(threads)
     for (int64_t r = 0; r < rows; r++) unpack_row(table, tokens[r], out + r * table->inputs);
     return SF_OK;
@@ -128,6 +129,7 @@ static int64_t first_largest(const float *x, int64_t n, float *largest) {
 SF_EXPORT void sf_argmax(const float *x, int64_t rows, int64_t columns, int64_t *out, float *values,
                          int64_t *indices, int threads) {
     int64_t parts = (columns + PART - 1) / PART;
+    if (parts * rows == 1) threads = 1;
 #pragma omp parallel for num_threads(threads)
     for (int64_t item = 0; item < rows * parts; item++) {
         int64_t first = item % parts * PART;
