@@ -25,7 +25,7 @@ def write(folder: Path, *lines: str) -> Path:
 def test_prompt_formats(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        '{"prompt": "once upon\\u2028a time"}',
+        '{"prompt": "once upon\u2028a time"}',
         "",
         '{"question_id": 81, "category": "writing", "turns": ["first", "second"]}',
         '{"id": "x", "messages": [{"role": "system", "content": "s"}, {"role": "user"}]}',

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from surefoot.errors import SurefootError
+from surefoot.kernels import lookup
 from surefoot.speculation.proposer import read_options
 from surefoot.speculation.proposers.ngram import NgramProposer
 from surefoot.speculation.state import SlotState
@@ -41,7 +42,18 @@ def by_loop(text: list[int], min_ngram: int, max_ngram: int, window: int) -> lis
     return []
 
 
-@settings(max_examples=400, deadline=None)
+@pytest.fixture(params=["best at hand", "reference"], autouse=True)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs on the compiled lookup, where there is a compiler, and on plain torch."""
+    if request.param == "reference":
+        monkeypatch.setattr(lookup, "_native", lambda: None)
+
+
+@settings(
+    max_examples=400,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=40), min_size=1, max_size=4),
     st.integers(1, 3),

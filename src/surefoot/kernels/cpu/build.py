@@ -142,6 +142,10 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             int32,
             [pointer, pointer, ctypes.c_float, pointer, pointer, int64, pointer, int32],
         ),
+        "sf_ngram": (
+            None,
+            [pointer, int64, pointer, pointer, *([int64] * 5), pointer, pointer],
+        ),
         "sf_argmax": (None, [pointer, int64, int64, pointer, pointer, pointer, int32]),
     }
     for name, (result, arguments) in signatures.items():

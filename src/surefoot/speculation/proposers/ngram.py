@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from surefoot.errors import SurefootError
+from surefoot.kernels.lookup import ngram_lookup
 from surefoot.speculation.proposer import Drafts, Needs, Proposer
-from surefoot.speculation.state import SlotState
 
 
 @dataclass(frozen=True)
@@ -40,41 +40,16 @@ class NgramProposer(Proposer):
         return Needs(longest_draft=self.state.max_drafts)
 
     def propose(self, slots: torch.Tensor) -> Drafts:
-        options = self.options
-        return lookup(
-            self.state,
+        state, options = self.state, self.options
+        size, tokens = ngram_lookup(
+            state.history,
+            state.length,
             slots,
             options.min_ngram,
             options.max_ngram,
-            min(options.window, self.state.history.shape[1]),
+            options.window,
+            state.max_drafts,
         )
-
-
-def lookup(
-    state: SlotState, slots: torch.Tensor, min_ngram: int, max_ngram: int, window: int
-) -> Drafts:
-    """The offer of every slot, as tensor operations over [B, window] tokens."""
-    length = state.length[slots].unsqueeze(1)
-    columns = torch.arange(window, device=slots.device)
-    # The window is aligned to the end of the text: its last column is the current token.
-    position = length - window + columns
-    text = state.history[slots].gather(1, position.clamp(min=0))
-    text = torch.where(position >= 0, text, -1)
-    # matched[e] = length of the common suffix of text[..e] and the whole text, up to max_ngram.
-    alive = torch.ones_like(text, dtype=torch.bool)
-    matched = torch.zeros_like(text)
-    for back in range(min(max_ngram, window - 1)):
-        same = torch.zeros_like(alive)
-        same[:, back:] = text[:, : window - back] == text[:, window - 1 - back].unsqueeze(1)
-        alive = alive & same & (position >= back)
-        matched = matched + alive
-    matched[:, -1] = 0
-    best = (matched * window + columns).argmax(dim=1, keepdim=True)
-    size = matched.gather(1, best)
-    found = (size >= min_ngram).squeeze(1)
-    drafts = state.max_drafts
-    period = window - 1 - best
-    offset = torch.arange(drafts, device=slots.device) % period.clamp(min=1)
-    tokens = text.gather(1, (best + 1 + offset).clamp(max=window - 1))
-    confidence = (size / (max_ngram + 1)).float().expand(-1, drafts)
-    return Drafts(tokens, torch.where(found, drafts, 0), confidence)
+        lengths = torch.where(size > 0, state.max_drafts, 0)
+        confidence = (size / (options.max_ngram + 1)).unsqueeze(1).expand(tokens.shape)
+        return Drafts(tokens, lengths, confidence)

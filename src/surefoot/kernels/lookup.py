@@ -1,0 +1,82 @@
+"""Search for the latest tokens earlier in the text, over all slots at once."""
+
+from __future__ import annotations
+
+import torch
+
+
+def ngram_lookup(
+    history: torch.Tensor,
+    length: torch.Tensor,
+    slots: torch.Tensor,
+    min_ngram: int,
+    max_ngram: int,
+    window: int,
+    drafts: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What followed the longest earlier occurrence of each text's last tokens.
+
+    ``history`` int64 [slots, width] and ``length`` int64 [slots] hold the texts, ``slots`` int64
+    [B] says which. Only the last ``window`` tokens are searched. Returns (size of the match int64
+    [B], 0 where none reaches ``min_ngram``; tokens int64 [B, drafts], meaningless there). The
+    latest of equally long matches wins; a continuation that reaches the end of the text goes on
+    periodically.
+    """
+    native = _native()
+    if native is not None and history.device.type == "cpu":
+        tokens = torch.empty((len(slots), drafts), dtype=torch.int64)
+        size = torch.empty_like(slots)
+        native(
+            history.data_ptr(),
+            history.shape[1],
+            length.data_ptr(),
+            slots.data_ptr(),
+            len(slots),
+            min_ngram,
+            max_ngram,
+            window,
+            drafts,
+            tokens.data_ptr(),
+            size.data_ptr(),
+        )
+        return size, tokens
+    return ngram_lookup_reference(history, length, slots, min_ngram, max_ngram, window, drafts)
+
+
+def ngram_lookup_reference(
+    history: torch.Tensor,
+    length: torch.Tensor,
+    slots: torch.Tensor,
+    min_ngram: int,
+    max_ngram: int,
+    window: int,
+    drafts: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in plain torch, on any device: operations over [B, window] tokens."""
+    window = min(window, history.shape[1])
+    columns = torch.arange(window, device=slots.device)
+    # The window is aligned to the end of the text: its last column is the current token.
+    position = length[slots].unsqueeze(1) - window + columns
+    text = history[slots].gather(1, position.clamp(min=0))
+    # matched[e] = length of the common suffix of text[..e] and the whole text, up to max_ngram.
+    alive = torch.ones_like(text, dtype=torch.bool)
+    matched = torch.zeros_like(text)
+    for back in range(min(max_ngram, window - 1)):
+        same = torch.zeros_like(alive)
+        same[:, back:] = text[:, : window - back] == text[:, window - 1 - back].unsqueeze(1)
+        alive = alive & same & (position >= back)
+        matched = matched + alive
+    matched[:, -1] = 0
+    best = (matched * window + columns).argmax(dim=1, keepdim=True)
+    size = matched.gather(1, best).squeeze(1)
+    period = window - 1 - best
+    offset = torch.arange(drafts, device=slots.device) % period.clamp(min=1)
+    tokens = text.gather(1, (best + 1 + offset).clamp(max=window - 1))
+    return torch.where(size >= min_ngram, size, 0), tokens
+
+
+def _native():
+    from surefoot.kernels.cpu.build import load_native
+
+    library = load_native()
+    return None if library is None else library.sf_ngram
