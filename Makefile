@@ -8,6 +8,8 @@ PYTHON ?=
 DEMO ?=
 # Keeps pyright from asking the network for a newer self.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+# Threads that wait sleep: tests and their neighbours share the cores.
+export OMP_WAIT_POLICY ?= passive
 
 .PHONY: demo test lint format clean
 

@@ -81,6 +81,16 @@ def test_least_recently_used_content_is_evicted_first_and_tails_before_prefixes(
     assert kv.open("y", [5, 6, 7, 8, 0]) == 4
 
 
+def test_blocks_without_findable_content_are_taken_before_cached_ones() -> None:
+    kv = KVManager(num_blocks=6, block_size=2)
+    filled(kv, "cached", [1, 2, 3, 4])
+    kv.close("cached")
+    filled(kv, "partial", [9])
+    kv.close("partial")
+    filled(kv, "filler", [7, 7, 8, 8, 6])
+    assert kv.open("again", [1, 2, 3, 4, 0]) == 4
+
+
 def test_a_rejected_draft_never_becomes_findable() -> None:
     kv = KVManager(num_blocks=20, block_size=4)
     kv.open("a", [1, 2])

@@ -146,6 +146,15 @@ def test_stop_token_ids_name_themselves_and_stay_out_of_the_text(llm: LLM) -> No
     assert output.text == llm.tokenizer.decode(whole.token_ids[:cut], skip_special_tokens=True)
 
 
+def test_the_models_end_token_is_no_stop_reason(llm: LLM) -> None:
+    [end] = llm.engine.decoder.config.eos_token_ids
+    params = SamplingParams(temperature=0, max_tokens=9, min_tokens=3, logit_bias={end: 100.0})
+    for method in ("off", "auto"):
+        output = llm.generate(LOOP, params, speculation=method)[0].outputs[0]
+        assert len(output.token_ids) == 4 and output.token_ids[-1] == end
+        assert (output.finish_reason, output.stop_reason) == ("stop", None)
+
+
 def test_logprobs_come_with_every_token(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=1)
     output = llm.generate([5, 6, 7, 5, 6], params)[0]

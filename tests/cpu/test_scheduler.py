@@ -91,6 +91,18 @@ def test_shortage_costs_drafts_first_then_the_youngest() -> None:
     assert old.finish_reason is young.finish_reason is FinishReason.LENGTH
 
 
+def test_a_request_that_does_not_fit_waits_instead_of_pushing_others_out() -> None:
+    machine = scheduler(blocks=4, block_size=2)
+    running, late = request("running", 5, 3), request("late", 4, 2)
+    machine.add(running)
+    step(machine)
+    machine.add(late)
+    while not running.finished:
+        assert "late" not in rows_of(step(machine))
+    assert "late" in rows_of(step(machine))
+    assert running.preemptions == late.preemptions == 0
+
+
 def test_slots_limit_the_running_and_the_rest_wait_in_order() -> None:
     machine = scheduler(seqs=2)
     every = [request(name, 2, 2) for name in "abcd"]

@@ -10,6 +10,7 @@ import typer
 
 from surefoot import __version__
 from surefoot.cli import bench, chat, generate, models
+from surefoot.cli.terminal import prepare_libraries
 from surefoot.cli.verb import INTERRUPTED
 
 app = typer.Typer(
@@ -41,6 +42,7 @@ def surefoot(
     ] = False,
 ) -> None:
     """LLM inference whose speculative decoding is exact and never slower."""
+    prepare_libraries()
 
 
 def main() -> None:

@@ -43,7 +43,6 @@ def load(options: Mapping[str, Any], **more: Any) -> LLM:
     """Load a model and print, on stderr, what was chosen and the limits that hold."""
     with progress_bars() as progress:
         progress("Starting", 0, 0)
-        _quiet_libraries()
         from surefoot.engine.llm import LLM
 
         llm = LLM(progress=progress, **options, **more)
@@ -51,10 +50,14 @@ def load(options: Mapping[str, Any], **more: Any) -> LLM:
     return llm
 
 
-def _quiet_libraries() -> None:
-    """Their own progress bars and warnings would tear ours apart."""
+def prepare_libraries() -> None:
+    """Settings that libraries read when they are imported; call it before."""
+    # Threads that wait for each other sleep instead of spinning: as fast on an idle machine, and
+    # many times as fast on a busy one, where a spinning thread keeps the awaited one from running.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # Their progress bars would tear ours apart.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
