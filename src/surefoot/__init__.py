@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +14,12 @@ if TYPE_CHECKING:
     from surefoot.request import SamplingParams, SpeculationParams
 
 __version__ = "0.1.0"
+
+# Torch's OpenMP workers wait by spinning for milliseconds, which takes the CPU that the kernels' own
+# threads, or another program, need. The runtime reads this when it is loaded, so it is set before
+# torch is imported; whoever chose a policy keeps it.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # Loaded on first use, so that importing the package costs next to nothing.
 _HOMES = {

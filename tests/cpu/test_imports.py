@@ -103,7 +103,8 @@ def test_proposers_are_named_in_their_own_file_only() -> None:
         for path in FILES:
             if path in (own, SOURCES / "speculation" / "registry.py"):
                 continue
-            spelling = re.compile(rf"(?<![a-z]){re.escape(proposer)}(?![a-z])", re.IGNORECASE)
+            # As a word: an operation in kernels/ may be called after what it computes.
+            spelling = re.compile(rf"(?<!\w){re.escape(proposer)}(?!\w)", re.IGNORECASE)
             for word in words(path):
                 assert not spelling.search(word), f"{path}: {word!r} names {proposer}"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -533,6 +535,7 @@ def test_kv_bytes_are_what_a_block_takes() -> None:
         assert len(layers) == 3
         assert layers[0].data.nbytes == 10 * backend.kv_bytes_per_block(block_size, shape)
     assert backend.kv_bytes_per_block(16, shape) == 2 * 16 * 2 * 48 * 2
+    assert backend.kv_bytes_per_block(4, shape) == 2 * 16 * 2 * 48 * 2
     with pytest.raises(ValueError, match="head_dim 40"):
         backend.allocate_kv(1, 1, 16, replace(shape, head_dim=40))
 
@@ -572,11 +575,20 @@ def test_reasons_for_having_no_kernels(tmp_path: Path, monkeypatch: pytest.Monke
     assert not any(tmp_path.rglob("*.so")) and not any(tmp_path.rglob("*.tmp"))
 
 
-def test_one_openmp_runtime_is_shared_with_torch() -> None:
-    NativeBackend()
-    try:
-        with open("/proc/self/maps") as maps:
-            runtimes = {line.split()[-1] for line in maps if "libgomp" in line}
-    except OSError:
-        pytest.skip("no /proc/self/maps")
-    assert len(runtimes) == 1
+def test_a_forked_child_gets_threads_of_its_own() -> None:
+    backend = NativeBackend()
+    logits = torch.randn(4, 40000)
+    expected = backend.argmax(logits)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if backend.argmax(logits).tolist() == expected.tolist() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_two_callers_at_once_get_the_same_results() -> None:
+    backend = NativeBackend()
+    logits = torch.randn(8, 40000)
+    expected = logits.argmax(dim=1)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: backend.argmax(logits), range(200)))
+    assert all(torch.equal(result, expected) for result in results)

@@ -52,9 +52,6 @@ def load(options: Mapping[str, Any], **more: Any) -> LLM:
 
 def prepare_libraries() -> None:
     """Settings that libraries read when they are imported; call it before."""
-    # Threads that wait for each other sleep instead of spinning: as fast on an idle machine, and
-    # many times as fast on a busy one, where a spinning thread keeps the awaited one from running.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Their progress bars would tear ours apart.

@@ -1,6 +1,5 @@
-/* One decoder layer, and the final norm with the head: a single parallel region each, with a
+/* One decoder layer, and the final norm with the head: a single task for the team each, with a
  * barrier wherever a step reads what other threads wrote. */
-#include <omp.h>
 #include <stdlib.h>
 
 #include "act.h"
@@ -31,17 +30,10 @@ SF_EXPORT void sf_release(sf_context *context) {
     context->capacity = 0;
 }
 
-/* The share [first, last) of `count` items that falls to the calling thread. */
-static void my_share(int64_t count, int64_t *first, int64_t *last) {
-    int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
-    *first = count * me / threads;
-    *last = count * (me + 1) / threads;
-}
-
 static void norm_rows(const float *x, const float *weight, float eps, const sf_acts *acts,
                       float *buffer) {
     int64_t row, last;
-    my_share(acts->rows, &row, &last);
+    sf_share(acts->rows, &row, &last);
     for (; row < last; row++) {
         sf_rms_norm(x + row * acts->inputs, weight, eps, acts->inputs, buffer);
         sf_acts_put(acts, row, 0, acts->inputs, buffer);
@@ -51,7 +43,7 @@ static void norm_rows(const float *x, const float *weight, float eps, const sf_a
 /* Rows of `x` as the input of a linear, or of silu(gate) * up where x is [gate | up]. */
 static void put_rows(const float *x, int64_t stride, int gated, const sf_acts *acts) {
     int64_t parts = (acts->inputs + COLUMNS - 1) / COLUMNS, item, last;
-    my_share(acts->rows * parts, &item, &last);
+    sf_share(acts->rows * parts, &item, &last);
     for (; item < last; item++) {
         int64_t row = item / parts, first = item % parts * COLUMNS;
         int n = (int)(acts->inputs - first < COLUMNS ? acts->inputs - first : COLUMNS);
@@ -86,7 +78,7 @@ static void rotate(float *x, const float *cos, const float *sin, int half, float
 static void prepare_heads(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv,
                           float *qkv) {
     int64_t heads = w->heads + 2 * w->kv_heads, half = w->head_dim / 2, item, last;
-    my_share(batch->rows * heads, &item, &last);
+    sf_share(batch->rows * heads, &item, &last);
     for (; item < last; item++) {
         int64_t row = item / heads, head = item % heads;
         float *x = qkv + item * w->head_dim;
@@ -122,6 +114,45 @@ static int64_t multiplications(const sf_linear *linear, int64_t rows) {
     return rows * linear->inputs * linear->outputs;
 }
 
+typedef struct {
+    const sf_layer_weights *w;
+    const sf_batch *batch;
+    const sf_kv *kv;
+    float *x, *qkv, *attended, *inner, *buffers;
+    uint8_t *scratch;
+    size_t per_thread;
+    sf_acts acts[4];
+    sf_counter work[5];
+    sf_barrier barrier;
+} layer_job;
+
+static void layer_task(void *argument) {
+    layer_job *j = argument;
+    const sf_layer_weights *w = j->w;
+    float *buffer = j->buffers + (int64_t)sf_me * (w->hidden + 16);
+    norm_rows(j->x, w->input_norm, w->eps, &j->acts[0], buffer);
+    sf_wait(&j->barrier);
+    sf_gemm(&w->qkv, &j->acts[0], (sf_out){j->qkv, w->qkv.outputs, 0}, &j->work[0], sf_team);
+    sf_wait(&j->barrier);
+    prepare_heads(w, j->batch, j->kv, j->qkv);
+    sf_wait(&j->barrier);
+    sf_attend(w, j->batch, j->kv, j->qkv, w->qkv.outputs, j->attended, w->o.inputs,
+              j->scratch + j->per_thread * (size_t)sf_me, &j->work[1]);
+    sf_wait(&j->barrier);
+    put_rows(j->attended, w->o.inputs, 0, &j->acts[1]);
+    sf_wait(&j->barrier);
+    sf_gemm(&w->o, &j->acts[1], (sf_out){j->x, w->hidden, 1}, &j->work[2], sf_team);
+    sf_wait(&j->barrier);
+    norm_rows(j->x, w->post_norm, w->eps, &j->acts[2], buffer);
+    sf_wait(&j->barrier);
+    sf_gemm(&w->gate_up, &j->acts[2], (sf_out){j->inner, w->gate_up.outputs, 0}, &j->work[3],
+            sf_team);
+    sf_wait(&j->barrier);
+    put_rows(j->inner, w->gate_up.outputs, 1, &j->acts[3]);
+    sf_wait(&j->barrier);
+    sf_gemm(&w->down, &j->acts[3], (sf_out){j->x, w->hidden, 1}, &j->work[4], sf_team);
+}
+
 /* x [rows, hidden] becomes the layer's output. Returns SF_OK or SF_NO_MEMORY. */
 SF_EXPORT int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_batch *batch,
                        const sf_kv *kv, float *x, int threads) {
@@ -142,36 +173,33 @@ SF_EXPORT int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_
     for (int i = 0; i < 4; i++) place_acts(&acts[i], memory, place[i]);
     float *qkv = (float *)(memory + qkv_at), *attended = (float *)(memory + attended_at);
     float *inner = (float *)(memory + inner_at);
-    sf_counter work[5] = {{0}};
-    sf_barrier barrier = {0, 0, 0};
-
-#pragma omp parallel num_threads(threads)
-    {
-        int team = omp_get_num_threads(), me = omp_get_thread_num();
-        float *buffer = (float *)(memory + buffers_at) + (int64_t)me * (w->hidden + 16);
-        norm_rows(x, w->input_norm, w->eps, &acts[0], buffer);
-        sf_wait(&barrier, team);
-        sf_gemm(&w->qkv, &acts[0], (sf_out){qkv, w->qkv.outputs, 0}, &work[0], team);
-        sf_wait(&barrier, team);
-        prepare_heads(w, batch, kv, qkv);
-        sf_wait(&barrier, team);
-        sf_attend(w, batch, kv, qkv, w->qkv.outputs, attended, w->o.inputs,
-                  memory + scratch_at + per_thread * (size_t)me, &work[1]);
-        sf_wait(&barrier, team);
-        put_rows(attended, w->o.inputs, 0, &acts[1]);
-        sf_wait(&barrier, team);
-        sf_gemm(&w->o, &acts[1], (sf_out){x, w->hidden, 1}, &work[2], team);
-        sf_wait(&barrier, team);
-        norm_rows(x, w->post_norm, w->eps, &acts[2], buffer);
-        sf_wait(&barrier, team);
-        sf_gemm(&w->gate_up, &acts[2], (sf_out){inner, w->gate_up.outputs, 0}, &work[3], team);
-        sf_wait(&barrier, team);
-        put_rows(inner, w->gate_up.outputs, 1, &acts[3]);
-        sf_wait(&barrier, team);
-        sf_gemm(&w->down, &acts[3], (sf_out){x, w->hidden, 1}, &work[4], team);
-        sf_wait(&barrier, team);
-    }
+    layer_job job = {w, batch, kv, x, qkv, attended, inner,
+                     (float *)(memory + buffers_at), memory + scratch_at, per_thread,
+                     {acts[0], acts[1], acts[2], acts[3]}, {{0}}, {0, 0, 0}};
+    sf_run(threads, layer_task, &job);
     return SF_OK;
+}
+
+typedef struct {
+    const float *norm;
+    float eps;
+    const sf_linear *linear;
+    const float *x;
+    float *logits, *buffers;
+    sf_acts acts;
+    sf_counter work;
+    sf_barrier barrier;
+} head_job;
+
+static void head_task(void *argument) {
+    head_job *j = argument;
+    float *buffer = j->buffers + (int64_t)sf_me * (j->linear->inputs + 16);
+    if (j->norm)
+        norm_rows(j->x, j->norm, j->eps, &j->acts, buffer);
+    else
+        put_rows(j->x, j->linear->inputs, 0, &j->acts);
+    sf_wait(&j->barrier);
+    sf_gemm(j->linear, &j->acts, (sf_out){j->logits, j->linear->outputs, 0}, &j->work, sf_team);
 }
 
 /* logits [rows, outputs] = linear(rms_norm(x)); without `norm` the linear alone. */
@@ -185,19 +213,8 @@ SF_EXPORT int sf_head(sf_context *context, const float *norm, float eps, const s
     if (grow(context, cursor)) return SF_NO_MEMORY;
     uint8_t *memory = context->memory;
     place_acts(&acts, memory, place);
-    sf_counter work = {0};
-    sf_barrier barrier = {0, 0, 0};
-#pragma omp parallel num_threads(threads)
-    {
-        int team = omp_get_num_threads(), me = omp_get_thread_num();
-        float *buffer = (float *)(memory + buffers_at) + (int64_t)me * (linear->inputs + 16);
-        if (norm)
-            norm_rows(x, norm, eps, &acts, buffer);
-        else
-            put_rows(x, linear->inputs, 0, &acts);
-        sf_wait(&barrier, team);
-        sf_gemm(linear, &acts, (sf_out){logits, linear->outputs, 0}, &work, team);
-        sf_wait(&barrier, team);
-    }
+    head_job job = {norm, eps, linear, x, logits, (float *)(memory + buffers_at), acts, {0},
+                    {0, 0, 0}};
+    sf_run(threads, head_task, &job);
     return SF_OK;
 }

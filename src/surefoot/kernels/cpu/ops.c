@@ -1,6 +1,5 @@
 /* Packing of weights, embedding rows and argmax. */
-#include <omp.h>
-
+#include "team.h"
 #include "vmath.h"
 
 SF_EXPORT const char *sf_isa(void) { return SF_ISA; }
@@ -43,16 +42,24 @@ static void pack_block(int kind, const uint8_t *from, uint8_t *panel, int64_t bl
     }
 }
 
-/* `from` [outputs, inputs]: float32, bfloat16 or GGUF blocks, contiguous -> panels at `to`. */
-SF_EXPORT void sf_pack(int kind, const uint8_t *from, int64_t outputs, int64_t inputs, uint8_t *to,
-                       int threads) {
-    int64_t bytes = sf_panel_bytes(kind, inputs), panels = (outputs + 15) / 16;
-    int64_t blocks = inputs / SF_BLOCK;
-    if (outputs * inputs < 1 << 18) threads = 1; /* not worth waking anyone */
+typedef struct {
+    int kind;
+    const uint8_t *from;
+    int64_t outputs, inputs;
+    uint8_t *to;
+} pack_job;
+
+static void pack_task(void *argument) {
+    const pack_job *job = argument;
+    const int kind = job->kind;
+    const uint8_t *from = job->from;
+    const int64_t outputs = job->outputs, inputs = job->inputs;
+    int64_t bytes = sf_panel_bytes(kind, inputs), blocks = inputs / SF_BLOCK;
     int64_t block_bytes = kind == SF_Q4_0 ? 18 : kind == SF_Q4_1 ? 20 : 34;
-#pragma omp parallel for num_threads(threads)
-    for (int64_t p = 0; p < panels; p++) {
-        uint8_t *panel = to + p * bytes;
+    int64_t p, last;
+    sf_share((outputs + 15) / 16, &p, &last);
+    for (; p < last; p++) {
+        uint8_t *panel = job->to + p * bytes;
         memset(panel, 0, (size_t)bytes);
         for (int lane = 0; lane < 16 && 16 * p + lane < outputs; lane++) {
             int64_t row = 16 * p + lane;
@@ -70,6 +77,14 @@ SF_EXPORT void sf_pack(int kind, const uint8_t *from, int64_t outputs, int64_t i
             }
         }
     }
+}
+
+/* `from` [outputs, inputs]: float32, bfloat16 or GGUF blocks, contiguous -> panels at `to`. */
+SF_EXPORT void sf_pack(int kind, const uint8_t *from, int64_t outputs, int64_t inputs, uint8_t *to,
+                       int threads) {
+    pack_job job = {kind, from, outputs, inputs, to};
+    /* A small matrix is not worth waking anyone. */
+    sf_run(outputs * inputs < 1 << 18 ? 1 : threads, pack_task, &job);
 }
 
 /* One weight row as floats, the same values as dequantising the original. */
@@ -96,14 +111,28 @@ static void unpack_row(const sf_segment *s, int64_t row, float *out) {
     }
 }
 
+typedef struct {
+    const sf_segment *table;
+    const int64_t *tokens;
+    int64_t rows;
+    float *out;
+} embed_job;
+
+static void embed_task(void *argument) {
+    const embed_job *job = argument;
+    int64_t r, last;
+    sf_share(job->rows, &r, &last);
+    for (; r < last; r++)
+        unpack_row(job->table, job->tokens[r], job->out + r * job->table->inputs);
+}
+
 /* out [rows, inputs] = the table's rows `tokens`; SF_BAD_INDEX if one is outside the table. */
 SF_EXPORT int sf_embed(const sf_segment *table, const int64_t *tokens, int64_t rows, float *out,
                        int threads) {
     for (int64_t r = 0; r < rows; r++)
         if (tokens[r] < 0 || tokens[r] >= table->outputs) return SF_BAD_INDEX;
-    if (rows * table->inputs < 1 << 15) threads = 1;
-#pragma omp parallel for num_threads(threads)
-    for (int64_t r = 0; r < rows; r++) unpack_row(table, tokens[r], out + r * table->inputs);
+    embed_job job = {table, tokens, rows, out};
+    sf_run(rows * table->inputs < 1 << 15 ? 1 : threads, embed_task, &job);
     return SF_OK;
 }
 
@@ -124,18 +153,32 @@ static int64_t first_largest(const float *x, int64_t n, float *largest) {
     return 0;
 }
 
+typedef struct {
+    const float *x;
+    int64_t rows, columns, parts;
+    float *values;
+    int64_t *indices;
+} argmax_job;
+
+static void argmax_task(void *argument) {
+    const argmax_job *job = argument;
+    int64_t item, last;
+    sf_share(job->rows * job->parts, &item, &last);
+    for (; item < last; item++) {
+        int64_t first = item % job->parts * PART;
+        int64_t n = job->columns - first < PART ? job->columns - first : PART;
+        const float *part = job->x + item / job->parts * job->columns + first;
+        job->indices[item] = first + first_largest(part, n, &job->values[item]);
+    }
+}
+
 /* out [rows] = the lowest index of each row's largest value; x [rows, columns] without NaN.
  * `values` and `indices` are scratch of rows * ceil(columns / 16384) elements. */
 SF_EXPORT void sf_argmax(const float *x, int64_t rows, int64_t columns, int64_t *out, float *values,
                          int64_t *indices, int threads) {
     int64_t parts = (columns + PART - 1) / PART;
-    if (parts * rows == 1) threads = 1;
-#pragma omp parallel for num_threads(threads)
-    for (int64_t item = 0; item < rows * parts; item++) {
-        int64_t first = item % parts * PART;
-        int64_t n = columns - first < PART ? columns - first : PART;
-        indices[item] = first + first_largest(x + item / parts * columns + first, n, &values[item]);
-    }
+    argmax_job job = {x, rows, columns, parts, values, indices};
+    sf_run(parts * rows == 1 ? 1 : threads, argmax_task, &job);
     for (int64_t r = 0; r < rows; r++) {
         int64_t best = r * parts;
         for (int64_t i = best + 1; i < (r + 1) * parts; i++)

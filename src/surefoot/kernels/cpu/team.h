@@ -1,12 +1,12 @@
-/* A barrier that gives its CPU away.
+/* Threads that work together: a pool to run a task on, and a barrier inside it.
  *
- * An OpenMP runtime may spin for milliseconds. That is harmless while every thread has a CPU of its
- * own, but once another program takes one, the waiting thread burns the time that the late one
- * needs. Here a thread spins for about as long as a step takes and then sleeps.
+ * Waiting means spinning for about as long as a step takes and then sleeping, so that a thread
+ * that is late because another program has its CPU is not kept from it by the one that waits.
  */
 #ifndef SF_TEAM_H
 #define SF_TEAM_H
 
+#include <stddef.h>
 #include <stdint.h>
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -18,11 +18,19 @@
 
 #define SF_SPINS 1000
 
-typedef struct {
-    _Alignas(64) uint32_t arrived;
-    uint32_t sleeping;
-    _Alignas(64) uint32_t round;
-} sf_barrier;
+typedef void (*sf_task)(void *argument);
+
+/* The calling thread's number in its team, and the team's size. */
+extern _Thread_local int sf_me, sf_team;
+
+/* Run task(argument) on `threads` threads at once, the caller being one; returns when all have. */
+void sf_run(int threads, sf_task task, void *argument);
+
+/* The part [first, last) of `count` items that falls to the calling thread. */
+static inline void sf_share(int64_t count, int64_t *first, int64_t *last) {
+    *first = count * sf_me / sf_team;
+    *last = count * (sf_me + 1) / sf_team;
+}
 
 static inline void sf_pause(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -32,35 +40,50 @@ static inline void sf_pause(void) {
 #endif
 }
 
-static inline void sf_sleep(sf_barrier *b, uint32_t round) {
+/* Return once *word is no longer `seen`. `sleeping` counts those who must be woken. */
+static inline void sf_await(uint32_t *word, uint32_t seen, uint32_t *sleeping) {
+    for (int i = 0; i < SF_SPINS; i++) {
+        if (__atomic_load_n(word, __ATOMIC_ACQUIRE) != seen) return;
+        sf_pause();
+    }
 #if defined(__linux__)
-    __atomic_add_fetch(&b->sleeping, 1, __ATOMIC_SEQ_CST);
-    while (__atomic_load_n(&b->round, __ATOMIC_SEQ_CST) == round)
-        syscall(SYS_futex, &b->round, FUTEX_WAIT_PRIVATE, round, NULL, NULL, 0);
-    __atomic_sub_fetch(&b->sleeping, 1, __ATOMIC_SEQ_CST);
+    __atomic_add_fetch(sleeping, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(word, __ATOMIC_SEQ_CST) == seen)
+        syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+    __atomic_sub_fetch(sleeping, 1, __ATOMIC_SEQ_CST);
 #else
-    while (__atomic_load_n(&b->round, __ATOMIC_ACQUIRE) == round) sched_yield();
+    (void)sleeping;
+    while (__atomic_load_n(word, __ATOMIC_ACQUIRE) == seen) sched_yield();
 #endif
 }
 
-/* Every one of `threads` threads passes when all have come; what they wrote is then visible. */
-static inline void sf_wait(sf_barrier *b, int threads) {
-    if (threads == 1) return;
+/* Call after changing *word. */
+static inline void sf_wake(uint32_t *word, uint32_t *sleeping) {
+#if defined(__linux__)
+    if (__atomic_load_n(sleeping, __ATOMIC_SEQ_CST))
+        syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
+#else
+    (void)word, (void)sleeping;
+#endif
+}
+
+typedef struct {
+    _Alignas(64) uint32_t arrived;
+    uint32_t sleeping;
+    _Alignas(64) uint32_t round;
+} sf_barrier;
+
+/* Every thread of the team passes when all have come; what they wrote is then visible. */
+static inline void sf_wait(sf_barrier *b) {
+    if (sf_team == 1) return;
     uint32_t round = __atomic_load_n(&b->round, __ATOMIC_ACQUIRE);
-    if (__atomic_add_fetch(&b->arrived, 1, __ATOMIC_ACQ_REL) == (uint32_t)threads) {
+    if (__atomic_add_fetch(&b->arrived, 1, __ATOMIC_ACQ_REL) == (uint32_t)sf_team) {
         __atomic_store_n(&b->arrived, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&b->round, round + 1, __ATOMIC_SEQ_CST);
-#if defined(__linux__)
-        if (__atomic_load_n(&b->sleeping, __ATOMIC_SEQ_CST))
-            syscall(SYS_futex, &b->round, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
-#endif
+        sf_wake(&b->round, &b->sleeping);
         return;
     }
-    for (int i = 0; i < SF_SPINS; i++) {
-        if (__atomic_load_n(&b->round, __ATOMIC_ACQUIRE) != round) return;
-        sf_pause();
-    }
-    sf_sleep(b, round);
+    sf_await(&b->round, round, &b->sleeping);
 }
 
 #endif
