@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Torch's OpenMP workers wait by spinning for milliseconds, which takes the CPU that the kernels' own
-# threads, or another program, need. The runtime reads this when it is loaded, so it is set before
-# torch is imported; whoever chose a policy keeps it.
+# Torch's OpenMP workers wait by spinning for milliseconds, which takes the CPU that the kernels'
+# own threads, or another program, need. The runtime reads this when it is loaded, so it is set
+# before torch is imported; whoever chose a policy keeps it.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

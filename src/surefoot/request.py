@@ -101,9 +101,7 @@ class SamplingParams:
         return cls(**values)
 
 
-def _number(
-    params: Any, name: str, low: float, high: float, open_low: bool = False
-) -> None:
+def _number(params: Any, name: str, low: float, high: float, open_low: bool = False) -> None:
     value = getattr(params, name)
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not good or value > high or value < low or (open_low and value == low):

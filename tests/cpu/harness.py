@@ -18,8 +18,13 @@ from surefoot.models.decoder import Decoder, expected_shapes
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
 from surefoot.sampling.noise import gumbel
 from surefoot.sampling.params import Features
-from surefoot.sampling.sampler import SampleRows, filtered_scores
-from surefoot.sampling.sampler import apply_bias, apply_penalties, mask_ends
+from surefoot.sampling.sampler import (
+    SampleRows,
+    apply_bias,
+    apply_penalties,
+    filtered_scores,
+    mask_ends,
+)
 from surefoot.speculation import registry
 from surefoot.speculation.proposer import Drafts, Needs, Proposer
 
@@ -189,8 +194,16 @@ def score_gap(decoder: Decoder, request: Request, at: int, other: int) -> float:
     logits = fresh_logits(decoder, tokens)[-1:]
     engine = make_engine(decoder, max_draft_tokens=0, max_num_seqs=1)
     request = Request(
-        "gap", request.prompt, request.params, SpeculationParams(), request.seed, 999,
-        request.end_tokens, request.choice, output=list(request.output[:at]), slot=0,
+        "gap",
+        request.prompt,
+        request.params,
+        SpeculationParams(),
+        request.seed,
+        999,
+        request.end_tokens,
+        request.choice,
+        output=list(request.output[:at]),
+        slot=0,
     )
     engine.state.admit(request)
     zero = torch.zeros(1, dtype=torch.int64)
@@ -201,9 +214,7 @@ def score_gap(decoder: Decoder, request: Request, at: int, other: int) -> float:
     if features.noise:
         scores = filtered_scores(scores, zero, params, features)
         position = zero + len(tokens)
-        scores = scores + gumbel(
-            params.seed[zero], params.choice[zero], position, logits.shape[1]
-        )
+        scores = scores + gumbel(params.seed[zero], params.choice[zero], position, logits.shape[1])
     return float(scores.max() - scores[0, other].clamp(min=-1e9))
 
 

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
 from harness import (
     TIE,
     VOCAB,
@@ -18,9 +21,6 @@ from harness import (
     score_gap,
     tiny_decoder,
 )
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
-
 from surefoot.kernels.cpu.build import native_available
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
 

@@ -9,18 +9,22 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_hf_model
 
 from surefoot import LLM, SamplingParams, SurefootError
 from surefoot.engine.output import TextStream
 from surefoot.request import FinishReason, Request, SpeculationParams
+from tiny_models import tiny_hf_model
 
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     path = tiny_hf_model("llama", tmp_path_factory.mktemp("model"))
     model = LLM(
-        str(path), dtype="float32", kv_blocks=120, block_size=4, max_num_seqs=8,
+        str(path),
+        dtype="float32",
+        kv_blocks=120,
+        block_size=4,
+        max_num_seqs=8,
         calibration_seconds=0.05,
     )
     yield model
@@ -77,7 +81,9 @@ def test_choices_share_the_prompt_and_differ_by_choice_index(llm: LLM) -> None:
     assert [output.index for output in first.outputs] == [0, 1, 2]
     assert len({tuple(text) for text in texts}) == 3
     assert texts == [output.token_ids for output in again.outputs]
-    one = llm.generate(LOOP, SamplingParams(temperature=1.5, seed=5, max_tokens=12, ignore_eos=True))
+    one = llm.generate(
+        LOOP, SamplingParams(temperature=1.5, seed=5, max_tokens=12, ignore_eos=True)
+    )
     assert one[0].outputs[0].token_ids == texts[0]
 
 
@@ -114,7 +120,10 @@ def test_stop_strings_end_the_text_before_or_after_them(llm: LLM) -> None:
     for keep in (False, True):
         for method in ("off", "auto"):
             params = SamplingParams(
-                temperature=0, max_tokens=24, ignore_eos=True, stop=["@@@@", stop],
+                temperature=0,
+                max_tokens=24,
+                ignore_eos=True,
+                stop=["@@@@", stop],
                 include_stop_str_in_output=keep,
             )
             output = llm.generate(LOOP, params, speculation=method)[0].outputs[0]
@@ -129,9 +138,7 @@ def test_stop_strings_end_the_text_before_or_after_them(llm: LLM) -> None:
 def test_min_tokens_holds_stop_strings_back(llm: LLM) -> None:
     whole = llm.generate(LOOP, GREEDY)[0].outputs[0]
     stop = whole.text[:2]
-    params = SamplingParams(
-        temperature=0, max_tokens=24, min_tokens=6, ignore_eos=True, stop=stop
-    )
+    params = SamplingParams(temperature=0, max_tokens=24, min_tokens=6, ignore_eos=True, stop=stop)
     assert len(llm.generate(LOOP, params)[0].outputs[0].token_ids) >= 6
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import native_backend
-from tiny_models import tiny_hf_model, tiny_weights
 
+from harness import native_backend
 from surefoot.config import EngineConfig
 from surefoot.engine.engine import Engine
 from surefoot.errors import SurefootError
@@ -20,6 +19,7 @@ from surefoot.models.decoder import Decoder
 from surefoot.models.loading import load_checkpoint
 from surefoot.models.loading.embedded import embedded_path
 from surefoot.request import SamplingParams
+from tiny_models import tiny_hf_model, tiny_weights
 
 TOLERANCE = 1e-4
 TIE = 1e-4
@@ -190,7 +190,9 @@ def test_smollm2_writes_what_transformers_writes(
     """Greedy, 64 tokens, 8 prompts in one batch with speculation. By induction the texts are equal
     iff transformers' most likely token after each prefix is the one written."""
     decoder = build("smollm2-135m", backend)
-    config = EngineConfig(max_model_len=512, kv_blocks=200, draft_policy="fixed", max_draft_tokens=4)
+    config = EngineConfig(
+        max_model_len=512, kv_blocks=200, draft_policy="fixed", max_draft_tokens=4
+    )
     engine = Engine(decoder, config, 512)
     tokenizer = smollm2.tokenizer
     # Plain torch takes its time on a CPU: a sample of the same check.

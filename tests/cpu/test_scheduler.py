@@ -33,9 +33,7 @@ def scheduler(
     return Scheduler(KVManager(blocks + 1, block_size, cache), seqs, rows)
 
 
-def step(
-    machine: Scheduler, drafts: dict[str, int] | None = None, accept: int = 0
-) -> Plan:
+def step(machine: Scheduler, drafts: dict[str, int] | None = None, accept: int = 0) -> Plan:
     """One round of a fake executor that accepts ``accept`` drafts where there are so many."""
     plan = machine.schedule(lambda decoding, rows: drafts or {})
     committed = {}

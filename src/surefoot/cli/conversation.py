@@ -6,8 +6,8 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from surefoot.cli.terminal import DraftPainter
 from surefoot.errors import SurefootError
@@ -79,7 +79,7 @@ class Conversation:
         stream = self.llm.stream(prompt, params, speculation=self.speculation)
         guard = _interruptible() if interruptible else contextlib.nullcontext([])
         # Closing it cancels the request.
-        with guard as interrupt, contextlib.closing(cast(Generator[Any], stream)):
+        with guard as interrupt, contextlib.closing(stream):
             for chunk in stream:
                 for text, source in chunk.pieces:
                     answer += text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from surefoot.config import EngineConfig
@@ -102,7 +102,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         speculation: Speculation = None,
-    ) -> Iterator[StreamChunk]:
+    ) -> Generator[StreamChunk, None, None]:
         """Yield text as it is committed. Closing the iterator cancels the request."""
         _, group = self._group(prompt, sampling_params or SamplingParams(), speculation)
         streams = {request.request_id: TextStream(request, self.tokenizer) for request in group}
@@ -148,7 +148,7 @@ class LLM:
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt, add_special_tokens=True)
-        return None, list(prompt)
+        return None, [int(token) for token in prompt]
 
     def _step(self, streams: Mapping[str, TextStream]) -> list[tuple[Request, Sequence[int]]]:
         """One round; feeds texts and ends requests whose stop string occurred."""

@@ -116,7 +116,9 @@ class Runner:
             return choice
         index = torch.tensor([names.index(name) for name in wanted], device=self.state.device)
         return Choice(
-            choice.proposer[index], choice.tokens[index], choice.lengths[index],
+            choice.proposer[index],
+            choice.tokens[index],
+            choice.lengths[index],
             choice.chances[index],
         )
 
@@ -129,9 +131,7 @@ class Runner:
         return Wanted(
             features=Features.of(request.params for request in requests),
             logprobs=max(widths) if widths else None,
-            proposers=tuple(
-                index for index, name in enumerate(names) if methods & {"auto", name}
-            ),
+            proposers=tuple(index for index, name in enumerate(names) if methods & {"auto", name}),
             prompt_rows=self._prompt_rows(spans) if scored else None,
             prompt_logprobs=max(
                 (span.request.params.prompt_logprobs or 0 for span in scored), default=0
@@ -174,13 +174,13 @@ class Runner:
             drafts = min(accepted, count)
             request.proposed_by += [name] * drafts + [None] * (count - drafts)
             if scores is not None and request.params.logprobs is not None:
-                request.logprobs += scores.read(first_sample, tokens[:count], request.params.logprobs)
+                request.logprobs += scores.read(
+                    first_sample, tokens[:count], request.params.logprobs
+                )
             self.offered[request.request_id] = offered
         return outcome
 
-    def _read_prompt_scores(
-        self, spans: Sequence[Span], chunks: Sequence[RowLogprobs]
-    ) -> None:
+    def _read_prompt_scores(self, spans: Sequence[Span], chunks: Sequence[RowLogprobs]) -> None:
         if not chunks:
             return
         scores = _HostLogprobs(*chunks)

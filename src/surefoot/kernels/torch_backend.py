@@ -44,9 +44,7 @@ class TorchBackend(Backend):
             weight = weight.dequantize()
         return weight.to(self.device, self.dtype)
 
-    def pack_linear(
-        self, parts: Sequence[Weight], bias: torch.Tensor | None = None
-    ) -> DenseLinear:
+    def pack_linear(self, parts: Sequence[Weight], bias: torch.Tensor | None = None) -> DenseLinear:
         dense = [self._dense(part) for part in parts]
         weight = dense[0] if len(dense) == 1 else torch.cat(dense)
         return DenseLinear(weight, None if bias is None else self._dense(bias))

@@ -60,9 +60,7 @@ def sample_rows(
     return argmax(torch.where(greedy, logits, scores + noise))
 
 
-def apply_penalties(
-    logits: torch.Tensor, rows: SampleRows, params: SlotParams
-) -> torch.Tensor:
+def apply_penalties(logits: torch.Tensor, rows: SampleRows, params: SlotParams) -> torch.Tensor:
     """Repetition penalty over prompt and output (CTRL, Keskar et al., 2019), then frequency and
     presence penalties over the output (OpenAI)."""
     slots = rows.slots

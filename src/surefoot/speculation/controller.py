@@ -145,9 +145,7 @@ class Controller:
         proposer = chances.sum(dim=2).argmax(dim=0)
         chosen = proposer, slots
         batch = torch.arange(len(slots), device=slots.device)
-        return Choice(
-            proposer, self.tokens[chosen], self.lengths[chosen], chances[proposer, batch]
-        )
+        return Choice(proposer, self.tokens[chosen], self.lengths[chosen], chances[proposer, batch])
 
     def _offers(self, index: int, slots: torch.Tensor) -> Drafts:
         return Drafts(

@@ -10,9 +10,7 @@ from surefoot.kernels.reference import key_visibility
 ROWS_PER_TILE = 32
 
 
-def write_kv(
-    kv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: FlatBatch
-) -> None:
+def write_kv(kv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: FlatBatch) -> None:
     """Store keys and values [N, kv_heads, head_dim] of the batch's rows in ``kv``
     [2, blocks, block_size, kv_heads, head_dim]. Padding rows go to block 0, which is never read."""
     block_size = kv.shape[2]
