@@ -57,7 +57,7 @@ def ngram_lookup_reference(
     columns = torch.arange(window, device=slots.device)
     # The window is aligned to the end of the text: its last column is the current token.
     position = length[slots].unsqueeze(1) - window + columns
-    text = history[slots].gather(1, position.clamp(min=0))
+    text = history[slots.unsqueeze(1), position.clamp(min=0)]
     # matched[e] = length of the common suffix of text[..e] and the whole text, up to max_ngram.
     alive = torch.ones_like(text, dtype=torch.bool)
     matched = torch.zeros_like(text)

@@ -62,7 +62,7 @@ class AcceptanceEstimator:
         start, length = self.watched_start[slots], self.watched_length[slots]
         known = torch.minimum(state.length[slots] - start, length)
         columns = (start.unsqueeze(1) + index).clamp(max=state.history.shape[1] - 1)
-        text = state.history[slots].gather(1, columns)
+        text = state.history[slots.unsqueeze(1), columns]
         right = (text == self.watched[slots]) & (index < known.unsqueeze(1))
         run = right.long().cumprod(dim=1).sum(dim=1)
         settled = (length > 0) & ((run < known) | (known >= length))

@@ -133,7 +133,7 @@ class SpeculativeRound:
             accepted = torch.zeros_like(slots)
         else:
             columns = state.length[slots].unsqueeze(1) + steps[:width]
-            drafts = state.history[slots].gather(1, columns)
+            drafts = state.history[slots.unsqueeze(1), columns]
             accepted = accept_chain(tokens, drafts, plan.drafts)
         samples = torch.arange(len(slots), device=state.device) >= plan.first_sampling
         counts = torch.where(samples, accepted + 1, 0)
@@ -147,7 +147,7 @@ class SpeculativeRound:
         length = state.length[slots]
         columns = length.unsqueeze(1) + torch.arange(tokens.shape[1], device=state.device)
         kept = torch.arange(tokens.shape[1], device=state.device) < counts.unsqueeze(1)
-        old = state.history[slots].gather(1, columns)
+        old = state.history[slots.unsqueeze(1), columns]
         state.history[slots.unsqueeze(1), columns] = torch.where(kept, tokens, old)
         state.length[slots] = length + counts
         chunk_end = state.computed[slots] + plan.known

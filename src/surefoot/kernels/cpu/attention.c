@@ -172,7 +172,7 @@ typedef struct {
             score_tile(M, BF16, u->q, u->list.tile[t], n, s, u->stride);                           \
         for (int m = 0; m < M; m++)                                                                \
             exponentiate(u->scores + m * u->stride, u->limit, &u->view[m]);                        \
-        vf total[MAX_VECTORS];                                                                         \
+        vf total[MAX_VECTORS]; \
         int d = n >= 32 ? 32 : 16;                                                                 \
         if (n >= 32)                                                                               \
             mix(M, 2, BF16, 1, &u->list, offset, u->scores, u->stride, u->out, 0, total);          \

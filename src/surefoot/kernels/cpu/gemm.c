@@ -46,34 +46,37 @@ typedef void panel_run(const sf_segment *s, const uint8_t *panel, const void *x,
         store_tile(R, P, acc, to, col, left);                                                      \
     }
 
-#define RUNS(R, P)                         \
-    DENSE_RUN(f32, sf_tile_f32, R, P)      \
-    DENSE_RUN(bf16, sf_tile_bf16, R, P)    \
-    QUANT_RUN(q4_0, SF_Q4_0, R, P)         \
-    QUANT_RUN(q4_1, SF_Q4_1, R, P)         \
+/* Several panels at once: an input value that is loaded serves each of them, and a single row's
+ * sums do not wait for each other. A dense tile has registers for three, an int8 tile for two. */
+#define DENSE_RUNS(R, P) DENSE_RUN(f32, sf_tile_f32, R, P) DENSE_RUN(bf16, sf_tile_bf16, R, P)
+#define QUANT_RUNS(R, P)                \
+    QUANT_RUN(q4_0, SF_Q4_0, R, P)      \
+    QUANT_RUN(q4_1, SF_Q4_1, R, P)      \
     QUANT_RUN(q8_0, SF_Q8_0, R, P)
+#define RUNS(R) \
+    DENSE_RUNS(R, 1) DENSE_RUNS(R, 2) DENSE_RUNS(R, 3) QUANT_RUNS(R, 1) QUANT_RUNS(R, 2)
 
-/* Two panels at once: every input value that is loaded serves two multiplications, and a single
- * row's sums do not wait for each other. */
-#define PAIR(R) RUNS(R, 1) RUNS(R, 2)
 #if SF_MAX_ROWS == 8
-PAIR(1) PAIR(2) PAIR(3) PAIR(4) PAIR(5) PAIR(6) PAIR(7) PAIR(8)
-#define ROWS(N, P) {0, N##_1_##P, N##_2_##P, N##_3_##P, N##_4_##P, N##_5_##P, N##_6_##P, N##_7_##P, N##_8_##P}
+RUNS(1) RUNS(2) RUNS(3) RUNS(4) RUNS(5) RUNS(6) RUNS(7) RUNS(8)
+#define ROWS(N, P)                                                                            \
+    {0, N##_1_##P, N##_2_##P, N##_3_##P, N##_4_##P, N##_5_##P, N##_6_##P, N##_7_##P, N##_8_##P}
 #else
-PAIR(1) PAIR(2) PAIR(3) PAIR(4)
+RUNS(1) RUNS(2) RUNS(3) RUNS(4)
 #define ROWS(N, P) {0, N##_1_##P, N##_2_##P, N##_3_##P, N##_4_##P}
 #endif
-#define TABLE(N) {ROWS(N, 1), ROWS(N, 2)}
+#define DENSE_TABLE(N) {ROWS(N, 1), ROWS(N, 2), ROWS(N, 3)}
+#define QUANT_TABLE(N) {ROWS(N, 1), ROWS(N, 2)}
 
-static panel_run *const runs[5][2][SF_MAX_ROWS + 1] = {TABLE(f32), TABLE(bf16), TABLE(q4_0),
-                                                       TABLE(q4_1), TABLE(q8_0)};
+static panel_run *const runs[5][SF_MAX_PANELS][SF_MAX_ROWS + 1] = {
+    DENSE_TABLE(f32), DENSE_TABLE(bf16), QUANT_TABLE(q4_0), QUANT_TABLE(q4_1), QUANT_TABLE(q8_0)};
 
 static void run_panels(const sf_linear *linear, const sf_segment *s, int first, int count, int col,
                        const sf_acts *acts, sf_out out) {
     for (int done = 0, step; done < count; done += step) {
         const uint8_t *panel = s->data + (first + done) * s->panel_bytes;
         int at = 16 * (first + done);
-        step = count - done >= 2 ? 2 : 1;
+        step = s->kind <= SF_BF16 ? 3 : 2;
+        if (step > count - done) step = count - done;
         for (int64_t row = 0; row < acts->rows; row += SF_MAX_ROWS) {
             int R = sf_tile_rows(acts->rows - row);
             tile_target to = {out, linear->bias, row};
@@ -98,13 +101,14 @@ void sf_gemm(const sf_linear *linear, const sf_acts *acts, sf_out out, sf_counte
             col += s->outputs;
             s++;
         }
-        /* Runs shrink towards the end so that the threads finish together; a run's weights must
-         * stay in a second-level cache while the row tiles pass. */
-        int64_t count = (total - next) / (2 * threads), fits = 262144 / s->panel_bytes;
-        int64_t most = acts->rows > SF_MAX_ROWS ? 16 : 8;
-        if (most > fits) most = fits;
+        /* Runs shrink towards the end so that the threads finish together. Where several row tiles
+         * pass, a run's weights should stay in a second-level cache meanwhile. */
+        int64_t count = (total - next) / (2 * threads), most = 12;
+        if (acts->rows > SF_MAX_ROWS && most > 524288 / s->panel_bytes)
+            most = 524288 / s->panel_bytes;
+        if (most < 3) most = 3;
         if (count > most) count = most;
-        if (count > 4) count &= ~(int64_t)3;
+        if (count > 6) count -= count % 6; /* whole register tiles */
         if (count < 1) count = 1;
         if (count > s->panels - first) count = s->panels - first;
         if (!__atomic_compare_exchange_n(&work->next, &next, next + count, 0, __ATOMIC_RELAXED,

@@ -10,8 +10,8 @@
 #include "native.h"
 
 #define SF_UNROLL _Pragma("GCC unroll 32")
-#define SF_MAX_PANELS 2
-#define SF_AHEAD 1536 /* bytes of weights asked for ahead of their use */
+#define SF_MAX_PANELS 3
+#define SF_AHEAD 4096 /* bytes of weights asked for ahead of their use */
 
 /* x: the tile's [K][R]. R and P are compile-time constants wherever this is inlined. */
 SF_INLINE void sf_tile_f32(const int R, const int P, const uint8_t *panel, int64_t panel_bytes,

@@ -3,7 +3,7 @@
  * Not OpenMP's: its workers wait by spinning for milliseconds, which on a busy machine takes the
  * very CPU that the late thread needs (rounds were measured ten times slower beside one other busy
  * program), and how they wait can only be set before the runtime is loaded, by whoever loads it.
- * These spin for about as long as a step takes and then sleep. */
+ * Team.h says how these wait. */
 #include <pthread.h>
 #include <signal.h>
 
@@ -11,6 +11,7 @@
 
 #define MOST_WORKERS 255
 
+int sf_crowded = 0;
 _Thread_local int sf_me = 0, sf_team = 1;
 
 typedef struct {

@@ -1,13 +1,16 @@
 /* Threads that work together: a pool to run a task on, and a barrier inside it.
  *
- * Waiting means spinning for about as long as a step takes and then sleeping, so that a thread
- * that is late because another program has its CPU is not kept from it by the one that waits.
+ * Waiting means spinning, because waking a sleeper costs more than most steps take (a virtual CPU
+ * that fell idle needs its host to come back). But a thread that spins on a busy machine takes the
+ * CPU that the late one needs. Such a machine gives itself away: the spinner finds that it was
+ * stopped for a while. Then waits become short, and end in sleep, for the next few rounds.
  */
 #ifndef SF_TEAM_H
 #define SF_TEAM_H
 
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -16,7 +19,10 @@
 #include <sched.h>
 #endif
 
-#define SF_SPINS 1000
+#define SF_STOPPED_NS 500000   /* no pause instruction takes that long: another thread ran */
+#define SF_PATIENCE_NS 2000000 /* about the time between two rounds */
+#define SF_HASTE_NS 20000
+#define SF_CROWDED_WAITS 2048
 
 typedef void (*sf_task)(void *argument);
 
@@ -40,12 +46,38 @@ static inline void sf_pause(void) {
 #endif
 }
 
+/* Waits left during which the machine counts as busy. */
+extern int sf_crowded;
+
+static inline int64_t sf_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* Spin until *word is no longer `seen`, with the patience that the machine allows. */
+static inline int sf_spin(const uint32_t *word, uint32_t seen) {
+    int crowded = __atomic_load_n(&sf_crowded, __ATOMIC_RELAXED);
+    int64_t patience = crowded > 0 ? SF_HASTE_NS : SF_PATIENCE_NS;
+    int64_t started = 0, last = 0;
+    if (crowded > 0) __atomic_store_n(&sf_crowded, crowded - 1, __ATOMIC_RELAXED);
+    for (;;) {
+        for (int i = 0; i < 16; i++) {
+            if (__atomic_load_n(word, __ATOMIC_ACQUIRE) != seen) return 1;
+            sf_pause();
+        }
+        int64_t now = sf_now();
+        if (!started) started = last = now;
+        if (now - last > SF_STOPPED_NS)
+            __atomic_store_n(&sf_crowded, SF_CROWDED_WAITS, __ATOMIC_RELAXED);
+        if (now - started > patience) return 0;
+        last = now;
+    }
+}
+
 /* Return once *word is no longer `seen`. `sleeping` counts those who must be woken. */
 static inline void sf_await(uint32_t *word, uint32_t seen, uint32_t *sleeping) {
-    for (int i = 0; i < SF_SPINS; i++) {
-        if (__atomic_load_n(word, __ATOMIC_ACQUIRE) != seen) return;
-        sf_pause();
-    }
+    if (sf_spin(word, seen)) return;
 #if defined(__linux__)
     __atomic_add_fetch(sleeping, 1, __ATOMIC_SEQ_CST);
     while (__atomic_load_n(word, __ATOMIC_SEQ_CST) == seen)
