@@ -21,11 +21,11 @@ from harness import (
     score_gap,
     tiny_decoder,
 )
-from surefoot.kernels.cpu.build import native_available
+from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
 
 needs_native = pytest.mark.skipif(
-    native_available() is not None, reason=f"no native kernels: {native_available()}"
+    native_unavailable() is not None, reason=f"no native kernels: {native_unavailable()}"
 )
 tokens_compared = 0
 ties: list[str] = []

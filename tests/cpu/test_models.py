@@ -13,7 +13,7 @@ from surefoot.config import EngineConfig
 from surefoot.engine.engine import Engine
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import FlatBatch
-from surefoot.kernels.cpu.build import native_available
+from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.models.loading import load_checkpoint
@@ -25,7 +25,7 @@ TOLERANCE = 1e-4
 TIE = 1e-4
 BLOCK = 4
 needs_native = pytest.mark.skipif(
-    native_available() is not None, reason=f"no native kernels: {native_available()}"
+    native_unavailable() is not None, reason=f"no native kernels: {native_unavailable()}"
 )
 BACKENDS = [pytest.param("native", marks=needs_native), "torch"]
 MODELS = [

@@ -24,12 +24,12 @@ from surefoot.kernels.backend import (
 )
 from surefoot.kernels.cpu import build
 from surefoot.kernels.cpu.backend import NativeBackend
-from surefoot.kernels.cpu.build import native_available
+from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.kernels.quant import BYTES_PER_BLOCK, QuantTensor
 from surefoot.kernels.torch_backend import TorchBackend
 
 pytestmark = pytest.mark.skipif(
-    native_available() is not None, reason=f"native kernels: {native_available()}"
+    native_unavailable() is not None, reason=f"native kernels: {native_unavailable()}"
 )
 
 QUANT_KINDS = ("Q4_0", "Q4_1", "Q8_0")

@@ -9,13 +9,12 @@ from typing import Any
 
 
 def describe_hardware() -> dict[str, Any]:
-    """CPU name, usable cores, threads that torch uses, memory, system; JSON-ready."""
+    """CPU name, usable cores, memory, system; JSON-ready."""
     import torch
 
     return {
         "cpu": cpu_name(),
         "cores": usable_cores(),
-        "threads": torch.get_num_threads(),
         "memory_gib": memory_gib(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),

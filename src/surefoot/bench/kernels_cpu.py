@@ -15,7 +15,7 @@ import torch
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, LayerWeights, RopeTable, Weight
 from surefoot.kernels.cpu.backend import NativeBackend, NativeLinear
-from surefoot.kernels.cpu.build import native_available
+from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.kernels.quant import BYTES_PER_BLOCK, QuantTensor
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 576, 1536, 30, 9, 3, 64, 49152
@@ -126,7 +126,7 @@ def main() -> None:
         "--kinds", nargs="*", default=["Q4_1/Q8_0", "bf16", "fp32"], help="which storage to time"
     )
     options = parser.parse_args()
-    reason = native_available()
+    reason = native_unavailable()
     if reason:
         parser.exit(1, f"native kernels are not available: {reason}\n")
     torch.set_num_threads(options.threads)

@@ -24,7 +24,7 @@ from surefoot.kernels.backend import (
     RopeTable,
     Weight,
 )
-from surefoot.kernels.cpu.build import load_native, native_available
+from surefoot.kernels.cpu.build import load_native, native_unavailable
 from surefoot.kernels.quant import BLOCK, QuantTensor
 
 LANES = 16
@@ -149,19 +149,20 @@ class NativeBackend(Backend):
 
     ``dtype`` (float32 or bfloat16) stores dense weights and the KV cache; GGUF blocks stay packed
     and meet activations quantised to int8 per row and 32 columns. Threads follow
-    ``torch.get_num_threads()``. Not for concurrent calls: scratch memory is shared between them.
+    ``threads``, or torch's own number where that is None. Not for concurrent calls: scratch memory is shared between them.
 
     Raises SurefootError when the kernels are not available or ``dtype`` is another one.
     """
 
     name = "native"
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> None:
+        self.threads = threads
         library = load_native()
         if library is None:
             raise SurefootError(
                 "backend",
-                f"the native CPU kernels are not available: {native_available()}",
+                f"the native CPU kernels are not available: {native_unavailable()}",
                 "use the torch backend",
             )
         if dtype not in DENSE_KINDS:
@@ -175,6 +176,9 @@ class NativeBackend(Backend):
         self._context_address = ctypes.addressof(self._context)
         self._batch: tuple[FlatBatch, _Batch, int, list[torch.Tensor]] | None = None
         weakref.finalize(self, _release, library, self._context)
+
+    def _threads(self) -> int:
+        return self.threads or torch.get_num_threads()
 
     @property
     def serial_below(self) -> int:
@@ -214,7 +218,7 @@ class NativeBackend(Backend):
         panel_bytes = self._library.sf_panel_bytes(kind, inputs)
         data = torch.empty(panels * panel_bytes, dtype=torch.uint8)
         self._library.sf_pack(
-            kind, source.data_ptr(), outputs, inputs, data.data_ptr(), torch.get_num_threads()
+            kind, source.data_ptr(), outputs, inputs, data.data_ptr(), self._threads()
         )
         segment = _Segment(kind, outputs, inputs, panels, panel_bytes, data.data_ptr())
         return segment, data
@@ -254,7 +258,7 @@ class NativeBackend(Backend):
             tokens.data_ptr(),
             tokens.shape[0],
             out.data_ptr(),
-            torch.get_num_threads(),
+            self._threads(),
         )
         if code == BAD_INDEX:
             raise IndexError(f"a token is outside the vocabulary of {table.shape[0]}")
@@ -284,7 +288,7 @@ class NativeBackend(Backend):
             cached[2],
             kv.address,
             x.data_ptr(),
-            torch.get_num_threads(),
+            self._threads(),
         ):
             raise MemoryError("no memory for a layer's intermediate results")
         return x
@@ -392,7 +396,7 @@ class NativeBackend(Backend):
             x.data_ptr(),
             x.shape[0],
             out.data_ptr(),
-            torch.get_num_threads(),
+            self._threads(),
         ):
             raise MemoryError("no memory for the input of a linear")
 
@@ -412,7 +416,7 @@ class NativeBackend(Backend):
             out.data_ptr(),
             values.data_ptr(),
             indices.data_ptr(),
-            torch.get_num_threads(),
+            self._threads(),
         )
         return out
 

@@ -47,12 +47,12 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def load_native() -> ctypes.CDLL | None:
-    """The library, compiled if need be, or None (``native_available`` says why). Decided once per
+    """The library, compiled if need be, or None (``native_unavailable`` says why). Decided once per
     process."""
     return _load()[0]
 
 
-def native_available() -> str | None:
+def native_unavailable() -> str | None:
     """None when the native kernels can be used, else the reason in one line."""
     return _load()[1]
 
