@@ -148,8 +148,8 @@ class NativeBackend(Backend):
     """Runs on the CPU with the compiled kernels; activations are float32.
 
     ``dtype`` (float32 or bfloat16) stores dense weights and the KV cache; GGUF blocks stay packed
-    and meet activations quantised to int8 per row and 32 columns. Threads follow
-    ``threads``, or torch's own number where that is None. Not for concurrent calls: scratch memory is shared between them.
+    and meet activations quantised to int8 per row and 32 columns. ``threads`` None follows torch's
+    number. Not for concurrent calls: scratch memory is shared between them.
 
     Raises SurefootError when the kernels are not available or ``dtype`` is another one.
     """
