@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from surefoot.request import Request, SamplingParams, SpeculationParams
+from surefoot.speculation import estimator
 from surefoot.speculation.controller import MIN_GAIN, MIN_PACE, PROBE_EVERY, Controller, split_rows
 from surefoot.speculation.cost import CostModel
+from surefoot.speculation.estimator import AcceptanceEstimator
 from surefoot.speculation.proposer import Drafts
 from surefoot.speculation.state import SlotState
 
@@ -61,7 +63,11 @@ def splits(draw: st.DrawFn) -> tuple[list[list[float]], int, list[float]]:
     return rows, base, list(itertools.accumulate(steps, initial=1.0))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(splits())
 def test_split_is_the_best_of_all_fair_prefixes(case: Any) -> None:
     rows, base, table = case
@@ -88,6 +94,13 @@ def test_split_is_the_best_of_all_fair_prefixes(case: Any) -> None:
         other_rate, other_fair = pace(choice)
         if other_fair >= MIN_PACE + 1e-4 and other_rate >= MIN_GAIN * batch + 1e-4:
             assert rate >= other_rate - 1e-3
+
+
+@pytest.fixture(params=["best at hand", "reference"], autouse=True)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs on the compiled book-keeping, where there is a compiler, and on torch."""
+    if request.param == "reference":
+        monkeypatch.setattr(estimator, "load_native", lambda: None)
 
 
 def make_controller(slots: int = 2, policy: str = "auto", **limits: Any) -> Controller:
@@ -150,13 +163,13 @@ def test_conditional_rates_equal_counting_by_hand() -> None:
     """Draft 2 is judged only where draft 1 was right."""
     controller = make_controller(slots=1)
     slots = torch.tensor([0])
-    estimator = controller.estimators[0]
+    learner = controller.estimators[0]
     for step in range(6):
         controller.offer(0, slots, drafts([7, 8]))
         append(controller.state, 0, 7 if step % 2 else 5, 8 if step == 1 else 4)
         controller.learn(slots)
     bin_ = 4
-    trials, hits = estimator.trials[0, bin_], estimator.hits[0, bin_]
+    trials, hits = learner.trials[0, bin_], learner.hits[0, bin_]
     decay = 0.92
     first = [0, 1, 0, 1, 0, 1]
     second = [1, 0, 0]
@@ -262,3 +275,33 @@ def test_one_outlier_moves_the_cost_little() -> None:
     cost.observe(1, 50.0)
     assert cost.predict(1) < 1.2
     assert all(cost.table()[1:].diff() >= 0)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(st.data())
+def test_compiled_book_keeping_equals_the_reference(data: Any) -> None:
+    state = SlotState(3, 400, K, 4, 50, torch.device("cpu"))
+    for slot in range(3):
+        state.admit(make_request(slot))
+    compiled, reference = AcceptanceEstimator(state), AcceptanceEstimator(state)
+    token = st.integers(0, 1)
+    for _ in range(12):
+        slots = torch.tensor(sorted(data.draw(st.sets(st.integers(0, 2), min_size=1))))
+        shape = (len(slots), K)
+        offers = Drafts(
+            torch.tensor([[data.draw(token) for _ in range(K)] for _ in slots]).view(shape),
+            torch.tensor([data.draw(st.integers(0, K)) for _ in slots]),
+            torch.tensor([[data.draw(st.floats(0, 1)) for _ in range(K)] for _ in slots]),
+        )
+        compiled.watch(slots, offers)
+        reference.watch_reference(slots, offers)
+        for slot in slots.tolist():
+            append(state, slot, *data.draw(st.lists(token, max_size=3)))
+        compiled.learn(slots)
+        reference.learn_reference(slots)
+        for name in ("hits", "trials", "all_hits", "all_trials", "watched_length"):
+            assert torch.allclose(getattr(compiled, name), getattr(reference, name), atol=1e-4)

@@ -136,6 +136,10 @@ class Controller:
 
     def choose(self, slots: torch.Tensor) -> Choice:
         """The most promising offer of each of ``slots`` [B]."""
+        if len(self.names) == 1:
+            offers = self._offers(0, slots)
+            chances = self.estimators[0].chances(slots, offers)
+            return Choice(torch.zeros_like(slots), offers.tokens, offers.lengths, chances)
         chances = torch.stack(
             [
                 estimator.chances(slots, self._offers(index, slots))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from surefoot.kernels.cpu.build import load_native
 from surefoot.speculation.proposer import Drafts
 from surefoot.speculation.state import SlotState
 
@@ -39,6 +40,7 @@ class AcceptanceEstimator:
         self.watched_length = torch.zeros(state.slots, dtype=torch.int64, device=device)
         self.watched_start = torch.zeros(state.slots, dtype=torch.int64, device=device)
         self._index = torch.arange(width, device=device)
+        self._native = load_native() if device.type == "cpu" and width else None
 
     def admit(self, slot: int) -> None:
         self.hits[slot] = 0
@@ -47,6 +49,28 @@ class AcceptanceEstimator:
 
     def watch(self, slots: torch.Tensor, drafts: Drafts) -> None:
         """Take offers in view for those of ``slots`` [B] that watch none."""
+        if self._native is None:
+            self.watch_reference(slots, drafts)
+            return
+        tokens, lengths = drafts.tokens.contiguous(), drafts.lengths.contiguous()
+        confidence = drafts.confidence.contiguous()
+        self._native.sf_watch(
+            self.state.length.data_ptr(),
+            slots.data_ptr(),
+            len(slots),
+            tokens.data_ptr(),
+            lengths.data_ptr(),
+            confidence.data_ptr(),
+            len(self._index),
+            BINS,
+            self.watched.data_ptr(),
+            self.watched_bins.data_ptr(),
+            self.watched_length.data_ptr(),
+            self.watched_start.data_ptr(),
+        )
+
+    def watch_reference(self, slots: torch.Tensor, drafts: Drafts) -> None:
+        """``watch`` in plain torch, on any device."""
         take = (self.watched_length[slots] == 0) & (drafts.lengths > 0)
         wide = take.unsqueeze(1)
         self.watched[slots] = torch.where(wide, drafts.tokens, self.watched[slots])
@@ -58,6 +82,32 @@ class AcceptanceEstimator:
 
     def learn(self, slots: torch.Tensor) -> None:
         """Judge the watched offers of ``slots`` [B] by their committed tokens."""
+        if self._native is None:
+            self.learn_reference(slots)
+            return
+        history = self.state.history
+        self._native.sf_learn(
+            history.data_ptr(),
+            history.shape[1],
+            self.state.length.data_ptr(),
+            slots.data_ptr(),
+            len(slots),
+            self.watched.data_ptr(),
+            self.watched_bins.data_ptr(),
+            self.watched_length.data_ptr(),
+            self.watched_start.data_ptr(),
+            len(self._index),
+            BINS,
+            self.hits.data_ptr(),
+            self.trials.data_ptr(),
+            self.all_hits.data_ptr(),
+            self.all_trials.data_ptr(),
+            _SLOT_DECAY,
+            _GLOBAL_DECAY,
+        )
+
+    def learn_reference(self, slots: torch.Tensor) -> None:
+        """``learn`` in plain torch, on any device."""
         state, index = self.state, self._index
         start, length = self.watched_start[slots], self.watched_length[slots]
         known = torch.minimum(state.length[slots] - start, length)

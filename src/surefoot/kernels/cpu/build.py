@@ -144,6 +144,16 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             None,
             [pointer, int64, pointer, pointer, *([int64] * 5), pointer, pointer],
         ),
+        "sf_learn": (
+            None,
+            [pointer, int64, pointer, pointer, int64, *([pointer] * 4), int64, int64]
+            + [pointer] * 4
+            + [ctypes.c_float] * 2,
+        ),
+        "sf_watch": (
+            None,
+            [pointer, pointer, int64, pointer, pointer, pointer, int64, int64] + [pointer] * 4,
+        ),
         "sf_argmax": (None, [pointer, int64, int64, pointer, pointer, pointer, int32]),
     }
     for name, (result, arguments) in signatures.items():

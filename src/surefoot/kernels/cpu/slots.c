@@ -28,3 +28,62 @@ SF_EXPORT void sf_ngram(const int64_t *history, int64_t width, const int64_t *le
             tokens[i * drafts + j] = size[i] ? text[best_end + 1 + j % period] : 0;
     }
 }
+
+#define SF_MOST_CELLS 1024 /* bins times drafts */
+
+/* The twin of AcceptanceEstimator.learn_reference: judge each slot's watched offer by the text. */
+SF_EXPORT void sf_learn(const int64_t *history, int64_t width, const int64_t *length,
+                        const int64_t *slots, int64_t count, const int64_t *watched,
+                        const int64_t *watched_bins, int64_t *watched_length,
+                        const int64_t *watched_start, int64_t drafts, int64_t bins, float *hits,
+                        float *trials, float *all_hits, float *all_trials, float slot_decay,
+                        float global_decay) {
+    const int64_t cells = bins * drafts;
+    float new_hits[SF_MOST_CELLS] = {0}, new_trials[SF_MOST_CELLS] = {0};
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t slot = slots[i], offered = watched_length[slot];
+        if (!offered) continue;
+        const int64_t *text = history + slot * width + watched_start[slot];
+        const int64_t *offer = watched + slot * drafts, *bin = watched_bins + slot * drafts;
+        int64_t known = length[slot] - watched_start[slot], run = 0;
+        if (known > offered) known = offered;
+        while (run < known && text[run] == offer[run]) run++;
+        if (run >= known && known < offered) continue;
+        for (int64_t j = 0; j < known && j <= run; j++) {
+            const int64_t cell = bin[j] * drafts + j;
+            const float hit = j < run ? 1.0f : 0.0f;
+            float *own_hits = hits + slot * cells + cell, *own_trials = trials + slot * cells + cell;
+            *own_trials = *own_trials * slot_decay + 1.0f;
+            *own_hits = *own_hits * slot_decay + hit;
+            new_trials[cell] += 1.0f;
+            new_hits[cell] += hit;
+        }
+        watched_length[slot] = 0;
+    }
+    for (int64_t cell = 0; cell < cells; cell++) {
+        for (float left = new_trials[cell]; left > 0; left -= 1.0f) {
+            all_trials[cell] *= global_decay;
+            all_hits[cell] *= global_decay;
+        }
+        all_trials[cell] += new_trials[cell];
+        all_hits[cell] += new_hits[cell];
+    }
+}
+
+/* The twin of AcceptanceEstimator.watch_reference: take offers in view where there is none. */
+SF_EXPORT void sf_watch(const int64_t *length, const int64_t *slots, int64_t count,
+                        const int64_t *tokens, const int64_t *lengths, const float *confidence,
+                        int64_t drafts, int64_t bins, int64_t *watched, int64_t *watched_bins,
+                        int64_t *watched_length, int64_t *watched_start) {
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t slot = slots[i];
+        if (watched_length[slot] || lengths[i] <= 0) continue;
+        for (int64_t j = 0; j < drafts; j++) {
+            int64_t bin = (int64_t)(confidence[i * drafts + j] * (float)bins);
+            watched[slot * drafts + j] = tokens[i * drafts + j];
+            watched_bins[slot * drafts + j] = bin < 0 ? 0 : bin >= bins ? bins - 1 : bin;
+        }
+        watched_length[slot] = lengths[i];
+        watched_start[slot] = length[slot];
+    }
+}
