@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from surefoot.errors import SurefootError
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.speculation import estimator
 from surefoot.speculation.controller import MIN_GAIN, MIN_PACE, PROBE_EVERY, Controller, split_rows
@@ -212,6 +214,13 @@ def test_offers_are_cut_at_bad_ids_limits_and_the_requests_end() -> None:
     long = Drafts(torch.full((1, 9), 5), torch.tensor([99]), torch.ones((1, 9)))
     controller.offer(0, torch.tensor([0]), long)
     assert controller.lengths[0, 0] == K
+
+
+def test_a_tree_is_refused_not_taken_for_a_chain() -> None:
+    controller = make_controller(slots=1)
+    tree = replace(drafts([7, 8]), parents=torch.tensor([[-1, -1]]))
+    with pytest.raises(SurefootError, match="'a' offers a tree"):
+        controller.offer(0, torch.tensor([0]), tree)
 
 
 def test_methods_pin_or_forbid_proposers() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from surefoot.errors import SurefootError
 from surefoot.speculation.cost import CostModel
 from surefoot.speculation.estimator import AcceptanceEstimator
 from surefoot.speculation.proposer import Drafts
@@ -115,6 +116,10 @@ class Controller:
         self.estimators[index].watch(slots, drafts)
 
     def _sanitise(self, index: int, slots: torch.Tensor, drafts: Drafts) -> Drafts:
+        if drafts.parents is not None:
+            raise SurefootError(
+                "proposers", f"{self.names[index]!r} offers a tree", "offer a chain"
+            )
         state, width = self.state, self.state.max_drafts
         tokens, confidence = drafts.tokens[:, :width], drafts.confidence[:, :width]
         if tokens.shape[1] < width:
