@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 from surefoot.config import EngineConfig
 from surefoot.engine.engine import Engine
 from surefoot.kernels.backend import Backend, FlatBatch
+from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder, expected_shapes
@@ -29,6 +31,9 @@ from surefoot.speculation import registry
 from surefoot.speculation.proposer import Drafts, Needs, Proposer
 
 VOCAB = 48
+needs_native = pytest.mark.skipif(
+    native_unavailable() is not None, reason=f"no native kernels: {native_unavailable()}"
+)
 TIE = 1e-4
 
 

@@ -16,17 +16,14 @@ from harness import (
     Job,
     first_difference,
     make_engine,
+    needs_native,
     run_alone,
     run_jobs,
     score_gap,
     tiny_decoder,
 )
-from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
 
-needs_native = pytest.mark.skipif(
-    native_unavailable() is not None, reason=f"no native kernels: {native_unavailable()}"
-)
 tokens_compared = 0
 ties: list[str] = []
 

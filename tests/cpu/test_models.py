@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from harness import native_backend
+from harness import native_backend, needs_native
 from surefoot.config import EngineConfig
 from surefoot.engine.engine import Engine
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import FlatBatch
-from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.models.loading import load_checkpoint
@@ -24,9 +23,6 @@ from tiny_models import tiny_hf_model, tiny_weights
 TOLERANCE = 1e-4
 TIE = 1e-4
 BLOCK = 4
-needs_native = pytest.mark.skipif(
-    native_unavailable() is not None, reason=f"no native kernels: {native_unavailable()}"
-)
 BACKENDS = [pytest.param("native", marks=needs_native), "torch"]
 MODELS = [
     ("llama", {}),
@@ -193,7 +189,7 @@ def test_smollm2_writes_what_transformers_writes(
     config = EngineConfig(
         max_model_len=512, kv_blocks=200, draft_policy="fixed", max_draft_tokens=4
     )
-    engine = Engine(decoder, config, 512)
+    engine = Engine(decoder, config)
     tokenizer = smollm2.tokenizer
     # Plain torch takes its time on a CPU: a sample of the same check.
     length, prompts = (64, PROMPTS) if backend == "native" else (24, PROMPTS[-2:])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from surefoot.config import EngineConfig
-from surefoot.engine.engine import Engine
+from surefoot.engine.engine import Engine, model_length
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
 from surefoot.kernels.torch_backend import TorchBackend
@@ -34,14 +34,9 @@ def build_engine(
     checkpoint = load_checkpoint(
         config.model, dtype=backend.dtype, native=native_weights, progress=progress
     )
-    max_model_len = config.max_model_len or checkpoint.config.max_positions
-    if max_model_len > checkpoint.config.max_positions:
-        raise SurefootError(
-            "max_model_len",
-            f"{max_model_len} is beyond the model's context of {checkpoint.config.max_positions}",
-        )
+    max_model_len = model_length(config, checkpoint.config)
     decoder = Decoder(checkpoint.config, checkpoint.weights, backend, max_model_len)
-    return Engine(decoder, config, max_model_len), checkpoint
+    return Engine(decoder, config), checkpoint
 
 
 def choose_backend(config: EngineConfig) -> Backend:

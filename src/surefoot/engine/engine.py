@@ -14,6 +14,7 @@ from surefoot.engine.scheduler import Scheduler
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
 from surefoot.kv.transaction import KVManager
+from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
 from surefoot.request import (
     MAX_SEED,
@@ -41,21 +42,24 @@ class Progress:
     tokens: Sequence[int]
 
 
+def model_length(config: EngineConfig, model: ModelConfig) -> int:
+    """Longest text an engine takes, prompt and output together; refused beyond the context."""
+    length = config.max_model_len or model.max_positions
+    if length > model.max_positions:
+        raise SurefootError(
+            "max_model_len", f"{length} is beyond the model's context of {model.max_positions}"
+        )
+    return length
+
+
 class Engine:
     """Runs requests on a decoder. Single-threaded: call its methods from one thread."""
 
-    def __init__(
-        self, decoder: Decoder, config: EngineConfig, max_model_len: int | None = None
-    ) -> None:
+    def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
         self.decoder = decoder
         self.config = config
         backend: Backend = decoder.backend
-        limit = decoder.config.max_positions
-        self.max_model_len = max_model_len or config.max_model_len or limit
-        if self.max_model_len > limit:
-            raise SurefootError(
-                "max_model_len", f"{self.max_model_len} is beyond the model's context of {limit}"
-            )
+        self.max_model_len = model_length(config, decoder.config)
         self.kv_blocks = self._pool_size(backend)
         self.state = SlotState(
             config.max_num_seqs,
