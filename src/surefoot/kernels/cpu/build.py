@@ -155,6 +155,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             [pointer, pointer, int64, pointer, pointer, pointer, int64, int64] + [pointer] * 4,
         ),
         "sf_argmax": (None, [pointer, int64, int64, pointer, pointer, pointer, int32]),
+        "sf_adjust": (int32, [pointer, pointer, int64, int64, pointer, pointer, int32]),
+        "sf_draw": (int32, [pointer, pointer, int64, int64, pointer, pointer, int32]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
