@@ -113,8 +113,8 @@ class SpeculativeRound:
         rows = SampleRows(
             layout.sample_slots, layout.sample_positions, state.history, plan.max_keys
         )
-        argmax = self.decoder.backend.argmax
-        sampled = sample_rows(logits, rows, state.params, wanted.features, argmax)
+        backend = self.decoder.backend
+        sampled = sample_rows(logits, rows, state.params, wanted.features, backend)
         if wanted.logprobs is None:
             return sampled, None
         return sampled, row_logprobs(logits, sampled, wanted.logprobs)

@@ -182,6 +182,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             [pointer, int64, int64, pointer, int64, ctypes.c_float, ctypes.c_float] + [pointer] * 2,
         ),
         "sf_argmax": (None, [pointer, int64, int64, pointer, pointer, pointer, int32]),
+        "sf_adjust": (int32, [pointer, pointer, int64, int64, pointer, pointer, int32]),
+        "sf_draw": (int32, [pointer, pointer, int64, int64, pointer, pointer, int32]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
