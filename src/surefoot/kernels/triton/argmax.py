@@ -8,7 +8,7 @@ import triton.language as tl
 
 from surefoot.kernels.triton.launch import next_power_of_2
 
-BLOCK = 4096
+BLOCK = 2048
 
 
 @triton.jit
@@ -67,6 +67,6 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     rows, width = logits.shape
     values, indices = parts_of(rows, width, logits.device)
     partial_argmax_kernel[(rows, values.shape[1])](
-        logits, logits.stride(0), width, values, indices, BLOCK, num_warps=8
+        logits, logits.stride(0), width, values, indices, BLOCK, num_warps=4
     )
     return reduce_parts(values, indices, width)
