@@ -22,8 +22,8 @@ MARGIN = 2.0
 """The bound is this much above the largest noise seen: most rows are not calibrated on."""
 LOGPROB_FLOOR = 1e-5
 """Rounding of float32 logprobs around 10, a few units in the last place."""
-SCORE_FLOOR = 1e-5
-"""Rounding of float32 scores with noise, penalties and a division in them."""
+SCORE_FLOOR = 3e-5
+"""Rounding of float32 scores with penalties, a division, and Gumbel noise up to 20 in them."""
 PLAUSIBLE = 32
 """Noise beyond this many units of rounding of the largest logit is no rounding any more."""
 

@@ -151,7 +151,7 @@ class Recorder:
         """0: as usual, 1: nothing is verified, 2: nobody proposes."""
         return (0, 1, 0, 2)[self.step // SPELL % 4]
 
-    def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> None:
+    def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
         if index == self.index:
             lengths = drafts.lengths.clamp(max=drafts.tokens.shape[1]).tolist()
             by_slot = {request.slot: request for request in self.engine.scheduler.running}
@@ -159,7 +159,7 @@ class Recorder:
                 slots.tolist(), drafts.tokens.tolist(), lengths, strict=True
             ):
                 self._enter(by_slot[slot], slot, tuple(tokens[:length]))
-        self._offer(index, slots, drafts)
+        return self._offer(index, slots, drafts)
 
     def _enter(self, request: Request, slot: int, drafts: tuple[int, ...]) -> None:
         length = int(self.engine.state.length[slot])
@@ -251,7 +251,7 @@ class _FirstOffers:
         self._offer = engine.controller.offer
         engine.controller.offer = self.offer  # type: ignore[method-assign]
 
-    def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> None:
+    def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
         if index == self.index:
             by_slot = {request.slot: request for request in self.engine.scheduler.running}
             lengths = drafts.lengths.clamp(max=drafts.tokens.shape[1]).tolist()
@@ -262,4 +262,4 @@ class _FirstOffers:
                 size = int(self.engine.state.length[slot])
                 known = self.engine.state.history[slot, len(request.prompt) : size].tolist()
                 self.drafts.setdefault(request.request_id, (tuple(known), tuple(tokens[:length])))
-        self._offer(index, slots, drafts)
+        return self._offer(index, slots, drafts)

@@ -1,8 +1,7 @@
 """Known defects, for the certificate to find: each breaks an engine in place, from outside.
 
 Nothing here is reachable from production code. All seams to the engine's insides are in this file:
-``SpeculativeRound.sample``, ``judge`` and ``decoder``, and the sampler's ``apply_penalties`` and
-``gumbel``.
+``SpeculativeRound.sample``, ``judge`` and ``decoder``, and ``sample_rows`` as the round calls it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ from surefoot.certify.subject import Sabotage
 from surefoot.engine.engine import Engine
 from surefoot.kernels.backend import FlatBatch
 from surefoot.models.decoder import Decoder, ForwardResult
-from surefoot.sampling import sampler
+from surefoot.sampling.params import Features, SlotParams
+from surefoot.sampling.sampler import SampleRows, adjust, apply_penalties, sample_rows
+from surefoot.speculation import round as round_module
 from surefoot.speculation.controller import Choice
 from surefoot.speculation.layout import Layout, RoundPlan
 
@@ -166,33 +167,38 @@ def forget_penalties(engine: Engine, speculative: bool) -> None:
     """Penalties see the committed text only, not the drafts before a row."""
     if not speculative:
         return
-    honest = sampler.apply_penalties
 
-    def forgetful(logits: torch.Tensor, rows: sampler.SampleRows, params: Any) -> torch.Tensor:
-        committed = torch.minimum(rows.positions, engine.state.length[rows.slots])
-        return honest(logits, replace(rows, positions=committed), params)
+    def forgetful(
+        logits: torch.Tensor, rows: SampleRows, params: SlotParams, features: Features, *rest: Any
+    ) -> torch.Tensor:
+        if features.penalties:
+            committed = torch.minimum(rows.positions, engine.state.length[rows.slots])
+            logits = apply_penalties(logits, replace(rows, positions=committed), params)
+        return sample_rows(logits, rows, params, replace(features, penalties=False), *rest)
 
-    _while_sampling(engine, "apply_penalties", forgetful)
+    _sample_with(engine, forgetful)
 
 
 def reuse_noise(engine: Engine, speculative: bool) -> None:
     """Every other position gets the noise of the position before it, in plain decoding too."""
-    honest = sampler.gumbel
 
     def repeated(
-        seeds: torch.Tensor, choices: torch.Tensor, positions: torch.Tensor, vocab_size: int
+        logits: torch.Tensor, rows: SampleRows, params: SlotParams, features: Features, *rest: Any
     ) -> torch.Tensor:
-        return honest(seeds, choices, positions - positions % 2, vocab_size)
+        logits = adjust(logits, rows, params, features)
+        done = replace(features, penalties=False, bias=False, min_tokens=False)
+        shared = replace(rows, positions=rows.positions - rows.positions % 2)
+        return sample_rows(logits, shared, params, done, *rest)
 
-    _while_sampling(engine, "gumbel", repeated)
+    _sample_with(engine, repeated)
 
 
-def _while_sampling(engine: Engine, name: str, stand_in: Callable[..., torch.Tensor]) -> None:
-    """Replace a function of the sampler while this engine samples, and only then."""
+def _sample_with(engine: Engine, stand_in: Callable[..., torch.Tensor]) -> None:
+    """Replace the sampler while this engine samples, and only then."""
     sample = engine.round.sample
 
     def broken(*args: Any) -> Any:
-        with _replaced(sampler, name, stand_in):
+        with _replaced(round_module, "sample_rows", stand_in):
             return sample(*args)
 
     _override(engine.round, "sample", broken)
