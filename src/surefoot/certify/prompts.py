@@ -9,7 +9,7 @@ from surefoot.models.loading.tokenizer import Tokenizer
 
 PATTERNS = 8
 MAX_TOKENS = 64
-_TEXTS = (
+TEXTS = (
     "Rename the variable in this code and change nothing else:\n\n"
     "total = 0\nfor price in prices:\n    total = total + price\nprint(total)\n\n"
     "sum_prices = 0\nfor price in prices:\n",
@@ -29,7 +29,7 @@ def default_prompts(
 ) -> tuple[tuple[int, ...], ...]:
     """Token ids of every prompt, none longer than a third of the context."""
     limit = min(MAX_TOKENS, max_positions // 3)
-    prompts = [] if tokenizer is None else [tokenizer.encode(text) for text in _TEXTS]
+    prompts = [] if tokenizer is None else [tokenizer.encode(text) for text in TEXTS]
     random = Random(3)
     for index in range(PATTERNS if tokenizer is not None else 2 * PATTERNS):
         # Ids from a small part of the vocabulary, repeated: the next ones can be looked up.
