@@ -51,7 +51,8 @@ def document(title: str, result: str, body: str) -> str:
         '<meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}: {result}</title><style>{_STYLE}</style></head><body>"
         f"<h1>{escape(title)}</h1>"
-        f'<p class="result" style="background:{_COLOURS[result]}">{result}</p>{body}</body></html>\n'
+        f'<p class="result" style="background:{_COLOURS[result]}">{result}</p>'
+        f"{body}</body></html>\n"
     )
 
 

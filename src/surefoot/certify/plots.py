@@ -17,7 +17,7 @@ class Bar:
 
 
 def bars(title: str, values: Sequence[Bar], nothing: str) -> str:
-    """A figure with one bar per value, its count above it; ``nothing`` is said if there are none."""
+    """A figure with one bar per value, with its count; ``nothing`` is said if there are none."""
     if not values:
         return f"<figure><figcaption>{escape(title)}: {escape(nothing)}</figcaption></figure>"
     highest = max(1, *(bar.count for bar in values))
@@ -30,11 +30,15 @@ def bars(title: str, values: Sequence[Bar], nothing: str) -> str:
         shapes.append(
             f'<rect x="{left + step * 0.1:.1f}" y="{top:.1f}" width="{step * 0.8:.1f}" '
             f'height="{height:.1f}"/>'
-            f'<text x="{middle:.1f}" y="{HEIGHT - 5}" text-anchor="middle">{escape(bar.label)}</text>'
-            f'<text x="{middle:.1f}" y="{top - 3:.1f}" text-anchor="middle">{bar.count}</text>'
+            + _label(middle, HEIGHT - 5, bar.label)
+            + _label(middle, top - 3, str(bar.count))
         )
     return (
         f'<figure><svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         f'role="img" aria-label="{escape(title)}">{"".join(shapes)}</svg>'
         f"<figcaption>{escape(title)}</figcaption></figure>"
     )
+
+
+def _label(x: float, y: float, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{escape(text)}</text>'
