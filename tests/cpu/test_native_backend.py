@@ -525,6 +525,31 @@ def test_argmax_takes_the_lowest_of_the_largest(columns: int) -> None:
         assert torch.equal(backend.argmax(last), torch.full((rows,), columns - 1))
 
 
+@pytest.mark.parametrize("kind", ["dense", *QUANT_KINDS])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_greedy_takes_the_lowest_of_the_largest_logits(kind: str, threads: int) -> None:
+    generator = torch.Generator().manual_seed(6)
+    backend = NativeBackend(threads=threads)
+    backend.serial_below = 0
+    norm = torch.ones(64)
+    for outputs in (1, 15, 17, 3001, 30000):
+        weight = random_weight(kind, max(outputs // 3, 1), 64, generator)
+        # Every row stands three times in the matrix, so that every largest logit is a tie.
+        parts = [weight] * 3 if outputs > 3 else [weight]
+        linear = backend.pack_linear(parts)
+        for rows in (1, 8, 21) if outputs < 30000 else (40,):
+            x = torch.randn(rows, 64, generator=generator)
+            expected = argmax_twin(backend.head(norm, 1e-5, linear, x))
+            assert torch.equal(backend.greedy(norm, 1e-5, linear, x), expected)
+            assert int(expected.max()) < weight.shape[0]
+
+
+def test_greedy_of_hopeless_logits_is_the_first() -> None:
+    backend = NativeBackend()
+    linear = backend.pack_linear([torch.zeros(40, 32)], torch.full((40,), float("-inf")))
+    assert backend.greedy(torch.ones(32), 1e-5, linear, torch.ones(3, 32)).tolist() == [0, 0, 0]
+
+
 # --- the library --------------------------------------------------------------------------------
 
 

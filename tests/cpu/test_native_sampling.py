@@ -112,18 +112,15 @@ def test_draws_do_not_depend_on_threads_or_neighbours(threads: int) -> None:
 @pytest.mark.parametrize("kind", ["flat", "ties"])
 @pytest.mark.parametrize("top_k", [1, 2, 15, 64, 300, 301])
 def test_top_k_keeps_all_that_tie_with_the_last(top_k: int, kind: str) -> None:
-    vocab, count = 301, 4000
-    params, _, _ = build(vocab, [{"temperature": 8.0, "top_k": top_k}])
+    vocab, count = 301, 6000
+    params, _, _ = build(vocab, [{"temperature": 50.0, "top_k": top_k}])
     logits = logits_of(kind, 1, vocab)
     allowed = set((logits[0] >= logits[0].sort().values[-top_k]).nonzero().flatten().tolist())
     rows = SampleRows(
         torch.zeros(count, dtype=torch.int64), torch.arange(count), torch.zeros(1, 1).long(), 0
     )
     drawn = NativeBackend().draw(logits.expand(count, -1), draws_of(rows, params))
-    seen = set(drawn.tolist())
-    assert seen <= allowed
-    if len(allowed) < 100:
-        assert seen == allowed
+    assert set(drawn.tolist()) == allowed
 
 
 def test_top_p_ends_at_the_token_that_fills_it() -> None:

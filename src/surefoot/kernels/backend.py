@@ -137,6 +137,11 @@ class Backend(ABC):
     def head(self, norm: torch.Tensor, eps: float, linear: Any, x: torch.Tensor) -> torch.Tensor:
         """Final norm and language-model head: [M, hidden] -> float32 logits [M, vocab]."""
 
+    def greedy(self, norm: torch.Tensor, eps: float, linear: Any, x: torch.Tensor) -> torch.Tensor:
+        """The column of each row's largest logit, ``argmax(head(...))``: [M, hidden] -> int64 [M].
+        A backend may spare itself the logits."""
+        return self.argmax(self.head(norm, eps, linear, x))
+
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """Index of each row's largest value, float32 [M, vocab] -> int64 [M]; ties go to the
         lowest index."""

@@ -102,6 +102,11 @@ class Decoder:
         """Hidden states of selected rows [M, hidden] -> float32 logits [M, vocab]."""
         return self.backend.head(self.norm, self.config.norm_eps, self.head_linear, hidden)
 
+    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The most likely token of each of the rows [M, hidden], int64 [M]; the lowest id among
+        equals."""
+        return self.backend.greedy(self.norm, self.config.norm_eps, self.head_linear, hidden)
+
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this config must hold, by its Hugging Face name."""

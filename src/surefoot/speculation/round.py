@@ -109,6 +109,8 @@ class SpeculativeRound:
             return torch.zeros(1, dtype=torch.int64, device=state.device), None
         if not plan.every_row_samples:
             hidden = hidden[layout.sample_index]
+        if wanted.logprobs is None and wanted.features == Features():
+            return self.decoder.greedy(hidden), None
         logits = self.decoder.logits(hidden)
         rows = SampleRows(
             layout.sample_slots, layout.sample_positions, state.history, plan.max_keys

@@ -184,6 +184,15 @@ class NativeBackend(Backend):
         self._linear(norm.data_ptr(), eps, linear, x, out)
         return out
 
+    def greedy(
+        self, norm: torch.Tensor, eps: float, linear: NativeLinear, x: torch.Tensor
+    ) -> torch.Tensor:
+        """See ``Backend.greedy``; the logits never leave the caches."""
+        x = x.float().contiguous()
+        tokens = torch.empty(x.shape[0], dtype=torch.int64)
+        self._linear(norm.data_ptr(), eps, linear, x, None, tokens)
+        return tokens
+
     def linear(self, linear: NativeLinear, x: torch.Tensor) -> torch.Tensor:
         """The packed linear alone: [N, in] -> float32 [N, out]."""
         x = x.float().contiguous()
@@ -197,7 +206,8 @@ class NativeBackend(Backend):
         eps: float,
         linear: NativeLinear,
         x: torch.Tensor,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
+        tokens: torch.Tensor | None = None,
     ) -> None:
         if x.shape[1] != linear.shape[1]:
             raise ValueError(f"an input of {x.shape[1]} columns for {linear.shape[1]}")
@@ -208,7 +218,8 @@ class NativeBackend(Backend):
             linear.address,
             x.data_ptr(),
             x.shape[0],
-            out.data_ptr(),
+            None if out is None else out.data_ptr(),
+            None if tokens is None else tokens.data_ptr(),
             self._threads(),
         ):
             raise MemoryError("no memory for the input of a linear")

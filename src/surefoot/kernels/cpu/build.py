@@ -138,7 +138,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "sf_layer": (int32, [pointer, pointer, pointer, pointer, pointer, int32]),
         "sf_head": (
             int32,
-            [pointer, pointer, ctypes.c_float, pointer, pointer, int64, pointer, int32],
+            [pointer, pointer, ctypes.c_float, pointer, pointer, int64, pointer, pointer, int32],
         ),
         "sf_ngram": (
             None,

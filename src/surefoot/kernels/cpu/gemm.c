@@ -2,11 +2,13 @@
  * weights are in cache. */
 #include "act.h"
 #include "gemm_kernels.h"
+#include "team.h"
 
 typedef struct {
     sf_out out;
     const float *bias;
     int64_t row;
+    int origin; /* column where y starts */
 } tile_target;
 
 /* Rows [R][P] of sums to columns col .. col + 16 P, of which `left` exist. */
@@ -16,7 +18,7 @@ SF_INLINE void store_tile(const int R, const int P, const vf *acc, const tile_ta
         int n = left - 16 * p < 16 ? left - 16 * p : 16;
         vf bias = to->bias ? sf_load_upto(to->bias + col + 16 * p, n) : vf_zero();
         SF_UNROLL for (int r = 0; r < R; r++) {
-            float *y = to->out.y + (to->row + r) * to->out.ld + col + 16 * p;
+            float *y = to->out.y + (to->row + r) * to->out.ld + (col - to->origin) + 16 * p;
             vf value = acc[r * P + p];
             if (to->bias) value = vf_add(value, bias);
             if (to->out.add) value = vf_add(sf_load_upto(y, n), value);
@@ -71,7 +73,7 @@ static panel_run *const runs[5][SF_MAX_PANELS][SF_MAX_ROWS + 1] = {
     DENSE_TABLE(f32), DENSE_TABLE(bf16), QUANT_TABLE(q4_0), QUANT_TABLE(q4_1), QUANT_TABLE(q8_0)};
 
 static void run_panels(const sf_linear *linear, const sf_segment *s, int first, int count, int col,
-                       const sf_acts *acts, sf_out out) {
+                       const sf_acts *acts, sf_out out, int origin) {
     for (int done = 0, step; done < count; done += step) {
         const uint8_t *panel = s->data + (first + done) * s->panel_bytes;
         int at = 16 * (first + done);
@@ -79,12 +81,28 @@ static void run_panels(const sf_linear *linear, const sf_segment *s, int first, 
         if (step > count - done) step = count - done;
         for (int64_t row = 0; row < acts->rows; row += SF_MAX_ROWS) {
             int R = sf_tile_rows(acts->rows - row);
-            tile_target to = {out, linear->bias, row};
+            tile_target to = {out, linear->bias, row, origin};
             const void *x = s->kind <= SF_BF16
                 ? (const void *)(acts->f + row * sf_even(s->inputs))
                 : (const void *)(acts->q + row * (s->inputs / SF_BLOCK) * SF_ACT_BYTES);
             runs[s->kind][step - 1][R](s, panel, x, &to, col + at, s->outputs - at);
         }
+    }
+}
+
+/* Let the outputs [rows][n] of columns col .. col + n compete. */
+static void keep_best(const float *y, int64_t ld, int64_t rows, int col, int n, sf_best *best) {
+    for (int64_t row = 0; row < rows; row++, y += ld, best++) {
+        vf highest = vf_set1(-__builtin_inff());
+        int i = 0;
+        for (; i + 16 <= n; i += 16) highest = vf_max(highest, vf_load(y + i));
+        float top = vf_hmax(highest);
+        for (int j = i; j < n; j++) top = y[j] > top ? y[j] : top;
+        if (!(top > best->value) && best->column >= 0) continue;
+        /* A thread's runs come in rising order of columns: the first of equals stays. */
+        for (i = 0; i < n - 1 && y[i] != top; i++)
+            ;
+        *best = (sf_best){top, col + i};
     }
 }
 
@@ -103,7 +121,7 @@ void sf_gemm(const sf_linear *linear, const sf_acts *acts, sf_out out, sf_counte
         }
         /* Runs shrink towards the end so that the threads finish together. Where several row tiles
          * pass, a run's weights should stay in a second-level cache meanwhile. */
-        int64_t count = (total - next) / (2 * threads), most = 12;
+        int64_t count = (total - next) / (2 * threads), most = SF_MOST_PANELS;
         if (acts->rows > SF_MAX_ROWS && most > 524288 / s->panel_bytes)
             most = 524288 / s->panel_bytes;
         if (most < 3) most = 3;
@@ -114,7 +132,17 @@ void sf_gemm(const sf_linear *linear, const sf_acts *acts, sf_out out, sf_counte
         if (!__atomic_compare_exchange_n(&work->next, &next, next + count, 0, __ATOMIC_RELAXED,
                                          __ATOMIC_RELAXED))
             continue;
-        run_panels(linear, s, (int)first, (int)count, (int)col, acts, out);
+        if (!out.best) {
+            run_panels(linear, s, (int)first, (int)count, (int)col, acts, out, 0);
+        } else {
+            sf_out own = out;
+            int at = (int)(col + 16 * first), left = (int)(s->outputs - 16 * first);
+            own.ld = SF_MOST_PANELS * 16;
+            own.y += sf_me * acts->rows * own.ld;
+            run_panels(linear, s, (int)first, (int)count, (int)col, acts, own, at);
+            keep_best(own.y, own.ld, acts->rows, at, left < 16 * count ? left : 16 * (int)count,
+                      out.best + sf_me * acts->rows);
+        }
         next = __atomic_load_n(&work->next, __ATOMIC_RELAXED);
     }
 }

@@ -132,7 +132,7 @@ static void layer_task(void *argument) {
     float *buffer = j->buffers + (int64_t)sf_me * (w->hidden + 16);
     norm_rows(j->x, w->input_norm, w->eps, &j->acts[0], buffer);
     sf_wait(&j->barrier);
-    sf_gemm(&w->qkv, &j->acts[0], (sf_out){j->qkv, w->qkv.outputs, 0}, &j->work[0], sf_team);
+    sf_gemm(&w->qkv, &j->acts[0], (sf_out){j->qkv, w->qkv.outputs, 0, NULL}, &j->work[0], sf_team);
     sf_wait(&j->barrier);
     prepare_heads(w, j->batch, j->kv, j->qkv);
     sf_wait(&j->barrier);
@@ -141,16 +141,16 @@ static void layer_task(void *argument) {
     sf_wait(&j->barrier);
     put_rows(j->attended, w->o.inputs, 0, &j->acts[1]);
     sf_wait(&j->barrier);
-    sf_gemm(&w->o, &j->acts[1], (sf_out){j->x, w->hidden, 1}, &j->work[2], sf_team);
+    sf_gemm(&w->o, &j->acts[1], (sf_out){j->x, w->hidden, 1, NULL}, &j->work[2], sf_team);
     sf_wait(&j->barrier);
     norm_rows(j->x, w->post_norm, w->eps, &j->acts[2], buffer);
     sf_wait(&j->barrier);
-    sf_gemm(&w->gate_up, &j->acts[2], (sf_out){j->inner, w->gate_up.outputs, 0}, &j->work[3],
+    sf_gemm(&w->gate_up, &j->acts[2], (sf_out){j->inner, w->gate_up.outputs, 0, NULL}, &j->work[3],
             sf_team);
     sf_wait(&j->barrier);
     put_rows(j->inner, w->gate_up.outputs, 1, &j->acts[3]);
     sf_wait(&j->barrier);
-    sf_gemm(&w->down, &j->acts[3], (sf_out){j->x, w->hidden, 1}, &j->work[4], sf_team);
+    sf_gemm(&w->down, &j->acts[3], (sf_out){j->x, w->hidden, 1, NULL}, &j->work[4], sf_team);
 }
 
 /* x [rows, hidden] becomes the layer's output. Returns SF_OK or SF_NO_MEMORY. */
@@ -185,7 +185,8 @@ typedef struct {
     float eps;
     const sf_linear *linear;
     const float *x;
-    float *logits, *buffers;
+    sf_out out;
+    float *buffers;
     sf_acts acts;
     sf_counter work;
     sf_barrier barrier;
@@ -199,22 +200,48 @@ static void head_task(void *argument) {
     else
         put_rows(j->x, j->linear->inputs, 0, &j->acts);
     sf_wait(&j->barrier);
-    sf_gemm(j->linear, &j->acts, (sf_out){j->logits, j->linear->outputs, 0}, &j->work, sf_team);
+    sf_gemm(j->linear, &j->acts, j->out, &j->work, sf_team);
 }
 
-/* logits [rows, outputs] = linear(rms_norm(x)); without `norm` the linear alone. */
+/* The largest outputs, each thread's own at first, in the order of the columns. */
+static void choose_best(const sf_best *best, int64_t rows, int threads, int64_t *columns) {
+    for (int64_t row = 0; row < rows; row++) {
+        sf_best first = best[row];
+        for (int t = 1; t < threads; t++) {
+            sf_best other = best[t * rows + row];
+            int better = other.value > first.value ||
+                         (other.value == first.value && other.column < first.column);
+            if (other.column >= 0 && (first.column < 0 || better)) first = other;
+        }
+        columns[row] = first.column;
+    }
+}
+
+/* logits [rows, outputs] = linear(rms_norm(x)); without `norm` the linear alone. With `columns`
+ * [rows] instead of logits: the column of each row's largest, the first among equals. */
 SF_EXPORT int sf_head(sf_context *context, const float *norm, float eps, const sf_linear *linear,
-                      const float *x, int64_t rows, float *logits, int threads) {
+                      const float *x, int64_t rows, float *logits, int64_t *columns, int threads) {
     if (rows == 0) return SF_OK;
     if (multiplications(linear, rows) < context->serial_below) threads = 1;
-    size_t cursor = 0, place[2];
+    size_t cursor = 0, place[2], best_at = 0, scratch_at = 0;
     sf_acts acts = reserve_acts(&cursor, linear, rows, place);
     size_t buffers_at = reserve(&cursor, (size_t)threads * (size_t)(linear->inputs + 16) * 4);
+    int64_t cells = threads * rows;
+    if (columns) {
+        best_at = reserve(&cursor, (size_t)cells * sizeof(sf_best));
+        scratch_at = reserve(&cursor, (size_t)cells * SF_MOST_PANELS * 16 * 4);
+    }
     if (sf_grow(context, cursor)) return SF_NO_MEMORY;
     uint8_t *memory = context->memory;
     place_acts(&acts, memory, place);
-    head_job job = {norm, eps, linear, x, logits, (float *)(memory + buffers_at), acts, {0},
+    sf_out out = {logits, linear->outputs, 0, NULL};
+    if (columns) {
+        out = (sf_out){(float *)(memory + scratch_at), 0, 0, (sf_best *)(memory + best_at)};
+        for (int64_t i = 0; i < cells; i++) out.best[i] = (sf_best){-__builtin_inff(), -1};
+    }
+    head_job job = {norm, eps, linear, x, out, (float *)(memory + buffers_at), acts, {0},
                     {0, 0, 0}};
     sf_run(threads, head_task, &job);
+    if (columns) choose_best(out.best, rows, threads, columns);
     return SF_OK;
 }

@@ -85,11 +85,21 @@ typedef struct {
     float *f;
 } sf_acts;
 
-/* y = (add ? y : 0) + value + bias, row stride `ld` */
+/* The largest output of each row and its first column, as far as one thread has seen. */
+typedef struct {
+    float value;
+    int64_t column;
+} sf_best;
+
+#define SF_MOST_PANELS 12 /* in a run of work */
+
+/* y = (add ? y : 0) + value + bias, row stride `ld`. With `best` [threads][rows], y is scratch
+ * instead, [threads][rows][SF_MOST_PANELS * 16], and only the largest outputs remain. */
 typedef struct {
     float *y;
     int64_t ld;
     int32_t add;
+    sf_best *best;
 } sf_out;
 
 /* A work counter on its own cache line. */

@@ -73,11 +73,9 @@ static float kth_largest(const job *j, const float *x, float top, int64_t k, flo
         vf v[4];
         load_chunk(x + c, j->columns - c, v);
         for (int q = 0; q < 4; q++) {
-            float gap[16];
-            vf below = vf_sub(v[q], highest);
-            uint32_t bits = vf_at_least(below, vf_set1(bound));
-            if (bits) vf_store(gap, below);
-            for (; bits; bits &= bits - 1) list[n++] = gap[__builtin_ctz(bits)];
+            vf gap = vf_sub(v[q], highest);
+            uint32_t bits = vf_at_least(gap, vf_set1(bound));
+            if (bits) n += sf_append(list + n, gap, bits);
         }
     }
     return sf_select(list, NULL, n, (double)k, bins);
@@ -99,16 +97,10 @@ static float nucleus_border(const job *j, const float *x, float top, float tempe
             vf mass = vf_exp(score);
             uint32_t alive = vf_at_least(score, vf_set1(threshold));
             uint32_t bits = vf_at_least(score, vf_set1(low));
-            float scores[16], masses[16];
             sum = vf_add(sum, vf_select(alive, mass, vf_zero()));
             if (!bits) continue;
-            vf_store(scores, score);
-            vf_store(masses, mass);
-            for (; bits; bits &= bits - 1) {
-                int lane = __builtin_ctz(bits);
-                list[n] = scores[lane];
-                weights[n++] = masses[lane];
-            }
+            sf_append(weights + n, mass, bits);
+            n += sf_append(list + n, score, bits);
         }
         if ((c / SF_CHUNK + 1) % 16 == 0) total += (double)vf_hsum(sum), sum = vf_zero();
     }

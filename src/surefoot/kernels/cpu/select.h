@@ -31,14 +31,29 @@ static inline float sf_select(float *list, float *weight, int64_t n, double targ
             if (before >= target) break;
         }
         int64_t kept = 0;
-        for (int64_t i = 0; i < n; i++) {
-            if ((sf_fall(list[i]) >> shift & last) != chosen) continue;
+        for (int64_t i = 0; i < n; i++) { /* no branch: who stays cannot be predicted */
+            int stays = (sf_fall(list[i]) >> shift & last) == chosen;
             if (weight) weight[kept] = weight[i];
-            list[kept++] = list[i];
+            list[kept] = list[i];
+            kept += stays;
         }
         n = kept;
     }
     return list[0];
+}
+
+/* Append the lanes of `value` whose bit is set to `list`; up to 16 floats past the new end may be
+ * overwritten. Returns how many. */
+SF_INLINE int64_t sf_append(float *list, vf value, uint32_t bits) {
+    int64_t n = 0;
+    if (bits == 0xffff) {
+        vf_store(list, value);
+        return 16;
+    }
+    float lanes[16];
+    vf_store(lanes, value);
+    for (; bits; bits &= bits - 1) list[n++] = lanes[__builtin_ctz(bits)];
+    return n;
 }
 
 #endif
