@@ -20,7 +20,7 @@ EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 2}
 PARITY = ("greedy parity", "sampled parity", "sampling parameters")
 SECTIONS = (*PARITY, "distribution")
 CALIBRATION_TEXTS = 8
-CALIBRATION_TOKENS = 48
+CALIBRATION_TOKENS = 40
 SURE = 0.999
 
 

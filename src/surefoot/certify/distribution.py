@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -25,7 +25,7 @@ from surefoot.certify.compare import Judge
 from surefoot.certify.findings import Section
 from surefoot.certify.jobs import PLAIN, Job, Outcome, run_jobs
 from surefoot.certify.parity import Progress
-from surefoot.certify.prefill import logits_of
+from surefoot.certify.prefill import continuations
 from surefoot.certify.regret import probabilities
 from surefoot.certify.sizes import Size
 from surefoot.certify.subject import PROBE_NAMES
@@ -34,10 +34,11 @@ from surefoot.request import SamplingParams
 FALSE_DISCOVERY_RATE = 0.05
 CHOICES = 2
 BATCH = 32
-PROMPT_TOKENS = 12
+MAX_DRAFTS = 3
+PROMPT_TOKENS = 17
 CELLS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("temperature 1", {"temperature": 1.0}),
     ("flat", {"temperature": 100.0}),
+    ("temperature 1", {"temperature": 1.0}),
     ("temperature 0.8, top-k 50, top-p 0.9", {"temperature": 0.8, "top_k": 50, "top_p": 0.9}),
     ("temperature 1.3, min-p 0.05", {"temperature": 1.3, "min_p": 0.05}),
 )
@@ -64,15 +65,30 @@ class Draws:
     chances: torch.Tensor | None = None
 
 
-def run_distribution(judge: Judge, size: Size, progress: Progress) -> Section:
-    """All cells; what is rejected is drawn again with fresh seeds, and fails if rejected again."""
+def run_distribution(
+    judge: Judge, size: Size, progress: Progress, stop_at_first: bool = False
+) -> Section:
+    """All cells; what is rejected is drawn again with fresh seeds, and fails if rejected again.
+    ``stop_at_first``: weigh each cell by itself and end with the first that fails."""
     section = Section("distribution")
     started = time.perf_counter()
     tests: list[Test] = []
     for number in range(len(CELLS)):
         progress(section.name, number, len(CELLS))
         tests += _run_cell(judge, section, size, number, first_seed=100_000)
+        if stop_at_first:
+            _weigh(judge, section, size, tests)
+            if section.failed:
+                return section
+            tests = []
     progress(section.name, len(CELLS), len(CELLS))
+    if tests:
+        _weigh(judge, section, size, tests)
+    section.seconds = time.perf_counter() - started
+    return section
+
+
+def _weigh(judge: Judge, section: Section, size: Size, tests: Sequence[Test]) -> None:
     rejected = statistics.benjamini_hochberg([t.p_value for t in tests], FALSE_DISCOVERY_RATE)
     suspects = [test for test, bad in zip(tests, rejected, strict=True) if bad]
     confirmed = _confirm(judge, section, size, suspects)
@@ -98,8 +114,6 @@ def run_distribution(judge: Judge, size: Size, progress: Progress) -> Section:
         "rejected_once": [test.name for test in suspects],
         "smallest_shift": max(_shift(test, alpha) for test in tests if test.freedom),
     }
-    section.seconds = time.perf_counter() - started
-    return section
 
 
 def _shift(test: Test, alpha: float) -> float:
@@ -135,7 +149,7 @@ def _run_cell(
     texts = tuple({(*job.prompt, *out.tokens) for job, out in zip(jobs, off, strict=True)})
     methods = (PROBE_NAMES[1], PROBE_NAMES[0], *subject.proposers)
     tested = [
-        Job(job.prompt, job.params, methods[i % len(methods)], choice=job.choice, label=job.label)
+        replace(job, method=methods[i % len(methods)], max_drafts=MAX_DRAFTS)
         for i, job in enumerate(jobs)
     ]
     # Its own prefix cache on: thousands of requests share a prompt.
@@ -178,11 +192,7 @@ class _Exact:
         texts = list({tuple(outcome.tokens) for outcome in outcomes})
         for start in range(0, len(texts), BATCH):
             part = texts[start : start + BATCH]
-            logits = logits_of(
-                judge.subject.decoder,
-                [[*self.prompt, *text[:-1]] for text in part],
-                [len(self.prompt) - 1] * len(part),
-            )
+            logits = continuations(judge.subject.decoder, self.prompt, part)
             for text, rows in zip(part, logits, strict=True):
                 self._enter(text, rows)
 

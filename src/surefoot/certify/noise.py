@@ -65,7 +65,7 @@ def measure_noise(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Noise:
     spread = change = 0.0
     for chunk, together in ways.values():
         # Alone is slow where a pass costs the same for one row as for many.
-        some = 2 if chunk == 1 and not together else len(texts)
+        some = 1 if chunk == 1 and not together else len(texts)
         other = _compose(decoder, texts[:some], chunk, together)
         for left, right in zip(reference, other, strict=False):
             row_spread, row_change = _distance(left, right)

@@ -37,16 +37,35 @@ def _group(
     return [decoder.logits(rows[start:]) for rows, start in zip(hidden, starts, strict=True)]
 
 
+def continuations(
+    decoder: Decoder, prompt: Sequence[int], outputs: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """Per output, float32 [len(output), vocab]: the logits that predict each of its tokens after
+    ``prompt``, whose whole blocks are computed only once."""
+    shared = (len(prompt) - 1) // BLOCK * BLOCK
+    texts = [[*prompt, *output[:-1]] for output in outputs]
+    cache = TextCache(decoder, texts, shared // BLOCK)
+    if shared:
+        cache.run([range(shared), *(range(shared, shared) for _ in texts[1:])])
+    hidden = cache.run([range(shared, len(text)) for text in texts])
+    first = len(prompt) - 1 - shared
+    return [decoder.logits(rows[first:]) for rows in hidden]
+
+
 class TextCache:
     """KV for texts, filled by any split of their rows into forwards."""
 
-    def __init__(self, decoder: Decoder, texts: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, decoder: Decoder, texts: Sequence[Sequence[int]], shared_blocks: int = 0
+    ) -> None:
+        """The first ``shared_blocks`` blocks, of equal tokens, are those of the first text."""
         self.decoder = decoder
         self.texts = [list(text) for text in texts]
         device = decoder.backend.device
         width = max(-(-len(text) // BLOCK) for text in texts)
         blocks = torch.arange(1, len(texts) * width + 1, dtype=torch.int32, device=device)
         self.tables = blocks.view(len(texts), width)
+        self.tables[:, :shared_blocks] = self.tables[0, :shared_blocks]
         self.kv = decoder.backend.allocate_kv(
             decoder.config.layers, len(texts) * width + 1, BLOCK, decoder.shape
         )

@@ -72,17 +72,20 @@ def admitted(scores: torch.Tensor, params: SamplingParams, shift: float = 0.0) -
         border = scores.max() + temperature * torch.tensor(params.min_p).double().log()
         keep &= moved >= border
         core &= scores >= border
+    limited = 0 < params.top_k < len(scores)
+    if not limited and params.top_p >= 1:
+        return keep
     ascending = scores.sort().values
-    if 0 < params.top_k < len(scores):
-        above = len(scores) - torch.searchsorted(ascending, moved, right=True)
+    above = len(scores) - torch.searchsorted(ascending, moved, right=True)
+    if limited:
         # A lowered token must not count itself.
         keep &= above - int(shift < 0) < params.top_k
         core &= scores >= ascending[-params.top_k]
     if params.top_p < 1:
         mass = torch.softmax((scores / temperature).masked_fill(~core, float("-inf")), dim=0)
-        order = scores.argsort(descending=True)
-        total = torch.cat((mass.new_zeros(1), mass[order].cumsum(dim=0)))
-        above = len(scores) - torch.searchsorted(ascending, moved, right=True)
+        falling = torch.softmax((scores / temperature).masked_fill(~core, float("-inf")), dim=0)
+        falling = falling.sort(descending=True).values
+        total = torch.cat((mass.new_zeros(1), falling.cumsum(dim=0)))
         before = total[above] - (mass if shift < 0 else 0)
         # Raising or lowering the others by as much scales their mass.
         keep &= before * torch.tensor(-shift / temperature).exp() < params.top_p

@@ -63,7 +63,7 @@ def run_section(
 ) -> Section:
     """A section by its name; ``stop_at_first`` ends it early where something is found."""
     if name == "distribution":
-        return run_distribution(judge, size, progress)
+        return run_distribution(judge, size, progress, stop_at_first)
     if name == "sampling parameters":
         return run_parameters(judge, size, progress, stop_at_first)
     return run_parity(judge, size, name == "sampled parity", progress, stop_at_first)
