@@ -35,7 +35,7 @@ HOMES = {
     "flash_attn": {"kernels"},
     "flashinfer": {"kernels"},
     "typer": {"cli"},
-    "rich": {"cli", "bench"},
+    "rich": {"cli", "bench", "certify"},
 }
 
 

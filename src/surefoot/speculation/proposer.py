@@ -68,6 +68,11 @@ class Proposer(ABC):
 
     name: ClassVar[str]
     Options: ClassVar[type]
+    replayable: ClassVar[bool] = True
+    """Whether an offer depends on nothing but the request's own committed text (and on what the
+    target computes from it), so that any engine that reaches this text offers the same; the
+    certificate then checks that no state is stale. False for a proposer that learns from other
+    requests or draws its drafts at random."""
 
     def __init__(self, options: Any, state: SlotState) -> None:
         self.options = options

@@ -1,0 +1,73 @@
+"""Would the certificate have noticed? Known defects are put in, and each must be found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from surefoot.certify.compare import Judge
+from surefoot.certify.distribution import run_distribution
+from surefoot.certify.findings import Section
+from surefoot.certify.parameters import run_parameters
+from surefoot.certify.parity import Progress, run_parity
+from surefoot.certify.sabotage import DEFECTS, Defect
+from surefoot.certify.sizes import Size
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One defect: whether its section found it, with the first finding."""
+
+    defect: str
+    section: str
+    caught: bool
+    finding: str
+    positions: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def run_self_test(
+    judge: Judge, size: Size, progress: Progress, defects: Sequence[Defect] = DEFECTS
+) -> list[Trial]:
+    """Run each defect's section, at the certificate's own size, until something is found."""
+    trials = []
+    for number, defect in enumerate(defects):
+        progress("self-test", number, len(defects))
+        trials.append(try_defect(judge, size, defect))
+    progress("self-test", len(defects), len(defects))
+    return trials
+
+
+def try_defect(judge: Judge, size: Size, defect: Defect) -> Trial:
+    """Break the set-up and run the section that must notice."""
+    broken = replace(judge, subject=judge.subject.broken(defect.install, defect.breaks_plain))
+    started = time.perf_counter()
+    section = run_section(defect.section, broken, size, _silent, stop_at_first=True)
+    return Trial(
+        defect.name,
+        defect.section,
+        section.failed,
+        section.problems[0] if section.problems else "",
+        section.positions,
+        round(time.perf_counter() - started, 2),
+    )
+
+
+def run_section(
+    name: str, judge: Judge, size: Size, progress: Progress, stop_at_first: bool = False
+) -> Section:
+    """A section by its name; ``stop_at_first`` ends it early where something is found."""
+    if name == "distribution":
+        return run_distribution(judge, size, progress, stop_at_first)
+    if name == "sampling parameters":
+        return run_parameters(judge, size, progress, stop_at_first)
+    return run_parity(judge, size, name == "sampled parity", progress, stop_at_first)
+
+
+def _silent(label: str, done: int, total: int) -> None:
+    """Self-tests show up as one bar."""

@@ -1,0 +1,97 @@
+"""What is certified: a target on a backend, with proposers, and engines of any shape around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from surefoot.certify.probes import PROBES, ProbeOptions
+from surefoot.config import EngineConfig
+from surefoot.engine.engine import Engine
+from surefoot.errors import SurefootError
+from surefoot.models.decoder import Decoder
+from surefoot.models.loading.tokenizer import Tokenizer
+from surefoot.speculation import registry
+from surefoot.speculation.proposer import Proposer
+
+PROBE_NAMES = tuple(probe.name for probe in PROBES)
+Sabotage = Callable[[Engine, bool], None]
+"""(engine, whether it is the speculative one): breaks the engine in place."""
+
+
+class ProbedEngine(Engine):
+    """An engine that also loads the probes, which the registry does not know."""
+
+    def __init__(
+        self, decoder: Decoder, config: EngineConfig, texts: Sequence[tuple[int, ...]]
+    ) -> None:
+        self._texts = tuple(texts)
+        super().__init__(decoder, config)
+
+    def _load_proposers(self) -> list[Proposer]:
+        loaded = super()._load_proposers()
+        if self.config.max_draft_tokens:
+            options = ProbeOptions(self._texts)
+            loaded += [probe(options, self.state) for probe in PROBES]
+        return loaded
+
+
+@dataclass(frozen=True)
+class Subject:
+    """``config`` names device, dtype, proposers and their options, and the most drafts; the
+    certificate chooses all sizes itself. ``prompts`` are token ids."""
+
+    decoder: Decoder
+    config: EngineConfig
+    prompts: tuple[tuple[int, ...], ...]
+    tokenizer: Tokenizer | None = None
+    sabotage: Sabotage | None = None
+    cache: dict[Any, Any] = field(default_factory=dict)
+    """Plain texts by job, shared by the sections and by the self-test."""
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise SurefootError("prompts", "are none", "give at least one")
+        if not self.proposers:
+            raise SurefootError("proposers", "are none", "name at least one to certify")
+        if self.config.max_draft_tokens == 0:
+            raise SurefootError("max_draft_tokens", "is 0: nothing would be drafted")
+
+    @property
+    def proposers(self) -> tuple[str, ...]:
+        names = self.config.proposers
+        return tuple(registry.DEFAULT if names is None else names)
+
+    @property
+    def exact_arithmetic(self) -> bool:
+        return self.decoder.backend.dtype.itemsize >= 4
+
+    def broken(self, sabotage: Sabotage, breaks_plain: bool) -> Subject:
+        """The same set-up with a known defect."""
+        cache = {} if breaks_plain else self.cache
+        return replace(self, sabotage=sabotage, cache=cache)
+
+    def engine(
+        self, longest: int, batch: int, *, texts: Sequence[tuple[int, ...]] = (), **options: Any
+    ) -> Engine:
+        """A fresh engine for ``batch`` texts of at most ``longest`` tokens. ``options`` override
+        the configuration; ``max_draft_tokens=0`` makes it plain."""
+        drafts = options.get("max_draft_tokens", self.config.max_draft_tokens)
+        block_size = options.get("block_size", self.config.block_size)
+        values: dict[str, Any] = {
+            "max_model_len": min(longest, self.decoder.config.max_positions),
+            "max_num_seqs": batch,
+            "max_num_batched_tokens": max(256, batch),
+            "kv_blocks": batch * (-(-(longest + drafts + 1) // block_size) + 1),
+            "kv_cache_memory": None,
+            "enable_prefix_caching": False,
+            "draft_policy": "fixed",
+            "proposers": self.proposers if drafts else (),
+            "proposer_options": self.config.proposer_options if drafts else {},
+            **options,
+        }
+        engine = ProbedEngine(self.decoder, replace(self.config, **values), texts)
+        if self.sabotage is not None:
+            self.sabotage(engine, drafts > 0)
+        return engine

@@ -1,0 +1,291 @@
+"""``surefoot certify``: proof that speculation changes nothing, or where it does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from surefoot import __version__
+from surefoot.cli.options import read_proposer_options
+from surefoot.cli.terminal import describe, load, progress_bars
+from surefoot.cli.verb import verb
+from surefoot.config import DEFAULT_MODEL, EngineConfig
+from surefoot.errors import SurefootError
+
+if TYPE_CHECKING:
+    from surefoot.certify.certificate import Certificate
+    from surefoot.certify.subject import Subject
+    from surefoot.engine.llm import LLM
+
+NO_CERTIFICATE = 2
+SERVER_TOKENS = 128
+
+
+def _option(*names: str, panel: str, **settings: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=panel, show_default=False, **settings)
+
+
+def engine_group(
+    model: Annotated[
+        str | None,
+        typer.Argument(help=f"As for `surefoot generate`. (default: {DEFAULT_MODEL})"),
+    ] = None,
+    dtype: Annotated[
+        str | None, _option(panel="Engine", help="auto, float32 or bfloat16. (default: auto)")
+    ] = None,
+    weights: Annotated[
+        str | None, _option(panel="Engine", help="auto, native or dense. (default: auto)")
+    ] = None,
+    backend: Annotated[
+        str | None, _option(panel="Engine", help="auto, native or torch. (default: auto)")
+    ] = None,
+    threads: Annotated[
+        int | None, _option(panel="Engine", help="Threads. (default: one per core)")
+    ] = None,
+    proposer: Annotated[
+        list[str] | None,
+        _option(
+            panel="Engine", metavar="NAME", help="Certify this proposer of drafts (repeatable)."
+        ),
+    ] = None,
+    proposer_option: Annotated[
+        list[str] | None,
+        _option(
+            panel="Engine",
+            metavar="NAME.OPTION=VALUE",
+            help="Set an option of a proposer (repeatable).",
+        ),
+    ] = None,
+    max_draft_tokens: Annotated[
+        int | None, _option(panel="Engine", help="Longest drafts tried. (default: 8)")
+    ] = None,
+) -> dict[str, Any]:
+    """Fields of ``EngineConfig``, those that were given. Sizes are the certificate's own."""
+    values: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype,
+        "weights": weights,
+        "backend": backend,
+        "threads": threads,
+        "proposers": tuple(proposer) if proposer else None,
+        "proposer_options": read_proposer_options(proposer_option) if proposer_option else None,
+        "max_draft_tokens": max_draft_tokens,
+    }
+    given = {name: value for name, value in values.items() if value is not None}
+    EngineConfig.from_dict(given)
+    return given
+
+
+@verb(engine=engine_group)
+def certify(
+    engine: dict[str, Any],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON lines as for `surefoot bench`, beside the built-in prompts' patterns.",
+            show_default=False,
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A smaller certificate with weaker thresholds.")
+    ] = False,
+    self_test: Annotated[
+        bool,
+        typer.Option(
+            "--self-test/--no-self-test",
+            help="First break the engine in five known ways and check that each is found.",
+        ),
+    ] = True,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write all results.", show_default=False),
+    ] = None,
+    html_file: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page.", show_default=False),
+    ] = None,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Twice: compare two OpenAI-compatible servers instead, of any engine.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Check that speculation is lossless for a model, proposers, dtype and backend.
+
+    Compares greedy and sampled text, endings and logprobs with plain decoding, position by
+    position, over shapes of batches, draft lengths, arrivals, memory shortage and sampling
+    parameters; tests the distribution of sampled text; checks the drafters' state. Exit code 0:
+    PASS, 1: FAIL, 2: INCONCLUSIVE, or no certificate was made.
+    """
+    try:
+        if url:
+            _refuse_engine_options(engine, quick, self_test)
+            result = compare(url, prompts, json_file, html_file)
+        else:
+            result = issue(engine, prompts, quick, self_test, json_file, html_file)
+    except SurefootError as error:
+        # Exit code 1 would say that exactness was disproved.
+        raise _no_certificate(error) from None
+    raise typer.Exit(result)
+
+
+def _no_certificate(error: SurefootError) -> typer.Exit:
+    from surefoot.cli.verb import report
+
+    spellings = {name: f"--{name.replace('_', '-')}" for name in EngineConfig.__dataclass_fields__}
+    spellings |= {"url": "--url", "prompts": "--prompts", "model": "model"}
+    spellings |= {"proposer": "--proposer", "proposer_option": "--proposer-option"}
+    spellings |= {"quick": "--quick", "self_test": "--no-self-test"}
+    report(error, spellings)
+    return typer.Exit(NO_CERTIFICATE)
+
+
+def _refuse_engine_options(engine: dict[str, Any], quick: bool, self_test: bool) -> None:
+    for name in engine:
+        raise SurefootError(name, "does nothing with --url", "drop one of them")
+    if quick:
+        raise SurefootError("quick", "does nothing with --url", "drop one of them")
+    if not self_test:
+        raise SurefootError("self_test", "does nothing with --url", "drop one of them")
+
+
+def issue(
+    engine: dict[str, Any],
+    prompts: Path | None,
+    quick: bool,
+    self_test: bool,
+    json_file: Path | None,
+    html_file: Path | None,
+) -> int:
+    """Make a certificate, show it, write what was asked for; returns the exit code."""
+    from surefoot.bench.prompts import load_prompts
+    from surefoot.certify.certificate import EXIT_CODES, certify
+    from surefoot.certify.html import page
+    from surefoot.certify.sizes import DEFAULT, QUICK
+
+    chosen = None if prompts is None else load_prompts(prompts)
+    # The certificate makes its own engines; this one only loads the model.
+    llm = load(engine | {"proposers": (), "proposer_options": {}}, kv_blocks=8, max_num_seqs=1)
+    subject = _subject(llm, engine, chosen)
+    with progress_bars() as progress:
+        certificate = certify(
+            subject, _setup(llm, subject), progress, QUICK if quick else DEFAULT, self_test
+        )
+    _show(certificate)
+    if json_file is not None:
+        write(json_file, json.dumps(certificate.to_json(), indent=1) + "\n", "json")
+    if html_file is not None:
+        write(html_file, page(certificate), "html")
+    return EXIT_CODES[certificate.result]
+
+
+def _subject(llm: LLM, engine: dict[str, Any], chosen: list[Any] | None) -> Subject:
+    from surefoot.certify.prompts import default_prompts
+    from surefoot.certify.subject import Subject
+
+    model = llm.engine.decoder.config
+    config = EngineConfig.from_dict(engine)
+    if chosen is None:
+        prompts = default_prompts(model.vocab_size, model.max_positions, llm.tokenizer)
+    else:
+        patterns = default_prompts(model.vocab_size, model.max_positions)
+        prompts = (*(_tokens(llm, item) for item in chosen), *patterns)
+    return Subject(llm.engine.decoder, config, prompts, llm.tokenizer)
+
+
+def _tokens(llm: LLM, prompt: Any) -> tuple[int, ...]:
+    if prompt.text is not None:
+        tokens = llm.tokenizer.encode(prompt.text, add_special_tokens=True)
+    else:
+        tokens = llm.render_chat(prompt.messages)
+    longest = llm.engine.decoder.config.max_positions // 2
+    if not 1 <= len(tokens) <= longest:
+        raise SurefootError(
+            "prompts", f"{prompt.name} has {len(tokens)} tokens", f"use 1 to {longest}"
+        )
+    return tuple(tokens)
+
+
+def _setup(llm: LLM, subject: Subject) -> dict[str, Any]:
+    from surefoot.bench.hardware import describe_hardware
+
+    backend = llm.engine.decoder.backend
+    weights = subject.config.weights
+    if weights == "auto":
+        weights = "native" if backend.name == "native" else "dense"
+    return {
+        "surefoot": __version__,
+        "model": subject.config.model,
+        "backend": backend.name,
+        "device": str(backend.device),
+        "dtype": str(backend.dtype).removeprefix("torch."),
+        "weights": weights,
+        "proposer_options": {k: dict(v) for k, v in subject.config.proposer_options.items()},
+        "max_draft_tokens": subject.config.max_draft_tokens,
+        "prompts": len(subject.prompts),
+        "description": describe(llm),
+        "hardware": describe_hardware(),
+    }
+
+
+def _show(certificate: Certificate) -> None:
+    from rich.console import Console
+
+    from surefoot.certify.terminal import show
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 120
+    show(certificate, console)
+
+
+def compare(
+    urls: list[str], prompts: Path | None, json_file: Path | None, html_file: Path | None
+) -> int:
+    """Compare two servers, show it, write what was asked for; returns the exit code."""
+    from surefoot.bench.prompts import load_prompts
+    from surefoot.certify.blackbox import compare_servers
+    from surefoot.certify.blackbox_report import lines, page
+    from surefoot.certify.certificate import EXIT_CODES
+    from surefoot.certify.openai_client import Server
+    from surefoot.certify.prompts import TEXTS
+
+    if len(urls) != 2:
+        raise SurefootError("url", f"was given {len(urls)} times", "name two servers")
+    texts = list(TEXTS)
+    if prompts is not None:
+        chosen = load_prompts(prompts)
+        for item in chosen:
+            if item.text is None:
+                raise SurefootError(
+                    "prompts", f"{item.name} is a conversation", 'servers complete a "prompt"'
+                )
+        texts = [item.text or "" for item in chosen]
+    servers = Server(urls[0]), Server(urls[1])
+    with progress_bars() as progress:
+        comparison = compare_servers(servers, texts, SERVER_TOKENS, progress)
+    for server in servers:
+        server.close()
+    print(*lines(comparison), f"\n{comparison.result}", sep="\n")
+    for reason in comparison.reasons:
+        print(f"  {reason}")
+    if json_file is not None:
+        write(json_file, json.dumps(comparison.to_json(), indent=1) + "\n", "json")
+    if html_file is not None:
+        write(html_file, page(comparison), "html")
+    return EXIT_CODES[comparison.result]
+
+
+def write(path: Path, text: str, option: str) -> None:
+    """Write a result's file; refused by the option's name."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SurefootError(option, f"cannot be written: {error}") from None
