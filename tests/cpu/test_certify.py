@@ -1,0 +1,333 @@
+"""The certificate passes what is sound, and finds what is not."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness import VOCAB, make_engine, needs_native, random_weights, tiny_config, tiny_decoder
+from surefoot.certify.certificate import (
+    FAIL,
+    INCONCLUSIVE,
+    PASS,
+    Certificate,
+    calibration_texts,
+    certify,
+)
+from surefoot.certify.compare import Judge
+from surefoot.certify.findings import Section
+from surefoot.certify.html import page
+from surefoot.certify.jobs import Job, Outcome, run_jobs
+from surefoot.certify.noise import measure_noise
+from surefoot.certify.parity import run_parity
+from surefoot.certify.prompts import default_prompts
+from surefoot.certify.sabotage import DEFECTS, Defect
+from surefoot.certify.selftest import try_defect
+from surefoot.certify.sizes import DEFAULT, QUICK, SCENARIOS, Size
+from surefoot.certify.subject import Subject
+from surefoot.config import EngineConfig
+from surefoot.engine.engine import Engine
+from surefoot.errors import SurefootError
+from surefoot.kernels.torch_backend import TorchBackend
+from surefoot.models.decoder import Decoder
+from surefoot.request import SamplingParams
+from surefoot.speculation import registry
+from surefoot.speculation.proposer import Drafts, Needs, Proposer
+
+SMALL = replace(
+    QUICK,
+    greedy_jobs=4,
+    greedy_length=16,
+    sampled_jobs=3,
+    sampled_length=10,
+    scenarios=SCENARIOS[:1],
+    random_parameters=2,
+    parameter_length=8,
+    seeds=16,
+    sampled_positions=2,
+    offers=8,
+)
+
+
+def silent(label: str, done: int, total: int) -> None:
+    pass
+
+
+def make_subject(backend: str = "native", **options: Any) -> Subject:
+    decoder = native_decoder() if backend == "native" else tiny_decoder()
+    return Subject(decoder, EngineConfig(**options), default_prompts(VOCAB, 160))
+
+
+@functools.cache
+def native_decoder() -> Decoder:
+    """One thread: threads that wait for each other on busy cores take ten times as long."""
+    from surefoot.kernels.cpu.backend import NativeBackend
+
+    return Decoder(tiny_config(), random_weights(tiny_config()), NativeBackend(torch.float32, 1))
+
+
+def make_judge(subject: Subject) -> Judge:
+    return Judge(subject, measure_noise(subject.decoder, calibration_texts(subject)))
+
+
+class Never(Proposer):
+    """Has nothing to offer."""
+
+    name = "never"
+
+    class Options:
+        __dataclass_fields__ = {}  # noqa: RUF012
+
+    def needs(self) -> Needs:
+        return Needs(longest_draft=1)
+
+    def propose(self, slots: torch.Tensor) -> Drafts:
+        tokens = torch.zeros((len(slots), 1), dtype=torch.int64)
+        return Drafts(tokens, torch.zeros_like(slots), torch.zeros((len(slots), 1)))
+
+
+class Wrong(Never):
+    """Offers the same token always, which the bias of a tiny model never makes."""
+
+    name = "wrong"
+    replayable = False
+
+    def propose(self, slots: torch.Tensor) -> Drafts:
+        last = self.state.history[slots, self.state.length[slots] - 1]
+        tokens = ((last * 7 + 5) % VOCAB).unsqueeze(1)
+        return Drafts(tokens, torch.ones_like(slots), torch.full((len(slots), 1), 0.5))
+
+
+registry.register(Never)
+registry.register(Wrong)
+
+
+@needs_native
+def test_a_sound_engine_passes_at_the_quick_size(tmp_path: Path) -> None:
+    certificate = certify(make_subject(), {"model": "tiny <b>"}, silent, QUICK)
+    assert certificate.reasons == []
+    assert certificate.result == PASS
+    assert certificate.noise.regret_bound == 0
+    assert certificate.parity_positions >= QUICK.min_positions
+    assert not any(section.ties for section in certificate.sections)
+    assert certificate.trials is not None and len(certificate.trials) == 5
+    assert all(trial.caught for trial in certificate.trials)
+    check_outputs(certificate)
+
+
+def check_outputs(certificate: Certificate) -> None:
+    everything = json.loads(json.dumps(certificate.to_json(), allow_nan=False))
+    assert everything["result"] == PASS
+    assert everything["positions_compared"] == certificate.parity_positions
+    text = page(certificate)
+    assert "tiny &lt;b&gt;" in text and "<b>" not in text
+    assert "http" not in text and "<script" not in text and text.count("<svg") >= 3
+    from rich.console import Console
+
+    from surefoot.certify.terminal import show
+
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+    show(certificate, console)
+    written = console.export_text()
+    assert "PASS" in written and "5 of 5 known defects found" in written
+
+
+class RowNoise(TorchBackend):
+    """Logits that move with the number of rows they are computed with, as on a GPU."""
+
+    size = 0.02
+
+    def head(self, norm: Any, eps: float, linear: Any, x: torch.Tensor) -> torch.Tensor:
+        logits = super().head(norm, eps, linear, x)
+        ids = torch.arange(logits.shape[1])
+        return logits + self.size * torch.sin(1.7 * ids * (1 + len(x) % 13))
+
+
+def test_noise_of_the_batch_makes_ties_and_every_tie_is_explained() -> None:
+    decoder = Decoder(tiny_config(), random_weights(tiny_config()), RowNoise("cpu", torch.bfloat16))
+    subject = Subject(decoder, EngineConfig(), default_prompts(VOCAB, 160))
+    judge = make_judge(subject)
+    assert 0.02 < judge.noise.regret_bound < 0.2 and judge.noise.plausible
+    for sampled in (False, True):
+        section = run_parity(judge, replace(QUICK, scenarios=SCENARIOS[:3]), sampled, silent)
+        assert section.problems == []
+        assert section.ties and section.positions > 500
+
+
+@pytest.mark.parametrize("size", [DEFAULT, QUICK], ids=["default", "quick"])
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda item: item.install.__name__)
+@needs_native
+def test_every_known_defect_is_found(defect: Defect, size: Size) -> None:
+    judge = make_judge(make_subject())
+    trial = try_defect(judge, size, defect)
+    assert trial.caught and trial.finding, trial
+
+
+@needs_native
+def test_a_defect_fails_the_certificate() -> None:
+    subject = replace(make_subject(), sabotage=DEFECTS[1].install)
+    certificate = certify(subject, {}, silent, SMALL, self_test=False)
+    assert certificate.result == FAIL
+    [section] = [s for s in certificate.sections if s.name == "greedy parity"]
+    worst = section.divergences[0]
+    assert worst.regret > worst.bound and worst.plain_regret == 0
+    text = page(certificate)
+    assert "Worst regrets" in text and "No self-test" in text
+    json.dumps(certificate.to_json(), allow_nan=False)
+
+
+@needs_native
+def test_a_self_test_that_finds_nothing_leaves_the_certificate_inconclusive() -> None:
+    def harmless(engine: Engine, speculative: bool) -> None:
+        pass
+
+    trial = try_defect(make_judge(make_subject()), SMALL, Defect("x", harmless, "greedy parity"))
+    assert not trial.caught
+    certificate = _finished(trials=[trial])
+    assert certificate.result == INCONCLUSIVE and "self-test" in certificate.reasons[0]
+
+
+def _finished(**changes: Any) -> Certificate:
+    """A certificate that passes, as far as it goes, before ``changes``."""
+    subject = make_subject()
+    names = list(subject.proposers)
+    section = Section("greedy parity", positions=QUICK.min_positions)
+    activity = section.activity
+    for counter in (activity.drafted, activity.accepted, activity.rejections):
+        counter[names[0]] = 10_000
+    activity.preemptions = activity.prefix_hits = activity.chunked = activity.cancellations = 1
+    noise = make_judge(subject).noise
+    values = {"setup": {"proposers": names, "probes": []}, "size": QUICK, "noise": noise}
+    return Certificate(**{**values, "sections": [section], **changes})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda c: setattr(c.sections[0], "positions", 1), "positions compared"),
+        (lambda c: c.sections[0].activity.drafted.clear(), "were verified"),
+        (lambda c: c.sections[0].activity.accepted.clear(), "were accepted"),
+        (lambda c: c.sections[0].activity.rejections.clear(), "had a draft rejected"),
+        (lambda c: setattr(c.sections[0].activity, "preemptions", 0), "no preemptions"),
+        (lambda c: setattr(c.sections[0].activity, "cancellations", 0), "no cancellations"),
+        (lambda c: setattr(c, "noise", replace(c.noise, largest_spread=1.0)), "suspect"),
+    ],
+)
+@needs_native
+def test_too_little_evidence_is_inconclusive(
+    spoil: Callable[[Certificate], None], reason: str
+) -> None:
+    certificate = _finished()
+    assert certificate.result == PASS
+    spoil(certificate)
+    assert certificate.result == INCONCLUSIVE
+    assert any(reason in text for text in certificate.reasons), certificate.reasons
+
+
+@pytest.mark.parametrize(("name", "reason"), [("never", "verified"), ("wrong", "accepted")])
+@needs_native
+def test_a_proposer_without_accepted_drafts_is_inconclusive(name: str, reason: str) -> None:
+    size = replace(
+        SMALL, greedy_jobs=16, greedy_length=60, scenarios=SCENARIOS[:6], min_accepted=90
+    )
+    certificate = certify(make_subject(proposers=(name,)), {}, silent, size, self_test=False)
+    assert certificate.result == INCONCLUSIVE
+    assert any(f"drafts of {name} were {reason}" in text for text in certificate.reasons)
+
+
+def test_what_cannot_be_certified_is_refused() -> None:
+    with pytest.raises(SurefootError, match="proposers"):
+        make_subject("torch", proposers=())
+    with pytest.raises(SurefootError, match="max_draft_tokens"):
+        make_subject("torch", max_draft_tokens=0)
+
+
+@needs_native
+def test_every_position_after_a_tie_is_compared() -> None:
+    """A tested text that takes the second best token counts as a tie if the bound allows it, and
+    is compared with plain decoding from there on; a third wrong token is found behind it."""
+    subject = make_subject()
+    noise = replace(make_judge(subject).noise, largest_spread=50.0)
+    judge = Judge(subject, noise)
+    job = Job(subject.prompts[0], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    [want] = judge.plain_texts([job])
+    other = (want.tokens[4] + 1) % VOCAB
+    branch = [*want.tokens[:4], other]
+    [tail] = judge.plain_texts([replace(job, start=tuple(branch))])
+    assert tail.tokens[:5] == branch and len(tail.tokens) == 20
+
+    section = Section("x")
+    judge.compare(section, "here", job, want, tail)
+    assert (len(section.ties), section.positions, section.problems) == (1, 20, [])
+    assert section.ties[0].position == 4
+
+    strict = Judge(subject, replace(noise, largest_spread=0.0))
+    section = Section("x")
+    strict.compare(section, "here", job, want, tail)
+    assert len(section.divergences) == 1 and section.positions == 5
+
+    wrong = Outcome([*tail.tokens[:9], (tail.tokens[9] + 3) % VOCAB, *tail.tokens[10:]], "length")
+    section = Section("x")
+    judge.compare(section, "here", job, want, wrong)
+    assert [tie.position for tie in section.ties][:2] == [4, 9]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda o: replace(o, tokens=o.tokens[:-1]),
+        lambda o: replace(o, tokens=[*o.tokens, 3]),
+        lambda o: replace(o, finish="stop"),
+        lambda o: replace(o, stop_reason=7),
+        lambda o: replace(o, logprobs=o.logprobs[:-1]),
+        lambda o: replace(o, logprobs=[replace(o.logprobs[0], logprob=-9.0), *o.logprobs[1:]]),
+        lambda o: replace(o, prompt_logprobs=o.prompt_logprobs[:-1]),
+    ],
+)
+@needs_native
+def test_endings_and_logprobs_are_compared(change: Callable[[Outcome], Outcome]) -> None:
+    subject = make_subject()
+    judge = make_judge(subject)
+    params = SamplingParams(
+        temperature=0, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1
+    )
+    job = Job(subject.prompts[0], params)
+    [want] = judge.plain_texts([job])
+    for outcome, problems in ((want, 0), (change(want), 1)):
+        section = Section("x")
+        judge.compare(section, "here", job, want, outcome)
+        assert bool(section.problems) == bool(problems), section.problems
+
+
+@needs_native
+def test_plain_decoding_is_anchored_to_a_fresh_prefill() -> None:
+    """What both sides share cannot show in a comparison; the anchor sees it."""
+    subject = make_subject()
+    judge = make_judge(subject)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, seed=4, max_tokens=12, ignore_eos=True)
+        job = Job(subject.prompts[1], params)
+        [text] = judge.plain_texts([job])
+        section = Section("x")
+        judge.anchor(section, [job], [text])
+        assert not section.problems
+        swapped = replace(text, tokens=[*text.tokens[:5], 1, *text.tokens[6:]])
+        judge.anchor(section, [job], [swapped])
+        assert len(section.problems) == 1
+
+
+def test_leaked_blocks_are_noticed() -> None:
+    engine = make_engine(tiny_decoder("torch"), max_draft_tokens=0)
+    job = Job((3, 4, 5), SamplingParams(temperature=0, max_tokens=3))
+    _, activity = run_jobs(engine, [job])
+    assert activity.leaks == 0
+    engine.kv.pool.allocate()
+    _, activity = run_jobs(engine, [job])
+    assert activity.leaks == 1
