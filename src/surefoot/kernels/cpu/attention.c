@@ -11,6 +11,7 @@
 
 #define MOST_VECTORS 48   /* of a unit */
 #define SCORES (1 << 18)  /* floats of scores that a unit should not exceed */
+#define MIXED_TILES 4     /* that pass a mix together; their values stay in the nearest cache */
 #define UNITS_A_THREAD 4  /* so that the threads finish together */
 
 static size_t element_bytes(const sf_layer_weights *w) { return w->kv_kind == SF_BF16 ? 2 : 4; }
@@ -93,8 +94,8 @@ typedef struct {
 
 typedef void score_run(const float *q, const uint8_t *const *tile, const uint8_t *const *ahead,
                        int n, float *s);
-typedef void mix_run(const group *g, const uint8_t *const *tile, const int32_t *size, int64_t tiles,
-                     int64_t first, int64_t offset, int n);
+typedef void mix_run(const group *g, const uint8_t *const *tile, const uint8_t *const *ahead,
+                     const int32_t *size, int64_t tiles, int64_t first, int64_t offset, int n);
 typedef void total_run(group *g, int64_t tiles);
 
 #define SCORE(NAME, M, T, BF16)                                                                    \
@@ -104,16 +105,16 @@ typedef void total_run(group *g, int64_t tiles);
     }
 /* Over all columns of V, as many at once as the registers hold. */
 #define MIX(NAME, M, BF16)                                                                         \
-    static void NAME(const group *g, const uint8_t *const *tile, const int32_t *size,              \
-                     int64_t tiles, int64_t first, int64_t offset, int n) {                        \
+    static void NAME(const group *g, const uint8_t *const *tile, const uint8_t *const *ahead,      \
+                     const int32_t *size, int64_t tiles, int64_t first, int64_t offset, int n) {   \
         const int64_t panel = SF_LANES * 16 * ((BF16) ? 2 : 4);                                    \
         const int D = 4 * (M) <= SF_ACCUMULATORS ? 4 : 2 * (M) <= SF_ACCUMULATORS ? 2 : 1;         \
         const float *s = g->scores + first * (M) * 16;                                             \
         int d = 0;                                                                                 \
         for (; d + 16 * D <= n; d += 16 * D)                                                       \
-            sf_mix(M, D, BF16, tile, size, tiles, offset + d / 16 * panel, s, g->out, d);          \
+            sf_mix(M, D, BF16, tile, ahead, size, tiles, offset + d / 16 * panel, s, g->out, d);   \
         for (; d < n; d += 16)                                                                     \
-            sf_mix(M, 1, BF16, tile, size, tiles, offset + d / 16 * panel, s, g->out, d);          \
+            sf_mix(M, 1, BF16, tile, ahead, size, tiles, offset + d / 16 * panel, s, g->out, d);   \
     }
 #define RUNS(M)                                                                                    \
     SCORE(score_f32_##M, M, 1, 0)                                                                  \
@@ -164,33 +165,40 @@ typedef struct {
     int count, head_dim, bf16;
     tile_list list;
     float *q, *scores;
-    float *wide; /* SF_TILES tiles of K or V in float32 */
+    float *wide; /* MIXED_TILES tiles of K or V in float32 */
 } unit;
 
-/* K (offset 0) or V of tiles [first, first + count) in float32; `tile` gets where they are. */
-static void widen_tiles(const unit *u, int64_t first, int64_t count, int64_t offset,
-                        const uint8_t **tile) {
+/* Which tiles pass the inner loops together, and what should come into the cache meanwhile. */
+typedef struct {
+    const uint8_t *wide[MIXED_TILES], *ahead[MIXED_TILES];
+    const uint8_t *const *tile;
+} block;
+
+/* K (offset 0) or V of tiles [first, first + count), widened where several groups read them. */
+static void open_block(const unit *u, int64_t first, int64_t count, int64_t offset, block *b) {
+    const tile_list *list = &u->list;
+    b->tile = list->tile + first;
     for (int64_t t = 0; t < count; t++) {
-        int64_t next = first + t + count < u->list.tiles ? first + t + count : first + t;
+        int64_t next = first + count + t < list->tiles ? first + count + t : first + t;
+        b->ahead[t] = list->tile[next] + offset;
+        if (!u->bf16 || u->count == 1) continue;
         float *to = u->wide + t * SF_LANES * u->head_dim;
-        sf_widen(u->list.tile[first + t] + offset, u->list.tile[next] + offset, u->head_dim, to);
-        tile[t] = (const uint8_t *)to;
+        sf_widen(list->tile[first + t] + offset, u->head_dim, to);
+        b->wide[t] = (const uint8_t *)to;
+        b->tile = b->wide;
     }
 }
 
 static void score_keys(const unit *u) {
-    const tile_list *list = &u->list;
-    const int shared = u->bf16 && u->count > 1;
-    for (int64_t t = 0, step; t < list->tiles; t += step) {
-        const uint8_t *wide[SF_TILES], *const *tile = list->tile + t;
-        step = list->tiles - t >= SF_TILES ? SF_TILES : 1;
-        if (shared) widen_tiles(u, t, step, 0, wide), tile = wide;
-        const uint8_t *const *ahead = shared || t + 2 * step > list->tiles ? tile : tile + step;
+    const int64_t tiles = u->list.tiles;
+    block b;
+    for (int64_t t = 0, step; t < tiles; t += step) {
+        step = tiles - t >= SF_TILES ? SF_TILES : 1;
+        open_block(u, t, step, 0, &b);
         for (int i = 0; i < u->count; i++) {
             const group *g = &u->groups[i];
-            float *s = g->scores + t * g->M * 16;
-            (step == SF_TILES ? score_tiles : score_tile)[u->bf16 && !shared][g->M](
-                g->q, tile, ahead, u->head_dim, s);
+            (step == SF_TILES ? score_tiles : score_tile)[u->bf16 && u->count == 1][g->M](
+                g->q, b.tile, b.ahead, u->head_dim, g->scores + t * g->M * 16);
         }
     }
 }
@@ -198,18 +206,14 @@ static void score_keys(const unit *u) {
 static void mix_values(const unit *u) {
     const tile_list *list = &u->list;
     const int64_t offset = SF_LANES * u->head_dim * (u->bf16 ? 2 : 4);
-    if (u->count == 1) {
-        const group *g = u->groups;
-        mix_tiles[u->bf16][g->M](g, list->tile, list->size, list->tiles, 0, offset, u->head_dim);
-        return;
-    }
+    const int direct = u->bf16 && u->count == 1;
+    block b;
     for (int64_t t = 0, step; t < list->tiles; t += step) {
-        const uint8_t *wide[SF_TILES], *const *tile = list->tile + t;
-        step = list->tiles - t < SF_TILES ? list->tiles - t : SF_TILES;
-        if (u->bf16) widen_tiles(u, t, step, offset, wide), tile = wide;
+        step = list->tiles - t < MIXED_TILES ? list->tiles - t : MIXED_TILES;
+        open_block(u, t, step, offset, &b);
         for (int i = 0; i < u->count; i++)
-            mix_tiles[0][u->groups[i].M](&u->groups[i], tile, list->size + t, step, t,
-                                         u->bf16 ? 0 : offset, u->head_dim);
+            mix_tiles[direct][u->groups[i].M](&u->groups[i], b.tile, b.ahead, list->size + t, step,
+                                              t, u->bf16 && !direct ? 0 : offset, u->head_dim);
     }
 }
 
@@ -259,7 +263,7 @@ static int64_t lists_bytes(int64_t tiles) { return (tiles * 12 + 63) / 64 * 64; 
 size_t sf_attention_scratch(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv) {
     int64_t tiles = tiles_for(kv, key_limit(batch, 0, batch->rows)), n = w->head_dim;
     int64_t floats = vectors_for(tiles) * tiles * SF_LANES + MOST_VECTORS * n;
-    return (size_t)(lists_bytes(tiles) + 4 * (floats + SF_TILES * SF_LANES * n) + 64) / 64 * 64;
+    return (size_t)(lists_bytes(tiles) + 4 * (floats + MIXED_TILES * SF_LANES * n) + 64) / 64 * 64;
 }
 
 static void list_tiles(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv,
@@ -339,7 +343,7 @@ void sf_attend(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv
     u.list.size = (int32_t *)(scratch + 8 * tiles);
     u.q = (float *)(scratch + lists_bytes(tiles));
     u.wide = u.q + MOST_VECTORS * w->head_dim;
-    u.scores = u.wide + SF_TILES * SF_LANES * w->head_dim;
+    u.scores = u.wide + MIXED_TILES * SF_LANES * w->head_dim;
 
     /* Each thread walks the segments in order, up to the one that holds the unit it drew. */
     segment s = segment_at(batch, 0, rows);
