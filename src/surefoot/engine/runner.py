@@ -41,6 +41,7 @@ class Runner:
         self.offered: dict[str, int] = {}
         """Drafts on offer for the next round, as of the last verdict."""
         self._choice: tuple[list[str], Choice] | None = None
+        self._wanted_before: tuple[list[Request], Wanted] = ([], Wanted())
 
     def admit(self, request: Request) -> None:
         """Enter a request, new or resumed, into its slot's tensors."""
@@ -126,6 +127,16 @@ class Runner:
         )
 
     def _wanted(self, spans: Sequence[Span], plan: RoundPlan) -> Wanted:
+        # Between arrivals and ends, decoding rounds all want the same.
+        requests = [span.request for span in spans]
+        before, wanted = self._wanted_before
+        if plan.first_decoding == 0 and list(map(id, before)) == list(map(id, requests)):
+            return wanted
+        wanted = self._work_out_wanted(spans, plan)
+        self._wanted_before = (requests if plan.first_decoding == 0 else [], wanted)
+        return wanted
+
+    def _work_out_wanted(self, spans: Sequence[Span], plan: RoundPlan) -> Wanted:
         requests = [span.request for span in spans[plan.first_sampling :]]
         widths = [r.params.logprobs for r in requests if r.params.logprobs is not None]
         methods = {request.speculation.method for request in requests}

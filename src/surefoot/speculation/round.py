@@ -75,8 +75,15 @@ class SpeculativeRound:
         self.state = state
         self.proposers = list(proposers)
         self.controller = controller
-        needs = [proposer.needs() for proposer in proposers]
-        self.capture = sorted({layer for need in needs for layer in need.captured_layers})
+        # What every round would otherwise ask again: who keeps state, and which layers it reads.
+        layers = [proposer.needs().captured_layers for proposer in proposers]
+        self.capture = sorted({layer for own in layers for layer in own})
+        places = [tuple(self.capture.index(layer) for layer in own) for own in layers]
+        self.stateful = [
+            (proposer, own)
+            for proposer, own in zip(proposers, places, strict=True)
+            if type(proposer).catch_up is not Proposer.catch_up
+        ]
 
     def __call__(self, plan: RoundPlan, choice: Choice | None, wanted: Wanted) -> Verdict:
         """``choice`` holds the drafts of the spans from ``plan.first_decoding`` on."""
@@ -182,9 +189,8 @@ class SpeculativeRound:
     ) -> None:
         """Tell the proposers what was settled."""
         first, counts = settled
-        for proposer in self.proposers:
-            layers = proposer.needs().captured_layers
-            own = tuple(features[self.capture.index(layer)] for layer in layers)
+        for proposer, places in self.stateful:
+            own = tuple(features[place] for place in places)
             proposer.catch_up(Commits(plan.slots, first, counts, layout.first_row, own))
 
     def draft(self, plan: RoundPlan, wanted: Wanted) -> torch.Tensor:

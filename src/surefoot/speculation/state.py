@@ -59,6 +59,8 @@ class SlotState:
     def set_blocks(self, slot: int, blocks: Sequence[int]) -> None:
         """Mirror a lease's blocks; only what changed since the last call is copied."""
         written = self._blocks_written[slot]
+        if len(written) == len(blocks) and written[-1:] == blocks[-1:]:
+            return
         common = min(len(written), len(blocks))
         # Blocks are only ever appended to or popped from the end of a lease.
         while common and written[common - 1] != blocks[common - 1]:
