@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
@@ -11,9 +17,12 @@ import triton_interpreter  # isort: skip
 
 from surefoot.errors import SurefootError
 from surefoot.kernels import reference as ops
+from surefoot.kernels.attention import torch_paged
+from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.triton import activation, attention, matmul, norm
 from surefoot.kernels.triton.argmax import argmax
+from surefoot.kernels.triton.attention import AttentionPlan
 from surefoot.kernels.triton.backend import TritonBackend
 from surefoot.kernels.triton.matmul_plan import MatmulPlan, default_plan, plan_for
 from test_native_backend import LAYOUTS, Layout, Row, Runner, chain, difference, row_errors, tree
@@ -119,9 +128,10 @@ DENSE = {
 
 
 @pytest.fixture(autouse=True)
-def _small_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are what costs time in the interpreter."""
     monkeypatch.setattr("surefoot.kernels.triton.launch.DEFAULT_PROCESSORS", 3)
+    monkeypatch.setattr(matmul, "plan_for", lambda *_: MatmulPlan(64, 64))
 
 
 class TypedRunner(Runner):
@@ -142,44 +152,30 @@ def equal_rows(layout: Layout, found: torch.Tensor, expected: torch.Tensor) -> N
 @pytest.mark.parametrize("name", DENSE)
 def test_a_layer_equals_the_torch_backend(name: str) -> None:
     layout = DENSE[name]
-    found, expected = pair(layout, block_size=8 if "odd" in name else 16)
-    first = chain(0, 0, 37)
-    equal_rows(layout, found.forward(first), expected.forward(first))
+    found, expected = pair(layout, block_size=8 if "odd" in name else 4)
     for rows in (
-        [*chain(1, 0, 5), Row(-1, 0), *chain(0, 37, 40), Row(-1, 0)],
-        [*chain(0, 40, 41), *chain(1, 5, 6)],
+        chain(0, 0, 11),
+        [*chain(1, 0, 3), Row(-1, 0), *chain(0, 11, 13), Row(-1, 0)],
+        [*chain(0, 13, 14), *chain(1, 3, 4)],
     ):
         real = [index for index, row in enumerate(rows) if row.slot >= 0]
         equal_rows(layout, found.forward(rows)[real], expected.forward(rows)[real])
 
 
-def test_many_rows_go_another_way() -> None:
-    found, expected = pair(LAYOUTS["fp32"])
-    rows = [*chain(0, 0, 100), *chain(1, 0, 33)]
+def test_many_rows_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("backend", "matmul"):
+        monkeypatch.setattr(f"surefoot.kernels.triton.{module}.MAX_ROWS", 8)
+    found, expected = pair(DENSE["fp32 odd, bias, norms"])
+    rows = [*chain(0, 0, 7), *chain(1, 0, 5)]
     equal_rows(LAYOUTS["fp32"], found.forward(rows), expected.forward(rows))
 
 
 def test_a_tree_equals_the_torch_backend() -> None:
-    for layout in (LAYOUTS["fp32"], LAYOUTS["bf16 group of 10"]):
-        for start in (0, 30):
-            runners = pair(layout)
-            rows = tree(0, start) + tree(1, start + 3)
-            results = []
-            for runner in runners:
-                runner.forward([*chain(0, 0, start), *chain(1, 0, start + 3)])
-                results.append(runner.forward(rows))
-            equal_rows(layout, *results)
-
-
-def test_a_tree_of_64_rows_reads_every_bit() -> None:
-    # Row j sees itself and every third row before it; the last row uses the sign bit.
-    masks = [sum(1 << i for i in range(j % 3, j + 1, 3)) for j in range(64)]
-    signed = [mask - (1 << 64 if mask >> 63 else 0) for mask in masks]
-    rows = [Row(0, 20 + j, mask=signed[j]) for j in range(64)]
+    runners = pair(LAYOUTS["fp32"])
     results = []
-    for runner in pair(LAYOUTS["fp32"]):
-        runner.forward(chain(0, 0, 20))
-        results.append(runner.forward(rows))
+    for runner in runners:
+        runner.forward([*chain(0, 0, 3), *chain(1, 0, 5)])
+        results.append(runner.forward(tree(0, 3) + tree(1, 5)))
     equal_rows(LAYOUTS["fp32"], *results)
 
 
@@ -187,23 +183,137 @@ def test_stale_keys_are_never_read() -> None:
     clean, dirty = (Runner(LAYOUTS["fp32"], TritonBackend("cpu", torch.float32)) for _ in "12")
     for kv in dirty.kv:
         kv.fill_(float("nan"))
-    for rows in (chain(0, 0, 3), chain(0, 3, 10), [Row(0, 10, mask=1), Row(0, 11, mask=3)]):
+    for rows in (chain(0, 0, 3), [Row(0, 3, mask=1), Row(0, 4, mask=3)]):
         assert torch.equal(clean.forward(rows), dirty.forward(rows))
 
 
 def test_padding_rows_write_nothing() -> None:
     runner = Runner(LAYOUTS["fp32"], TritonBackend("cpu", torch.float32))
-    runner.forward(chain(0, 0, 20))
+    runner.forward(chain(0, 0, 5))
     before = [kv.clone() for kv in runner.kv]
     runner.forward([Row(-1, 3), Row(-1, 0)])
     assert all(torch.equal(kv, kept) for kv, kept in zip(runner.kv, before, strict=True))
+
+
+# --- attention ----------------------------------------------------------------------------------
+
+
+def attention_case(
+    spans: Sequence[tuple[int, int]], shape: AttentionShape, dtype: torch.dtype, mask: bool
+) -> tuple[torch.Tensor, torch.Tensor, FlatBatch]:
+    """(q, torch's KV, batch) of random numbers for ``spans``: (first key, rows) by slot; a slot
+    with no rows has no span."""
+    size, pages = 8, 12
+    q = torch.randn(sum(rows for _, rows in spans) + 2, shape.heads, shape.head_dim).to(dtype)
+    kv = torch.randn(2, len(spans) * pages + 1, size, shape.kv_heads, shape.head_dim).to(dtype)
+    place = [(slot, at) for slot, (first, n) in enumerate(spans) for at in range(first, first + n)]
+    slots = torch.tensor([slot for slot, _ in place] + [-1, -1])
+    keys = torch.tensor([at for _, at in place] + [0, 0])
+    bits = torch.randint(-(2**63), 2**63 - 1, keys.shape)
+    within = keys - torch.tensor([first for first, _ in spans])[slots]
+    causal = (2 << within.clamp(0, 62)) - 1  # No row looks beyond its span.
+    bits = (bits & causal) | (1 << within.clamp(0, 63))
+    batch = FlatBatch(
+        tokens=torch.zeros_like(keys),
+        positions=keys,
+        key_index=keys,
+        row_slot=slots,
+        block_tables=1 + torch.randperm(len(spans) * pages).view(-1, pages).int(),
+        span_start=torch.tensor([first for first, _ in spans]),
+        max_keys=96,
+        mask=bits if mask else None,
+    )
+    return q, kv, batch
+
+
+@pytest.mark.parametrize("tiles", [0, 4])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("mask", [False, True])
+def test_attention_equals_its_twin(mask: bool, splits: int, tiles: int) -> None:
+    """Spans over several tiles, programs that search theirs or know it, shares without keys."""
+    torch.manual_seed(splits)
+    for dtype, shape in (
+        (torch.float32, AttentionShape(6, 2, 24, 0.3)),
+        (torch.bfloat16, AttentionShape(4, 2, 16, 0.25)),
+    ):
+        spans = [(70, 12), (0, 0), (0, 3), (33, 1)]
+        q, kv, batch = attention_case(spans, shape, dtype, mask)
+        per_tile = 16 * shape.kv_heads // shape.heads
+        programs = 4 * tiles if tiles else sum(-(-rows // per_tile) for _, rows in spans) + 1
+        plan = AttentionPlan(16, 32, splits, tiles, programs, 4, 2)
+        own = kv.transpose(2, 3).contiguous()
+        found = attention.span_attention(q, own, batch, shape, plan)
+        close_attention(found[:-2], torch_paged.span_attention(q, kv, batch, shape)[:-2])
+
+
+def close_attention(found: torch.Tensor, expected: torch.Tensor) -> None:
+    errors = row_errors(found.flatten(1), expected.flatten(1))
+    assert errors[-1] < (1e-6 if found.dtype == torch.float32 else 1e-2)
+
+
+def test_a_tree_of_64_rows_reads_every_bit() -> None:
+    shape = AttentionShape(2, 2, 16, 0.25)
+    q, kv, batch = attention_case([(20, 64)], shape, torch.float32, True)
+    # Row j sees itself and every third row before it; the last row uses the sign bit.
+    masks = [sum(1 << i for i in range(j % 3, j + 1, 3)) for j in range(64)] + [0, 0]
+    signed = [mask - (1 << 64 if mask >> 63 else 0) for mask in masks]
+    batch = replace(batch, mask=torch.tensor(signed))
+    found = attention.span_attention(q, kv.transpose(2, 3).contiguous(), batch, shape)
+    close_attention(found[:-2], torch_paged.span_attention(q, kv, batch, shape)[:-2])
+
+
+def test_a_span_table_may_come_with_the_batch() -> None:
+    shape = AttentionShape(2, 1, 16, 0.25)
+    q, kv, batch = attention_case([(9, 2), (4, 1), (0, 3)], shape, torch.float32, False)
+    # In another order, with an entry that is not used.
+    table = SpanTable(
+        first_row=torch.tensor([3, 0, 0, 2]),
+        rows=torch.tensor([3, 0, 2, 1]),
+        slot=torch.tensor([2, -1, 0, 1]),
+        max_rows=3,
+    )
+    batch, own = replace(batch, spans=table), kv.transpose(2, 3).contiguous()
+    found = attention.span_attention(q, own, batch, shape)
+    close_attention(found[:-2], torch_paged.span_attention(q, kv, batch, shape)[:-2])
+
+
+@pytest.mark.parametrize(
+    ("rows", "spans", "max_rows", "splits"),
+    [(1, 1, 1, 16), (16, 1, 16, 16), (16, 16, 1, 2), (64, 64, 1, 1), (1024, 64, 16, 1)],
+)
+def test_keys_are_split_only_to_fill_the_gpu(
+    rows: int, spans: int, max_rows: int, splits: int
+) -> None:
+    shape = AttentionShape(32, 8, 128, 1.0)
+    plan = attention.plan_attention(rows, spans, max_rows, 1024, shape, 132)
+    assert (plan.splits, plan.tiles) == (splits, 1)
+    assert plan.programs == spans
+
+
+@given(st.lists(st.integers(0, 70), min_size=1, max_size=12), st.sampled_from([1, 3, 4, 7, 8]))
+def test_a_plan_has_a_program_for_every_tile(counts: list[int], group: int) -> None:
+    if not any(counts):
+        return
+    shape = AttentionShape(2 * group, 2, 64, 1.0)
+    for bound in (max(counts), 70):
+        plan = attention.plan_attention(sum(counts), len(counts), bound, 500, shape, 132)
+        per_tile = plan.block_m // group
+        if plan.tiles:
+            assert plan.programs == plan.tiles * len(counts)
+            assert plan.tiles * per_tile >= max(counts)
+        else:
+            assert plan.programs >= sum(-(-count // per_tile) for count in counts)
+
+
+# --- the rest -----------------------------------------------------------------------------------
 
 
 def test_head_and_argmax() -> None:
     torch.manual_seed(3)
     x, weight, scale = torch.randn(6, 40), torch.randn(300, 40), torch.rand(40)
     logits = []
-    for backend in (TritonBackend("cpu", torch.float32), TorchBackend("cpu", torch.float32)):
+    backends: list[Any] = [TritonBackend("cpu", torch.float32), TorchBackend("cpu", torch.float32)]
+    for backend in backends:
         _, linear = backend.pack_embedding(weight)
         logits.append(backend.head(backend.pack_norm(scale), 1e-5, linear, x))
     close(*logits)

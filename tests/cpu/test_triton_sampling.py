@@ -11,11 +11,11 @@ pytest.importorskip("triton")
 
 import triton_interpreter  # isort: skip
 
-import triton
 import triton.language as tl
 
 from surefoot.kernels.triton.argmax import BLOCK, partial_argmax_kernel, parts_of
 from surefoot.kernels.triton.filters import find_limits
+from surefoot.kernels.triton.launch import jit
 from surefoot.kernels.triton.noise import gumbel, noise_words
 from surefoot.kernels.triton.sampling import Sampler
 from surefoot.request import Request, SamplingParams, SpeculationParams
@@ -31,7 +31,7 @@ pytestmark = [
 VOCAB = 2500  # two parts, the second not full
 
 
-@triton.jit
+@jit
 def noise_kernel(seed_ptr, choice_ptr, position_ptr, words_ptr, noise_ptr, BLOCK: tl.constexpr):
     row, first = tl.program_id(0), tl.program_id(1) * BLOCK
     words = noise_words(
@@ -64,7 +64,7 @@ def test_noise_is_the_sampler_s() -> None:
     torch.testing.assert_close(noise, close, rtol=2e-6, atol=2e-6)
 
 
-@triton.jit
+@jit
 def variate_kernel(words_ptr, noise_ptr, BLOCK: tl.constexpr):
     index = tl.arange(0, BLOCK)
     tl.store(noise_ptr + index, gumbel(tl.load(words_ptr + index).to(tl.uint32)))

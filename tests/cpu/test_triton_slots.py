@@ -115,12 +115,12 @@ def test_verdicts_are_equal(shape: tuple[int, int, int], unused: int) -> None:
             at = int(state.length[slot])
             many = int(plan.drafts[span])
             sampled[first : first + many] = state.history[slot, at : at + many]
-    copies = [x.clone() for x in (state.history, state.length, state.computed)]
+    history, length, computed = (x.clone() for x in (state.history, state.length, state.computed))
     spans = spans_of(plan, unused)
     filler = torch.zeros(unused, dtype=torch.int64)
     found = judge_and_advance(
-        spans, torch.cat((layout.first_sample, filler)), sampled, *copies,
-        state.limit, state.params.stop_ids, DRAFTS,
+        spans, torch.cat((layout.first_sample, filler)), sampled,
+        history, length, computed, state.limit, state.params.stop_ids, DRAFTS,
     )  # fmt: skip
 
     self = cast(SpeculativeRound, SimpleNamespace(state=state))
@@ -134,12 +134,13 @@ def test_verdicts_are_equal(shape: tuple[int, int, int], unused: int) -> None:
     assert torch.equal(found.settled[:count], state.computed[plan.slots] - before)
     for name in ("accepted", "counts", "settled"):
         assert not getattr(found, name)[count:].any(), "an unused entry did something"
-    for copy, value in zip(copies, (state.history, state.length, state.computed), strict=True):
-        assert torch.equal(copy, value)
+    assert torch.equal(history, state.history)
+    assert torch.equal(length, state.length)
+    assert torch.equal(computed, state.computed)
 
 
 def test_a_verdict_has_every_outcome() -> None:
-    """The comparison above is of use only if its cases tell accepting, stopping and limits apart."""
+    """The comparison above is of use only if accepting, stopping and limits occur in it."""
     seen: dict[str, set[int]] = {}
     for seed in range(12):
         state = make_state(seed)
@@ -157,7 +158,9 @@ def test_a_verdict_has_every_outcome() -> None:
 # --- lookup -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("low", "high", "window"), [(2, 5, 2048), (1, 3, 20), (3, 3, 4), (1, 9, 3)])
+@pytest.mark.parametrize(
+    ("low", "high", "window"), [(2, 5, 2048), (1, 3, 20), (3, 3, 4), (1, 9, 3)]
+)
 def test_lookups_are_equal(
     low: int, high: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
+
+from surefoot.kernels.triton.launch import cdiv, jit
 
 BLOCK = 1024
 
 
-@triton.jit
+@jit
 def silu_times(gate, up, dtype: tl.constexpr):
     """SiLU(gate) * up for fp32 tiles, rounded to ``dtype`` where torch rounds: inputs, SiLU,
     product."""
@@ -19,7 +20,7 @@ def silu_times(gate, up, dtype: tl.constexpr):
     return (activated * up).to(dtype)
 
 
-@triton.jit
+@jit
 def silu_mul_kernel(packed_ptr, out_ptr, inner, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -34,5 +35,5 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``[N, 2 * inner]`` bf16 or fp32, contiguous, the gate first -> ``[N, inner]``."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, inner))
-    silu_mul_kernel[(rows, triton.cdiv(inner, BLOCK))](gate_up, out, inner, BLOCK, num_warps=4)
+    silu_mul_kernel[(rows, cdiv(inner, BLOCK))](gate_up, out, inner, BLOCK, num_warps=4)
     return out

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
-from surefoot.kernels.triton.launch import next_power_of_2
+from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 
 BLOCK = 2048
 
 
-@triton.jit
+@jit
 def largest(values, index, limit):
     """(maximum, lowest index that has it) of a tile; ``limit`` where all are NaN."""
     best = tl.max(values, axis=0)
     return best, tl.min(tl.where(values == best, index, limit), axis=0)
 
 
-@triton.jit
+@jit
 def partial_argmax_kernel(logits_ptr, stride, width, value_ptr, index_ptr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -31,20 +30,20 @@ def partial_argmax_kernel(logits_ptr, stride, width, value_ptr, index_ptr, BLOCK
     tl.store(index_ptr + row * tl.num_programs(1) + part, index)
 
 
-@triton.jit
+@jit
 def final_argmax_kernel(value_ptr, index_ptr, out_ptr, parts, width, PADDED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PADDED)
     inside = part < parts
     values = tl.load(value_ptr + row * parts + part, mask=inside, other=float("-inf"))
     index = tl.load(index_ptr + row * parts + part, mask=inside, other=width - 1)
-    best, found = largest(values, index, width - 1)
+    _, found = largest(values, index, width - 1)
     tl.store(out_ptr + row, found.to(tl.int64))
 
 
 def parts_of(rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for each part's maximum (float32) and its index (int32), [rows, parts]."""
-    size = (rows, triton.cdiv(width, BLOCK))
+    size = (rows, cdiv(width, BLOCK))
     return (
         torch.empty(size, dtype=torch.float32, device=device),
         torch.empty(size, dtype=torch.int32, device=device),

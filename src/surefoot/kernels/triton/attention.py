@@ -12,18 +12,17 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
-from surefoot.kernels.triton.launch import next_power_of_2, processors
+from surefoot.kernels.triton.launch import jit, next_power_of_2, processors
 from surefoot.kernels.triton.spans import span_table
 
 LOG2_E = 1 / math.log(2)
 MAX_SPLITS = 64
 
 
-@triton.jit
+@jit
 def attention_kernel(
     q_ptr, kv_ptr, out_ptr, part_ptr, lse_ptr, first_row_ptr, rows_ptr, slot_ptr, spans,
     tables_ptr, table_stride, start_ptr, key_index_ptr, mask_ptr, value_offset, scale,
@@ -125,7 +124,7 @@ def attention_kernel(
         tl.store(part_ptr + part[:, None] * HEAD_DIM + column[None, :], acc, mask=whole)
 
 
-@triton.jit
+@jit
 def combine_kernel(
     part_ptr, lse_ptr, out_ptr,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,

@@ -10,22 +10,21 @@ the row. Sums are made in one order always, so the border of a row depends on no
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
-from surefoot.kernels.triton.launch import next_power_of_2
+from surefoot.kernels.triton.launch import jit, next_power_of_2
 from surefoot.kernels.triton.tables import SamplingTables
 
 EVERYTHING = tl.constexpr(0x7FFFFFFF)
 SHIFTS = (28, 24, 20, 16, 12, 8, 4, 0)
 
 
-@triton.jit
+@jit
 def depth_of(scores):
     return scores.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-@triton.jit
+@jit
 def scores_of(
     logits_ptr, largest_ptr, parts, temperature, row, column, vocab, PARTS: tl.constexpr
 ):  # fmt: skip
@@ -39,7 +38,7 @@ def scores_of(
     return tl.div_rn(logits - tl.max(every, axis=0), tl.zeros_like(logits) + divisor)
 
 
-@triton.jit
+@jit
 def digit_of(sums_ptr, row, parts, target, PARTS: tl.constexpr):
     """How many of a pass's first 15 sums stay below ``target``: the next four bits."""
     part, step = tl.arange(0, PARTS), tl.arange(0, 16)
@@ -48,7 +47,7 @@ def digit_of(sums_ptr, row, parts, target, PARTS: tl.constexpr):
     return tl.sum(((sums < target) & (step < 15)).to(tl.int32), axis=0)
 
 
-@triton.jit
+@jit
 def target_of(wanted_ptr, slot, first_sums_ptr, row, parts, MASS: tl.constexpr,
               PARTS: tl.constexpr):  # fmt: skip
     """What the sums must reach: k, or p times the mass of all scores (the last sum of the first
@@ -61,17 +60,13 @@ def target_of(wanted_ptr, slot, first_sums_ptr, row, parts, MASS: tl.constexpr,
     return wanted
 
 
-@triton.jit
+@jit
 def is_limited(wanted_ptr, slot, vocab, MASS: tl.constexpr):
     wanted = tl.load(wanted_ptr + slot)
-    if MASS:
-        limited = wanted < 1.0
-    else:
-        limited = wanted < vocab
-    return limited
+    return wanted < (1.0 if MASS else vocab)
 
 
-@triton.jit(do_not_specialize=["shift"])
+@jit(do_not_specialize=["shift"])
 def narrow_kernel(
     logits_ptr, largest_ptr, vocab, slot_ptr, temperature_ptr, min_p_ptr, wanted_ptr, limit_ptr,
     sums_ptr, depth_ptr, rows, parts, shift,
@@ -109,11 +104,11 @@ def narrow_kernel(
     # Shallower scores come out negative, deeper ones than this stretch at 16 or more.
     candidate = (depths - depth) >> shift
     place = sums_ptr + step * stage + (row * parts + part) * 16
-    for bits in tl.static_range(16):
+    for bits in tl.static_range(16):  # pyright: ignore[reportGeneralTypeIssues]
         tl.store(place + bits, tl.sum(tl.where(candidate <= bits, weight, 0.0), axis=0))
 
 
-@triton.jit
+@jit
 def limit_kernel(
     slot_ptr, temperature_ptr, wanted_ptr, limit_ptr, sums_ptr, depth_ptr, vocab, rows, parts,
     STEPS: tl.constexpr, MASS: tl.constexpr, CAPPED: tl.constexpr, PARTS: tl.constexpr,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from surefoot.kernels.triton.activation import silu_times
+from surefoot.kernels.triton.launch import cdiv, jit
 from surefoot.kernels.triton.matmul_plan import MatmulPlan
 
 
-@triton.jit
+@jit
 def row_scale(x_ptr, inputs, eps, NORM: tl.constexpr, BLOCK_K: tl.constexpr):
     """RMSNorm's factor for one row; 1 without a norm."""
     scale = 1.0
@@ -24,7 +24,7 @@ def row_scale(x_ptr, inputs, eps, NORM: tl.constexpr, BLOCK_K: tl.constexpr):
     return scale
 
 
-@triton.jit
+@jit
 def input_tile(x_ptr, k, inputs, norm, scale, NORM: tl.constexpr):
     """[1, BLOCK_K] of one row as fp32, normed and then rounded as a norm by itself would."""
     x = tl.load(x_ptr + k, mask=k < inputs, other=0.0, eviction_policy="evict_last")
@@ -34,7 +34,7 @@ def input_tile(x_ptr, k, inputs, norm, scale, NORM: tl.constexpr):
     return wide[None, :]
 
 
-@triton.jit
+@jit
 def store_row(
     acc, up, bias_ptr, residual_ptr, y_ptr, column, outputs,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr,
@@ -58,7 +58,7 @@ def store_row(
     tl.store(y_ptr + column, result, mask=inside)
 
 
-@triton.jit
+@jit
 def gemv_kernel(
     x_ptr, w_ptr, bias_ptr, residual_ptr, norm_ptr, y_ptr, outputs, inputs, eps,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -78,9 +78,9 @@ def gemv_kernel(
     for base in range(0, inputs, BLOCK_K):
         k = base + tl.arange(0, BLOCK_K)
         needed = (column < outputs)[:, None] & (k < inputs)[None, :]
-        w = tl.load(
-            weights + k[None, :], mask=needed, other=0.0, eviction_policy="evict_first"
-        ).to(tl.float32)
+        w = tl.load(weights + k[None, :], mask=needed, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
         u = w
         if SILU:
             u = tl.load(
@@ -144,7 +144,7 @@ def launch_gemv(
     """See ``matmul.matmul``; ``flags``: (bias, residual, SiLU gating)."""
     rows, outputs = y.shape
     norm_weight, eps = norm if norm is not None else (None, 0.0)
-    gemv_kernel[(triton.cdiv(outputs, plan.block_n),)](
+    gemv_kernel[(cdiv(outputs, plan.block_n),)](
         x, weight, bias, residual, norm_weight, y, outputs, x.shape[1], eps,
         rows, plan.block_n, plan.block_k, *flags, norm is not None,
         num_warps=plan.num_warps, num_stages=plan.num_stages,

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
+from triton import knobs
 
 from surefoot.errors import SurefootError
 
+jit: Any = triton.jit
+"""The decorator, untyped: parameters of kernels are pointers and launch options come on top."""
 DTYPES = (torch.float32, torch.bfloat16)
 DEFAULT_PROCESSORS = 132  # of an H100 or H200 SXM; what the interpreter pretends to have
 
 
 def next_power_of_2(number: int, least: int = 1) -> int:
-    return max(least, triton.next_power_of_2(number))
+    return max(least, 1 << (number - 1).bit_length())
+
+
+def cdiv(number: int, divisor: int) -> int:
+    return -(-number // divisor)
 
 
 def processors(device: torch.device) -> int:
@@ -29,7 +37,7 @@ def _count(device: torch.device) -> int:
 
 def interpreted() -> bool:
     """Whether kernels defined from now on run in Triton's interpreter, on CPU tensors."""
-    return bool(triton.knobs.runtime.interpret)
+    return bool(knobs.runtime.interpret)
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
-from surefoot.kernels.triton.launch import next_power_of_2
+from surefoot.kernels.triton.launch import jit, next_power_of_2
 
 TILE = 1024
 
 
-@triton.jit
+@jit
 def lookup_kernel(
     history_ptr, history_stride, length_ptr, slots_ptr, size_ptr, token_ptr,
     min_ngram, window, drafts,

@@ -10,15 +10,14 @@ cuBLAS wants it for many rows.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from surefoot.kernels.triton.activation import silu_times
-from surefoot.kernels.triton.launch import next_power_of_2, processors
+from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2, processors
 from surefoot.kernels.triton.matmul_plan import GEMV_ROWS, MAX_ROWS, MatmulPlan, plan_for
 
 
-@triton.jit
+@jit
 def finish(
     acc, up, bias_ptr, residual_ptr, y_ptr, row, column, inside, outputs,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr, STORED: tl.constexpr,
@@ -29,17 +28,14 @@ def finish(
         if SILU:
             up += tl.load(bias_ptr + outputs + column, mask=inside, other=0.0).to(tl.float32)
     place = row.to(tl.int64) * outputs + column
-    if SILU:
-        result = silu_times(acc, up, STORED)
-    else:
-        result = acc.to(STORED)
+    result = silu_times(acc, up, STORED) if SILU else acc.to(STORED)
     if RESIDUAL:
         residual = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
         result = (result.to(tl.float32) + residual).to(STORED)
     tl.store(y_ptr + place, result, mask=inside)
 
 
-@triton.jit
+@jit
 def rows_kernel(
     x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, part_ptr, rows, outputs, inputs,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
@@ -64,9 +60,7 @@ def rows_kernel(
             eviction_policy="evict_last",
         )
         needed = (column < outputs)[None, :] & (k < high)[:, None]
-        w = tl.load(
-            weights + k[:, None], mask=needed, other=0.0, eviction_policy="evict_first"
-        )
+        w = tl.load(weights + k[:, None], mask=needed, other=0.0, eviction_policy="evict_first")
         acc = tl.dot(x, w, acc, input_precision="ieee")
         if SILU:
             w = tl.load(
@@ -90,7 +84,7 @@ def rows_kernel(
             tl.store(part_ptr + place + outputs, up, mask=inside)
 
 
-@triton.jit
+@jit
 def reduce_kernel(
     part_ptr, bias_ptr, residual_ptr, y_ptr, rows, outputs,
     BLOCK: tl.constexpr, SPLIT_K: tl.constexpr,
@@ -147,14 +141,14 @@ def matmul(
     if plan.split_k > 1:
         size = (plan.split_k, rows, weight.shape[0])
         part = x.new_empty(size, dtype=torch.float32)
-    rows_kernel[(triton.cdiv(outputs, plan.block_n), plan.split_k)](
+    rows_kernel[(cdiv(outputs, plan.block_n), plan.split_k)](
         x, weight, bias, residual, y, part, rows, outputs, inputs,
         next_power_of_2(rows, 16), plan.block_n, plan.block_k, plan.split_k, *flags,
         num_warps=plan.num_warps, num_stages=plan.num_stages,
     )  # fmt: skip
     if part is not None:
         block = min(1024, next_power_of_2(outputs))
-        reduce_kernel[(rows, triton.cdiv(outputs, block))](
+        reduce_kernel[(rows, cdiv(outputs, block))](
             part, bias, residual, y, rows, outputs, block, plan.split_k, *flags, num_warps=4
         )
     return y

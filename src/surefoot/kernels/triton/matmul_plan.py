@@ -54,4 +54,6 @@ def default_plan(rows: int, outputs: int, inputs: int, gated: bool, sms: int) ->
     while split_k < 8 and 2 * programs * split_k <= sms and inputs >= 8 * split_k * block_k:
         split_k *= 2
     stages = 4 if rows <= 64 else 3
-    return MatmulPlan(block_n, block_k, split_k, num_warps=4 if rows <= 64 else 8, num_stages=stages)
+    return MatmulPlan(
+        block_n, block_k, split_k, num_warps=4 if rows <= 64 else 8, num_stages=stages
+    )

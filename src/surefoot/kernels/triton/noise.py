@@ -3,14 +3,15 @@ variates up to the last bits of a logarithm."""
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from surefoot.kernels.triton.launch import jit
 
-@triton.jit
+
+@jit
 def philox(c0, c1, c2, c3, k0, k1):
     """Philox4x32-10 on uint32 tiles: four words."""
-    for _ in tl.static_range(10):
+    for _ in tl.static_range(10):  # pyright: ignore[reportGeneralTypeIssues]
         low0, low1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         high0, high1 = tl.umulhi(c0, 0xD2511F53), tl.umulhi(c2, 0xCD9E8D57)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
@@ -18,7 +19,7 @@ def philox(c0, c1, c2, c3, k0, k1):
     return c0, c1, c2, c3
 
 
-@triton.jit
+@jit
 def noise_words(seed, choice, position, first, BLOCK: tl.constexpr):
     """Words uint32 [BLOCK] of the tokens from ``first`` (a multiple of 4) on. Seed, choice and
     position are int64 scalars."""
@@ -35,7 +36,7 @@ def noise_words(seed, choice, position, first, BLOCK: tl.constexpr):
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
 
 
-@triton.jit
+@jit
 def gumbel(words):
     """Standard Gumbel variates, fp32, from uint32 words."""
     v = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1 - 2.0**-24)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
-from surefoot.kernels.triton.launch import next_power_of_2
+from surefoot.kernels.triton.launch import jit, next_power_of_2
 
 
-@triton.jit
+@jit
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, width, eps,
     ADD: tl.constexpr, BLOCK: tl.constexpr,

@@ -8,17 +8,16 @@ Twins: ``apply_penalties``, ``apply_bias`` and ``mask_ends`` of ``sampling.sampl
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
-from surefoot.kernels.triton.launch import next_power_of_2
+from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.tables import SamplingTables
 
 TILE = 1024
 SEEN, COUNTED = tl.constexpr(1), tl.constexpr(2)
 
 
-@triton.jit
+@jit
 def penalties_kernel(
     logits_ptr, scratch_ptr, vocab, slot_ptr, position_ptr, history_ptr, history_stride,
     prompt_length_ptr, repetition_ptr, presence_ptr, frequency_ptr,
@@ -56,7 +55,7 @@ def penalties_kernel(
         tl.atomic_add(entry, COUNTED, mask=before & in_output, sem="relaxed")
 
 
-@triton.jit
+@jit
 def bias_and_ends_kernel(
     logits_ptr, vocab, slot_ptr, position_ptr, bias_ids_ptr, bias_ptr, biases,
     stop_ids_ptr, stops, min_length_ptr,
@@ -98,7 +97,7 @@ def apply_penalties(
     [slots, width], of which the first ``max_history`` columns are read."""
     rows, vocab = logits.shape
     for apply in (False, True):
-        penalties_kernel[(rows, triton.cdiv(max_history, TILE))](
+        penalties_kernel[(rows, cdiv(max_history, TILE))](
             logits, scratch, vocab, slots, positions, history, history.stride(0),
             params.prompt_length, params.repetition, params.presence, params.frequency,
             apply, TILE, num_warps=4, enable_fp_fusion=False,

@@ -11,14 +11,13 @@ Twin: ``TorchBackend.layer``'s norm, rope and write.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, RopeTable
-from surefoot.kernels.triton.launch import next_power_of_2
+from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 
 
-@triton.jit
+@jit
 def rope_kv_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr,
     position_ptr, key_index_ptr, row_slot_ptr, tables_ptr, table_stride, value_offset, eps,
@@ -97,7 +96,7 @@ def rope_and_write(
     total = shape.heads + 2 * shape.kv_heads
     tile = min(8, next_power_of_2(total))
     q_norm, k_norm = norms if norms is not None else (None, None)
-    rope_kv_kernel[(rows, triton.cdiv(total, tile))](
+    rope_kv_kernel[(rows, cdiv(total, tile))](
         qkv, q_norm, k_norm, rope.cos, rope.sin, q, kv,
         batch.positions, batch.key_index, batch.row_slot,
         batch.block_tables, batch.block_tables.stride(0), kv.stride(0), eps,

@@ -4,7 +4,6 @@ score plus Gumbel noise. Twin: ``sampling.sampler.sample_rows``."""
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from surefoot.kernels.triton.argmax import (
@@ -16,13 +15,13 @@ from surefoot.kernels.triton.argmax import (
     reduce_parts,
 )
 from surefoot.kernels.triton.filters import depth_of, find_limits, scores_of
-from surefoot.kernels.triton.launch import next_power_of_2
+from surefoot.kernels.triton.launch import jit, next_power_of_2
 from surefoot.kernels.triton.noise import gumbel, noise_words
 from surefoot.kernels.triton.penalties import apply_bias_and_ends, apply_penalties
 from surefoot.kernels.triton.tables import SamplingTables, Stages
 
 
-@triton.jit
+@jit
 def draw_kernel(
     logits_ptr, largest_ptr, vocab, parts, slot_ptr, position_ptr, temperature_ptr, min_p_ptr,
     limit_ptr, seed_ptr, choice_ptr, value_ptr, index_ptr,

@@ -10,16 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 
 from surefoot.kernels.backend import FlatBatch, SpanTable
-from surefoot.kernels.triton.launch import next_power_of_2
+from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 
 TILE = 16
 
 
-@triton.jit
+@jit
 def owners(ends, entry, index, spans):
     """Which row each of a tile is, those beyond the last end repeating it, and the entry that it
     belongs to, one-hot [rows, B]."""
@@ -30,13 +29,13 @@ def owners(ends, entry, index, spans):
     return index, entry[None, :] == owner[:, None]
 
 
-@triton.jit
+@jit
 def pick(values, chosen):
     """values [B] by a one-hot ``chosen`` [rows, B]."""
     return tl.sum(tl.where(chosen, values[None, :], 0), axis=1)
 
 
-@triton.jit
+@jit
 def lay_out_kernel(
     slots_ptr, known_ptr, drafts_ptr, samples_ptr, spans,
     history_ptr, history_stride, computed_ptr,
@@ -130,7 +129,7 @@ def lay_out(
     flat = [history.new_empty(rows) for _ in range(3)]
     samples = [history.new_empty(sampled_rows) for _ in range(3)]
     by_span = [history.new_empty(entries) for _ in range(3)]
-    programs = triton.cdiv(rows, TILE) + triton.cdiv(sampled_rows, TILE) + 1
+    programs = cdiv(rows, TILE) + cdiv(sampled_rows, TILE) + 1
     lay_out_kernel[(programs,)](
         spans.slots, spans.known, spans.drafts, spans.samples, entries,
         history, history.stride(0), computed,
@@ -149,4 +148,5 @@ def lay_out(
         max_keys=max_keys,
         spans=SpanTable(first_row, counts, spans.slots, max_span_rows),
     )
-    return RoundLayout(batch, first_row, *samples, first_sample)
+    index, slots, sample_positions = samples
+    return RoundLayout(batch, first_row, index, slots, sample_positions, first_sample)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-import triton
 import triton.language as tl
 
 from surefoot.kernels.backend import FlatBatch, SpanTable
-from surefoot.kernels.triton.launch import next_power_of_2
+from surefoot.kernels.triton.launch import jit, next_power_of_2
 
 
-@triton.jit
+@jit
 def span_table_kernel(row_slot_ptr, rows, first_ptr, count_ptr, slot_ptr, TILE: tl.constexpr):
     slot = tl.program_id(0)
-    first = rows
-    count = 0
+    first = rows + tl.zeros([], tl.int32)
+    count = tl.zeros([], tl.int32)
     for base in range(0, rows, TILE):
         index = base + tl.arange(0, TILE)
         own = tl.load(row_slot_ptr + index, mask=index < rows, other=-1) == slot

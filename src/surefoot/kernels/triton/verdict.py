@@ -6,14 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 
-from surefoot.kernels.triton.launch import next_power_of_2
+from surefoot.kernels.triton.launch import jit, next_power_of_2
 from surefoot.kernels.triton.slots import RoundSpans
 
 
-@triton.jit
+@jit
 def verdict_kernel(
     slots_ptr, known_ptr, drafts_ptr, samples_ptr, first_sample_ptr, sampled_ptr, sampled_rows,
     history_ptr, history_stride, length_ptr, computed_ptr, limit_ptr, stop_ids_ptr, stops,
