@@ -21,7 +21,7 @@ from surefoot.kernels.triton.sampling import Sampler
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling import noise as reference
 from surefoot.sampling.params import Features, SlotParams
-from surefoot.sampling.sampler import SampleRows, filtered_scores, sample_rows
+from surefoot.sampling.sampler import SampleRows, adjust, filtered_scores, sample_rows
 
 pytestmark = [
     pytest.mark.skipif(triton_interpreter.ON_GPU, reason="tests/gpu run the same checks compiled"),

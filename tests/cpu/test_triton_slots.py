@@ -31,6 +31,7 @@ DRAFTS = 5
 def make_state(seed: int) -> SlotState:
     torch.manual_seed(seed)
     state = SlotState(8, 100, DRAFTS, 4, 9, torch.device("cpu"))
+    state.native = None  # The oracle is in torch; and the tensors are replaced below.
     state.history = torch.randint(0, 3, state.history.shape)
     state.length = torch.randint(30, 80, (8,))
     state.computed = state.length - 1
