@@ -161,6 +161,7 @@ LAYOUTS = {
     "fp32 heads of 256": Layout(40, 24, 2, 2, 256),
     "bf16": Layout(45, 77, 6, 2, 32, dtype=torch.bfloat16),
     "bf16 group of 10": Layout(48, 50, 20, 2, 16, dtype=torch.bfloat16, bias=True),
+    "fp32 group of 60": Layout(32, 32, 60, 1, 16),
     "Q4_0": Layout(64, 96, 4, 4, 80, kinds=("Q4_0",) * 7),
     "Q4_1": Layout(64, 96, 6, 2, 64, kinds=("Q4_1",) * 7, dtype=torch.bfloat16),
     "mixed": Layout(
