@@ -80,7 +80,7 @@ def narrow_kernel(
     if (temperature == 0) | (is_limited(wanted_ptr, slot, vocab, MASS) == 0):
         return
     step = (28 - shift) // 4
-    stage = rows.to(tl.int64) * parts * 16
+    stage = (tl.zeros([], tl.int64) + rows) * parts * 16
     if FIRST:
         depth = 0
     else:
@@ -120,7 +120,7 @@ def limit_kernel(
     if CAPPED:
         limit = tl.load(limit_ptr + row)
     if (tl.load(temperature_ptr + slot) != 0) & (is_limited(wanted_ptr, slot, vocab, MASS) != 0):
-        stage = (STEPS - 1) * rows.to(tl.int64)
+        stage = (tl.zeros([], tl.int64) + rows) * (STEPS - 1)
         target = target_of(wanted_ptr, slot, sums_ptr, row, parts, MASS, PARTS)
         digit = digit_of(sums_ptr + stage * parts * 16, row, parts, target, PARTS)
         limit = tl.minimum(limit, tl.load(depth_ptr + stage + row) + digit)
