@@ -21,6 +21,23 @@ Weight = torch.Tensor | QuantTensor
 
 
 @dataclass(frozen=True)
+class SpanTable:
+    """Where each span's rows lie: for kernels that work span by span.
+
+    The rows of a span are neighbours, in the order of their keys.
+    """
+
+    first_row: torch.Tensor
+    """int64 [B]."""
+    rows: torch.Tensor
+    """int64 [B]; 0 for an unused entry."""
+    slot: torch.Tensor
+    """int64 [B]: unspecified where ``rows`` is 0."""
+    max_rows: int
+    """Host-side upper bound of ``rows``."""
+
+
+@dataclass(frozen=True)
 class FlatBatch:
     """The rows of one forward: prefill chunks, spans and single tokens alike, N in all.
 
@@ -49,6 +66,8 @@ class FlatBatch:
     """Host-side upper bound of ``key_index`` + 1, for backends that need a static extent."""
     mask: torch.Tensor | None = None
     """int64 [N] or None."""
+    spans: SpanTable | None = None
+    """The same rows by span, or None: backends that need it work it out from ``row_slot``."""
 
 
 @dataclass(frozen=True)

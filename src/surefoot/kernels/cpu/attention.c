@@ -1,15 +1,18 @@
-/* Span attention over paged keys, for up to 8 query vectors that share a kv head: the heads of one
- * group, and adjacent rows of one request.
+/* Span attention over paged keys. A unit of work is a few adjacent rows of one request with the heads
+ * that share a kv head: all of their vectors meet a tile of keys while it is in the first-level
+ * cache, and a bf16 tile is widened once for all of them.
  *
- * Every sum runs over the keys one by one from key 0, and an invisible key adds an exact zero. A
- * row's result therefore depends on the sequence of its visible keys alone: not on the paging, on
- * the batch, or on the siblings that stand between its ancestors in a tree.
+ * A row's result depends on the sequence of its visible keys alone (attend.h): not on the unit, on
+ * the paging, on the batch, or on the siblings that stand between its ancestors in a tree, which
+ * add exact zeros.
  */
-#include "vmath.h"
+#include "attend.h"
+#include "team.h"
 
-#define MAX_VECTORS 8
-#define EACH_M(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
-#define UNROLL _Pragma("GCC unroll 32")
+#define MOST_VECTORS 48   /* of a unit */
+#define SCORES (1 << 18)  /* floats of scores that a unit should not exceed */
+#define MIXED_TILES 4     /* that pass a mix together; their values stay in the nearest cache */
+#define UNITS_A_THREAD 4  /* so that the threads finish together */
 
 static size_t element_bytes(const sf_layer_weights *w) { return w->kv_kind == SF_BF16 ? 2 : 4; }
 
@@ -71,129 +74,168 @@ static uint32_t visible16(const row_view *view, int64_t first) {
     return -before < 64 ? (uint32_t)(view->mask >> -before) & 0xffff : 0;
 }
 
-/* Raw scores of 16 keys for M query vectors: s[m * stride .. + 16]. */
-SF_INLINE void score_tile(const int M, const int bf16, const float *const *q, const uint8_t *tile,
-                          int n, float *s, int64_t stride) {
-    vf acc[MAX_VECTORS];
-    UNROLL for (int m = 0; m < M; m++) acc[m] = vf_zero();
-    for (int d = 0; d < n; d += 2) {
-        vf even, odd;
-        if (bf16) {
-            vi pair = vb_load((const uint16_t *)tile + d * SF_LANES);
-            even = vb_even(pair);
-            odd = vb_odd(pair);
-        } else {
-            even = vf_load((const float *)tile + d * SF_LANES);
-            odd = vf_load((const float *)tile + (d + 1) * SF_LANES);
-        }
-        UNROLL for (int m = 0; m < M; m++) {
-            acc[m] = vf_fma(vf_set1(q[m][d]), even, acc[m]);
-            acc[m] = vf_fma(vf_set1(q[m][d + 1]), odd, acc[m]);
-        }
-    }
-    UNROLL for (int m = 0; m < M; m++) vf_store(s + m * stride, acc[m]);
-}
-
-/* The keys that a unit of work reads. */
+/* The keys that a unit reads. */
 typedef struct {
     const uint8_t **tile;
     int32_t *size; /* keys of each tile below the limit */
     int64_t tiles;
+    int64_t whole; /* leading tiles of 16 keys */
 } tile_list;
 
-/* out[m][16 D] = sum over keys of p[m][key] * V[key][16 D], and with `total` the sums of p too. */
-SF_INLINE void mix(const int M, const int D, const int bf16, const int with_total,
-                   const tile_list *list, int64_t offset, const float *p, int64_t stride,
-                   float *const *out, int column, vf *total) {
-    vf acc[MAX_VECTORS * 2];
-    UNROLL for (int i = 0; i < M * D; i++) acc[i] = vf_zero();
-    if (with_total) UNROLL for (int m = 0; m < M; m++) total[m] = vf_zero();
-    for (int64_t t = 0; t < list->tiles; t++) {
-        const uint8_t *values = list->tile[t] + offset;
-        int size = list->size[t];
-        for (int j = 0; j < size; j += 1 + bf16) {
-            vf v[4];
-            UNROLL for (int c = 0; c < D; c++) {
-                if (bf16) {
-                    vi pair = vb_load((const uint16_t *)values + c * 256 + j * 16);
-                    v[c] = vb_even(pair);
-                    v[D + c] = vb_odd(pair);
-                } else {
-                    v[c] = vf_load((const float *)values + c * 256 + j * 16);
-                }
-            }
-            UNROLL for (int half = 0; half < 1 + bf16; half++) {
-                /* A key past the end is skipped, not weighted by zero: it may hold anything. */
-                if (half && j + 1 >= size) break;
-                UNROLL for (int m = 0; m < M; m++) {
-                    vf weight = vf_set1(p[m * stride + j + half]);
-                    UNROLL for (int c = 0; c < D; c++)
-                        acc[m * D + c] = vf_fma(weight, v[half * D + c], acc[m * D + c]);
-                    if (with_total) total[m] = vf_add(total[m], weight);
-                }
-            }
-        }
-        p += size;
-    }
-    UNROLL for (int m = 0; m < M; m++)
-        UNROLL for (int c = 0; c < D; c++)
-            vf_store(out[m] + column + 16 * c, vf_div(acc[m * D + c], total[m]));
-}
+/* Vectors that pass through the inner loops together. */
+typedef struct {
+    int M;
+    const float *q; /* [head_dim][M] */
+    float *scores;  /* [tiles][M][16] */
+    float *out[SF_GROUP];
+    row_view view[SF_GROUP];
+    float total[SF_GROUP];
+} group;
 
-/* The softmax's numerators over keys [0, limit) of one vector, in place; invisible keys get 0. */
-static void exponentiate(float *s, int64_t limit, const row_view *view) {
+typedef void score_run(const float *q, const uint8_t *const *tile, const uint8_t *const *ahead,
+                       int n, float *s);
+typedef void mix_run(const group *g, const uint8_t *const *tile, const uint8_t *const *ahead,
+                     const int32_t *size, int64_t tiles, int64_t first, int64_t offset, int n);
+typedef void total_run(group *g, int64_t tiles);
+
+#define SCORE(NAME, M, T, BF16)                                                                    \
+    static void NAME(const float *q, const uint8_t *const *tile, const uint8_t *const *ahead,      \
+                     int n, float *s) {                                                            \
+        sf_score(M, T, BF16, q, tile, ahead, n, s);                                                \
+    }
+/* Over all columns of V, as many at once as the registers hold. */
+#define MIX(NAME, M, BF16)                                                                         \
+    static void NAME(const group *g, const uint8_t *const *tile, const uint8_t *const *ahead,      \
+                     const int32_t *size, int64_t tiles, int64_t first, int64_t offset, int n) {   \
+        const int64_t panel = SF_LANES * 16 * ((BF16) ? 2 : 4);                                    \
+        const int D = 4 * (M) <= SF_ACCUMULATORS ? 4 : 2 * (M) <= SF_ACCUMULATORS ? 2 : 1;         \
+        const float *s = g->scores + first * (M) * 16;                                             \
+        int d = 0;                                                                                 \
+        for (; d + 16 * D <= n; d += 16 * D)                                                       \
+            sf_mix(M, D, BF16, tile, ahead, size, tiles, offset + d / 16 * panel, s, g->out, d);   \
+        for (; d < n; d += 16)                                                                     \
+            sf_mix(M, 1, BF16, tile, ahead, size, tiles, offset + d / 16 * panel, s, g->out, d);   \
+    }
+#define RUNS(M)                                                                                    \
+    SCORE(score_f32_##M, M, 1, 0)                                                                  \
+    SCORE(score_bf16_##M, M, 1, 1)                                                                 \
+    SCORE(scores_f32_##M, M, SF_TILES, 0)                                                          \
+    SCORE(scores_bf16_##M, M, SF_TILES, 1)                                                         \
+    MIX(mix_f32_##M, M, 0)                                                                         \
+    MIX(mix_bf16_##M, M, 1)                                                                        \
+    static void total_##M(group *g, int64_t tiles) { sf_total(M, g->scores, tiles, g->total); }
+SF_EACH_M(RUNS)
+
+#define ONE_F32(M) score_f32_##M,
+#define ONE_BF16(M) score_bf16_##M,
+#define SEVERAL_F32(M) scores_f32_##M,
+#define SEVERAL_BF16(M) scores_bf16_##M,
+#define MIX_F32(M) mix_f32_##M,
+#define MIX_BF16(M) mix_bf16_##M,
+#define TOTAL(M) total_##M,
+static score_run *const score_tile[2][SF_GROUP + 1] = {{0, SF_EACH_M(ONE_F32)},
+                                                       {0, SF_EACH_M(ONE_BF16)}};
+static score_run *const score_tiles[2][SF_GROUP + 1] = {{0, SF_EACH_M(SEVERAL_F32)},
+                                                        {0, SF_EACH_M(SEVERAL_BF16)}};
+static mix_run *const mix_tiles[2][SF_GROUP + 1] = {{0, SF_EACH_M(MIX_F32)},
+                                                    {0, SF_EACH_M(MIX_BF16)}};
+static total_run *const add_up[SF_GROUP + 1] = {0, SF_EACH_M(TOTAL)};
+
+/* The softmax's numerators of one vector in place, s [tiles][stride]; invisible keys get 0. */
+static void exponentiate(float *s, int64_t stride, const tile_list *list, const row_view *view) {
+    int64_t whole = view->start / SF_LANES < list->whole ? view->start / SF_LANES : list->whole;
     vf low = vf_set1(-__builtin_inff()), best = low;
-    for (int64_t k = 0; k < limit; k += 16)
-        best = vf_max(best, vf_select(visible16(view, k), vf_load(s + k), low));
+    for (int64_t t = 0; t < whole; t++) best = vf_max(best, vf_load(s + t * stride));
+    for (int64_t t = whole, key = whole * SF_LANES; t < list->tiles; key += list->size[t++]) {
+        uint32_t seen = visible16(view, key) & ((1u << list->size[t]) - 1);
+        best = vf_max(best, vf_select(seen, vf_load(s + t * stride), low));
+    }
     vf largest = vf_set1(vf_hmax(best));
-    for (int64_t k = 0; k < limit; k += 16) {
-        vf p = vf_exp(vf_sub(vf_load(s + k), largest));
-        vf_store(s + k, vf_select(visible16(view, k), p, vf_zero()));
+    for (int64_t t = 0; t < whole; t++)
+        vf_store(s + t * stride, vf_exp(vf_sub(vf_load(s + t * stride), largest)));
+    for (int64_t t = whole, key = whole * SF_LANES; t < list->tiles; key += list->size[t++]) {
+        uint32_t seen = visible16(view, key) & ((1u << list->size[t]) - 1);
+        vf p = vf_exp(vf_sub(vf_load(s + t * stride), largest));
+        vf_store(s + t * stride, vf_select(seen, p, vf_zero()));
     }
 }
 
 typedef struct {
-    const float *q[MAX_VECTORS];
-    float *out[MAX_VECTORS];
-    row_view view[MAX_VECTORS];
+    group groups[MOST_VECTORS];
+    int count, head_dim, bf16;
     tile_list list;
-    float *scores;
-    int64_t stride, limit;
-    int head_dim;
+    float *q, *scores;
+    float *wide; /* MIXED_TILES tiles of K or V in float32 */
 } unit;
 
-#define ATTEND(NAME, M, BF16)                                                                      \
-    static void NAME##_##M(const unit *u) {                                                        \
-        const int n = u->head_dim;                                                                 \
-        const int64_t width = (BF16) ? 2 : 4, panel = SF_LANES * 16 * width;                       \
-        const int64_t offset = SF_LANES * n * width;                                               \
-        float *s = u->scores;                                                                      \
-        for (int64_t t = 0; t < u->list.tiles; s += u->list.size[t++])                             \
-            score_tile(M, BF16, u->q, u->list.tile[t], n, s, u->stride);                           \
-        for (int m = 0; m < M; m++)                                                                \
-            exponentiate(u->scores + m * u->stride, u->limit, &u->view[m]);                        \
-        vf total[MAX_VECTORS]; \
-        int d = n >= 32 ? 32 : 16;                                                                 \
-        if (n >= 32)                                                                               \
-            mix(M, 2, BF16, 1, &u->list, offset, u->scores, u->stride, u->out, 0, total);          \
-        else                                                                                       \
-            mix(M, 1, BF16, 1, &u->list, offset, u->scores, u->stride, u->out, 0, total);          \
-        for (; d + 32 <= n; d += 32)                                                               \
-            mix(M, 2, BF16, 0, &u->list, offset + d / 16 * panel, u->scores, u->stride, u->out, d, \
-                total);                                                                            \
-        if (d < n)                                                                                 \
-            mix(M, 1, BF16, 0, &u->list, offset + d / 16 * panel, u->scores, u->stride, u->out, d, \
-                total);                                                                            \
-    }
-#define ATTEND_F32(M) ATTEND(attend_f32, M, 0)
-#define ATTEND_BF16(M) ATTEND(attend_bf16, M, 1)
-EACH_M(ATTEND_F32)
-EACH_M(ATTEND_BF16)
+/* Which tiles pass the inner loops together, and what should come into the cache meanwhile. */
+typedef struct {
+    const uint8_t *wide[MIXED_TILES], *ahead[MIXED_TILES];
+    const uint8_t *const *tile;
+} block;
 
-#define NAME_F32(M) attend_f32_##M,
-#define NAME_BF16(M) attend_bf16_##M,
-static void (*const attend_unit[2][MAX_VECTORS + 1])(const unit *) = {
-    {0, EACH_M(NAME_F32)}, {0, EACH_M(NAME_BF16)}};
+/* K (offset 0) or V of tiles [first, first + count), widened where several groups read them. */
+static void open_block(const unit *u, int64_t first, int64_t count, int64_t offset, block *b) {
+    const tile_list *list = &u->list;
+    b->tile = list->tile + first;
+    for (int64_t t = 0; t < count; t++) {
+        int64_t next = first + count + t < list->tiles ? first + count + t : first + t;
+        b->ahead[t] = list->tile[next] + offset;
+        if (!u->bf16 || u->count == 1) continue;
+        float *to = u->wide + t * SF_LANES * u->head_dim;
+        sf_widen(list->tile[first + t] + offset, u->head_dim, to);
+        b->wide[t] = (const uint8_t *)to;
+        b->tile = b->wide;
+    }
+}
+
+static void score_keys(const unit *u) {
+    const int64_t tiles = u->list.tiles;
+    block b;
+    for (int64_t t = 0, step; t < tiles; t += step) {
+        step = tiles - t >= SF_TILES ? SF_TILES : 1;
+        open_block(u, t, step, 0, &b);
+        for (int i = 0; i < u->count; i++) {
+            const group *g = &u->groups[i];
+            (step == SF_TILES ? score_tiles : score_tile)[u->bf16 && u->count == 1][g->M](
+                g->q, b.tile, b.ahead, u->head_dim, g->scores + t * g->M * 16);
+        }
+    }
+}
+
+static void mix_values(const unit *u) {
+    const tile_list *list = &u->list;
+    const int64_t offset = SF_LANES * u->head_dim * (u->bf16 ? 2 : 4);
+    const int direct = u->bf16 && u->count == 1;
+    block b;
+    for (int64_t t = 0, step; t < list->tiles; t += step) {
+        step = list->tiles - t < MIXED_TILES ? list->tiles - t : MIXED_TILES;
+        open_block(u, t, step, offset, &b);
+        for (int i = 0; i < u->count; i++)
+            mix_tiles[direct][u->groups[i].M](&u->groups[i], b.tile, b.ahead, list->size + t, step,
+                                              t, u->bf16 && !direct ? 0 : offset, u->head_dim);
+    }
+}
+
+static void attend_unit(unit *u) {
+    score_keys(u);
+    for (int i = 0; i < u->count; i++) {
+        group *g = &u->groups[i];
+        for (int m = 0; m < g->M; m++) {
+            exponentiate(g->scores + 16 * m, 16 * g->M, &u->list, &g->view[m]);
+            memset(g->out[m], 0, (size_t)u->head_dim * 4);
+        }
+        add_up[g->M](g, u->list.tiles);
+    }
+    mix_values(u);
+    for (int i = 0; i < u->count; i++)
+        for (int m = 0; m < u->groups[i].M; m++) {
+            float *out = u->groups[i].out[m];
+            vf total = vf_set1(u->groups[i].total[m]);
+            for (int d = 0; d < u->head_dim; d += 16)
+                vf_store(out + d, vf_div(vf_load(out + d), total));
+        }
+}
 
 static int64_t key_limit(const sf_batch *batch, int64_t first, int64_t count) {
     int64_t limit = 0;
@@ -209,28 +251,81 @@ static int64_t tiles_for(const sf_kv *kv, int64_t keys) {
     return (keys + kv->block_size - 1) / kv->block_size * kv->tiles;
 }
 
-static int64_t score_stride(int64_t keys) { return (keys + 15) / 16 * 16 + 32; }
+/* Most vectors of a unit: their scores should stay in a second-level cache. */
+static int64_t vectors_for(int64_t tiles) {
+    int64_t vectors = SCORES / (tiles * SF_LANES + 1);
+    return vectors < SF_GROUP ? SF_GROUP : vectors > MOST_VECTORS ? MOST_VECTORS : vectors;
+}
+
+static int64_t lists_bytes(int64_t tiles) { return (tiles * 12 + 63) / 64 * 64; }
 
 /* Bytes that each thread needs. */
 size_t sf_attention_scratch(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv) {
-    (void)w;
-    int64_t keys = key_limit(batch, 0, batch->rows);
-    int64_t bytes = MAX_VECTORS * score_stride(keys) * 4 + tiles_for(kv, keys) * 12;
-    return (size_t)(bytes + 127) / 64 * 64;
+    int64_t tiles = tiles_for(kv, key_limit(batch, 0, batch->rows)), n = w->head_dim;
+    int64_t floats = vectors_for(tiles) * tiles * SF_LANES + MOST_VECTORS * n;
+    return (size_t)(lists_bytes(tiles) + 4 * (floats + MIXED_TILES * SF_LANES * n) + 64) / 64 * 64;
 }
 
 static void list_tiles(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv,
                        int64_t slot, int kv_head, int64_t limit, tile_list *list) {
-    list->tiles = 0;
+    list->tiles = list->whole = 0;
     for (int64_t key = 0; key < limit; key += kv->block_size)
         for (int t = 0; t < kv->tiles && key + t * SF_LANES < limit; t++) {
             int64_t size = kv->block_size - t * SF_LANES, left = limit - key - t * SF_LANES;
             if (size > SF_LANES) size = SF_LANES;
             if (size > left) size = left;
+            list->whole += size == SF_LANES && list->whole == list->tiles;
             list->size[list->tiles] = (int32_t)size;
             list->tile[list->tiles++] =
                 find_tile(w, batch, kv, slot, key / kv->block_size, t, kv_head);
         }
+}
+
+/* Adjacent rows of one request, cut into `pieces` as even as can be. */
+typedef struct {
+    int64_t row, rows, pieces;
+} segment;
+
+static segment segment_at(const sf_batch *batch, int64_t row, int64_t most) {
+    segment s = {row, 1, 0};
+    while (row + s.rows < batch->rows && batch->row_slot[row + s.rows] == batch->row_slot[row])
+        s.rows++;
+    s.pieces = (s.rows + most - 1) / most;
+    return s;
+}
+
+/* Rows of a unit: many share the keys, unless threads would be left without work. */
+static int64_t rows_of_unit(const sf_batch *batch, int64_t most, int64_t parts) {
+    for (;; most = (most + 1) / 2) {
+        int64_t units = 0;
+        for (segment s = {0, 0, 0}; s.row + s.rows < batch->rows; units += s.pieces * parts)
+            s = segment_at(batch, s.row + s.rows, most);
+        if (most == 1 || units >= UNITS_A_THREAD * sf_team) return most;
+    }
+}
+
+/* Vectors of `rows` rows from `row` on, each with the same `heads` heads from `head` on. */
+static void gather_vectors(unit *u, const sf_batch *batch, int64_t row, int64_t rows, int head,
+                           int heads, const float *q, int64_t q_stride, float *out,
+                           int64_t out_stride) {
+    int vectors = (int)rows * heads, n = u->head_dim;
+    u->count = (vectors + SF_GROUP - 1) / SF_GROUP;
+    for (int i = 0; i < u->count; i++) {
+        group *g = &u->groups[i];
+        int first = vectors * i / u->count;
+        float *packed = u->q + first * n;
+        g->M = vectors * (i + 1) / u->count - first;
+        g->q = packed;
+        g->scores = u->scores + first * u->list.tiles * SF_LANES;
+        for (int m = 0; m < g->M; m++) {
+            int64_t at = row + (first + m) / heads;
+            int64_t column = (int64_t)(head + (first + m) % heads) * n;
+            const float *from = q + at * q_stride + column;
+            for (int d = 0; d < n; d++) packed[d * g->M + m] = from[d];
+            g->out[m] = out + at * out_stride + column;
+            g->view[m] = view_of(batch, at);
+        }
+    }
 }
 
 /* q [rows][heads * head_dim], already rotated and scaled -> out, the same shape. Called by every
@@ -238,44 +333,41 @@ static void list_tiles(const sf_layer_weights *w, const sf_batch *batch, const s
 void sf_attend(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv, const float *q,
                int64_t q_stride, float *out, int64_t out_stride, uint8_t *scratch,
                sf_counter *work) {
-    int group = w->heads / w->kv_heads;
-    int chunk = group < MAX_VECTORS ? group : MAX_VECTORS; /* heads of a unit */
-    int chunks = (group + chunk - 1) / chunk, rows_per_unit = MAX_VECTORS / chunk;
-    int64_t units_per_run = (int64_t)w->kv_heads * chunks;
-    int64_t keys = key_limit(batch, 0, batch->rows);
-    unit u = {.stride = score_stride(keys), .head_dim = w->head_dim};
+    int64_t tiles = tiles_for(kv, key_limit(batch, 0, batch->rows)), most = vectors_for(tiles);
+    int shared = w->heads / w->kv_heads; /* heads of a kv head */
+    int chunk = shared < most ? shared : (int)most, chunks = (shared + chunk - 1) / chunk;
+    int64_t parts = (int64_t)w->kv_heads * chunks;
+    int64_t rows = rows_of_unit(batch, most / chunk, parts);
+    unit u = {.head_dim = w->head_dim, .bf16 = w->kv_kind == SF_BF16};
     u.list.tile = (const uint8_t **)scratch;
-    u.list.size = (int32_t *)(scratch + 8 * tiles_for(kv, keys));
-    u.scores = (float *)(scratch + (12 * tiles_for(kv, keys) + 63) / 64 * 64);
+    u.list.size = (int32_t *)(scratch + 8 * tiles);
+    u.q = (float *)(scratch + lists_bytes(tiles));
+    u.wide = u.q + MOST_VECTORS * w->head_dim;
+    u.scores = u.wide + MIXED_TILES * SF_LANES * w->head_dim;
 
-    /* A run is a few adjacent rows of one request; each thread walks them in order. */
-    int64_t run = 0, row = 0, count = 0, mine;
+    /* Each thread walks the segments in order, up to the one that holds the unit it drew. */
+    segment s = segment_at(batch, 0, rows);
+    int64_t before = 0; /* pieces of the segments passed */
     for (;;) {
-        mine = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED);
-        for (;;) {
-            for (count = 1; count < rows_per_unit && row + count < batch->rows; count++)
-                if (batch->row_slot[row + count] != batch->row_slot[row]) break;
-            if (row >= batch->rows || run == mine / units_per_run) break;
-            row += count;
-            run++;
+        int64_t mine = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED), piece = mine / parts;
+        while (piece >= before + s.pieces) {
+            before += s.pieces;
+            if (s.row + s.rows >= batch->rows) return;
+            s = segment_at(batch, s.row + s.rows, rows);
         }
-        if (row >= batch->rows) return;
-        int part = (int)(mine % units_per_run), kv_head = part / chunks;
-        int first = kv_head * group + part % chunks * chunk;
-        int heads = group - part % chunks * chunk < chunk ? group - part % chunks * chunk : chunk;
-        int M = (int)count * heads;
-        for (int m = 0; m < M; m++) {
-            int64_t at = row + m / heads, column = (int64_t)(first + m % heads) * w->head_dim;
-            u.q[m] = q + at * q_stride + column;
-            u.out[m] = out + at * out_stride + column;
-            if (batch->row_slot[row] < 0)
-                memset(u.out[m], 0, (size_t)w->head_dim * 4);
-            else
-                u.view[m] = view_of(batch, at);
+        int64_t at = s.rows * (piece - before) / s.pieces;
+        int64_t count = s.rows * (piece - before + 1) / s.pieces - at, slot = batch->row_slot[s.row];
+        int part = (int)(mine % parts), kv_head = part / chunks, skip = part % chunks * chunk;
+        int head = kv_head * shared + skip, heads = shared - skip < chunk ? shared - skip : chunk;
+        at += s.row;
+        if (slot < 0) {
+            for (int64_t row = at; row < at + count; row++)
+                memset(out + row * out_stride + (int64_t)head * w->head_dim, 0,
+                       (size_t)(heads * w->head_dim) * 4);
+            continue;
         }
-        if (batch->row_slot[row] < 0) continue;
-        u.limit = key_limit(batch, row, count);
-        list_tiles(w, batch, kv, batch->row_slot[row], kv_head, u.limit, &u.list);
-        attend_unit[w->kv_kind == SF_BF16][M](&u);
+        list_tiles(w, batch, kv, slot, kv_head, key_limit(batch, at, count), &u.list);
+        gather_vectors(&u, batch, at, count, head, heads, q, q_stride, out, out_stride);
+        attend_unit(&u);
     }
 }

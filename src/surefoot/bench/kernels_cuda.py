@@ -1,0 +1,265 @@
+"""What one round of the target costs on an NVIDIA GPU, part by part, at a model's shapes.
+
+``python -m surefoot.bench.kernels_cuda [--out FILE]`` builds Qwen3-4B's shapes with random
+weights, compares the kernels with torch on the device, and times graph replays: memory bandwidth,
+all matrix products against cuBLAS, span attention, and whole steps by number of requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
+from surefoot.kernels.torch_backend import TorchBackend
+from surefoot.models.config import ModelConfig
+from surefoot.models.decoder import Decoder, expected_shapes
+
+QWEN3_4B: dict[str, Any] = dict(
+    architecture="qwen3",
+    vocab_size=151936,
+    hidden_size=2560,
+    intermediate_size=9728,
+    layers=36,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    max_positions=4096,
+    norm_eps=1e-6,
+    rope_theta=1e6,
+    tied_embeddings=True,
+    qk_norm=True,
+)
+BLOCK = 16
+
+
+class RandomWeights(Mapping[str, torch.Tensor]):
+    """Weights of a config, drawn when asked for, so that a large model fits beside its packing."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self.shapes = expected_shapes(config)
+        self.dtype = dtype
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape = self.shapes[name]
+        generator = torch.Generator("cuda").manual_seed(list(self.shapes).index(name))
+        weight = torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32)
+        return (weight * 0.02 if len(shape) > 1 else 1 + 0.05 * weight).to(self.dtype)
+
+    def __iter__(self):
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def make_batch(
+    requests: int, rows: int, context: int, vocab: int, max_length: int = 4096
+) -> FlatBatch:
+    """``requests`` spans of ``rows`` rows each, behind ``context`` keys; blocks are scattered."""
+    blocks = -(-(context + rows) // BLOCK)
+    table = torch.zeros((requests, max_length // BLOCK), dtype=torch.int32, device="cuda")
+    table[:, :blocks] = 1 + torch.randperm(requests * blocks, device="cuda").view(requests, -1)
+    slot = torch.arange(requests, device="cuda").repeat_interleave(rows)
+    positions = context + torch.arange(rows, device="cuda").repeat(requests)
+    first = torch.arange(requests, device="cuda") * rows
+    return FlatBatch(
+        tokens=torch.randint(0, vocab, (requests * rows,), device="cuda"),
+        positions=positions,
+        key_index=positions,
+        row_slot=slot,
+        block_tables=table,
+        span_start=torch.full((requests,), context, device="cuda"),
+        max_keys=context + rows,
+        spans=SpanTable(
+            first, torch.full_like(first, rows), torch.arange(requests, device="cuda"), rows
+        ),
+    )
+
+
+def seconds(run: Callable[[], Any], repeats: int = 20, graph: bool = True) -> float:
+    """Median seconds of ``run``, as a graph replay unless told otherwise."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, stream=stream):
+            run()
+        run = captured.replay
+    times = []
+    for _ in range(repeats + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times[3:])
+
+
+def check(dtype: torch.dtype) -> float:
+    """Largest relative error of a small model's logits, against torch in fp32 on the device."""
+    from surefoot.kernels.triton.backend import TritonBackend
+
+    sizes = dict(layers=3, vocab_size=1000, hidden_size=512, intermediate_size=1024)
+    config = ModelConfig(**{**QWEN3_4B, **sizes, "heads": 8, "kv_heads": 2, "max_positions": 512})
+    backends = TritonBackend("cuda", dtype), TorchBackend("cuda", torch.float32)
+    decoders = [Decoder(config, RandomWeights(config, torch.bfloat16), b) for b in backends]
+    worst = 0.0
+    for requests, rows in ((1, 100), (3, 1), (5, 4), (2, 33), (1, 1), (70, 2)):
+        context = 64
+        fill, batch = (
+            make_batch(requests, context, 0, 1000, 512),
+            make_batch(requests, rows, context, 1000, 512),
+        )
+        batch = FlatBatch(**{**batch.__dict__, "block_tables": fill.block_tables})
+        blocks = -(-(context + rows) // BLOCK)
+        batch.block_tables[:, :blocks] = 1 + torch.randperm(
+            requests * blocks, device="cuda", dtype=torch.int32
+        ).view(requests, -1)
+        logits = []
+        for decoder in decoders:
+            kv = decoder.backend.allocate_kv(3, requests * blocks + 1, BLOCK, decoder.shape)
+            decoder.forward(fill, kv)
+            logits.append(decoder.logits(decoder.forward(batch, kv).hidden).float())
+        error = (logits[0] - logits[1]).norm(dim=1) / logits[1].norm(dim=1)
+        worst = max(worst, float(error.max()))
+    return worst
+
+
+def bandwidth() -> dict[str, float]:
+    """TB/s of a copy (read + written) and of a read-only sum, over 4 GB."""
+    data = torch.empty(2 << 30, dtype=torch.bfloat16, device="cuda").normal_()
+    other = torch.empty_like(data)
+    words = data.view(torch.int32)
+    return {
+        "copy_tb_s": 2 * data.nbytes / seconds(lambda: other.copy_(data)) / 1e12,
+        "read_tb_s": data.nbytes / seconds(lambda: words.max()) / 1e12,
+    }
+
+
+def products(decoder: Decoder, rows: int) -> dict[str, float]:
+    """Milliseconds of all matrix products of a step."""
+    config = decoder.config
+    sizes = {"qkv": config.hidden_size, "o": config.heads * config.head_dim}
+    sizes |= {"gate_up": config.hidden_size, "down": config.intermediate_size}
+    inputs = {
+        name: torch.randn(rows, size, device="cuda", dtype=torch.bfloat16)
+        for name, size in sizes.items()
+    }
+    residual = torch.randn(rows, config.hidden_size, device="cuda", dtype=torch.bfloat16)
+
+    def ours() -> None:
+        for layer in decoder.layers:
+            layer.qkv.normed(inputs["qkv"], layer.input_norm, layer.eps)
+            layer.o.added(inputs["o"], residual)
+            layer.gate_up.gated(inputs["gate_up"], layer.post_norm, layer.eps)
+            layer.down.added(inputs["down"], residual)
+        decoder.head_linear.wide(inputs["qkv"])
+
+    def cublas() -> None:
+        for layer in decoder.layers:
+            for name in sizes:
+                torch.mm(inputs[name], getattr(layer, name).weight.T)
+        torch.mm(inputs["qkv"], decoder.head_linear.weight.T)
+
+    def part(name: str) -> Callable[[], None]:
+        def run() -> None:
+            for layer in decoder.layers:
+                linear = getattr(layer, name)
+                if name == "gate_up":
+                    linear.gated(inputs[name], layer.post_norm, layer.eps)
+                else:
+                    linear(inputs[name])
+
+        return run
+
+    out = {"ours": 1e3 * seconds(ours), "cublas": 1e3 * seconds(cublas)}
+    out |= {name: 1e3 * seconds(part(name)) for name in sizes}
+    out["head"] = 1e3 * seconds(lambda: decoder.head_linear.wide(inputs["qkv"]))
+    return out
+
+
+def attention(context: int = 1024) -> list[dict[str, float]]:
+    """Microseconds of span attention alone, L2 flushed by rotating over several caches."""
+    from surefoot.kernels.triton.attention import span_attention
+
+    shape, results = AttentionShape(32, 8, 128, 128**-0.5), []
+    for requests in (1, 16, 64):
+        blocks = requests * (context // BLOCK + 2) + 1
+        caches = [
+            torch.randn(2, blocks, 8, BLOCK, 128, device="cuda", dtype=torch.bfloat16)
+            for _ in range(8)
+        ]
+        for rows in (1, 4, 16):
+            batch = make_batch(requests, rows, context - rows, 1000)
+            q = torch.randn(requests * rows, 32, 128, device="cuda", dtype=torch.bfloat16)
+
+            def run(q=q, batch=batch, caches=caches) -> None:
+                for kv in caches:
+                    span_attention(q, kv, batch, shape)
+
+            results.append(
+                {"requests": requests, "rows": rows, "us": 1e6 * seconds(run) / len(caches)}
+            )
+    return results
+
+
+def steps(decoder: Decoder, context: int = 640) -> list[dict[str, float]]:
+    """Milliseconds of forward, head and argmax, captured, by requests and rows per request."""
+    results = []
+    cases = [(c, 1) for c in (1, 4, 8, 16, 32, 64, 128)] + [(1, 2), (1, 4), (1, 8), (8, 4), (32, 4)]
+    for requests, rows in cases:
+        batch = make_batch(requests, rows, context, decoder.config.vocab_size)
+        blocks = requests * (-(-(context + rows) // BLOCK)) + 1
+        kv = decoder.backend.allocate_kv(decoder.config.layers, blocks, BLOCK, decoder.shape)
+
+        def run(batch=batch, kv=kv) -> torch.Tensor:
+            return decoder.greedy(decoder.forward(batch, kv).hidden)
+
+        ms = 1e3 * seconds(run)
+        results.append({"requests": requests, "rows": rows, "ms": ms, "tok_s": requests / ms * 1e3})
+        print(results[-1], flush=True)
+        del kv
+    return results
+
+
+def main() -> None:
+    from surefoot.kernels.triton.backend import TritonBackend
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name()}
+
+    def report(name: str, value: Any) -> None:
+        result[name] = value
+        print(name, json.dumps(value), flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(result, indent=1))
+
+    report("error_fp32", check(torch.float32))
+    report("error_bf16", check(torch.bfloat16))
+    report("bandwidth", bandwidth())
+    report("attention", attention())
+    config = ModelConfig(**QWEN3_4B)
+    decoder = Decoder(config, RandomWeights(config, torch.bfloat16), TritonBackend())
+    report("steps", steps(decoder))
+    report("products", {rows: products(decoder, rows) for rows in (1, 2, 4, 8, 16, 32, 64, 128)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Span attention over the paged KV pool of ``rope_kv``.
+
+A program takes one tile of a span's rows, all query heads of one kv head with them (so that a key
+is loaded once for the whole group), and one of ``splits`` shares of the keys (flash-decoding). A
+second kernel adds the shares up. How long a share is follows from the span's length on the device.
+Twin: ``kernels.attention.torch_paged.span_attention``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
+from surefoot.kernels.triton.launch import next_power_of_2, processors
+from surefoot.kernels.triton.spans import span_table
+
+LOG2_E = 1 / math.log(2)
+MAX_SPLITS = 64
+
+
+@triton.jit
+def attention_kernel(
+    q_ptr, kv_ptr, out_ptr, part_ptr, lse_ptr, first_row_ptr, rows_ptr, slot_ptr, spans,
+    tables_ptr, table_stride, start_ptr, key_index_ptr, mask_ptr, value_offset, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, TILES: tl.constexpr, SPANS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    group: tl.constexpr = HEADS // KV_HEADS
+    rows_per_tile: tl.constexpr = BLOCK_M // group
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    if TILES > 0:
+        span = tl.program_id(0) // TILES
+        tile = tl.program_id(0) % TILES
+    else:
+        # Ragged spans: which of them the program's tile belongs to.
+        every = tl.arange(0, SPANS)
+        counts = tl.load(rows_ptr + every, mask=every < spans, other=0).to(tl.int32)
+        tiles = (counts + rows_per_tile - 1) // rows_per_tile
+        ends = tl.cumsum(tiles, axis=0)
+        span = tl.sum((ends <= tl.program_id(0)).to(tl.int32), axis=0)
+        if span >= spans:
+            return
+        tile = tl.program_id(0) - tl.sum(tl.where(every == span, ends - tiles, 0), axis=0)
+    count = tl.load(rows_ptr + span)
+    if tile * rows_per_tile >= count:
+        return
+
+    slot = tl.load(slot_ptr + span)
+    member = tl.arange(0, BLOCK_M)
+    within = tile * rows_per_tile + member // group
+    valid = (member < rows_per_tile * group) & (within < count)
+    row = tl.load(first_row_ptr + span) + within
+    head = kv_head * group + member % group
+    place = row * HEADS + head
+    column = tl.arange(0, WIDTH)
+    in_head = column < HEAD_DIM
+    q = tl.load(
+        q_ptr + place[:, None] * HEAD_DIM + column[None, :],
+        mask=valid[:, None] & in_head[None, :],
+        other=0.0,
+    )
+    if MASKED:
+        bits = tl.load(mask_ptr + row, mask=valid, other=0)
+        start = tl.load(start_ptr + slot)
+        length = start + count
+    else:
+        last_key = tl.load(key_index_ptr + row, mask=valid, other=-1)
+        length = tl.max(last_key, axis=0) + 1
+
+    share = tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
+    low = (split * share).to(tl.int32)
+    high = tl.minimum(low + share, length).to(tl.int32)
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    for base in range(low, high, BLOCK_N):
+        key = base + tl.arange(0, BLOCK_N)
+        known = key < high
+        block = tl.load(tables_ptr + slot * table_stride + key // BLOCK_SIZE, mask=known, other=0)
+        at = (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
+        at = at * HEAD_DIM
+        k = tl.load(
+            kv_ptr + at[None, :] + column[:, None],
+            mask=known[None, :] & in_head[:, None],
+            other=0.0,
+        )
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        if MASKED:
+            offset = key - start
+            bit = (bits[:, None] >> tl.minimum(tl.maximum(offset, 0), 63)[None, :]) & 1
+            visible = (offset < 0)[None, :] | ((offset < 64)[None, :] & (bit == 1))
+        else:
+            visible = key[None, :] <= last_key[:, None]
+        scores = tl.where(visible & known[None, :], scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, axis=1))
+        # A row may see none of these keys: -inf less -inf is NaN.
+        pivot = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - pivot[:, None])
+        decay = tl.exp2(best - pivot)
+        # Keys beyond the end may never have been written; NaN times zero is NaN.
+        v = tl.load(
+            kv_ptr + value_offset + at[:, None] + column[None, :],
+            mask=known[:, None] & in_head[None, :],
+            other=0.0,
+        )
+        total = total * decay + tl.sum(weights, axis=1)
+        acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        best = higher
+
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    whole = valid[:, None] & in_head[None, :]
+    if SPLITS == 1:
+        target = out_ptr + place[:, None] * HEAD_DIM + column[None, :]
+        tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=whole)
+    else:
+        part = place * SPLITS + split
+        tl.store(lse_ptr + part, best + tl.log2(total), mask=valid)
+        tl.store(part_ptr + part[:, None] * HEAD_DIM + column[None, :], acc, mask=whole)
+
+
+@triton.jit
+def combine_kernel(
+    part_ptr, lse_ptr, out_ptr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, PADDED)
+    column = tl.arange(0, WIDTH)
+    lse = tl.load(lse_ptr + place * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+    weight = tl.exp2(lse - tl.max(lse, axis=0))
+    part = tl.load(
+        part_ptr + (place * SPLITS + split)[:, None] * HEAD_DIM + column[None, :],
+        mask=(split < SPLITS)[:, None] & (column < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    result = tl.sum(part * weight[:, None], axis=0) / tl.sum(weight, axis=0)
+    target = out_ptr + place * HEAD_DIM + column
+    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Sizes of a launch. ``tiles``: tiles of every span, or 0 where programs search theirs."""
+
+    block_m: int
+    block_n: int
+    splits: int
+    tiles: int
+    programs: int
+    num_warps: int
+    num_stages: int
+
+
+def plan_attention(
+    rows: int, spans: int, max_rows: int, max_keys: int, shape: AttentionShape, sms: int
+) -> AttentionPlan:
+    """Sizes for ``rows`` rows in ``spans`` spans of at most ``max_rows``, over at most
+    ``max_keys`` keys, on ``sms`` multiprocessors.
+
+    Keys are split only until there are about two programs for each multiprocessor, so that a
+    large batch pays nothing for it.
+    """
+    group = shape.heads // shape.kv_heads
+    largest = min(max_rows, rows) * group
+    wide = 128 if shape.head_dim <= 128 else 64
+    block_m = next_power_of_2(max(group, min(largest, wide)), 16)
+    block_n = 64 if shape.head_dim <= 128 else 32
+    per_tile = block_m // group
+    tiles = -(-min(max_rows, rows) // per_tile)
+    # No partition of the rows into spans has more tiles than this.
+    ragged = min(rows, (rows + spans * (per_tile - 1)) // per_tile)
+    direct = tiles == 1 or spans * tiles <= ragged
+    programs = spans * tiles if direct else ragged
+    wanted = round(2 * sms / (max(1, min(ragged, programs)) * shape.kv_heads))
+    splits = max(1, min(wanted, -(-max_keys // block_n), MAX_SPLITS))
+    return AttentionPlan(
+        block_m=block_m,
+        block_n=block_n,
+        splits=splits,
+        tiles=tiles if direct else 0,
+        programs=programs,
+        num_warps=8 if block_m >= 128 else 4,
+        num_stages=3 if shape.head_dim <= 128 else 2,
+    )
+
+
+def span_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    batch: FlatBatch,
+    shape: AttentionShape,
+    plan: AttentionPlan | None = None,
+) -> torch.Tensor:
+    """q [N, heads, head_dim] bf16 or fp32, contiguous; kv [2, blocks, kv_heads, block_size,
+    head_dim] of the same dtype -> [N, heads, head_dim], unspecified for padding rows.
+
+    Scores and softmax are fp32; in bf16 the weights are rounded before they meet the values.
+    Rows of one span are neighbours, in the order of their keys. ``head_dim`` up to 256.
+    """
+    spans = span_table(batch)
+    rows, entries = q.shape[0], spans.rows.shape[0]
+    if plan is None:
+        plan = plan_attention(
+            rows, entries, spans.max_rows, batch.max_keys, shape, processors(q.device)
+        )
+    out = torch.empty_like(q)
+    part, lse = None, None
+    if plan.splits > 1:
+        size = (rows, shape.heads, plan.splits)
+        part = q.new_empty((*size, shape.head_dim), dtype=torch.float32)
+        lse = q.new_empty(size, dtype=torch.float32)
+    width = next_power_of_2(shape.head_dim, 16)
+    _launch(q, kv, out, part, lse, spans, batch, shape, plan, width)
+    if plan.splits > 1:
+        combine_kernel[(rows * shape.heads,)](
+            part, lse, out,
+            shape.head_dim, width, plan.splits, next_power_of_2(plan.splits), num_warps=2,
+        )  # fmt: skip
+    return out
+
+
+def _launch(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    out: torch.Tensor,
+    part: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    spans: SpanTable,
+    batch: FlatBatch,
+    shape: AttentionShape,
+    plan: AttentionPlan,
+    width: int,
+) -> None:
+    entries = spans.rows.shape[0]
+    attention_kernel[(plan.programs, shape.kv_heads, plan.splits)](
+        q, kv, out, part, lse, spans.first_row, spans.rows, spans.slot, entries,
+        batch.block_tables, batch.block_tables.stride(0), batch.span_start, batch.key_index,
+        batch.mask, kv.stride(0), shape.scale * LOG2_E,
+        shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3], width,
+        plan.block_m, plan.block_n, plan.splits, plan.tiles, next_power_of_2(entries),
+        batch.mask is not None, num_warps=plan.num_warps, num_stages=plan.num_stages,
+    )  # fmt: skip

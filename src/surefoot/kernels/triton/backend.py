@@ -1,0 +1,157 @@
+"""The NVIDIA backend: Triton kernels, and cuBLAS (through torch) for many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import embedding, linear
+
+from surefoot.kernels.backend import (
+    AttentionShape,
+    Backend,
+    FlatBatch,
+    LayerWeights,
+    RopeTable,
+    Weight,
+)
+from surefoot.kernels.quant import QuantTensor
+from surefoot.kernels.triton.activation import silu_mul
+from surefoot.kernels.triton.argmax import argmax
+from surefoot.kernels.triton.attention import span_attention
+from surefoot.kernels.triton.launch import check_device
+from surefoot.kernels.triton.matmul import matmul
+from surefoot.kernels.triton.matmul_plan import GEMV_ROWS, MAX_ROWS
+from surefoot.kernels.triton.norm import add_rms_norm, rms_norm
+from surefoot.kernels.triton.rope_kv import rope_and_write
+
+
+@dataclass(frozen=True)
+class TritonLinear:
+    """``weight`` [out, in], ``bias`` [out] or None, in the backend's dtype."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, in] -> [N, out]."""
+        if x.shape[0] > MAX_ROWS:
+            return linear(x, self.weight, self.bias)
+        return matmul(x, self.weight, self.bias)
+
+    def normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        """The product with the RMSNorm of ``x``."""
+        if x.shape[0] > GEMV_ROWS:
+            return self(rms_norm(x, norm, eps))
+        return matmul(x, self.weight, self.bias, norm=(norm, eps))
+
+    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The product plus ``residual`` [N, out]."""
+        if x.shape[0] > MAX_ROWS:
+            return linear(x, self.weight, self.bias).add_(residual)
+        return matmul(x, self.weight, self.bias, residual)
+
+    def gated(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        """SiLU(gate) * up of the RMSNorm of ``x`` [N, in] -> [N, out / 2]; at most 128 rows."""
+        if x.shape[0] > GEMV_ROWS:
+            return matmul(rms_norm(x, norm, eps), self.weight, self.bias, silu=True)
+        return matmul(x, self.weight, self.bias, silu=True, norm=(norm, eps))
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        """The product as float32, not rounded to the backend's dtype on the way."""
+        if x.shape[0] <= MAX_ROWS:
+            return matmul(x, self.weight, self.bias, dtype=torch.float32)
+        if x.is_cuda and x.dtype is not torch.float32:
+            product = torch.mm(x, self.weight.T, out_dtype=torch.float32)
+        else:
+            product = x.float() @ self.weight.float().T
+        return product if self.bias is None else product.add_(self.bias)
+
+
+class TritonBackend(Backend):
+    """Activations, dense weights and KV in ``dtype`` (bfloat16 or float32), sums in float32; GGUF
+    blocks are dequantised when packed.
+
+    Raises SurefootError for another dtype, or a ``device`` that is no NVIDIA GPU (unless kernels
+    are interpreted).
+    """
+
+    name = "triton"
+
+    def __init__(
+        self, device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self.device = torch.device(device)
+        self.dtype = dtype
+        check_device(self.device, dtype)
+
+    def _dense(self, weight: Weight) -> torch.Tensor:
+        if isinstance(weight, QuantTensor):
+            weight = weight.dequantize()
+        return weight.to(self.device, self.dtype).contiguous()
+
+    def pack_linear(
+        self, parts: Sequence[Weight], bias: torch.Tensor | None = None
+    ) -> TritonLinear:
+        dense = [self._dense(part) for part in parts]
+        weight = dense[0] if len(dense) == 1 else torch.cat(dense)
+        return TritonLinear(weight, None if bias is None else self._dense(bias))
+
+    def pack_norm(self, weight: torch.Tensor) -> torch.Tensor:
+        return self._dense(weight)
+
+    def pack_embedding(self, weight: Weight) -> tuple[torch.Tensor, TritonLinear]:
+        dense = self._dense(weight)
+        return dense, TritonLinear(dense, None)
+
+    def allocate_kv(
+        self, layers: int, blocks: int, block_size: int, shape: AttentionShape
+    ) -> list[torch.Tensor]:
+        """[2, blocks, kv_heads, block_size, head_dim] per layer (``rope_kv`` says why).
+        ValueError for an odd head_dim or one above 256."""
+        if shape.head_dim % 2 or shape.head_dim > 256:
+            raise ValueError(f"head_dim {shape.head_dim} is not an even number up to 256")
+        size = (2, blocks, shape.kv_heads, block_size, shape.head_dim)
+        return [torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(layers)]
+
+    def kv_bytes_per_block(self, block_size: int, shape: AttentionShape) -> int:
+        return 2 * block_size * shape.kv_heads * shape.head_dim * self.dtype.itemsize
+
+    def embed(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return embedding(tokens, table)
+
+    def layer(
+        self,
+        weights: LayerWeights,
+        x: torch.Tensor,
+        batch: FlatBatch,
+        kv: torch.Tensor,
+        rope: RopeTable,
+    ) -> torch.Tensor:
+        """Fewer rows, fewer kernels: norms, gating and additions move into the products as far as
+        ``matmul`` goes."""
+        x = x.to(self.dtype).contiguous()
+        norms = None
+        if weights.q_norm is not None and weights.k_norm is not None:
+            norms = (weights.q_norm, weights.k_norm)
+        eps, shape = weights.eps, weights.shape
+        qkv = weights.qkv.normed(x, weights.input_norm, eps)
+        q = rope_and_write(qkv, kv, batch, shape, rope, norms, eps)
+        attended = span_attention(q, kv, batch, shape).flatten(1)
+        if x.shape[0] <= MAX_ROWS:
+            x = weights.o.added(attended, x)
+            hidden = weights.gate_up.gated(x, weights.post_norm, eps)
+        else:
+            x, normed = add_rms_norm(weights.o(attended), x, weights.post_norm, eps)
+            hidden = silu_mul(weights.gate_up(normed))
+        return weights.down.added(hidden, x)
+
+    def head(
+        self, norm: torch.Tensor, eps: float, linear: TritonLinear, x: torch.Tensor
+    ) -> torch.Tensor:
+        return linear.wide(rms_norm(x.contiguous(), norm, eps))
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """[M, vocab] float32 or bf16 without NaN -> int64 [M]; ties go to the lowest index."""
+        return argmax(logits)

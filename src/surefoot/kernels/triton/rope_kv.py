@@ -1,0 +1,108 @@
+"""From the packed qkv projection to rotated queries and the paged KV pool, in one pass.
+
+The pool of a layer is ``[2, blocks, kv_heads, block_size, head_dim]``, keys first. A program of the
+attention reads one kv head: with heads outside the block, the ``block_size`` keys that it takes
+from a block are one contiguous run (4 KiB for 16 keys of 128 in bf16), so that reads are whole
+DRAM bursts without TMA. Writing a row touches ``2 * kv_heads`` pieces of ``head_dim``, each whole
+sectors as well.
+Twin: ``TorchBackend.layer``'s norm, rope and write.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from surefoot.kernels.backend import AttentionShape, FlatBatch, RopeTable
+from surefoot.kernels.triton.launch import next_power_of_2
+
+
+@triton.jit
+def rope_kv_kernel(
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr,
+    position_ptr, key_index_ptr, row_slot_ptr, tables_ptr, table_stride, value_offset, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(row_slot_ptr + row)
+    if slot < 0:
+        return
+    half: tl.constexpr = HEAD_DIM // 2
+    total: tl.constexpr = HEADS + 2 * KV_HEADS
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, HALF)
+    inside = (head < total)[:, None] & (column < half)[None, :]
+    is_query = (head < HEADS)[:, None]
+    is_value = (head >= HEADS + KV_HEADS)[:, None]
+
+    source = qkv_ptr + row * total * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(first * first + second * second, axis=1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        known = (column < half)[None, :]
+        low_q = tl.load(q_norm_ptr + column[None, :], mask=known, other=0.0).to(tl.float32)
+        low_k = tl.load(k_norm_ptr + column[None, :], mask=known, other=0.0).to(tl.float32)
+        high_q = tl.load(q_norm_ptr + half + column[None, :], mask=known, other=0.0)
+        high_k = tl.load(k_norm_ptr + half + column[None, :], mask=known, other=0.0)
+        high_q, high_k = high_q.to(tl.float32), high_k.to(tl.float32)
+        normed_first = (first * scale * tl.where(is_query, low_q, low_k)).to(dtype)
+        normed_second = (second * scale * tl.where(is_query, high_q, high_k)).to(dtype)
+        first = tl.where(is_value, first, normed_first.to(tl.float32))
+        second = tl.where(is_value, second, normed_second.to(tl.float32))
+
+    position = tl.load(position_ptr + row)
+    rotary = position * half + column[None, :]
+    known = (column < half)[None, :]
+    cos = tl.load(cos_ptr + rotary, mask=known, other=1.0)
+    sin = tl.load(sin_ptr + rotary, mask=known, other=0.0)
+    rotated_first = tl.where(is_value, first, first * cos - second * sin).to(dtype)
+    rotated_second = tl.where(is_value, second, second * cos + first * sin).to(dtype)
+
+    queries = q_ptr + row * HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
+    tl.store(queries, rotated_first, mask=inside & is_query)
+    tl.store(queries + half, rotated_second, mask=inside & is_query)
+
+    key = tl.load(key_index_ptr + row)
+    block = tl.load(tables_ptr + slot * table_stride + key // BLOCK_SIZE).to(tl.int64)
+    kv_head = tl.where(is_value, head[:, None] - HEADS - KV_HEADS, head[:, None] - HEADS)
+    place = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD_DIM
+    place = place + tl.where(is_value, value_offset, 0) + column[None, :]
+    tl.store(kv_ptr + place, rotated_first, mask=inside & ~is_query)
+    tl.store(kv_ptr + place + half, rotated_second, mask=inside & ~is_query)
+
+
+def rope_and_write(
+    qkv: torch.Tensor,
+    kv: torch.Tensor,
+    batch: FlatBatch,
+    shape: AttentionShape,
+    rope: RopeTable,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """Norm (where ``norms`` holds the q and k weights [head_dim]) and rotate queries and keys,
+    write keys and values of the batch's rows to ``kv``, and return the queries.
+
+    ``qkv`` [N, (heads + 2 * kv_heads) * head_dim] bf16 or fp32, contiguous; ``kv`` as above, of
+    the same dtype. Returns [N, heads, head_dim]; padding rows write nothing, and their queries
+    are unspecified.
+    """
+    rows = qkv.shape[0]
+    q = qkv.new_empty((rows, shape.heads, shape.head_dim))
+    total = shape.heads + 2 * shape.kv_heads
+    tile = min(8, next_power_of_2(total))
+    q_norm, k_norm = norms if norms is not None else (None, None)
+    rope_kv_kernel[(rows, triton.cdiv(total, tile))](
+        qkv, q_norm, k_norm, rope.cos, rope.sin, q, kv,
+        batch.positions, batch.key_index, batch.row_slot,
+        batch.block_tables, batch.block_tables.stride(0), kv.stride(0), eps,
+        shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3],
+        norms is not None, tile, next_power_of_2(shape.head_dim // 2),
+        num_warps=2,
+    )  # fmt: skip
+    return q

@@ -1,0 +1,224 @@
+"""The Triton sampler against the torch one, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton_interpreter  # isort: skip
+
+import triton
+import triton.language as tl
+
+from surefoot.kernels.triton.argmax import BLOCK, partial_argmax_kernel, parts_of
+from surefoot.kernels.triton.filters import find_limits
+from surefoot.kernels.triton.noise import gumbel, noise_words
+from surefoot.kernels.triton.sampling import Sampler
+from surefoot.request import Request, SamplingParams, SpeculationParams
+from surefoot.sampling import noise as reference
+from surefoot.sampling.params import Features, SlotParams
+from surefoot.sampling.sampler import SampleRows, filtered_scores, sample_rows
+
+pytestmark = [
+    pytest.mark.skipif(triton_interpreter.ON_GPU, reason="tests/gpu run the same checks compiled"),
+    # numpy warns where -inf is meant.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+VOCAB = 2500  # two parts, the second not full
+
+
+@triton.jit
+def noise_kernel(seed_ptr, choice_ptr, position_ptr, words_ptr, noise_ptr, BLOCK: tl.constexpr):
+    row, first = tl.program_id(0), tl.program_id(1) * BLOCK
+    words = noise_words(
+        tl.load(seed_ptr + row),
+        tl.load(choice_ptr + row),
+        tl.load(position_ptr + row),
+        first,
+        BLOCK,
+    )
+    place = row * tl.num_programs(1) * BLOCK + first + tl.arange(0, BLOCK)
+    tl.store(words_ptr + place, words.to(tl.int64))
+    tl.store(noise_ptr + place, gumbel(words))
+
+
+def test_noise_is_the_sampler_s() -> None:
+    mask = 2**32 - 1
+    seeds, choices, positions = (
+        torch.tensor(values)
+        for values in ([5, 2**62 + 3, 2**33 + 1, -1], [0, 1, 7, 2**31], [0, 9, 2**20, 3])
+    )
+    words = torch.zeros((4, 512), dtype=torch.int64)
+    noise = torch.zeros((4, 512))
+    noise_kernel[(4, 2)](seeds, choices, positions, words, noise, 256)
+    quads = torch.arange(128)
+    column = [x.unsqueeze(1) & mask for x in (positions, choices, seeds, seeds >> 32)]
+    counter = (quads, column[0], column[1], torch.zeros_like(quads))
+    expected = torch.stack(reference.philox(counter, (column[2], column[3])), dim=-1).flatten(1)
+    assert torch.equal(words, expected)
+    close = reference.gumbel(seeds, choices, positions, 512)
+    torch.testing.assert_close(noise, close, rtol=2e-6, atol=2e-6)
+
+
+@triton.jit
+def variate_kernel(words_ptr, noise_ptr, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    tl.store(noise_ptr + index, gumbel(tl.load(words_ptr + index).to(tl.uint32)))
+
+
+def test_noise_is_exact_in_its_tails() -> None:
+    words = torch.tensor([0, 1, 2, 255, 2**16, 2**31, 2**32 - 2, 2**32 - 1])
+    noise = torch.zeros(8)
+    variate_kernel[(1,)](words, noise, 8)
+    v = ((words.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24).double()
+    torch.testing.assert_close(noise.double(), -torch.log(-torch.log1p(-v)), rtol=1e-6, atol=1e-6)
+
+
+# --- parameters ---------------------------------------------------------------------------------
+
+KINDS: tuple[dict[str, Any], ...] = (
+    dict(temperature=0.0),
+    dict(temperature=1.0),
+    dict(temperature=0.7, top_k=40),
+    dict(temperature=1.3, top_p=0.9),
+    dict(temperature=0.9, min_p=0.05),
+    dict(temperature=2.0, top_k=100, top_p=0.5, min_p=0.001),
+    dict(temperature=1e-3, top_p=0.3),
+    dict(temperature=1.0, top_k=1),
+    dict(temperature=1.0, top_p=1e-6),
+    dict(temperature=5.0, top_k=VOCAB - 1, top_p=0.99999),
+)
+
+
+def tables(*kinds: dict[str, Any], stop: tuple[int, ...] = ()) -> tuple[SlotParams, Features]:
+    params = SlotParams(len(kinds), VOCAB, torch.device("cpu"))
+    requests = []
+    for slot, kind in enumerate(kinds):
+        seed = slot * 77 + 2**40
+        chosen = SamplingParams(**kind)
+        request = Request(str(slot), (3, 4, 5, 4), chosen, SpeculationParams(), seed, 999, stop)
+        request.choice = slot % 3
+        requests.append(request)
+        params.write(slot, requests[-1])
+    return params, Features.of(request.params for request in requests)
+
+
+def rows_of(count: int, slots: int) -> SampleRows:
+    history = torch.randint(0, VOCAB, (slots, 40))
+    history[:, 4:] = history[:, 4:] % 9
+    index = torch.arange(count)
+    return SampleRows(index % slots, 6 + index % 30, history, 38)
+
+
+def sample(logits: torch.Tensor, rows: SampleRows, params: SlotParams, features: Features) -> Any:
+    sampler = Sampler(len(rows.slots), VOCAB, logits.device)
+    slots, positions = rows.slots, rows.positions
+    found = sampler(
+        logits.clone(), slots, positions, rows.history, rows.max_history, params, features
+    )
+    assert sampler.reserve().count_nonzero() == 0
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_samples_are_those_of_the_torch_sampler(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    kinds = KINDS if dtype == torch.float32 else [k for k in KINDS if not k.keys() & {"top_p"}]
+    params, features = tables(*kinds)
+    rows = rows_of(len(kinds), len(kinds))
+    logits = (3 * torch.randn(len(kinds), VOCAB)).to(dtype)
+    expected = sample_rows(logits.float(), rows, params, features)
+    assert torch.equal(sample(logits, rows, params, features), expected)
+
+
+def test_greedy_rows_take_the_lowest_of_equals() -> None:
+    params, features = tables(dict(temperature=0.0))
+    logits = torch.randint(0, 3, (3, VOCAB)).float()
+    logits[2, :] = 1.0
+    found = sample(logits, rows_of(3, 1), params, features)
+    assert torch.equal(found, logits.argmax(dim=1)) and found[2] == 0
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_penalties_bias_and_ends(noise: bool) -> None:
+    torch.manual_seed(6)
+    drawn = 0.8 if noise else 0.0
+    kinds = (
+        dict(repetition_penalty=2.5, presence_penalty=1.4, frequency_penalty=0.6),
+        dict(logit_bias={3: 30.0, 8: 29.0, 2499: 28.0}, min_tokens=20),
+        dict(frequency_penalty=-2.0, logit_bias={7: -100.0}),
+        dict(repetition_penalty=0.5, min_tokens=3),
+        dict(),
+    )
+    params, features = tables(*(dict(temperature=drawn, **kind) for kind in kinds), stop=(3, 7))
+    rows = rows_of(25, len(kinds))
+    # Few tokens compete, so that every stage decides some row.
+    logits = torch.randn(25, VOCAB)
+    logits[:, :9] += 4
+    expected = sample_rows(logits, rows, params, features)
+    assert torch.equal(sample(logits, rows, params, features), expected)
+    plain = sample_rows(logits, rows, *tables(*(dict(temperature=drawn) for _ in kinds)))
+    changed = (plain != expected).view(5, 5).any(dim=0)
+    assert changed[:4].all() and not changed[4]
+
+
+def test_penalised_logits_are_equal_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(
+        "surefoot.kernels.triton.sampling.argmax", lambda logits: seen.append(logits.clone())
+    )
+    kind = dict(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.7)
+    params, features = tables(kind, dict(temperature=0.0, presence_penalty=1.1))
+    rows = rows_of(6, 2)
+    logits = torch.randn(6, VOCAB)
+    sampler = Sampler(6, VOCAB, logits.device)
+    sampler(logits.clone(), rows.slots, rows.positions, rows.history, 38, params, features)
+    expected: list[torch.Tensor] = []
+    sample_rows(logits, rows, params, features, lambda x: expected.append(x) or x)
+    assert torch.equal(seen[0], expected[0])
+
+
+def test_too_many_rows_are_refused() -> None:
+    params, features = tables(dict(temperature=0.0, presence_penalty=1.0))
+    rows = rows_of(3, 1)
+    with pytest.raises(ValueError, match="3 rows"):
+        Sampler(2, VOCAB, torch.device("cpu"))(
+            torch.zeros(3, VOCAB), rows.slots, rows.positions, rows.history, 9, params, features
+        )
+
+
+# --- filters ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_borders_are_those_of_sorting(ties: bool) -> None:
+    torch.manual_seed(7)
+    kinds = [kind for kind in KINDS[2:] if "top_k" in kind or "top_p" in kind]
+    params, features = tables(*kinds)
+    count = len(kinds)
+    logits = 2 * torch.randn(count, VOCAB)
+    logits = logits.round() if ties else logits
+    logits[:, 1900:2100] = float("-inf")
+    slots = torch.arange(count)
+    maxima, indices = parts_of(count, VOCAB, logits.device)
+    partial_argmax_kernel[maxima.shape](logits, VOCAB, VOCAB, maxima, indices, BLOCK)
+    limits = find_limits(logits, maxima, slots, params, True, True, True, BLOCK)
+    assert limits is not None
+    everything = filtered_scores(logits, slots, params, Features())
+    kept = everything.view(torch.int32).bitwise_and(0x7FFFFFFF) <= limits.unsqueeze(1)
+    kept &= everything >= params.min_p.log().unsqueeze(1)
+    expected = filtered_scores(logits, slots, params, features) > float("-inf")
+    for row in range(count):
+        differs = (kept[row] != expected[row]) & (everything[row] > float("-inf"))
+        # Only where the cumulated mass meets top_p up to rounding may a border move.
+        values = everything[row].masked_fill(~(kept[row] | expected[row]), float("-inf"))
+        ordered = values.double().sort(descending=True)
+        mass = torch.softmax(ordered.values, 0)
+        before = torch.empty_like(mass).scatter_(0, ordered.indices, mass.cumsum(0) - mass)
+        distance = (before[differs] - params.top_p[row].double()).abs()
+        assert (distance < 1e-5).all(), f"row {row}: {kinds[row]}"
+        assert differs.sum() <= 2 or ties
