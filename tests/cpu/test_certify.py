@@ -215,8 +215,8 @@ def _finished(**changes: Any) -> Certificate:
         (lambda c: c.sections[0].activity.drafted.clear(), "were verified"),
         (lambda c: c.sections[0].activity.accepted.clear(), "were accepted"),
         (lambda c: c.sections[0].activity.rejections.clear(), "had a draft rejected"),
-        (lambda c: setattr(c.sections[0].activity, "preemptions", 0), "no preemptions"),
-        (lambda c: setattr(c.sections[0].activity, "cancellations", 0), "no cancellations"),
+        (lambda c: setattr(c.sections[0].activity, "preemptions", 0), "no request was preempted"),
+        (lambda c: setattr(c.sections[0].activity, "cancellations", 0), "no request was cancelled"),
         (lambda c: setattr(c, "noise", replace(c.noise, largest_spread=1.0)), "suspect"),
     ],
 )
