@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from harness import VOCAB, make_engine, needs_native, random_weights, tiny_config, tiny_decoder
 from surefoot.certify.certificate import (
@@ -32,6 +33,7 @@ from surefoot.certify.sabotage import DEFECTS, Defect
 from surefoot.certify.selftest import try_defect
 from surefoot.certify.sizes import DEFAULT, QUICK, SCENARIOS, Size
 from surefoot.certify.subject import Subject
+from surefoot.cli.main import app
 from surefoot.config import EngineConfig
 from surefoot.engine.engine import Engine
 from surefoot.errors import SurefootError
@@ -40,6 +42,7 @@ from surefoot.models.decoder import Decoder
 from surefoot.request import SamplingParams
 from surefoot.speculation import registry
 from surefoot.speculation.proposer import Drafts, Needs, Proposer
+from tiny_models import tiny_hf_model
 
 SMALL = replace(
     QUICK,
@@ -215,8 +218,8 @@ def _finished(**changes: Any) -> Certificate:
         (lambda c: c.sections[0].activity.drafted.clear(), "were verified"),
         (lambda c: c.sections[0].activity.accepted.clear(), "were accepted"),
         (lambda c: c.sections[0].activity.rejections.clear(), "had a draft rejected"),
-        (lambda c: setattr(c.sections[0].activity, "preemptions", 0), "no preemptions"),
-        (lambda c: setattr(c.sections[0].activity, "cancellations", 0), "no cancellations"),
+        (lambda c: setattr(c.sections[0].activity, "preemptions", 0), "no request was preempted"),
+        (lambda c: setattr(c.sections[0].activity, "cancellations", 0), "no request was cancelled"),
         (lambda c: setattr(c, "noise", replace(c.noise, largest_spread=1.0)), "suspect"),
     ],
 )
@@ -331,3 +334,22 @@ def test_leaked_blocks_are_noticed() -> None:
     engine.kv.pool.allocate()
     _, activity = run_jobs(engine, [job])
     assert activity.leaks == 1
+
+
+@needs_native
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"min_positions": 400, "min_drafted": 20, "min_accepted": 1, "min_rejections": 20}
+    size = replace(SMALL, scenarios=SCENARIOS[:6], greedy_length=40, min_offers=1, **few)
+    monkeypatch.setattr("surefoot.certify.sizes.QUICK", size)
+    model = tiny_hf_model("llama", tmp_path)
+    where, sheet = tmp_path / "result.json", tmp_path / "result.html"
+    line = ["certify", str(model), "--dtype", "float32", "--threads", "1", "--quick"]
+    line += ["--no-self-test", "--json", str(where), "--html", str(sheet)]
+    result = CliRunner().invoke(app, line)
+    written = json.loads(where.read_text())
+    assert result.exit_code == 0, result.output
+    assert written["result"] == PASS and written["self_test"] is None
+    assert written["setup"]["backend"] == "native" and written["setup"]["dtype"] == "float32"
+    assert "PASS (without a self-test" in result.output
+    assert "stop strings" not in result.output
+    assert sheet.read_text().startswith("<!doctype html>")

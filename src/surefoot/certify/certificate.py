@@ -19,6 +19,13 @@ PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
 EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 2}
 PARITY = ("greedy parity", "sampled parity", "sampling parameters")
 SECTIONS = (*PARITY, "distribution")
+EVENTS = {
+    "preemptions": "no request was preempted",
+    "prefix_hits": "no prefix was hit",
+    "cancellations": "no request was cancelled",
+    "chunked": "no prompt was prefilled in chunks",
+}
+"""What must have happened to some request, and what is said if it did not."""
 CALIBRATION_TEXTS = 8
 CALIBRATION_TOKENS = 40
 SURE = 0.999
@@ -81,9 +88,9 @@ class Certificate:
         rejections = self.total("rejections")
         if rejections < size.min_rejections:
             found.append(f"{rejections} spans had a draft rejected, {size.min_rejections} needed")
-        for what in ("preemptions", "prefix_hits", "cancellations", "chunked"):
-            if not sum(getattr(section.activity, what) for section in self.sections):
-                found.append(f"no {what.replace('_', ' ')} happened")
+        for what, words in EVENTS.items():
+            if not sum(getattr(s.activity, what) for s in self.sections if s.name in PARITY):
+                found.append(words)
         found += [f"{s.name}: {gap}" for s in self.sections for gap in s.gaps]
         if not self.noise.plausible:
             found.append(

@@ -32,6 +32,7 @@ from surefoot.certify.subject import PROBE_NAMES
 from surefoot.request import SamplingParams
 
 FALSE_DISCOVERY_RATE = 0.05
+FIRST_SEED = 100_000
 CHOICES = 2
 BATCH = 32
 MAX_DRAFTS = 3
@@ -75,7 +76,7 @@ def run_distribution(
     tests: list[Test] = []
     for number in range(len(CELLS)):
         progress(section.name, number, len(CELLS))
-        tests += _run_cell(judge, section, size, number, first_seed=100_000)
+        tests += _run_cell(judge, section, size, number, first_seed=FIRST_SEED)
         if stop_at_first:
             _weigh(judge, section, size, tests)
             if section.failed:
@@ -112,7 +113,8 @@ def _weigh(judge: Judge, section: Section, size: Size, tests: Sequence[Test]) ->
             for test, bad in zip(tests, rejected, strict=True)
         ],
         "rejected_once": [test.name for test in suspects],
-        "smallest_shift": max(_shift(test, alpha) for test in tests if test.freedom),
+        "smallest_shift": min((_shift(test, alpha) for test in tests), default=1.0),
+        "largest_smallest_shift": max((_shift(test, alpha) for test in tests), default=1.0),
     }
 
 
@@ -130,7 +132,7 @@ def _confirm(judge: Judge, section: Section, size: Size, suspects: Sequence[Test
     again = [
         test
         for number in sorted(numbers)
-        for test in _run_cell(judge, section, size, number, first_seed=900_000)
+        for test in _run_cell(judge, section, size, number, first_seed=9 * FIRST_SEED)
         if test.name in {suspect.name for suspect in suspects}
     ]
     if not again:
@@ -239,6 +241,8 @@ def _tests(name: str, draws: dict[str, Draws], size: Size) -> list[Test]:
         for at in range(size.sampled_positions):
             here = [value for (_, _, position), value in values.items() if position == at]
             enter(f"token {at} follows its distribution, {way}", len(here), _uniform(here))
+        everything = list(values.values())
+        enter(f"all tokens follow their distribution, {way}", len(everything), _uniform(everything))
         steps = {"positions": (0, 0, 1), "seeds": (1, 0, 0), "choices": (0, 1, 0)}
         for what, step in steps.items():
             pairs = _pairs(values, step)

@@ -176,7 +176,7 @@ def forget_penalties(engine: Engine, speculative: bool) -> None:
             logits = apply_penalties(logits, replace(rows, positions=committed), params)
         return sample_rows(logits, rows, params, replace(features, penalties=False), *rest)
 
-    _sample_with(engine, forgetful)
+    sample_with(engine, forgetful)
 
 
 def reuse_noise(engine: Engine, speculative: bool) -> None:
@@ -190,10 +190,10 @@ def reuse_noise(engine: Engine, speculative: bool) -> None:
         shared = replace(rows, positions=rows.positions - rows.positions % 2)
         return sample_rows(logits, shared, params, done, *rest)
 
-    _sample_with(engine, repeated)
+    sample_with(engine, repeated)
 
 
-def _sample_with(engine: Engine, stand_in: Callable[..., torch.Tensor]) -> None:
+def sample_with(engine: Engine, stand_in: Callable[..., torch.Tensor]) -> None:
     """Replace the sampler while this engine samples, and only then."""
     sample = engine.round.sample
 

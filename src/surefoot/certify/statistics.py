@@ -77,7 +77,8 @@ def _groups(expected: Sequence[float]) -> list[list[int]]:
         groups[-1].append(index)
         mass += expected[index]
     if len(groups) > 1 and mass < MIN_EXPECTED:
-        groups[-2] += groups.pop()
+        last = groups.pop()
+        groups[-1] += last
     return groups
 
 

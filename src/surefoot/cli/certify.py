@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 
 from surefoot import __version__
 from surefoot.cli.options import read_proposer_options
-from surefoot.cli.terminal import describe, load, progress_bars
+from surefoot.cli.terminal import progress_bars
 from surefoot.cli.verb import verb
 from surefoot.config import DEFAULT_MODEL, EngineConfig
 from surefoot.errors import SurefootError
@@ -171,19 +172,32 @@ def issue(
     from surefoot.certify.sizes import DEFAULT, QUICK
 
     chosen = None if prompts is None else load_prompts(prompts)
-    # The certificate makes its own engines; this one only loads the model.
-    llm = load(engine | {"proposers": (), "proposer_options": {}}, kv_blocks=8, max_num_seqs=1)
+    llm = _load(engine)
     subject = _subject(llm, engine, chosen)
+    setup = _setup(llm, subject)
+    print(
+        f"{setup['model']}: {setup['backend']} backend, {setup['dtype']}, {setup['weights']} "
+        f"weights; drafts from {', '.join(subject.proposers)}",
+        file=sys.stderr,
+    )
     with progress_bars() as progress:
-        certificate = certify(
-            subject, _setup(llm, subject), progress, QUICK if quick else DEFAULT, self_test
-        )
+        certificate = certify(subject, setup, progress, QUICK if quick else DEFAULT, self_test)
     _show(certificate)
     if json_file is not None:
         write(json_file, json.dumps(certificate.to_json(), indent=1) + "\n", "json")
     if html_file is not None:
         write(html_file, page(certificate), "html")
     return EXIT_CODES[certificate.result]
+
+
+def _load(engine: dict[str, Any]) -> LLM:
+    """The model and its tokenizer. The certificate makes its own engines of them."""
+    with progress_bars() as progress:
+        progress("Starting", 0, 0)
+        from surefoot.engine.llm import LLM
+
+        small = {"proposers": (), "proposer_options": {}, "kv_blocks": 8, "max_num_seqs": 1}
+        return LLM(progress=progress, **(engine | small))
 
 
 def _subject(llm: LLM, engine: dict[str, Any], chosen: list[Any] | None) -> Subject:
@@ -230,7 +244,6 @@ def _setup(llm: LLM, subject: Subject) -> dict[str, Any]:
         "proposer_options": {k: dict(v) for k, v in subject.config.proposer_options.items()},
         "max_draft_tokens": subject.config.max_draft_tokens,
         "prompts": len(subject.prompts),
-        "description": describe(llm),
         "hardware": describe_hardware(),
     }
 

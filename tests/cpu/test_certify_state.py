@@ -1,0 +1,159 @@
+"""Stale drafter state: it changes no text, so offers are compared with those of fresh state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from harness import VOCAB, random_weights, tiny_config
+from surefoot.certify.certificate import calibration_texts
+from surefoot.certify.compare import Judge
+from surefoot.certify.findings import Section
+from surefoot.certify.noise import measure_noise
+from surefoot.certify.offers import run_offers
+from surefoot.certify.prompts import default_prompts
+from surefoot.certify.sizes import DEFAULT, QUICK
+from surefoot.certify.subject import Subject
+from surefoot.config import EngineConfig
+from surefoot.kernels.backend import Backend
+from surefoot.kernels.cpu.build import native_unavailable
+from surefoot.kernels.torch_backend import TorchBackend
+from surefoot.models.decoder import Decoder
+from surefoot.speculation import registry
+from surefoot.speculation.proposer import Commits, Drafts, Needs, Proposer
+
+
+class Summing(Proposer):
+    """A stand-in for a drafter with KV: keeps a sum over the text of each slot, and offers what
+    the sum says. Brings it up to date from what rounds settle; recomputes what it did not see."""
+
+    name = "summing"
+
+    class Options:
+        __dataclass_fields__ = {}  # noqa: RUF012
+
+    def __init__(self, options: Any, state: Any) -> None:
+        super().__init__(options, state)
+        self.sums = torch.zeros(state.slots, dtype=torch.int64)
+        self.known = torch.zeros(state.slots, dtype=torch.int64)
+
+    def needs(self) -> Needs:
+        return Needs(longest_draft=2)
+
+    def admit(self, slot: int) -> None:
+        self.sums[slot] = self.known[slot] = 0
+
+    def catch_up(self, commits: Commits) -> None:
+        for slot, first, count in zip(
+            commits.slots.tolist(), commits.first.tolist(), commits.counts.tolist(), strict=True
+        ):
+            self.fill_gap(slot, first)
+            self.add(slot, first + count)
+
+    def fill_gap(self, slot: int, first: int) -> None:
+        """Positions found in the prefix cache never came by."""
+        self.add(slot, first)
+
+    def add(self, slot: int, end: int) -> None:
+        for at in range(int(self.known[slot]), end):
+            self.sums[slot] = (self.sums[slot] * 31 + self.state.history[slot, at] * (at + 1)) % 997
+        self.known[slot] = max(end, int(self.known[slot]))
+
+    def propose(self, slots: torch.Tensor) -> Drafts:
+        tokens = torch.stack((self.sums[slots] % VOCAB, self.sums[slots] // 7 % VOCAB), dim=1)
+        lengths = 1 + self.sums[slots] % 2
+        return Drafts(tokens, lengths, torch.full(tokens.shape, 0.5))
+
+
+class ForgetsPrefixHits(Summing):
+    name = "forgets-prefix-hits"
+
+    def fill_gap(self, slot: int, first: int) -> None:
+        self.known[slot] = max(first, int(self.known[slot]))
+
+
+class KeepsOldSlots(Summing):
+    """Does not notice that a slot has a new owner."""
+
+    name = "keeps-old-slots"
+
+    def admit(self, slot: int) -> None:
+        self.known[slot] = 0
+
+
+class SleepsInSpells(Summing):
+    """Catches up only when it is asked for drafts, and then with the last round alone."""
+
+    name = "sleeps-in-spells"
+
+    def catch_up(self, commits: Commits) -> None:
+        self.last = commits
+
+    def propose(self, slots: torch.Tensor) -> Drafts:
+        wanted = set(slots.tolist())
+        for slot, first, count in zip(
+            self.last.slots.tolist(),
+            self.last.first.tolist(),
+            self.last.counts.tolist(),
+            strict=True,
+        ):
+            if slot in wanted:
+                if self.known[slot] == 0:
+                    self.add(slot, first)
+                self.known[slot] = first
+                self.add(slot, first + count)
+        return super().propose(slots)
+
+
+class Unreplayable(KeepsOldSlots):
+    name = "unreplayable"
+    replayable = False
+
+
+for kind in (Summing, ForgetsPrefixHits, KeepsOldSlots, SleepsInSpells, Unreplayable):
+    registry.register(kind)
+
+
+def backend() -> Backend:
+    """The quicker one that is there; on one thread, since cores are shared."""
+    if native_unavailable() is not None:
+        return TorchBackend("cpu", torch.float32)
+    from surefoot.kernels.cpu.backend import NativeBackend
+
+    return NativeBackend(torch.float32, 1)
+
+
+def check(name: str, size: Any = QUICK) -> Section:
+    decoder = Decoder(tiny_config(), random_weights(tiny_config()), backend())
+    subject = Subject(decoder, EngineConfig(proposers=(name,)), default_prompts(VOCAB, 160))
+    noise = measure_noise(decoder, calibration_texts(subject))
+    size = replace(size, greedy_jobs=5, greedy_length=30)
+    # Offers of these proposers do not depend on logits at all.
+    noise = replace(noise, largest_spread=0.0)
+    return run_offers(Judge(subject, noise), size, lambda label, done, total: None)
+
+
+@pytest.mark.parametrize("name", ["summing", "ngram"])
+def test_honest_proposers_pass(name: str) -> None:
+    section = check(name)
+    assert section.problems == [] and section.gaps == []
+    details = section.details[name]
+    assert details["checked"] >= QUICK.min_offers and details["different"] == 0
+    situations = details["situations"]
+    assert {"prefix hit", "preemption"} <= set(situations)
+    assert any(kind.startswith("rounds without") for kind in situations)
+
+
+@pytest.mark.parametrize("name", ["forgets-prefix-hits", "keeps-old-slots", "sleeps-in-spells"])
+@pytest.mark.parametrize("size", [QUICK, DEFAULT], ids=["quick", "default"])
+def test_stale_state_is_found(name: str, size: Any) -> None:
+    section = check(name, size)
+    assert len(section.problems) == 1 and "stale" in section.problems[0]
+
+
+def test_a_proposer_may_say_that_it_cannot_be_replayed() -> None:
+    section = check("unreplayable")
+    assert section.problems == [] and "not checked" in section.notes[0]
