@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from surefoot import __version__
-from surefoot.cli import bench, chat, generate, models
+from surefoot.cli import bench, chat, generate, models, serve
 from surefoot.cli.terminal import prepare_libraries
 from surefoot.cli.verb import INTERRUPTED
 
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("bench")(bench.bench)
+app.command("serve")(serve.serve)
 app.add_typer(models.app, name="models")
 
 
