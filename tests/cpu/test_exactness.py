@@ -17,6 +17,7 @@ from harness import (
     first_difference,
     make_engine,
     needs_native,
+    on_torch_alone,
     run_alone,
     run_jobs,
     score_gap,
@@ -120,7 +121,8 @@ def check_scenario(backend: str, scenario: tuple[list[Job], dict[str, Any]]) -> 
     if options["proposers"]:
         texts = tuple((*request.prompt, *request.output) for request in expected)
         options = {**options, "proposer_options": {"oracle": {"texts": texts}}}
-    actual = run_jobs(make_engine(decoder, **options), work)
+    engine = make_engine(decoder, **options)
+    actual = run_jobs(on_torch_alone(engine) if backend == "torch" else engine, work)
     for job, want, got in zip(work, expected, actual, strict=True):
         compare(backend, job, want, got)
 

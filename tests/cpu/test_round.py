@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness import Job, make_engine, run_jobs, tiny_decoder
+from harness import Job, make_engine, on_torch_alone, run_jobs, tiny_decoder
 from surefoot.request import SamplingParams
 
 # What makes the host wait for the device: reads of values, and shapes that depend on them.
@@ -43,8 +43,9 @@ class Watch(TorchDispatchMode):
 
 
 def watched_rounds(params: SamplingParams) -> Watch:
-    engine = make_engine(
-        tiny_decoder(), draft_policy="fixed", max_num_batched_tokens=16, max_num_seqs=4
+    # The compiled twins would hide what the tensor operations do.
+    engine = on_torch_alone(
+        make_engine(tiny_decoder(), draft_policy="fixed", max_num_batched_tokens=16, max_num_seqs=4)
     )
     watch = Watch()
     inner = engine.runner.round

@@ -14,12 +14,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from surefoot.kernels.backend import Backend
+from surefoot.kernels.cpu.backend import NativeBackend
+from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling.acceptance import accept_chain, cut_at_end
 from surefoot.sampling.logprobs import row_logprobs
 from surefoot.sampling.noise import gumbel, philox
 from surefoot.sampling.params import Features, SlotParams
 from surefoot.sampling.sampler import SampleRows, sample_rows
+
+NATIVE = None if native_unavailable() else NativeBackend(threads=2)
+BACKENDS = [
+    pytest.param(None, id="torch"),
+    pytest.param(
+        NATIVE,
+        id="native",
+        marks=pytest.mark.skipif(NATIVE is None, reason=f"native kernels: {native_unavailable()}"),
+    ),
+]
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -145,9 +159,12 @@ parameter_sets = st.fixed_dictionaries(
 )
 
 
+@each_backend
 @settings(max_examples=300, deadline=None)
-@given(st.lists(parameter_sets, min_size=1, max_size=4), st.integers(0, 10**9))
-def test_rows_of_a_mixed_batch_equal_the_plain_recomputation(sets: Any, seed: int) -> None:
+@given(sets=st.lists(parameter_sets, min_size=1, max_size=4), seed=st.integers(0, 10**9))
+def test_rows_of_a_mixed_batch_equal_the_plain_recomputation(
+    backend: Backend | None, sets: Any, seed: int
+) -> None:
     dice = np.random.default_rng(seed)
     requests, histories = [], []
     for values in sets:
@@ -165,7 +182,9 @@ def test_rows_of_a_mixed_batch_equal_the_plain_recomputation(sets: Any, seed: in
     logits = torch.tensor(dice.normal(0, 2, (len(slots), VOCAB)), dtype=torch.float32)
     rows = SampleRows(torch.tensor(slots), torch.tensor(positions), history, width)
     features = Features.of(request.params for request in requests)
-    got = sample_rows(logits.clone(), rows, params, features).tolist()
+    untouched = logits.clone()
+    got = sample_rows(logits, rows, params, features, backend).tolist()
+    assert torch.equal(logits, untouched)
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         request = requests[slot]
         before = histories[slot][:position]
@@ -176,22 +195,25 @@ def test_rows_of_a_mixed_batch_equal_the_plain_recomputation(sets: Any, seed: in
         assert scores[got[row]] >= scores.max() - 1e-4, (request.params, scores, got[row])
 
 
-def test_ties_go_to_the_lowest_id() -> None:
+@each_backend
+def test_ties_go_to_the_lowest_id(backend: Backend | None) -> None:
     request = make_request(SamplingParams(temperature=0), [1])
     logits = torch.zeros((1, VOCAB))
     logits[0, [9, 4, 17]] = 1.0
     rows = SampleRows(torch.tensor([0]), torch.tensor([1]), torch.tensor([[1]]), 1)
-    assert int(sample_rows(logits, rows, slot_params(request), Features())) == 4
+    assert int(sample_rows(logits, rows, slot_params(request), Features(), backend)) == 4
 
 
-def test_tiny_temperatures_do_not_overflow() -> None:
+@each_backend
+def test_tiny_temperatures_do_not_overflow(backend: Backend | None) -> None:
     request = make_request(SamplingParams(temperature=1e-30, top_p=0.9, top_k=5, min_p=0.1), [1])
     logits = torch.linspace(-50, 50, VOCAB).unsqueeze(0)
     rows = SampleRows(torch.tensor([0]), torch.tensor([1]), torch.tensor([[1]]), 1)
     features = Features.of([request.params])
-    assert int(sample_rows(logits, rows, slot_params(request), features)) == VOCAB - 1
+    assert int(sample_rows(logits, rows, slot_params(request), features, backend)) == VOCAB - 1
 
 
+@each_backend
 @pytest.mark.parametrize(
     "values",
     [
@@ -200,7 +222,9 @@ def test_tiny_temperatures_do_not_overflow() -> None:
         {"temperature": 1.4, "top_k": 6, "repetition_penalty": 1.3, "frequency_penalty": 0.3},
     ],
 )
-def test_twenty_thousand_seeds_follow_the_exact_distribution(values: Any) -> None:
+def test_twenty_thousand_seeds_follow_the_exact_distribution(
+    values: Any, backend: Backend | None
+) -> None:
     count = 20_000
     params = SamplingParams(**values)
     request = make_request(params, [1, 2, 2, 5])
@@ -220,7 +244,7 @@ def test_twenty_thousand_seeds_follow_the_exact_distribution(values: Any) -> Non
         len(before),
     )
     logits = torch.tensor(row, dtype=torch.float32).expand(count, -1)
-    tokens = sample_rows(logits, rows, slots, Features.of([params]))
+    tokens = sample_rows(logits, rows, slots, Features.of([params]), backend)
     scores = plain_scores(row.tolist(), params, request, before)
     expected = np.exp(scores) / np.exp(scores).sum() * count
     observed = np.bincount(tokens.numpy(), minlength=VOCAB)

@@ -92,17 +92,20 @@ class Runner:
         return outcome
 
     def _round_plan(self, spans: Sequence[Span]) -> RoundPlan:
-        device = self.state.device
-        table = torch.tensor(
-            [(span.request.slot, span.rows, span.drafts) for span in spans], device=device
-        ).T.contiguous()
+        numbers = [span.request.slot for span in spans]
+        numbers += [span.rows for span in spans]
+        numbers += [span.drafts for span in spans]
+        table = torch.tensor(numbers, device=self.state.device).view(3, len(spans))
         sampling = [span for span in spans if span.samples]
+        rows = sum(span.rows + span.drafts for span in spans)
+        sampled_rows = sum(1 + span.drafts for span in sampling)
         return RoundPlan(
             slots=table[0],
             known=table[1],
             drafts=table[2],
-            rows=sum(span.rows + span.drafts for span in spans),
-            sampled_rows=sum(1 + span.drafts for span in sampling),
+            rows=rows,
+            sampled_rows=sampled_rows,
+            every_row_samples=rows == sampled_rows,
             first_sampling=len(spans) - len(sampling),
             first_decoding=sum(span.request.prefilling for span in spans),
             max_keys=max(s.request.computed + s.rows + s.drafts for s in spans),
@@ -157,7 +160,7 @@ class Runner:
         """The one copy from the device to the host in a round."""
         columns = [verdict.counts, verdict.accepted, verdict.ends, verdict.offered]
         columns += [verdict.first_sample, plan.drafts]
-        packed = torch.cat((torch.stack(columns, dim=1), verdict.tokens), dim=1).tolist()
+        packed = _to_host(columns, verdict.tokens)
         proposers = [] if choice is None else choice.proposer.tolist()
         scores = None if verdict.logprobs is None else _HostLogprobs(verdict.logprobs)
         self._read_prompt_scores(spans, verdict.prompt_logprobs)
@@ -200,6 +203,14 @@ class Runner:
     def forget(self, request: Request) -> None:
         """A request ended."""
         self.offered.pop(request.request_id, None)
+
+
+def _to_host(columns: Sequence[torch.Tensor], rows: torch.Tensor) -> list[list[int]]:
+    """[B] columns and [B, n] rows side by side, in one copy where there is a device to wait for."""
+    if rows.device.type == "cpu":
+        values = zip(*(column.tolist() for column in columns), strict=True)
+        return [[*left, *right] for left, right in zip(values, rows.tolist(), strict=True)]
+    return torch.cat((torch.stack(list(columns), dim=1), rows), dim=1).tolist()
 
 
 def _prompt_targets(span: Span) -> int:

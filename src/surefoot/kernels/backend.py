@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from surefoot.kernels.draws import Adjustments, Draws
 from surefoot.kernels.quant import QuantTensor
 
 Weight = torch.Tensor | QuantTensor
@@ -140,3 +141,14 @@ class Backend(ABC):
         """Index of each row's largest value, float32 [M, vocab] -> int64 [M]; ties go to the
         lowest index."""
         return logits.argmax(dim=-1)
+
+    def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor | None:
+        """Temperature, filters, noise and argmax at once: float32 logits [M, vocab] -> tokens
+        int64 [M], as ``sampling/sampler.py`` says them in torch. None where the device has no
+        kernel for it."""
+        return None
+
+    def adjust(self, logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor | None:
+        """Penalties, bias and masked ends: float32 logits [M, vocab] -> a changed copy, as
+        ``sampling/sampler.py`` says it in torch. None where the device has no kernel for it."""
+        return None

@@ -3,7 +3,8 @@
 The variate of a token depends on (seed, choice, position, token id) and on nothing else, so a
 row's sample is the same whoever evaluates it, in whatever batch, however early.
 Key: the 64-bit seed. Counter: (token id div 4, position, choice, 0); the four words of an output
-serve four neighbouring token ids.
+serve four neighbouring token ids. Compiled twins make the same words of it; their variates may
+differ from these by roundings of the logarithms, 4e-6 at most.
 """
 
 from __future__ import annotations

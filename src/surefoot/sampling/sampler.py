@@ -9,11 +9,12 @@ exactness inside a span.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from surefoot.kernels.backend import Backend
+from surefoot.kernels.draws import Adjustments, Draws
 from surefoot.sampling.noise import gumbel
 from surefoot.sampling.params import Features, SlotParams
 
@@ -32,32 +33,79 @@ class SampleRows:
     max_history: int
 
 
-def _argmax(scores: torch.Tensor) -> torch.Tensor:
-    return scores.argmax(dim=-1)
-
-
 def sample_rows(
     logits: torch.Tensor,
     rows: SampleRows,
     params: SlotParams,
     features: Features,
-    argmax: Callable[[torch.Tensor], torch.Tensor] = _argmax,
+    backend: Backend | None = None,
 ) -> torch.Tensor:
-    """float32 logits [M, vocab] -> token ids int64 [M]. ``argmax`` [M, vocab] -> [M] may be a
-    faster one of the device."""
+    """float32 logits [M, vocab] -> token ids int64 [M]. ``backend`` may have kernels for it; its
+    noise may differ from torch's in the last bits (see ``noise``)."""
+    if features.penalties or features.bias or features.min_tokens:
+        adjusted = (
+            backend.adjust(logits, adjustments_of(rows, params, features)) if backend else None
+        )
+        logits = adjust(logits, rows, params, features) if adjusted is None else adjusted
+    if not features.noise:
+        return backend.argmax(logits) if backend else logits.argmax(dim=-1)
+    if backend:
+        drawn = backend.draw(logits, draws_of(rows, params))
+        if drawn is not None:
+            return drawn
+    scores = filtered_scores(logits, rows.slots, params, features)
+    slots = rows.slots
+    noise = gumbel(params.seed[slots], params.choice[slots], rows.positions, logits.shape[1])
+    greedy = (params.temperature[slots] == 0).unsqueeze(1)
+    return torch.where(greedy, logits, scores + noise).argmax(dim=-1)
+
+
+def adjust(
+    logits: torch.Tensor, rows: SampleRows, params: SlotParams, features: Features
+) -> torch.Tensor:
+    """Penalties, bias and masked ends of the rows that have them."""
     if features.penalties:
         logits = apply_penalties(logits, rows, params)
     if features.bias:
         logits = apply_bias(logits, rows, params)
     if features.min_tokens:
         logits = mask_ends(logits, rows, params)
-    if not features.noise:
-        return argmax(logits)
-    scores = filtered_scores(logits, rows.slots, params, features)
-    slots = rows.slots
-    noise = gumbel(params.seed[slots], params.choice[slots], rows.positions, logits.shape[1])
-    greedy = (params.temperature[slots] == 0).unsqueeze(1)
-    return argmax(torch.where(greedy, logits, scores + noise))
+    return logits
+
+
+def adjustments_of(rows: SampleRows, params: SlotParams, features: Features) -> Adjustments:
+    """The rows' adjustments, as a backend wants them."""
+    return Adjustments(
+        slots=rows.slots,
+        positions=rows.positions,
+        penalties=features.penalties,
+        biased=features.bias,
+        min_tokens=features.min_tokens,
+        history=rows.history,
+        max_history=rows.max_history,
+        prompt_length=params.prompt_length,
+        repetition=params.repetition,
+        presence=params.presence,
+        frequency=params.frequency,
+        bias_ids=params.bias_ids,
+        bias=params.bias,
+        stop_ids=params.stop_ids,
+        min_length=params.min_length,
+    )
+
+
+def draws_of(rows: SampleRows, params: SlotParams) -> Draws:
+    """The rows' draws, as a backend wants them."""
+    return Draws(
+        slots=rows.slots,
+        positions=rows.positions,
+        temperature=params.temperature,
+        min_p=params.min_p,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=params.seed,
+        choice=params.choice,
+    )
 
 
 def apply_penalties(logits: torch.Tensor, rows: SampleRows, params: SlotParams) -> torch.Tensor:
@@ -107,7 +155,8 @@ def filtered_scores(
     scores = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     if features.min_p:
         # The best score is 0, so min_p times its probability is a plain threshold.
-        scores = _drop_below(scores, params.min_p[slots].log().unsqueeze(1))
+        border = params.min_p[slots].double().log().float()
+        scores = _drop_below(scores, border.unsqueeze(1))
     if features.top_k:
         width = min(features.top_k, scores.shape[1])
         best = scores.topk(width, dim=-1).values

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from surefoot.errors import SurefootError
+from surefoot.kernels.cpu.build import load_native
 from surefoot.speculation.cost import CostModel
 from surefoot.speculation.estimator import AcceptanceEstimator
+from surefoot.speculation.native import split_rows_native
 from surefoot.speculation.proposer import Drafts
 from surefoot.speculation.state import SlotState
 
@@ -42,27 +44,39 @@ class Choice:
 
 def split_rows(
     chances: torch.Tensor,
-    base_rows: int,
     table: torch.Tensor,
     min_gain: float = MIN_GAIN,
     min_pace: float = MIN_PACE,
 ) -> torch.Tensor:
     """How many drafts of each request to verify, int64 [B].
 
-    ``chances`` float32 [B, K] as in ``Choice``; ``base_rows``: rows of the round without drafts;
-    ``table`` float32: seconds of a round by rows. Drafts are taken by falling chance; since it
-    never rises along a row, what is taken is a prefix of each offer. Of the n best drafts, n is
-    the one with the highest (B + sum of chances) / seconds.
+    ``chances`` float32 [B, K] as in ``Choice``; ``table`` float32 [n + 1]: seconds of the round
+    without drafts and with up to n. Drafts are taken by falling chance; since it never rises
+    along a row, what is taken is a prefix of each offer. Of the n best drafts, n is the one with
+    the highest (B + sum of chances) / seconds.
     """
+    library = load_native() if chances.device.type == "cpu" else None
+    if library is None:
+        return split_rows_reference(chances, table, min_gain, min_pace)
+    return split_rows_native(library, chances, table, min_gain, min_pace)
+
+
+def split_rows_reference(
+    chances: torch.Tensor,
+    table: torch.Tensor,
+    min_gain: float = MIN_GAIN,
+    min_pace: float = MIN_PACE,
+) -> torch.Tensor:
+    """``split_rows`` in plain torch, on any device."""
     batch, width = chances.shape
-    limit = min(batch * width, table.shape[0] - 1 - base_rows)
+    limit = min(batch * width, table.shape[0] - 1)
     order = chances.flatten().argsort(descending=True, stable=True)
     best = chances.flatten()[order][:limit]
     taken = torch.zeros((limit + 1, batch), device=chances.device)
     owner = order[:limit] // width
     taken[1:].scatter_(1, owner.unsqueeze(1), best.unsqueeze(1))
     gains = taken.cumsum(dim=0)
-    seconds = table[base_rows : base_rows + limit + 1]
+    seconds = table[: limit + 1]
     slowdown = seconds / seconds[0]
     rate = (batch + gains.sum(dim=1)) / slowdown
     fair = (1 + gains.amin(dim=1)) >= min_pace * slowdown
@@ -106,21 +120,36 @@ class Controller:
         limit = self.state.max_drafts if max_draft_tokens is None else max_draft_tokens
         self.draft_limit[slot] = min(limit, self.state.max_drafts)
 
-    def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> None:
+    def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
         """Enter proposer ``index``'s offers for the next round, cut to what can be verified: valid
-        ids, the request's own limit, and at most one draft less than the tokens still allowed."""
-        drafts = self._sanitise(index, slots, drafts)
+        ids, the request's own limit, and at most one draft less than the tokens still allowed.
+        Returns the offers' lengths after that, int64 [B]."""
+        drafts = self.sanitise(index, slots, drafts)
         self.tokens[index, slots] = drafts.tokens
         self.lengths[index, slots] = drafts.lengths
         self.confidence[index, slots] = drafts.confidence
         self.estimators[index].watch(slots, drafts)
+        return drafts.lengths
 
-    def _sanitise(self, index: int, slots: torch.Tensor, drafts: Drafts) -> Drafts:
+    def sanitise(self, index: int, slots: torch.Tensor, drafts: Drafts) -> Drafts:
+        """The part of proposer ``index``'s offers that can be verified."""
         if drafts.parents is not None:
             raise SurefootError(
                 "proposers", f"{self.names[index]!r} offers a tree", "offer a chain"
             )
         state, width = self.state, self.state.max_drafts
+        if state.native is not None:
+            return Drafts(
+                *state.native.sanitise(
+                    slots,
+                    drafts.tokens,
+                    drafts.lengths,
+                    drafts.confidence,
+                    state.vocab_size,
+                    self.allowed[index],
+                    self.draft_limit,
+                )
+            )
         tokens, confidence = drafts.tokens[:, :width], drafts.confidence[:, :width]
         if tokens.shape[1] < width:
             missing = (0, width - tokens.shape[1])
@@ -165,7 +194,7 @@ class Controller:
         """Drafts of each request to verify in this round, int64 [B]."""
         if self.policy == "fixed":
             return choice.lengths
-        return split_rows(choice.chances, base_rows, self.cost.table())
+        return split_rows(choice.chances, self.cost.table(base_rows, choice.chances.numel()))
 
     def probe(self, choice: Choice, base_rows: int) -> torch.Tensor | None:
         """Once in ``PROBE_EVERY`` rounds whose offers were all turned down: what would be
@@ -175,8 +204,8 @@ class Controller:
         if self.policy == "fixed" or self.idle_rounds < PROBE_EVERY:
             return None
         self.idle_rounds = 0
-        table = self.cost.table()
-        cheaper = table[base_rows] + PROBE_OPTIMISM * (table - table[base_rows]).clamp(min=0)
-        counts = split_rows(choice.chances, base_rows, cheaper, min_pace=0.0)
+        table = self.cost.table(base_rows, choice.chances.numel())
+        cheaper = table[0] + PROBE_OPTIMISM * (table - table[0])
+        counts = split_rows(choice.chances, cheaper, min_pace=0.0)
         self.probes += 1
         return counts

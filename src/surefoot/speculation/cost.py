@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -20,6 +22,8 @@ class CostModel:
     Predictions never fall with the number of rows: a round with more rows is not cheaper.
     """
 
+    # Plain lists: every round observes, and a handful of numbers is quicker without arrays.
+
     def __init__(self, rows: Sequence[int], seconds: Sequence[float], max_rows: int) -> None:
         if list(rows) != sorted(set(rows)) or rows[0] != 1 or len(rows) != len(seconds):
             raise ValueError("rows must rise from 1, one time each")
@@ -30,33 +34,40 @@ class CostModel:
             slope = 0.0 if len(knots) < 2 else (times[-1] - times[-2]) / (knots[-1] - knots[-2])
             times.append(times[-1] + max(slope, 0.0) * (max_rows - knots[-1]))
             knots.append(max_rows)
-        self.rows = np.array(knots, dtype=np.float64)
-        self._raw = np.array(times, dtype=np.float64)
-        self._all_rows = np.arange(max_rows + 1)
-        self._values = self._interpolate()
+        self.rows = knots
+        self._raw = times
 
     def predict(self, rows: int) -> float:
         """Seconds of a round of ``rows`` rows."""
-        return float(self._values[min(rows, self.max_rows)])
+        right, share = self._place(rows)
+        curve = list(accumulate(self._raw, max))
+        return curve[right] if share == 1 else curve[right - 1] * (1 - share) + curve[right] * share
 
     def observe(self, rows: int, seconds: float) -> None:
         """Enter a round that took ``seconds``. Single outliers move the curve little."""
         ratio = seconds / self.predict(rows)
         ratio = min(max(ratio, 1 / _LARGEST_STEP), _LARGEST_STEP)
-        near = np.zeros(len(self.rows))
-        right = int(np.searchsorted(self.rows, min(rows, self.max_rows)))
-        if self.rows[right] == rows or right == 0:
-            near[right] = 1.0
-        else:
-            share = (rows - self.rows[right - 1]) / (self.rows[right] - self.rows[right - 1])
-            near[right - 1], near[right] = 1 - share, share
-        self._raw *= ratio ** (_DRIFT + _LOCAL * near)
-        self._values = self._interpolate()
+        right, share = self._place(rows)
+        drift = ratio**_DRIFT
+        self._raw = [value * drift for value in self._raw]
+        self._raw[right] *= ratio ** (_LOCAL * share)
+        if share < 1:
+            self._raw[right - 1] *= ratio ** (_LOCAL * (1 - share))
         self.observations += 1
 
-    def table(self) -> torch.Tensor:
-        """float32 [max_rows + 1]: predicted seconds by rows; entry 0 repeats entry 1."""
-        return torch.from_numpy(self._values).float()
+    def _place(self, rows: int) -> tuple[int, float]:
+        """The knot at or after ``rows``, and its share of what happens there; the knot before has
+        the rest."""
+        rows = max(min(rows, self.max_rows), 1)
+        right = bisect_left(self.rows, rows)
+        if self.rows[right] == rows:
+            return right, 1.0
+        left = self.rows[right - 1]
+        return right, (rows - left) / (self.rows[right] - left)
 
-    def _interpolate(self) -> np.ndarray:
-        return np.interp(self._all_rows, self.rows, np.maximum.accumulate(self._raw))
+    def table(self, first: int, more: int) -> torch.Tensor:
+        """float32 [up to more + 1]: predicted seconds of ``first`` rows, and of up to ``more``
+        rows further, as far as the model reaches."""
+        wanted = np.arange(first, min(first + more, self.max_rows) + 1)
+        values = np.interp(wanted, self.rows, list(accumulate(self._raw, max)))
+        return torch.from_numpy(values).float()

@@ -134,6 +134,28 @@ class AcceptanceEstimator:
     def chances(self, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
         """float32 [B, K]: chance that each offered draft and all before it are accepted, 0 beyond
         an offer's length."""
+        if self._native is None:
+            return self.chances_reference(slots, drafts)
+        lengths, confidence = drafts.lengths.contiguous(), drafts.confidence.contiguous()
+        out = torch.empty(confidence.shape)
+        self._native.sf_chances(
+            slots.data_ptr(),
+            len(slots),
+            lengths.data_ptr(),
+            confidence.data_ptr(),
+            len(self._index),
+            BINS,
+            self.hits.data_ptr(),
+            self.trials.data_ptr(),
+            self.all_hits.data_ptr(),
+            self.all_trials.data_ptr(),
+            _SLOT_PRIOR,
+            out.data_ptr(),
+        )
+        return out
+
+    def chances_reference(self, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
+        """``chances`` in plain torch, on any device."""
         bins = confidence_bins(drafts.confidence).unsqueeze(1)
         prior = (self.all_hits / self.all_trials).unsqueeze(0)
         rates = (self.hits[slots] + _SLOT_PRIOR * prior) / (self.trials[slots] + _SLOT_PRIOR)

@@ -30,6 +30,8 @@ class RoundPlan:
     first_decoding: int
     """Spans before this one are prefill chunks."""
     max_keys: int
+    every_row_samples: bool = False
+    """The rows to sample are all rows of the flat batch, in its order."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,26 @@ class Layout:
 
 def lay_out(state: SlotState, plan: RoundPlan) -> Layout:
     """Build the flat batch from the slots; drafts already stand in ``state.history``."""
+    if state.native is None:
+        return lay_out_reference(state, plan)
+    tensors = state.native.lay_out(
+        plan.slots, plan.known, plan.drafts, plan.first_sampling, plan.rows, plan.sampled_rows
+    )
+    tokens, positions, row_slot, first_row, index, sample_slots, sample_positions, first = tensors
+    batch = FlatBatch(
+        tokens=tokens,
+        positions=positions,
+        key_index=positions,
+        row_slot=row_slot,
+        block_tables=state.block_tables,
+        span_start=state.computed,
+        max_keys=plan.max_keys,
+    )
+    return Layout(batch, first_row, index, sample_slots, sample_positions, first)
+
+
+def lay_out_reference(state: SlotState, plan: RoundPlan) -> Layout:
+    """``lay_out`` in plain torch, on any device."""
     slots, device = plan.slots, state.device
     counts = plan.known + plan.drafts
     start = state.computed[slots]

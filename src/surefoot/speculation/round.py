@@ -87,9 +87,8 @@ class SpeculativeRound:
         forward = self.decoder.forward(layout.batch, self.kv, self.capture)
         sampled, logprobs = self.sample(plan, layout, forward.hidden, wanted)
         tokens, accepted, counts, ends = self.judge(plan, layout, choice, sampled)
-        first = state.computed[plan.slots]
-        self.advance(plan, tokens, counts)
-        self.catch_up(plan, layout, first, forward.features)
+        settled = self.advance(plan, tokens, counts)
+        self.catch_up(plan, layout, settled, forward.features)
         return Verdict(
             counts=counts,
             accepted=accepted,
@@ -108,12 +107,14 @@ class SpeculativeRound:
         state = self.state
         if plan.sampled_rows == 0:
             return torch.zeros(1, dtype=torch.int64, device=state.device), None
-        logits = self.decoder.logits(hidden[layout.sample_index])
+        if not plan.every_row_samples:
+            hidden = hidden[layout.sample_index]
+        logits = self.decoder.logits(hidden)
         rows = SampleRows(
             layout.sample_slots, layout.sample_positions, state.history, plan.max_keys
         )
-        argmax = self.decoder.backend.argmax
-        sampled = sample_rows(logits, rows, state.params, wanted.features, argmax)
+        backend = self.decoder.backend
+        sampled = sample_rows(logits, rows, state.params, wanted.features, backend)
         if wanted.logprobs is None:
             return sampled, None
         return sampled, row_logprobs(logits, sampled, wanted.logprobs)
@@ -125,6 +126,15 @@ class SpeculativeRound:
 
         Returns (tokens [B, K + 1], accepted [B], committed counts [B], end codes [B])."""
         state, slots = self.state, plan.slots
+        if state.native is not None:
+            return state.native.judge(
+                slots,
+                plan.drafts,
+                plan.first_sampling,
+                sampled,
+                layout.first_sample,
+                state.params.stop_ids,
+            )
         width = state.max_drafts
         steps = torch.arange(width + 1, device=state.device)
         index = layout.first_sample.unsqueeze(1) + steps
@@ -141,27 +151,35 @@ class SpeculativeRound:
         counts, ends = cut_at_end(tokens, counts, room, state.params.stop_ids[slots])
         return tokens, accepted, counts, ends
 
-    def advance(self, plan: RoundPlan, tokens: torch.Tensor, counts: torch.Tensor) -> None:
-        """Commit: the tokens join the history; their KV is final up to the new current token."""
+    def advance(
+        self, plan: RoundPlan, tokens: torch.Tensor, counts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Commit: the tokens join the history; their KV is final up to the new current token.
+
+        Returns which positions this settled, by span: (the first [B], how many [B])."""
         state, slots = self.state, plan.slots
+        if state.native is not None:
+            return state.native.advance(slots, plan.known, tokens, counts)
         length = state.length[slots]
         columns = length.unsqueeze(1) + torch.arange(tokens.shape[1], device=state.device)
         kept = torch.arange(tokens.shape[1], device=state.device) < counts.unsqueeze(1)
         old = state.history[slots.unsqueeze(1), columns]
         state.history[slots.unsqueeze(1), columns] = torch.where(kept, tokens, old)
         state.length[slots] = length + counts
-        chunk_end = state.computed[slots] + plan.known
-        state.computed[slots] = torch.where(counts > 0, length + counts - 1, chunk_end)
+        first = state.computed[slots]
+        settled = torch.where(counts > 0, length + counts - 1 - first, plan.known)
+        state.computed[slots] = first + settled
+        return first, settled
 
     def catch_up(
         self,
         plan: RoundPlan,
         layout: Layout,
-        first: torch.Tensor,
+        settled: tuple[torch.Tensor, torch.Tensor],
         features: tuple[torch.Tensor, ...],
     ) -> None:
         """Tell the proposers what was settled."""
-        counts = self.state.computed[plan.slots] - first
+        first, counts = settled
         for proposer in self.proposers:
             layers = proposer.needs().captured_layers
             own = tuple(features[self.capture.index(layer)] for layer in layers)
@@ -174,8 +192,8 @@ class SpeculativeRound:
         if len(slots) and wanted.proposers:
             self.controller.learn(slots)
             for index in wanted.proposers:
-                self.controller.offer(index, slots, self.proposers[index].propose(slots))
-            offered[plan.first_sampling :] = self.controller.lengths[:, slots].sum(dim=0)
+                drafts = self.proposers[index].propose(slots)
+                offered[plan.first_sampling :] += self.controller.offer(index, slots, drafts)
         return offered
 
     def score_prompt(
@@ -194,6 +212,9 @@ class SpeculativeRound:
 
 def write_drafts(state: SlotState, slots: torch.Tensor, choice: Choice) -> None:
     """Put the chosen drafts behind the committed tokens of ``slots`` [B]."""
+    if state.native is not None:
+        state.native.write_drafts(slots, choice.tokens)
+        return
     columns = state.length[slots].unsqueeze(1)
     columns = columns + torch.arange(choice.tokens.shape[1], device=state.device)
     state.history[slots.unsqueeze(1), columns] = choice.tokens

@@ -8,6 +8,7 @@ import torch
 
 from surefoot.request import Request
 from surefoot.sampling.params import SlotParams
+from surefoot.speculation.native import NativeRound
 
 
 class SlotState:
@@ -42,6 +43,8 @@ class SlotState:
         self.block_tables = torch.zeros((slots, blocks), dtype=torch.int32, device=device)
         self.params = SlotParams(slots, vocab_size, device)
         self._blocks_written: list[list[int]] = [[] for _ in range(slots)]
+        self.native = NativeRound.of(self)
+        """Compiled twins of the round's operations on these tensors; None: torch does them."""
 
     def admit(self, request: Request) -> None:
         """Enter a request, new or resumed, into its slot."""

@@ -154,7 +154,36 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             None,
             [pointer, pointer, int64, pointer, pointer, pointer, int64, int64] + [pointer] * 4,
         ),
+        "sf_write_drafts": (None, [pointer, pointer, int64, pointer, int64]),
+        "sf_lay_out": (None, [*([pointer] * 4), *([int64] * 4), pointer]),
+        "sf_judge": (
+            None,
+            [pointer, pointer, pointer, int64, int64, pointer, int64, pointer, int64]
+            + [pointer, int64]
+            + [pointer] * 4,
+        ),
+        "sf_advance": (
+            None,
+            [pointer, pointer, pointer, int64, pointer, int64, pointer, pointer, pointer],
+        ),
+        "sf_sanitise": (
+            None,
+            [pointer, pointer, int64, pointer, pointer, pointer, int64, int64, int64]
+            + [pointer] * 5,
+        ),
+        "sf_chances": (
+            None,
+            [pointer, int64, pointer, pointer, int64, int64]
+            + [pointer] * 4
+            + [ctypes.c_float, pointer],
+        ),
+        "sf_split": (
+            None,
+            [pointer, int64, int64, pointer, int64, ctypes.c_float, ctypes.c_float] + [pointer] * 2,
+        ),
         "sf_argmax": (None, [pointer, int64, int64, pointer, pointer, pointer, int32]),
+        "sf_adjust": (int32, [pointer, pointer, int64, int64, pointer, pointer, int32]),
+        "sf_draw": (int32, [pointer, pointer, int64, int64, pointer, pointer, int32]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

@@ -14,7 +14,7 @@ static size_t reserve(size_t *cursor, size_t bytes) {
     return at;
 }
 
-static int grow(sf_context *context, size_t bytes) {
+int sf_grow(sf_context *context, size_t bytes) {
     if (bytes <= context->capacity) return SF_OK;
     free(context->memory);
     context->capacity = (bytes + bytes / 4 + 4095) / 4096 * 4096;
@@ -168,7 +168,7 @@ SF_EXPORT int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_
     size_t inner_at = reserve(&cursor, (size_t)(rows * w->gate_up.outputs) * 4);
     size_t buffers_at = reserve(&cursor, (size_t)threads * (size_t)(w->hidden + 16) * 4);
     size_t scratch_at = reserve(&cursor, per_thread * (size_t)threads);
-    if (grow(context, cursor)) return SF_NO_MEMORY;
+    if (sf_grow(context, cursor)) return SF_NO_MEMORY;
     uint8_t *memory = context->memory;
     for (int i = 0; i < 4; i++) place_acts(&acts[i], memory, place[i]);
     float *qkv = (float *)(memory + qkv_at), *attended = (float *)(memory + attended_at);
@@ -210,7 +210,7 @@ SF_EXPORT int sf_head(sf_context *context, const float *norm, float eps, const s
     size_t cursor = 0, place[2];
     sf_acts acts = reserve_acts(&cursor, linear, rows, place);
     size_t buffers_at = reserve(&cursor, (size_t)threads * (size_t)(linear->inputs + 16) * 4);
-    if (grow(context, cursor)) return SF_NO_MEMORY;
+    if (sf_grow(context, cursor)) return SF_NO_MEMORY;
     uint8_t *memory = context->memory;
     place_acts(&acts, memory, place);
     head_job job = {norm, eps, linear, x, logits, (float *)(memory + buffers_at), acts, {0},

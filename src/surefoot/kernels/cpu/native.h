@@ -75,6 +75,9 @@ typedef struct {
     int64_t serial_below;
 } sf_context;
 
+/* layer.c: room for `bytes`; SF_OK or SF_NO_MEMORY. */
+int sf_grow(sf_context *context, size_t bytes);
+
 /* The rows of a linear's input, packed for register tiles (see act.h). */
 typedef struct {
     int32_t rows, inputs, formats;
@@ -105,5 +108,8 @@ void sf_write_row(const sf_layer_weights *w, const sf_batch *batch, const sf_kv 
 void sf_attend(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv, const float *q,
                int64_t q_stride, float *out, int64_t out_stride, uint8_t *scratch,
                sf_counter *work);
+
+/* ops.c: the first column that holds the largest value of x [n]. */
+int64_t sf_first_largest(const float *x, int64_t n, float *largest);
 
 #endif

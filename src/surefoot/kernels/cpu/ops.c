@@ -138,8 +138,7 @@ SF_EXPORT int sf_embed(const sf_segment *table, const int64_t *tokens, int64_t r
 
 #define PART 16384 /* columns of an argmax that one thread takes */
 
-/* The first column that holds the largest value of x [n]. */
-static int64_t first_largest(const float *x, int64_t n, float *largest) {
+int64_t sf_first_largest(const float *x, int64_t n, float *largest) {
     vf best[4];
     int64_t i = 0;
     for (int j = 0; j < 4; j++) best[j] = vf_set1(-__builtin_inff());
@@ -168,7 +167,7 @@ static void argmax_task(void *argument) {
         int64_t first = item % job->parts * PART;
         int64_t n = job->columns - first < PART ? job->columns - first : PART;
         const float *part = job->x + item / job->parts * job->columns + first;
-        job->indices[item] = first + first_largest(part, n, &job->values[item]);
+        job->indices[item] = first + sf_first_largest(part, n, &job->values[item]);
     }
 }
 

@@ -50,6 +50,10 @@ SF_INLINE vf vf_select(uint32_t bits, vf x, vf y) {
     return SF_F2(_mm256_blendv_ps(y.a, x.a, sf_mask8(bits)),
                  _mm256_blendv_ps(y.b, x.b, sf_mask8(bits >> 8)));
 }
+SF_INLINE uint32_t vf_at_least(vf x, vf y) {
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ)) |
+           (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ)) << 8;
+}
 SF_INLINE vf vf_half(const uint16_t *p) {
     return SF_F2(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
                  _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8))));
@@ -63,6 +67,42 @@ SF_INLINE vf vf_exp2i(vi n) { return SF_F2(sf_exp2i8(n.a), sf_exp2i8(n.b)); }
 
 SF_INLINE vi vi_zero(void) { return SF_I2(_mm256_setzero_si256(), _mm256_setzero_si256()); }
 SF_INLINE vi vi_set1(int32_t x) { return SF_I2(_mm256_set1_epi32(x), _mm256_set1_epi32(x)); }
+SF_INLINE vi vi_load(const void *p) {
+    return SF_I2(_mm256_loadu_si256((const __m256i *)p),
+                 _mm256_loadu_si256((const __m256i *)p + 1));
+}
+SF_INLINE void vi_store(void *p, vi x) {
+    _mm256_storeu_si256((__m256i *)p, x.a);
+    _mm256_storeu_si256((__m256i *)p + 1, x.b);
+}
+SF_INLINE vi vi_xor(vi x, vi y) {
+    return SF_I2(_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b));
+}
+SF_INLINE vi vi_halve(vi x) {
+    return SF_I2(_mm256_srli_epi32(x.a, 1), _mm256_srli_epi32(x.b, 1));
+}
+SF_INLINE void sf_mul_wide8(__m256i a, __m256i b, __m256i *high, __m256i *low) {
+    __m256i even = _mm256_mul_epu32(a, b);
+    __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), b);
+    *low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+    *high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+}
+SF_INLINE void vi_mul_wide(vi x, vi y, vi *high, vi *low) {
+    sf_mul_wide8(x.a, y.a, &high->a, &low->a);
+    sf_mul_wide8(x.b, y.b, &high->b, &low->b);
+}
+SF_INLINE void sf_transpose8(__m256i *a, __m256i *b, __m256i *c, __m256i *d) {
+    __m256i p = _mm256_unpacklo_epi32(*a, *b), q = _mm256_unpacklo_epi32(*c, *d);
+    __m256i r = _mm256_unpackhi_epi32(*a, *b), s = _mm256_unpackhi_epi32(*c, *d);
+    *a = _mm256_unpacklo_epi64(p, q);
+    *b = _mm256_unpackhi_epi64(p, q);
+    *c = _mm256_unpacklo_epi64(r, s);
+    *d = _mm256_unpackhi_epi64(r, s);
+}
+SF_INLINE void vi_transpose4(vi *x) {
+    sf_transpose8(&x[0].a, &x[1].a, &x[2].a, &x[3].a);
+    sf_transpose8(&x[0].b, &x[1].b, &x[2].b, &x[3].b);
+}
 SF_INLINE vi vi_add(vi x, vi y) {
     return SF_I2(_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b));
 }

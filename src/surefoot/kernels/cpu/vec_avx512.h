@@ -29,6 +29,8 @@ SF_INLINE vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 SF_INLINE vf vf_select(uint32_t bits, vf a, vf b) {
     return _mm512_mask_blend_ps((__mmask16)bits, b, a);
 }
+/* Bit i: a[i] >= b[i]. */
+SF_INLINE uint32_t vf_at_least(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 SF_INLINE vf vf_half(const uint16_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
@@ -41,7 +43,27 @@ SF_INLINE vf vf_exp2i(vi n) {
 
 SF_INLINE vi vi_zero(void) { return _mm512_setzero_si512(); }
 SF_INLINE vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
+SF_INLINE vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
 SF_INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+SF_INLINE vi vi_xor(vi a, vi b) { return _mm512_xor_si512(a, b); }
+SF_INLINE vi vi_halve(vi a) { return _mm512_srli_epi32(a, 1); } /* of an unsigned number */
+SF_INLINE void vi_store(void *p, vi a) { _mm512_storeu_si512(p, a); }
+/* The halves of the 64-bit products of unsigned numbers. */
+SF_INLINE void vi_mul_wide(vi a, vi b, vi *high, vi *low) {
+    __m512i even = _mm512_mul_epu32(a, b);
+    __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), b);
+    *low = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+    *high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+}
+/* Lane 4 l + i of a[j] goes to lane 4 l + j of a[i]. */
+SF_INLINE void vi_transpose4(vi *a) {
+    __m512i p = _mm512_unpacklo_epi32(a[0], a[1]), q = _mm512_unpacklo_epi32(a[2], a[3]);
+    __m512i r = _mm512_unpackhi_epi32(a[0], a[1]), s = _mm512_unpackhi_epi32(a[2], a[3]);
+    a[0] = _mm512_unpacklo_epi64(p, q);
+    a[1] = _mm512_unpackhi_epi64(p, q);
+    a[2] = _mm512_unpacklo_epi64(r, s);
+    a[3] = _mm512_unpackhi_epi64(r, s);
+}
 /* 16 lanes, each within int8, as bytes */
 SF_INLINE void vi_store_bytes(int8_t *p, vi a) {
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(a));

@@ -6,6 +6,7 @@
 
 typedef float f4 __attribute__((vector_size(16)));
 typedef int32_t i4 __attribute__((vector_size(16)));
+typedef uint32_t u4 __attribute__((vector_size(16)));
 typedef int16_t s8 __attribute__((vector_size(16)));
 typedef struct { f4 v[4]; } vf;
 typedef struct { i4 v[4]; } vi;
@@ -45,6 +46,14 @@ SF_INLINE vf vf_select(uint32_t bits, vf x, vf y) {
     const i4 lane = {1, 2, 4, 8};
     SF_EACH4(vf, sf_pick4(((int32_t)(bits >> (4 * i)) & lane) == lane, x.v[i], y.v[i]));
 }
+SF_INLINE uint32_t vf_at_least(vf x, vf y) {
+    uint32_t bits = 0;
+    for (int i = 0; i < 4; i++) {
+        i4 hit = (x.v[i] >= y.v[i]) & (i4){1, 2, 4, 8};
+        bits |= (uint32_t)(hit[0] | hit[1] | hit[2] | hit[3]) << (4 * i);
+    }
+    return bits;
+}
 SF_INLINE vf vf_half(const uint16_t *p) {
     float lanes[16];
     for (int i = 0; i < 16; i++) lanes[i] = sf_half_to_float(p[i]);
@@ -61,6 +70,32 @@ SF_INLINE vf vf_exp2i(vi n) { SF_EACH4(vf, (f4)((n.v[i] + 127) << 23)); }
 SF_INLINE vi vi_set1(int32_t x) { SF_EACH4(vi, ((i4){x, x, x, x})); }
 SF_INLINE vi vi_zero(void) { return vi_set1(0); }
 SF_INLINE vi vi_add(vi x, vi y) { SF_EACH4(vi, x.v[i] + y.v[i]); }
+SF_INLINE vi vi_load(const void *p) {
+    vi out;
+    memcpy(&out, p, 64);
+    return out;
+}
+SF_INLINE void vi_store(void *p, vi x) { memcpy(p, &x, 64); }
+SF_INLINE vi vi_xor(vi x, vi y) { SF_EACH4(vi, x.v[i] ^ y.v[i]); }
+SF_INLINE vi vi_halve(vi x) { SF_EACH4(vi, (i4)((u4)x.v[i] >> 1)); }
+SF_INLINE void vi_mul_wide(vi x, vi y, vi *high, vi *low) {
+    uint32_t a[16], b[16], h[16], l[16];
+    memcpy(a, &x, 64);
+    memcpy(b, &y, 64);
+    for (int i = 0; i < 16; i++) {
+        uint64_t product = (uint64_t)a[i] * b[i];
+        h[i] = (uint32_t)(product >> 32);
+        l[i] = (uint32_t)product;
+    }
+    memcpy(high, h, 64);
+    memcpy(low, l, 64);
+}
+SF_INLINE void vi_transpose4(vi *x) {
+    for (int l = 0; l < 4; l++) {
+        i4 a = x[0].v[l], b = x[1].v[l], c = x[2].v[l], d = x[3].v[l];
+        for (int i = 0; i < 4; i++) x[i].v[l] = (i4){a[i], b[i], c[i], d[i]};
+    }
+}
 SF_INLINE void vi_store_bytes(int8_t *p, vi x) {
     int32_t lanes[16];
     memcpy(lanes, &x, 64);

@@ -1,0 +1,103 @@
+"""Layers and batches as the C code reads them: structures of addresses, checked once."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from surefoot.kernels.backend import FlatBatch, LayerWeights, RopeTable
+from surefoot.kernels.cpu.structs import BatchStruct, LayerStruct
+
+
+@dataclass
+class PreparedLayer:
+    """A layer's struct, and what it was made of (by identity)."""
+
+    weights: LayerWeights
+    rope: RopeTable
+    struct: LayerStruct
+    address: int
+
+
+@dataclass
+class PreparedBatch:
+    """A batch's struct, what it was made of (by identity), and the tensors it points at."""
+
+    batch: FlatBatch
+    struct: BatchStruct
+    address: int
+    tensors: list[torch.Tensor]
+
+
+def prepare_layer(weights: LayerWeights, rope: RopeTable, kv_kind: int) -> PreparedLayer:
+    """Kept with the layer's weights. ValueError where shapes do not fit together."""
+    shape = weights.shape
+    hidden, inner = weights.qkv.shape[1], weights.down.shape[1]
+    expected = {
+        "qkv": ((shape.heads + 2 * shape.kv_heads) * shape.head_dim, hidden),
+        "o": (hidden, shape.heads * shape.head_dim),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+    }
+    for name, size in expected.items():
+        if getattr(weights, name).shape != size:
+            raise ValueError(f"{name} is {getattr(weights, name).shape}, expected {size}")
+    if shape.heads % shape.kv_heads:
+        raise ValueError(f"{shape.heads} heads do not divide among {shape.kv_heads} kv heads")
+    for factors in (rope.cos, rope.sin):
+        if factors.dtype != torch.float32 or not factors.is_contiguous():
+            raise ValueError("rotary tables must be contiguous float32")
+
+    def norm(weight: torch.Tensor | None) -> int | None:
+        return None if weight is None else weight.data_ptr()
+
+    struct = LayerStruct(
+        hidden,
+        inner,
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        kv_kind,
+        weights.eps,
+        shape.scale,
+        norm(weights.input_norm),
+        norm(weights.post_norm),
+        norm(weights.q_norm),
+        norm(weights.k_norm),
+        rope.cos.data_ptr(),
+        rope.sin.data_ptr(),
+        weights.qkv.struct,
+        weights.o.struct,
+        weights.gate_up.struct,
+        weights.down.struct,
+    )
+    prepared = PreparedLayer(weights, rope, struct, ctypes.addressof(struct))
+    weights.qkv.prepared = prepared
+    return prepared
+
+
+def prepare_batch(batch: FlatBatch) -> PreparedBatch:
+    """The struct holds addresses only: changed contents are seen by the next call. ValueError for
+    tensors of another type or layout."""
+    if batch.block_tables.dtype != torch.int32:
+        raise ValueError(f"block_tables is {batch.block_tables.dtype}, expected int32")
+    if batch.block_tables.stride(1) != 1 and batch.block_tables.shape[1] > 1:
+        raise ValueError("rows of block_tables must be contiguous")
+    names = ["positions", "key_index", "row_slot", "span_start"]
+    tensors = [getattr(batch, name) for name in names]
+    if batch.mask is not None:
+        tensors.append(batch.mask)
+        names.append("mask")
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.dtype != torch.int64 or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous int64, is {tensor.dtype}")
+    struct = BatchStruct(
+        batch.tokens.shape[0],
+        batch.block_tables.stride(0),
+        *(tensor.data_ptr() for tensor in tensors[:4]),
+        None if batch.mask is None else batch.mask.data_ptr(),
+        batch.block_tables.data_ptr(),
+    )
+    return PreparedBatch(batch, struct, ctypes.addressof(struct), tensors)

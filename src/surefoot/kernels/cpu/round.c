@@ -1,0 +1,190 @@
+/* The round's operations over the slot tensors: twins of the functions of the same names in
+ * surefoot.speculation, one request after the other. */
+#include <stdint.h>
+
+#define SF_EXPORT __attribute__((visibility("default")))
+
+typedef struct {
+    int64_t *history; /* [slots][width] */
+    int64_t width;
+    int64_t *length, *computed, *limit; /* [slots] */
+} slot_state;
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Drafts [count][drafts] go behind the committed tokens. */
+SF_EXPORT void sf_write_drafts(const slot_state *state, const int64_t *slots, int64_t count,
+                               const int64_t *tokens, int64_t drafts) {
+    for (int64_t i = 0; i < count; i++) {
+        int64_t *text = state->history + slots[i] * state->width + state->length[slots[i]];
+        for (int64_t j = 0; j < drafts; j++) text[j] = tokens[i * drafts + j];
+    }
+}
+
+typedef struct {
+    int64_t *tokens, *positions, *row_slot; /* [rows] */
+    int64_t *first_row;                     /* [count] */
+    int64_t *sample_index, *sample_slots, *sample_positions; /* [sampled_rows] */
+    int64_t *first_sample;                                   /* [count] */
+} layout;
+
+SF_EXPORT void sf_lay_out(const slot_state *state, const int64_t *slots, const int64_t *known,
+                          const int64_t *drafts, int64_t count, int64_t first_sampling,
+                          int64_t rows, int64_t sampled_rows, const layout *out) {
+    int64_t row = 0, sample = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t slot = slots[i], start = state->computed[slot];
+        const int64_t size = known[i] + drafts[i];
+        const int64_t *text = state->history + slot * state->width + start;
+        out->first_row[i] = row;
+        out->first_sample[i] = sample;
+        for (int64_t j = 0; j < size; j++) {
+            out->tokens[row + j] = text[j];
+            out->positions[row + j] = start + j;
+            out->row_slot[row + j] = slot;
+        }
+        if (i >= first_sampling)
+            for (int64_t j = known[i] - 1; j < size; j++, sample++) {
+                out->sample_index[sample] = row + j;
+                out->sample_slots[sample] = slot;
+                out->sample_positions[sample] = start + j + 1;
+            }
+        row += size;
+    }
+    /* Rows beyond the spans repeat the last one, and belong to nobody. */
+    for (int64_t j = row; j < rows; j++) {
+        out->tokens[j] = row ? out->tokens[row - 1] : 0;
+        out->positions[j] = row ? out->positions[row - 1] : 0;
+        out->row_slot[j] = -1;
+    }
+    for (int64_t j = sample; j < sampled_rows; j++) {
+        out->sample_index[j] = sample ? out->sample_index[sample - 1] : 0;
+        out->sample_slots[j] = sample ? out->sample_slots[sample - 1] : slots[0];
+        out->sample_positions[j] = sample ? out->sample_positions[sample - 1] : 0;
+    }
+}
+
+static int contains(const int64_t *ids, int64_t count, int64_t id) {
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] == id) return 1;
+    return 0;
+}
+
+SF_EXPORT void sf_judge(const slot_state *state, const int64_t *slots, const int64_t *drafts,
+                        int64_t count, int64_t first_sampling, const int64_t *sampled,
+                        int64_t sampled_rows, const int64_t *first_sample, int64_t most_drafts,
+                        const int64_t *stop_ids, int64_t stop_width, int64_t *tokens,
+                        int64_t *accepted, int64_t *counts, int64_t *ends) {
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t slot = slots[i], length = state->length[slot];
+        const int64_t *offered = state->history + slot * state->width + length;
+        int64_t *token = tokens + i * (most_drafts + 1);
+        for (int64_t j = 0; j <= most_drafts; j++)
+            token[j] = sampled[least(first_sample[i] + j, sampled_rows - 1)];
+        int64_t right = 0;
+        while (right < least(drafts[i], most_drafts) && token[right] == offered[right]) right++;
+        accepted[i] = right;
+        counts[i] = ends[i] = 0;
+        if (i < first_sampling) continue;
+        const int64_t room = state->limit[slot] - length, most = least(right + 1, room);
+        int64_t kept = 0, stopped = 0;
+        while (kept < most && !stopped)
+            stopped = contains(stop_ids + slot * stop_width, stop_width, token[kept++]);
+        counts[i] = kept;
+        ends[i] = stopped ? 1 : kept >= room ? 2 : 0;
+    }
+}
+
+SF_EXPORT void sf_advance(const slot_state *state, const int64_t *slots, const int64_t *known,
+                          int64_t count, const int64_t *tokens, int64_t stride,
+                          const int64_t *counts, int64_t *first, int64_t *settled) {
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t slot = slots[i];
+        int64_t *text = state->history + slot * state->width + state->length[slot];
+        for (int64_t j = 0; j < counts[i]; j++) text[j] = tokens[i * stride + j];
+        first[i] = state->computed[slot];
+        state->length[slot] += counts[i];
+        settled[i] = counts[i] ? state->length[slot] - 1 - first[i] : known[i];
+        state->computed[slot] = first[i] + settled[i];
+    }
+}
+
+/* Offers [count][width], cut to what can be verified, as [count][drafts]. */
+SF_EXPORT void sf_sanitise(const slot_state *state, const int64_t *slots, int64_t count,
+                           const int64_t *tokens, const int64_t *lengths, const float *confidence,
+                           int64_t width, int64_t drafts, int64_t vocab, const uint8_t *allowed,
+                           const int64_t *draft_limit, int64_t *out_tokens, int64_t *out_lengths,
+                           float *out_confidence) {
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t slot = slots[i], room = state->limit[slot] - state->length[slot] - 1;
+        int64_t most = least(least(lengths[i], width), least(room, draft_limit[slot])), valid = 0;
+        if (most > drafts) most = drafts;
+        for (int64_t j = 0; j < drafts; j++) {
+            int64_t token = j < width ? tokens[i * width + j] : -1;
+            if (valid == j && token >= 0 && token < vocab) valid++;
+            out_tokens[i * drafts + j] = token < 0 ? 0 : token < vocab ? token : vocab - 1;
+            out_confidence[i * drafts + j] = j < width ? confidence[i * width + j] : 0.0f;
+        }
+        most = least(most, valid);
+        out_lengths[i] = allowed[slot] && most > 0 ? most : 0;
+    }
+}
+
+/* Chance that each offered draft and all before it are accepted, [count][drafts]. */
+SF_EXPORT void sf_chances(const int64_t *slots, int64_t count, const int64_t *lengths,
+                          const float *confidence, int64_t drafts, int64_t bins, const float *hits,
+                          const float *trials, const float *all_hits, const float *all_trials,
+                          float prior, float *chances) {
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t cells = slots[i] * bins * drafts;
+        float chance = 1.0f;
+        for (int64_t j = 0; j < drafts; j++) {
+            int64_t bin = (int64_t)(confidence[i * drafts + j] * (float)bins);
+            bin = bin < 0 ? 0 : bin >= bins ? bins - 1 : bin;
+            const int64_t cell = bin * drafts + j;
+            const float all = all_hits[cell] / all_trials[cell];
+            chance *= (hits[cells + cell] + prior * all) / (trials[cells + cell] + prior);
+            if (j >= lengths[i]) chance = 0.0f;
+            chances[i * drafts + j] = chance;
+        }
+    }
+}
+
+/* The best split of a round's rows over the offers; `table` holds `entries`. Chances never
+ * rise along a row, so the best drafts are found by merging the rows; `counts` is the merge's
+ * state first, then the answer. */
+SF_EXPORT void sf_split(const float *chances, int64_t count, int64_t drafts,
+                        const float *table, int64_t entries, float min_gain, float min_pace,
+                        int64_t *counts, float *gains) {
+    const int64_t limit = least(count * drafts, entries - 1);
+    float best_rate = (float)count, sum = (float)count;
+    int64_t best = 0;
+    for (int64_t i = 0; i < count; i++) counts[i] = 0, gains[i] = 0.0f;
+    for (int pass = 0; pass < 2; pass++) {
+        /* The first pass finds how many drafts to take, the second takes them. */
+        const int64_t take = pass ? best : limit;
+        for (int64_t i = 0; i < count; i++) counts[i] = 0;
+        for (int64_t n = 1; n <= take; n++) {
+            int64_t owner = -1;
+            float chance = 0.0f;
+            for (int64_t i = 0; i < count; i++) {
+                if (counts[i] >= drafts) continue;
+                const float next = chances[i * drafts + counts[i]];
+                if (next > chance) chance = next, owner = i;
+            }
+            if (owner < 0) break;
+            counts[owner]++;
+            if (pass) continue;
+            gains[owner] += chance;
+            sum += chance;
+            const float slowdown = table[n] / table[0];
+            float least_gain = gains[0];
+            for (int64_t i = 1; i < count; i++)
+                if (gains[i] < least_gain) least_gain = gains[i];
+            const float rate = sum / slowdown;
+            if (rate >= min_gain * (float)count && rate > best_rate &&
+                1.0f + least_gain >= min_pace * slowdown)
+                best = n, best_rate = rate;
+        }
+    }
+}

@@ -1,0 +1,106 @@
+"""Sampling kernels: argmax, draws, and what changes logits before them."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from surefoot.kernels.cpu.structs import BAD_INDEX, AdjustmentsStruct, DrawsStruct
+from surefoot.kernels.draws import Adjustments, Draws
+
+ARGMAX_PART = 16384
+
+
+def argmax(library: ctypes.CDLL, logits: torch.Tensor, threads: int) -> torch.Tensor:
+    """float32 [M, V] without NaN -> int64 [M]; the lowest index among equals."""
+    logits = _matrix(logits)
+    rows, columns = logits.shape
+    parts = rows * -(-columns // ARGMAX_PART)
+    out = torch.empty(rows, dtype=torch.int64)
+    values, indices = torch.empty(parts), torch.empty(parts, dtype=torch.int64)
+    library.sf_argmax(
+        logits.data_ptr(),
+        rows,
+        columns,
+        out.data_ptr(),
+        values.data_ptr(),
+        indices.data_ptr(),
+        threads,
+    )
+    return out
+
+
+def draw(
+    library: ctypes.CDLL, context: int, logits: torch.Tensor, draws: Draws, threads: int
+) -> torch.Tensor:
+    """float32 [M, V] without NaN -> int64 [M]. ``context`` is the address of a ``ContextStruct``.
+    IndexError for a slot that does not exist, MemoryError when there is no scratch memory."""
+    logits = _matrix(logits)
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    struct = DrawsStruct(
+        _address(draws.slots, torch.int64),
+        _address(draws.positions, torch.int64),
+        draws.temperature.shape[0],
+        *(_address(t, torch.float32) for t in (draws.temperature, draws.min_p, draws.top_p)),
+        *(_address(t, torch.int64) for t in (draws.top_k, draws.seed, draws.choice)),
+    )
+    code = library.sf_draw(
+        context, logits.data_ptr(), *logits.shape, ctypes.addressof(struct), out.data_ptr(), threads
+    )
+    _check(code)
+    return out
+
+
+def adjust(
+    library: ctypes.CDLL, context: int, logits: torch.Tensor, changes: Adjustments, threads: int
+) -> torch.Tensor:
+    """float32 [M, V] -> a changed copy. ``context`` and errors are those of ``draw``; a token id
+    outside the vocabulary is an IndexError too."""
+    logits = _matrix(logits)
+    out = torch.empty_like(logits)
+    struct = AdjustmentsStruct(
+        _address(changes.slots, torch.int64),
+        _address(changes.positions, torch.int64),
+        changes.min_length.shape[0],
+    )
+    if changes.penalties:
+        floats = (changes.repetition, changes.presence, changes.frequency)
+        for name, tensor in zip(("repetition", "presence", "frequency"), floats, strict=True):
+            setattr(struct, name, _address(tensor, torch.float32))
+        struct.prompt_length = _address(changes.prompt_length, torch.int64)
+        struct.history = _address(changes.history[:1], torch.int64)  # rows may be strided
+        struct.history_stride = changes.history.stride(0)
+        struct.max_history = min(changes.max_history, changes.history.shape[1])
+    if changes.biased:
+        struct.bias_ids = _address(changes.bias_ids, torch.int64)
+        struct.bias = _address(changes.bias, torch.float32)
+        struct.biases = changes.bias.shape[1]
+    if changes.min_tokens:
+        struct.stop_ids = _address(changes.stop_ids, torch.int64)
+        struct.stops = changes.stop_ids.shape[1]
+        struct.min_length = _address(changes.min_length, torch.int64)
+    code = library.sf_adjust(
+        context, logits.data_ptr(), *logits.shape, ctypes.addressof(struct), out.data_ptr(), threads
+    )
+    _check(code)
+    return out
+
+
+def _matrix(logits: torch.Tensor) -> torch.Tensor:
+    if logits.shape[1] == 0:
+        raise ValueError("logits of no columns")
+    return logits.float().contiguous()
+
+
+def _address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    if tensor.dtype is not dtype or not tensor.is_contiguous():
+        raise ValueError(f"a sampling parameter must be contiguous {dtype}, is {tensor.dtype}")
+    return tensor.data_ptr()
+
+
+def _check(code: int) -> None:
+    if code == BAD_INDEX:
+        raise IndexError("a slot or a token id is out of range")
+    if code:
+        raise MemoryError("no memory to sample tokens")

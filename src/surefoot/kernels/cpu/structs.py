@@ -1,0 +1,92 @@
+"""The structures of native.h, as ctypes sees them."""
+
+from __future__ import annotations
+
+import ctypes
+
+BAD_INDEX = 2
+
+
+class SegmentStruct(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_int32),
+        ("outputs", ctypes.c_int32),
+        ("inputs", ctypes.c_int32),
+        ("panels", ctypes.c_int32),
+        ("panel_bytes", ctypes.c_int64),
+        ("data", ctypes.c_void_p),
+    ]
+
+
+class LinearStruct(ctypes.Structure):
+    _fields_ = [
+        ("segments", ctypes.c_int32),
+        ("inputs", ctypes.c_int32),
+        ("outputs", ctypes.c_int32),
+        ("formats", ctypes.c_int32),
+        ("segment", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    ]
+
+
+class LayerStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("hidden", "inner", "heads", "kv_heads")),
+        *((name, ctypes.c_int32) for name in ("head_dim", "kv_kind")),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin")),
+        *((name, LinearStruct) for name in ("qkv", "o", "gate_up", "down")),
+    ]
+
+
+class BatchStruct(ctypes.Structure):
+    _fields_ = [
+        ("rows", ctypes.c_int64),
+        ("table_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("positions", "key_index", "row_slot")),
+        *((name, ctypes.c_void_p) for name in ("span_start", "mask", "tables")),
+    ]
+
+
+class KVStruct(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("block_size", ctypes.c_int32),
+        ("tiles", ctypes.c_int32),
+    ]
+
+
+class ContextStruct(ctypes.Structure):
+    _fields_ = [
+        ("memory", ctypes.c_void_p),
+        ("capacity", ctypes.c_size_t),
+        ("serial_below", ctypes.c_int64),
+    ]
+
+
+class DrawsStruct(ctypes.Structure):
+    """``sf_draws`` of sample.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("slot", "position")),
+        ("slots", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("temperature", "min_p", "top_p")),
+        *((name, ctypes.c_void_p) for name in ("top_k", "seed", "choice")),
+    ]
+
+
+class AdjustmentsStruct(ctypes.Structure):
+    """``sf_adjustments`` of adjust.c; a stage is off where its pointers are null."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("slot", "position")),
+        ("slots", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("repetition", "presence", "frequency")),
+        *((name, ctypes.c_void_p) for name in ("prompt_length", "history")),
+        *((name, ctypes.c_int64) for name in ("history_stride", "max_history")),
+        *((name, ctypes.c_void_p) for name in ("bias_ids", "bias")),
+        ("biases", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("stop_ids", "min_length")),
+        ("stops", ctypes.c_int64),
+    ]

@@ -1,0 +1,63 @@
+"""What sampling kernels are told about M rows of logits: the parameters of their slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Who draws a token, and how: M rows, each with the parameters of its slot."""
+
+    slots: torch.Tensor
+    """int64 [M]: the row of the tensors below, all [slots]."""
+    positions: torch.Tensor
+    """int64 [M]: position of the token to be drawn."""
+    temperature: torch.Tensor
+    """float32; 0 takes the largest logit."""
+    min_p: torch.Tensor
+    """float32; 0 filters nothing."""
+    top_p: torch.Tensor
+    """float32; 1 filters nothing."""
+    top_k: torch.Tensor
+    """int64; the size of the vocabulary or more filters nothing."""
+    seed: torch.Tensor
+    """int64."""
+    choice: torch.Tensor
+    """int64."""
+
+
+@dataclass(frozen=True)
+class Adjustments:
+    """What changes the logits of M rows before a token is drawn, stage by stage. A stage that is
+    off reads none of its tensors."""
+
+    slots: torch.Tensor
+    """int64 [M]: the row of the tensors by slot below."""
+    positions: torch.Tensor
+    """int64 [M]: position of the token to be drawn; those before it are its history."""
+    penalties: bool
+    """Whether repetition, presence and frequency apply."""
+    biased: bool
+    """Whether ``bias`` applies."""
+    min_tokens: bool
+    """Whether ends are masked below ``min_length``."""
+    history: torch.Tensor
+    """int64 [slots, width], of which the first ``max_history`` columns are read."""
+    max_history: int
+    prompt_length: torch.Tensor
+    """int64 [slots]."""
+    repetition: torch.Tensor
+    """float32 [slots], as are ``presence`` and ``frequency``."""
+    presence: torch.Tensor
+    frequency: torch.Tensor
+    bias_ids: torch.Tensor
+    """int64 [slots, n], padded with -1."""
+    bias: torch.Tensor
+    """float32 [slots, n]."""
+    stop_ids: torch.Tensor
+    """int64 [slots, n], padded with -1."""
+    min_length: torch.Tensor
+    """int64 [slots]."""
