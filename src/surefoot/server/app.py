@@ -20,6 +20,7 @@ from surefoot import __version__
 from surefoot.errors import SurefootError
 from surefoot.server.chat_schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from surefoot.server.core_process import CoreDied
+from surefoot.server.docs_page import docs_page
 from surefoot.server.errors import ApiError, TimedOut, api_error, validation_error
 from surefoot.server.exposition import CONTENT_TYPE
 from surefoot.server.generation import Overloaded, ShuttingDown
@@ -184,6 +185,11 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def version() -> Response:
         """The version of Surefoot."""
         return _json({"version": __version__})
+
+    @app.get("/docs", **_documented(401, media="text/html"))
+    async def docs() -> Response:
+        """This page."""
+        return Response(docs_page(app.openapi()), media_type="text/html")
 
     @app.get("/metrics", **_documented(401, media="text/plain"))
     async def metrics() -> Response:

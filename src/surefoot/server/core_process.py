@@ -47,6 +47,7 @@ class CoreProcess:
         self._socket.bind(self._address)
         self._process: asyncio.subprocess.Process | None = None
         self._ended: asyncio.Task[int] | None = None
+        self._loaded = False
         self._arrival: asyncio.Future[bytes] | None = None
 
     @property
@@ -73,6 +74,7 @@ class CoreProcess:
             elif isinstance(message, Failed):
                 raise SurefootError(message.option, message.problem, message.fix)
             elif isinstance(message, Ready):
+                self._loaded = True
                 return message
 
     def send(self, message: messages.ToCore) -> None:
@@ -109,9 +111,9 @@ class CoreProcess:
     async def close(self) -> None:
         """Stop the process, by force if it does not go, and remove the socket."""
         if self._process is not None and self._ended is not None:
-            with contextlib.suppress(zmq.ZMQError):
+            if self._loaded:
                 self.send(Stop())
-            await asyncio.wait((self._ended,), timeout=STOP_SECONDS)
+                await asyncio.wait((self._ended,), timeout=STOP_SECONDS)
             if not self._ended.done():
                 with contextlib.suppress(ProcessLookupError):
                     self._process.kill()

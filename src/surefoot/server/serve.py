@@ -137,11 +137,8 @@ async def _serve(
                 timeout_graceful_shutdown=None,
             )
         )
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
         loaded()
         print(f"{names[0]}: {ready.description}", file=sys.stderr)
-        print(f"Listening on http://{shown}:{port}", file=sys.stderr, flush=True)
         return await _run(http, front, listener, config.shutdown_timeout)
     finally:
         await core.close()
@@ -174,7 +171,14 @@ async def _run(http: _Http, front: Front, listener: socket.socket, patience: flo
 
 
 class _Http(uvicorn.Server):
-    """Leaves signals to ``_run``."""
+    """Leaves signals to ``_run``, and tells where it listens."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            host, port = listener.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            print(f"Listening on http://{shown}:{port}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
