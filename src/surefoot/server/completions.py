@@ -11,7 +11,8 @@ from surefoot.server.schema import CompletionRequest
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
-_ALWAYS = {"index", "text", "logprobs", "finish_reason", "stop_reason"}
+_ALWAYS = 5
+"""Fields of every choice: index, text, logprobs and the two reasons."""
 
 
 class CompletionFormat(Format):
@@ -41,7 +42,7 @@ class CompletionFormat(Format):
         entry = self.entry(choice, delta)
         tells = entry["text"] or entry["finish_reason"] or entry["logprobs"]
         # Held-back text is no news, but what was asked for by token is.
-        return [entry] if tells or entry.keys() > _ALWAYS else []
+        return [entry] if tells or len(entry) > _ALWAYS else []
 
     def entry(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         request = self.request
