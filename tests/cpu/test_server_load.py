@@ -17,7 +17,7 @@ CLIENTS = int(os.environ.get("SUREFOOT_LOAD_CLIENTS", "16"))
 def test_a_crowd_gets_the_offline_texts_and_leaves_nothing_behind(tmp_path: Path) -> None:
     model = emoji_model(tmp_path)
     # Too few blocks for everybody, so that requests are preempted as well.
-    options = {"kv_cache_memory": 300_000, "max_model_len": 256}
+    options = {"kv_cache_memory": 200_000, "max_model_len": 256}
     cases = make_cases(offline(model, **options), 40, 40)
     tally = Tally()
     with running_server(model, "--max-queue", "12", **options) as server:
@@ -25,6 +25,7 @@ def test_a_crowd_gets_the_offline_texts_and_leaves_nothing_behind(tmp_path: Path
         assert not tally.wrong, "\n".join(tally.wrong[:3])
         assert min(tally.counts[kind] for kind in ("stream", "whole", "leave", "mistake")) > 5
         server.wait_idle()
+        assert server.metric("surefoot_preemptions_total") > 0
         assert server.metric("surefoot_kv_usage_ratio") == 0
         for name, (before, after) in memory.items():
             assert after <= 1.05 * before, f"{name} grew from {before} to {after} bytes"

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -160,9 +162,23 @@ def test_patience_ends(model: Path) -> None:
     with running_server(model, "--shutdown-timeout", "0.2", max_num_seqs=1) as server:
         requests = [Background(server, n=8) for _ in range(4)]
         wait_for(lambda: server.metric("surefoot_requests_waiting") == 31)
+        # Not even a client that does not read keeps the server.
+        unread = open_stream(server, logprobs=50)
         assert server.stop() == 0
+        unread.close()
         answers = [request.join() for request in requests]
         assert {answer.status_code for answer in answers if answer is not None} == {503}
+
+
+def test_sigterm_while_loading(model: Path) -> None:
+    command = [sys.executable, "-m", "surefoot.cli", "serve", str(model), "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_for(lambda: children.read_text().split())
+    [core] = children.read_text().split()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT) == 143
+    wait_for(lambda: not Path(f"/proc/{core}").exists())
 
 
 def test_time_limit(model: Path) -> None:

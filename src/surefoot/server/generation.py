@@ -213,10 +213,12 @@ class Front:
                     self._answered(message.ids, error)
                 elif isinstance(message, Failed):
                     raise CoreDied(f"{message.option}: {message.problem}")
-        except CoreDied as error:
-            self.dead = error
+        except Exception as error:
+            # Whatever it was: without this loop every request would wait for ever.
+            died = isinstance(error, CoreDied)
+            self.dead = error if died else CoreDied(f"{type(error).__name__}: {error}")
             for choice in list(self._choices.values()):
-                choice.generation.fail(CoreDied(*error.args))
+                choice.generation.fail(CoreDied(*self.dead.args))
 
     def _answered(self, ids: list[str], error: SurefootError | None) -> None:
         for name in ids:

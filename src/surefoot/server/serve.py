@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import socket
 import sys
@@ -23,6 +24,8 @@ from surefoot.server.service import Service, ServiceSettings
 ProgressCallback = Callable[[str, int, int], None]
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 30
+UNREAD_SECONDS = 2
+TERMINATED = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True)
@@ -68,12 +71,15 @@ def serve(
     """Serve until SIGINT or SIGTERM; then finish what runs, up to ``shutdown_timeout``.
 
     ``loaded`` is called when there is no more ``progress``; then the limits and the address are
-    printed on stderr. Returns the exit status: 0, or 1 when the engine
-    died. Raises SurefootError for what the user can put right.
+    printed on stderr. Returns the exit status: 0, 1 when the engine
+    died, 143 for SIGTERM before the model was loaded. Raises SurefootError for what the user can put right.
     """
     listener = bind(server.host, server.port)
     with contextlib.closing(listener), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(engine, server, listener, progress, loaded))
+        try:
+            return runner.run(_serve(engine, server, listener, progress, loaded))
+        except asyncio.CancelledError:
+            return TERMINATED
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -113,6 +119,9 @@ async def _serve(
     loaded: Callable[[], None],
 ) -> int:
     core = CoreProcess()
+    loading = asyncio.current_task()
+    assert loading is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, loading.cancel)
     try:
         await core.spawn()
         name, tokenizer = load_tokenizer(engine.model, progress)
@@ -130,11 +139,12 @@ async def _serve(
             uvicorn.Config(
                 app,
                 lifespan="off",
-                log_level="warning",
+                log_level="info" if config.access_log else "warning",
                 access_log=config.access_log,
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=None,
+                # For connections that are not read from; requests have ended before.
+                timeout_graceful_shutdown=math.ceil(config.shutdown_timeout) + UNREAD_SECONDS,
             )
         )
         loaded()
