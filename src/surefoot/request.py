@@ -172,6 +172,20 @@ class SpeculationStats:
     drafted: int = 0
     accepted: int = 0
     accepted_by_proposer: dict[str, int] = field(default_factory=dict)
+    drafted_by_proposer: dict[str, int] = field(default_factory=dict)
+
+    def count(self, name: str | None, offered: int, drafted: int, accepted: int) -> None:
+        """Enter a round that committed tokens; ``name`` proposed the drafts, None for none."""
+        self.rounds += 1
+        self.offered += offered
+        self.drafted += drafted
+        self.accepted += accepted
+        if name is not None:
+            for counts, more in (
+                (self.drafted_by_proposer, drafted),
+                (self.accepted_by_proposer, accepted),
+            ):
+                counts[name] = counts.get(name, 0) + more
 
     @property
     def accepted_length(self) -> float:

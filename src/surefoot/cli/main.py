@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from surefoot import __version__
-from surefoot.cli import bench, certify, chat, generate, models
+from surefoot.cli import bench, certify, chat, generate, models, serve
 from surefoot.cli.terminal import prepare_libraries
 from surefoot.cli.verb import INTERRUPTED
 
@@ -24,6 +24,7 @@ app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("bench")(bench.bench)
 app.command("certify")(certify.certify)
+app.command("serve")(serve.serve)
 app.add_typer(models.app, name="models")
 
 

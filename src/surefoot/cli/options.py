@@ -173,18 +173,18 @@ def refuse_idle_speculation(speculation: str, engine: dict[str, Any]) -> None:
             raise SurefootError(name, "does nothing with --speculation off", "drop one of them")
 
 
-def read_size(text: str) -> int:
-    """``1048576``, ``512MiB`` or ``1.5 GiB`` in bytes."""
+def read_size(text: str, option: str = "kv_cache_memory") -> int:
+    """``1048576``, ``512MiB`` or ``1.5 GiB`` in bytes. ``option`` is named in errors."""
     number = text.rstrip("KMGiBkmgb ")
     unit = text[len(number) :].strip().upper()
     try:
         size = float(number) * _UNITS[unit]
     except (KeyError, ValueError):
         raise SurefootError(
-            "kv_cache_memory", f"{text!r} is no size", "use bytes, or a number with MiB or GiB"
+            option, f"{text!r} is no size", "use bytes, or a number with MiB or GiB"
         ) from None
     if not 1 <= size < 1 << 63:
-        raise SurefootError("kv_cache_memory", f"{text!r} is out of range")
+        raise SurefootError(option, f"{text!r} is out of range")
     return int(size)
 
 

@@ -11,6 +11,7 @@ from surefoot.config import EngineConfig
 from surefoot.engine.calibration import measure_cost
 from surefoot.engine.runner import Runner
 from surefoot.engine.scheduler import Scheduler
+from surefoot.engine.stats import Drafting, EngineStats
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
 from surefoot.kv.transaction import KVManager
@@ -40,6 +41,7 @@ class Progress:
 
     request: Request
     tokens: Sequence[int]
+    drafting: Drafting
 
 
 def model_length(config: EngineConfig, model: ModelConfig) -> int:
@@ -83,6 +85,7 @@ class Engine:
             decoder, kv_pools, self.state, self.proposers, self.controller
         )
         self.runner = Runner(self.state, self.round, self.controller, self.kv)
+        self.stats = EngineStats()
         if self.proposers and config.draft_policy == "auto":
             self.controller.cost = measure_cost(self, max_rows, config.calibration_seconds)
 
@@ -209,21 +212,26 @@ class Engine:
     def step(self) -> list[Progress]:
         """Run one round. Returns the requests that got tokens, finished ones included."""
         plan = self.scheduler.schedule(self.runner.draft_sizes)
+        self.stats.preemptions += len(plan.preempted)
         with plan.transaction:
             for span in plan.spans:
                 if span.request in plan.admitted:
                     self.runner.admit(span.request)
             if not plan.spans:
                 return []
+            self.stats.count_admissions(plan)
             outcome = self.runner.run(plan)
             self.scheduler.apply(plan, outcome.committed)
+        cost = self.controller.cost if self.config.draft_policy == "auto" else None
+        self.stats.count_round(plan, outcome.drafting, cost)
         progress = []
         for span in plan.spans:
             request = span.request
             tokens = outcome.committed.get(request.request_id)
             if tokens is None:
                 continue
-            progress.append(Progress(request, tokens))
+            drafting = outcome.drafting[request.request_id]
+            progress.append(Progress(request, tokens, drafting))
             end = outcome.ends[request.request_id]
             if end:
                 stop = tokens[-1] if end == 1 else None

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import torch
 
 from surefoot.engine.scheduler import Plan, Span
+from surefoot.engine.stats import Drafting
 from surefoot.kv.transaction import KVManager
-from surefoot.request import Request, SpeculationStats, TokenLogprobs
+from surefoot.request import Request, TokenLogprobs
 from surefoot.sampling.logprobs import RowLogprobs
 from surefoot.sampling.params import Features
 from surefoot.speculation.controller import Choice, Controller
@@ -26,6 +27,7 @@ class Outcome:
 
     committed: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, int] = field(default_factory=dict)
+    drafting: dict[str, Drafting] = field(default_factory=dict)
 
 
 class Runner:
@@ -184,8 +186,9 @@ class Runner:
             name = None
             if drafted:
                 name = self.controller.names[proposers[index - plan.first_decoding]]
-            _count(request.stats, name, drafted, min(accepted, count), offered)
             drafts = min(accepted, count)
+            request.stats.count(name, offered, drafted, drafts)
+            outcome.drafting[request.request_id] = Drafting(name, offered, drafted, drafts)
             request.proposed_by += [name] * drafts + [None] * (count - drafts)
             if scores is not None and request.params.logprobs is not None:
                 request.logprobs += scores.read(
@@ -227,18 +230,6 @@ def _prompt_targets(span: Span) -> int:
     if request.prompt_scored:
         return 0
     return max(0, min(request.computed + span.rows, len(request.prompt) - 1) - request.computed)
-
-
-def _count(
-    stats: SpeculationStats, name: str | None, drafted: int, accepted: int, offered: int
-) -> None:
-    stats.rounds += 1
-    stats.offered += offered
-    stats.drafted += drafted
-    stats.accepted += accepted
-    if name is not None:
-        by_name = stats.accepted_by_proposer
-        by_name[name] = by_name.get(name, 0) + accepted
 
 
 class _HostLogprobs:

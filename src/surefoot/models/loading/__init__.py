@@ -1,6 +1,6 @@
 """Checkpoints from disk or the hub: ``load_checkpoint`` and what is known without loading."""
 
-from surefoot.models.loading.checkpoint import Checkpoint, load_checkpoint
+from surefoot.models.loading.checkpoint import Checkpoint, load_checkpoint, load_tokenizer
 from surefoot.models.loading.summary import inspect_model, list_local_models
 from surefoot.models.loading.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -11,4 +11,5 @@ __all__ = [
     "inspect_model",
     "list_local_models",
     "load_checkpoint",
+    "load_tokenizer",
 ]

@@ -1,0 +1,235 @@
+"""From a generation to an HTTP answer: whole or streamed, and what ends it early."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from fastapi.responses import Response
+
+from surefoot.server.errors import TimedOut, api_error
+from surefoot.server.generation import Choice, Front, Generation
+from surefoot.server.usage import usage
+
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+GRACE_SECONDS = 5.0
+"""How long a client that reads too slowly is given beyond the time limit."""
+CLIENT_GONE = 499
+
+
+class ClientGone(Exception):
+    """The client closed its connection."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a choice has to tell since the last time: text, the tokens ``first`` to ``last``
+    (exclusive, of its output), and how it ended."""
+
+    text: str
+    pieces: list[tuple[str, str | None]]
+    first: int
+    last: int
+    finish_reason: str | None
+
+
+def take(choice: Choice) -> Delta | None:
+    """The delta of a choice; None when there is none or its end has been told."""
+    if choice.told:
+        return None
+    stream, first = choice.stream, choice.taken
+    pieces = stream.take(final=choice.finished)
+    if not pieces and not choice.finished and stream.kept == first:
+        return None
+    choice.taken, choice.told = stream.kept, choice.finished
+    reason = choice.request.finish_reason
+    return Delta(
+        text="".join(text for text, _ in pieces),
+        pieces=pieces,
+        first=first,
+        last=stream.kept,
+        finish_reason=None if reason is None else reason.value,
+    )
+
+
+class Format(ABC):
+    """The shape of an endpoint's answers to one request."""
+
+    object: str
+    chunk_object: str
+    hidden = False
+    """Whether the generated tokens are left out: a prompt was only to be scored."""
+
+    def __init__(self, answer_id: str, model: str) -> None:
+        self.head = {"id": answer_id, "object": "", "created": int(time.time()), "model": model}
+
+    @abstractmethod
+    def entry(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        """A finished choice as it stands in ``choices``, given all of its text."""
+
+    @abstractmethod
+    def chunks(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
+        """The same piece by piece, for a stream; none where there is nothing to tell yet."""
+
+    def extras(self, generation: Generation) -> dict[str, Any]:
+        """Fields of a whole answer beside ``choices`` and ``usage``."""
+        return {}
+
+
+class Watch:
+    """Ends a generation when its client leaves or its time is up. Close it in any case: it
+    cancels whatever still runs."""
+
+    def __init__(
+        self, front: Front, generation: Generation, receive: Receive, seconds: float | None
+    ) -> None:
+        self._front = front
+        self._generation = generation
+        self._client = asyncio.ensure_future(_leaving(receive))
+        self._client.add_done_callback(self._gone)
+        self._timer = None
+        if seconds is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(seconds, self._late, seconds)
+
+    def close(self) -> None:
+        self._client.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._front.cancel(self._generation)
+
+    def _gone(self, task: asyncio.Future[None]) -> None:
+        if not task.cancelled():
+            self._end(ClientGone())
+
+    def _late(self, seconds: float) -> None:
+        self._end(TimedOut(f"the request took longer than {seconds:g} s"))
+
+    def _end(self, error: Exception) -> None:
+        self._front.cancel(self._generation)
+        self._generation.fail(error)
+
+
+async def _leaving(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def whole_answer(
+    front: Front, generation: Generation, form: Format, receive: Receive, seconds: float | None
+) -> Response:
+    """The answer once everything is generated. Raises what ended the generation, if not its
+    client."""
+    watch = Watch(front, generation, receive, seconds)
+    try:
+        while not generation.finished:
+            await generation.change()
+    except ClientGone:
+        return Response(status_code=CLIENT_GONE)
+    finally:
+        watch.close()
+    choices = [form.entry(choice, _whole(choice)) for choice in generation.choices]
+    body = {
+        **form.head,
+        "object": form.object,
+        "choices": choices,
+        **form.extras(generation),
+        "usage": usage(generation, form.hidden),
+    }
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+def _whole(choice: Choice) -> Delta:
+    delta = take(choice)
+    assert delta is not None
+    return delta
+
+
+class StreamedAnswer(Response):
+    """Server-sent events while tokens arrive. What has come since the last write goes out in one
+    piece, so a slow reader gets fewer, larger ones and holds up nobody else."""
+
+    def __init__(
+        self,
+        front: Front,
+        generation: Generation,
+        form: Format,
+        seconds: float | None,
+        include_usage: bool,
+    ) -> None:
+        super().__init__(
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        del self.headers["content-length"]
+        self.front = front
+        self.generation = generation
+        self.form = form
+        self.seconds = seconds
+        self.include_usage = include_usage
+        self._head = {**form.head, "object": form.chunk_object}
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        watch = Watch(self.front, self.generation, receive, self.seconds)
+        limit = None if self.seconds is None else self.seconds + GRACE_SECONDS
+        try:
+            async with asyncio.timeout(limit):
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": self.status_code,
+                        "headers": self.raw_headers,
+                    }
+                )
+                async for body in self._events():
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (ClientGone, TimeoutError):
+            # Returning without the last piece makes the server close the connection.
+            return
+        finally:
+            watch.close()
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        generation = self.generation
+        try:
+            while not all(choice.told for choice in generation.choices):
+                await generation.change()
+                if body := self._news():
+                    yield body
+        except ClientGone:
+            raise
+        except Exception as error:
+            yield _event(api_error(error).body())
+            return
+        last = b"data: [DONE]\n\n"
+        if self.include_usage:
+            totals = usage(generation, self.form.hidden)
+            last = _event({**self._head, "choices": [], "usage": totals}) + last
+        yield last
+
+    def _news(self) -> bytes:
+        events = []
+        for choice in self.generation.choices:
+            delta = take(choice)
+            if delta is None:
+                continue
+            for chunk in self.form.chunks(choice, delta):
+                body: dict[str, Any] = {**self._head, "choices": [chunk]}
+                if self.include_usage:
+                    body["usage"] = None
+                events.append(_event(body))
+        return b"".join(events)
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + _encode(body) + b"\n\n"

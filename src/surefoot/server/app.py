@@ -1,0 +1,228 @@
+"""The HTTP surface: routes, their documents, and how errors are answered."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from surefoot import __version__
+from surefoot.errors import SurefootError
+from surefoot.server.chat_schema import ChatRequest, DetokenizeRequest, TokenizeRequest
+from surefoot.server.core_process import CoreDied
+from surefoot.server.docs_page import docs_page
+from surefoot.server.errors import ApiError, TimedOut, api_error, validation_error
+from surefoot.server.exposition import CONTENT_TYPE
+from surefoot.server.generation import Overloaded, ShuttingDown
+from surefoot.server.guards import ApiKey, BodyLimit
+from surefoot.server.schema import CompletionRequest
+from surefoot.server.service import SPECULATION_HEADER, Service
+
+logger = logging.getLogger("surefoot.server")
+
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_HEADER = {
+    "name": SPECULATION_HEADER,
+    "in": "header",
+    "required": False,
+    "description": "Like the field `speculation`: `auto`, `off` or a proposer's name, then "
+    "perhaps `; max_draft_tokens=N`.",
+    "schema": {"type": "string"},
+}
+
+
+class StrictJson(Request):
+    """JSON by the letter: no NaN, no stray surrogates, no bottomless nesting."""
+
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            body = await self.body()
+            try:
+                self._json = msgspec.json.decode(body)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                raise json.JSONDecodeError(str(error), "", 0) from None
+        return self._json
+
+
+class StrictRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Any]]:
+        handle = super().get_route_handler()
+
+        async def with_strict_json(request: Request) -> Any:
+            return await handle(StrictJson(request.scope, request.receive))
+
+        return with_strict_json
+
+
+def create_app(
+    service: Service,
+    *,
+    api_key: str | None = None,
+    cors_origins: Sequence[str] = (),
+    max_body_bytes: int = 8 << 20,
+) -> FastAPI:
+    """An ASGI application around a service. Endpoints are those of OpenAI and vLLM."""
+    app = FastAPI(
+        title="Surefoot",
+        version=__version__,
+        description="OpenAI-compatible inference with exact speculative decoding.",
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.router.route_class = StrictRoute
+    _answer_errors(app)
+    _add_generation(app, service)
+    _add_tokens(app, service)
+    _add_state(app, service)
+    app.add_middleware(BodyLimit, limit=max_body_bytes)
+    if api_key is not None:
+        app.add_middleware(ApiKey, key=api_key)
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    return app
+
+
+def _documented(*statuses: int, media: str = "application/json", **operation: Any) -> dict:
+    """Arguments of a route: its answers, for the OpenAPI document."""
+    error = {"content": {"application/json": {"schema": _ERROR_SCHEMA}}}
+    responses: dict[int | str, dict[str, Any]] = {
+        status: {"description": "Refused", **error} for status in statuses
+    }
+    responses[200] = {"description": "OK", "content": {media: {}}}
+    return {"responses": responses, "response_class": Response, "openapi_extra": operation}
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    answers = _documented(400, 401, 404, 413, 422, 429, 503, 504, parameters=[_HEADER])
+
+    @app.post("/v1/completions", **answers)
+    async def completions(http: Request, request: CompletionRequest) -> Response:
+        """Continue prompts."""
+        return await service.complete(http, request)
+
+    @app.post("/v1/chat/completions", **answers)
+    async def chat_completions(http: Request, request: ChatRequest) -> Response:
+        """Answer a conversation."""
+        return await service.chat(http, request)
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    answers = _documented(400, 401, 404, 413, 422)
+
+    @app.post("/tokenize", **answers)
+    async def tokenize(request: TokenizeRequest) -> Response:
+        """Token ids of a text or a conversation."""
+        return _json(await service.tokenize(request))
+
+    @app.post("/detokenize", **answers)
+    async def detokenize(request: DetokenizeRequest) -> Response:
+        """Text of token ids."""
+        return _json(await service.detokenize(request))
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    started = int(time.time())
+
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": started,
+            "owned_by": "surefoot",
+            "max_model_len": service.front.ready.max_model_len,
+        }
+
+    @app.get("/v1/models", **_documented(401))
+    async def models() -> Response:
+        """The model, under each of its names."""
+        names = service.settings.names
+        return _json({"object": "list", "data": [card(name) for name in names]})
+
+    @app.get("/v1/models/{model:path}", **_documented(400, 401, 404))
+    async def model(model: str) -> Response:
+        """One model."""
+        service.check_model(model)
+        return _json(card(model))
+
+    @app.get("/health", **_documented(503))
+    async def health() -> Response:
+        """200 while the engine lives."""
+        if service.front.dead is not None:
+            raise CoreDied(*service.front.dead.args)
+        return _json({"status": "ok"})
+
+    @app.get("/version", **_documented(401))
+    async def version() -> Response:
+        """The version of Surefoot."""
+        return _json({"version": __version__})
+
+    @app.get("/docs", **_documented(401, media="text/html"))
+    async def docs() -> Response:
+        """This page."""
+        return Response(docs_page(app.openapi()), media_type="text/html")
+
+    @app.get("/metrics", **_documented(401, media="text/plain"))
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(service.exposition.page(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _answer_errors(app: FastAPI) -> None:
+    async def answer(request: Request, error: Exception) -> Response:
+        return api_error(error).response()
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return validation_error(error.errors()).response()
+
+    async def routing(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        cause = error.__cause__
+        if isinstance(cause, ApiError):
+            return cause.response()
+        headers = dict(error.headers or {})
+        return ApiError(error.status_code, str(error.detail), headers=headers).response()
+
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        logger.error("unforeseen error", exc_info=error)
+        return api_error(error).response()
+
+    for kind in (ApiError, SurefootError, Overloaded, CoreDied, ShuttingDown, TimedOut):
+        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, routing)
+    app.add_exception_handler(Exception, unforeseen)

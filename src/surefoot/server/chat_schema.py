@@ -1,0 +1,183 @@
+"""Fields of chat requests, and messages as chat templates read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from surefoot.errors import SurefootError
+from surefoot.models.loading.tokenizer import Tokenizer
+from surefoot.server.schema import RequestFields, Strict
+
+# What clients send back from an answer's message though it says nothing.
+_NEUTRAL_MESSAGE = {
+    "refusal": (None,),
+    "audio": (None,),
+    "function_call": (None,),
+    "annotations": (None, []),
+}
+# Names that ``render_chat`` gives to a template itself.
+_RESERVED = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "template", "self"}
+)
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+
+
+class CalledTool(Strict):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class Message(Strict):
+    """``developer`` is another name for ``system``."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_says_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {k: v for k, v in data.items() if v not in _NEUTRAL_MESSAGE.get(k, ())}
+
+    def plain(self, index: int) -> dict[str, Any]:
+        """For a chat template: content as one text, arguments of tool calls as objects."""
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        plain: dict[str, Any] = {"role": role, "content": content or ""}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if getattr(self, name) is not None:
+                plain[name] = getattr(self, name)
+        if self.tool_calls:
+            plain["tool_calls"] = [
+                _plain_call(call, f"messages[{index}].tool_calls[{position}]")
+                for position, call in enumerate(self.tool_calls)
+            ]
+        return plain
+
+
+def _plain_call(call: CalledTool, where: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        raise SurefootError(f"{where}.function.arguments", "is no JSON") from None
+    plain = call.model_dump(exclude_none=True, exclude={"index"})
+    plain["function"]["arguments"] = arguments
+    return plain
+
+
+class FunctionDefinition(Strict):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+    """Arguments are not forced to fit the schema, so ``true`` is refused."""
+
+
+class ToolDefinition(Strict):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class ChatRequest(RequestFields):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    """A forced call needs structured output, so ``required`` and names are refused."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+
+    option_names: ClassVar[Mapping[str, str]] = {"prompt": "messages", "logprobs": "top_logprobs"}
+
+    @property
+    def uses_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def limit(self) -> int | None:
+        """Most tokens of the answer, under either name. Raises SurefootError for two values."""
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise SurefootError("max_tokens", "differs from max_completion_tokens", "give one")
+        return old if new is None else new
+
+    def width(self) -> int | None:
+        """How many likely tokens to report at each position; None for no logprobs."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise SurefootError("top_logprobs", "needs logprobs", "set logprobs to true")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeRequest(Strict):
+    """Either ``prompt`` or ``messages``."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    tools: list[ToolDefinition] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
+    """Default: true for a prompt, false for messages."""
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: list[int]
+
+
+def plain_tools(tools: Sequence[ToolDefinition] | None) -> list[dict[str, Any]] | None:
+    """As a chat template reads them."""
+    return [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
+
+
+def render_messages(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any] | None,
+    add_generation_prompt: bool,
+) -> str:
+    """The prompt's text. Raises SurefootError for what the model's template cannot take."""
+    for name in variables or {}:
+        if name in _RESERVED:
+            raise SurefootError(f"chat_template_kwargs.{name}", "has its own field or none")
+    if tools:
+        templates = tokenizer.settings.templates
+        template = templates.get("tool_use") or templates.get("default") or ""
+        if "tools" not in template:
+            raise SurefootError("tools", "this model's chat template takes none", "drop them")
+    try:
+        return tokenizer.render_chat(
+            [message.plain(index) for index, message in enumerate(messages)],
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            **(variables or {}),
+        )
+    except RecursionError:
+        raise SurefootError("messages", "are nested too deeply") from None

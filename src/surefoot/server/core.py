@@ -1,0 +1,232 @@
+"""The core process: scheduler and rounds, and nothing that serves text.
+
+Started by ``core_process``. Between rounds it takes what has arrived without waiting; it waits
+only while there is nothing to run. Its standard input
+is a pipe whose other end the front holds: it closes when the front is gone, however it went.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from dataclasses import replace
+
+import zmq
+
+from surefoot.engine.build import build_engine
+from surefoot.engine.engine import Engine, Progress
+from surefoot.errors import SurefootError
+from surefoot.kernels.backend import Backend
+from surefoot.request import FinishReason, Request
+from surefoot.server import messages
+from surefoot.server.messages import (
+    Abort,
+    Accepted,
+    Add,
+    Crashed,
+    Failed,
+    Loading,
+    News,
+    Ready,
+    Refused,
+    Round,
+    Start,
+    Stop,
+    Totals,
+)
+
+
+class Link:
+    """The core's end of the socket, beside the pipe that tells of the front's end."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.PAIR)
+        # Nothing is dropped, and a round never waits for the front to read.
+        self._socket.set_hwm(0)
+        self._socket.connect(address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(sys.stdin.fileno(), zmq.POLLIN)
+
+    def receive(self, wait: bool) -> messages.ToCore | None:
+        """The next message; without ``wait`` None when there is none. ``Stop`` once the front is
+        gone."""
+        ready = dict(self._poller.poll(None if wait else 0))
+        if self._socket in ready:
+            return messages.decode_to_core(self._socket.recv())
+        return Stop() if ready else None
+
+    def send(self, message: messages.ToFront) -> None:
+        self._socket.send(messages.encode(message))
+
+    def close(self) -> None:
+        """Wait for what was sent to leave, but not for long: nobody may be reading."""
+        self._socket.close(linger=2000)
+        zmq.Context.instance().term()
+
+
+class Core:
+    """An engine behind a link."""
+
+    def __init__(self, engine: Engine, link: Link) -> None:
+        self.engine = engine
+        self.link = link
+        self.requests: dict[str, Request] = {}
+        self._proposers = {item.name: index for index, item in enumerate(engine.proposers)}
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        resting = False
+        while True:
+            message = self.link.receive(wait=not self.engine.has_work)
+            while message is not None:
+                if not self._handle(message):
+                    return
+                resting = False
+                message = self.link.receive(wait=False)
+            if self.engine.has_work:
+                resting = False
+                progress = self.engine.step()
+                self.link.send(Round([self._news(item) for item in progress], self._totals()))
+            elif not resting:
+                resting = True
+                self.link.send(Round([], self._totals()))
+
+    def _handle(self, message: messages.ToCore) -> bool:
+        """Returns whether to go on."""
+        if isinstance(message, Add):
+            self._add(message)
+        elif isinstance(message, Abort):
+            for name in message.ids:
+                request = self.requests.pop(name, None)
+                if request is not None and not request.finished:
+                    self.engine.finish(request, FinishReason.ABORT)
+        return not isinstance(message, Stop)
+
+    def _add(self, message: Add) -> None:
+        group: list[Request] = []
+        try:
+            for choice, name in enumerate(message.ids):
+                leader = group[0] if group else None
+                params = message.params
+                if leader is not None and params.prompt_logprobs is not None:
+                    # The same for every choice: the first one scores the prompt.
+                    params = replace(params, prompt_logprobs=None)
+                group.append(
+                    self.engine.make_request(
+                        name, message.prompt, params, message.speculation, choice, leader
+                    )
+                )
+        except SurefootError as error:
+            self.link.send(Refused(message.ids, error.option, error.problem, error.fix))
+            return
+        for request in group:
+            self.requests[request.request_id] = request
+            self.engine.add(request)
+        self.link.send(Accepted(message.ids))
+
+    def _news(self, item: Progress) -> News:
+        request, count = item.request, len(item.tokens)
+        first = len(request.output) == count
+        params = request.params
+        if request.finished:
+            self.requests.pop(request.request_id, None)
+        return News(
+            id=request.request_id,
+            tokens=list(item.tokens),
+            proposer=self._proposers.get(item.drafting.proposer or "", -1),
+            offered=item.drafting.offered,
+            drafted=item.drafting.drafted,
+            accepted=item.drafting.accepted,
+            finish=request.finish_reason,
+            stop=request.stop_reason,
+            cached=request.cached if first else 0,
+            logprobs=None if params.logprobs is None else request.logprobs[-count:],
+            prompt_logprobs=(
+                request.prompt_logprobs if first and params.prompt_logprobs is not None else None
+            ),
+        )
+
+    def _totals(self) -> Totals:
+        engine, stats = self.engine, self.engine.stats
+        pool, scheduler = engine.kv.pool, engine.scheduler
+        return Totals(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            used_blocks=pool.capacity - pool.num_free,
+            blocks=pool.capacity,
+            rounds=stats.rounds,
+            rows=stats.rows,
+            draft_rows=stats.draft_rows,
+            preemptions=stats.preemptions,
+            prefix_queries=stats.prefix_queries,
+            prefix_hits=stats.prefix_hits,
+            probes=engine.controller.probes,
+            saved_seconds=stats.saved_seconds,
+        )
+
+
+def ready(engine: Engine) -> Ready:
+    config, backend = engine.config, engine.decoder.backend
+    return Ready(
+        description=describe(engine, backend),
+        max_model_len=engine.max_model_len,
+        kv_tokens=engine.kv_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_draft_tokens=config.max_draft_tokens,
+        vocab_size=engine.decoder.config.vocab_size,
+        end_tokens=tuple(engine.decoder.config.eos_token_ids),
+        proposers=[item.name for item in engine.proposers],
+        saving_known=bool(engine.proposers) and config.draft_policy == "auto",
+    )
+
+
+def describe(engine: Engine, backend: Backend) -> str:
+    """The choices and limits that hold, in a few lines for people."""
+    config = engine.config
+    names = ", ".join(item.name for item in engine.proposers)
+    per_block = backend.kv_bytes_per_block(config.block_size, engine.decoder.shape)
+    memory = engine.kv_blocks * per_block * engine.decoder.config.layers
+    return "\n".join(
+        (
+            f"{backend.name} backend on {backend.device}, "
+            f"{str(backend.dtype).removeprefix('torch.')}; drafts from {names or 'nobody'}",
+            f"max_model_len {engine.max_model_len} tokens, prompt and answer together",
+            f"max_num_seqs {config.max_num_seqs} requests at once",
+            f"kv_cache_memory {memory / (1 << 20):.0f} MiB for {engine.kv_tokens} tokens: "
+            f"{engine.kv_tokens / engine.max_model_len:.1f} full contexts",
+        )
+    )
+
+
+def main(address: str) -> int:
+    """Serve the front at ``address``. Returns the exit status."""
+    # A Ctrl-C or a service manager's stop goes to the whole group; the front decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    link = Link(address)
+    try:
+        return _serve(link)
+    finally:
+        link.close()
+
+
+def _serve(link: Link) -> int:
+    start = link.receive(wait=True)
+    if not isinstance(start, Start):
+        return 0
+    try:
+        engine, _ = build_engine(
+            start.config, lambda label, done, total: link.send(Loading(label, done, total))
+        )
+        link.send(ready(engine))
+        Core(engine, link).run()
+    except SurefootError as error:
+        link.send(Failed(error.option, error.problem, error.fix))
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        link.send(Crashed(f"{type(error).__name__}: {error}"))
+        return 1
+    return 0

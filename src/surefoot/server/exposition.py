@@ -1,0 +1,185 @@
+"""Metrics in Prometheus' text format, under Surefoot's names and under those that dashboards and
+benchmarks for vLLM read. Both are views of the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from surefoot.server.metrics import Histogram, Metrics
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Samples = Iterable[tuple[Mapping[str, str], float]]
+
+# Surefoot's name -> vLLM's. Names of counters get ``_total`` when they are written.
+VLLM_NAMES = {
+    "requests_finished": "request_success",
+    "requests_running": "num_requests_running",
+    "requests_waiting": "num_requests_waiting",
+    "prompt_tokens": "prompt_tokens",
+    "generation_tokens": "generation_tokens",
+    "kv_usage_ratio": "kv_cache_usage_perc",
+    "prefix_queries_tokens": "prefix_cache_queries",
+    "prefix_hits_tokens": "prefix_cache_hits",
+    "preemptions": "num_preemptions",
+    "time_to_first_token_seconds": "time_to_first_token_seconds",
+    "inter_token_latency_seconds": "inter_token_latency_seconds",
+    "time_per_output_token_seconds": "request_time_per_output_token_seconds",
+    "request_latency_seconds": "e2e_request_latency_seconds",
+    "request_prompt_tokens": "request_prompt_tokens",
+    "request_generation_tokens": "request_generation_tokens",
+}
+# The name that vLLM used before ``inter_token_latency_seconds``; dashboards still read it.
+OLD_INTER_TOKEN = "vllm:time_per_output_token_seconds"
+
+
+class _Exporter(Collector):
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self.metrics = metrics
+        self.model = model
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._requests()
+        yield from self._engine()
+        yield from self._speculation()
+        yield from self._times()
+
+    def _requests(self) -> Iterator[Metric]:
+        metrics = self.metrics
+        finished = [({"finished_reason": name}, n) for name, n in metrics.finished.items()]
+        yield from self._counter("requests_finished", "Texts that ended, by reason.", finished)
+        rejected = metrics.rejected
+        yield from self._counter("requests_rejected", "Refused by a full queue.", [({}, rejected)])
+        for name, value in (
+            ("prompt_tokens", metrics.prompt_tokens),
+            ("generation_tokens", metrics.generation_tokens),
+        ):
+            yield from self._counter(name, f"{name.replace('_', ' ').capitalize()}.", [({}, value)])
+
+    def _engine(self) -> Iterator[Metric]:
+        totals = self.metrics.totals
+        usage = totals.used_blocks / totals.blocks if totals.blocks else 0.0
+        for name, help_, value in (
+            ("requests_running", "Texts in the batch.", totals.running),
+            ("requests_waiting", "Texts that wait for a slot or memory.", totals.waiting),
+            ("kv_usage_ratio", "Share of the KV blocks in use, 0 to 1.", usage),
+        ):
+            yield from self._gauge(name, help_, value)
+        for name, help_, value in (
+            ("rounds", "Forward passes of the target.", totals.rounds),
+            ("rows", "Rows of those passes, drafts included.", totals.rows),
+            ("draft_rows", "Rows that verified drafts.", totals.draft_rows),
+            ("preemptions", "Requests put back for lack of KV blocks.", totals.preemptions),
+            ("prefix_queries_tokens", "Looked up in the prefix cache.", totals.prefix_queries),
+            ("prefix_hits_tokens", "Found in the prefix cache.", totals.prefix_hits),
+            ("probe_rounds", "Rounds that verified drafts to test a belief.", totals.probes),
+        ):
+            yield from self._counter(name, help_, [({}, value)])
+
+    def _speculation(self) -> Iterator[Metric]:
+        drafts = self.metrics.drafts
+        by_name: dict[str, list] = {"rounds": [], "drafted": [], "accepted": []}
+        by_position: dict[str, list] = {"drafted": [], "accepted": []}
+        for name, counts in drafts.items():
+            label = {"proposer": name}
+            by_name["rounds"].append((label, counts.rounds))
+            for kind, per_position in by_position.items():
+                values = getattr(counts, kind)
+                by_name[kind].append((label, sum(values)))
+                per_position += [({**label, "position": str(i)}, n) for i, n in enumerate(values)]
+        about = "A request's rounds with drafts."
+        yield from self._counter("draft_rounds", about, by_name["rounds"])
+        for kind, per_position in by_position.items():
+            about = f"Draft tokens {'verified' if kind == 'drafted' else 'accepted'}"
+            yield from self._counter(f"{kind}_tokens", f"{about}.", by_name[kind])
+            yield from self._counter(
+                f"{kind}_tokens_by_position", f"{about}, by position in the draft.", per_position
+            )
+        if self.metrics.ready.saving_known:
+            saved = self.metrics.totals.saved_seconds
+            yield from self._gauge("estimated_saved_seconds", "Time that drafts saved.", saved)
+        yield from self._vllm_speculation()
+
+    def _vllm_speculation(self) -> Iterator[Metric]:
+        """Sums over proposers, as vLLM has one."""
+        counts = list(self.metrics.drafts.values())
+        if not counts:
+            return
+        width = self.metrics.ready.max_draft_tokens
+        accepted = [sum(c.accepted[i] for c in counts if i < len(c.accepted)) for i in range(width)]
+        for name, about, value in (
+            ("drafts", "Drafts.", sum(c.rounds for c in counts)),
+            ("draft_tokens", "Draft tokens.", sum(sum(c.drafted) for c in counts)),
+            ("accepted_tokens", "Accepted draft tokens.", sum(accepted)),
+        ):
+            yield self._one_counter(f"vllm:spec_decode_num_{name}", about, [({}, value)])
+        yield self._one_counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by position.",
+            [({"position": str(index)}, value) for index, value in enumerate(accepted)],
+        )
+
+    def _times(self) -> Iterator[Metric]:
+        metrics = self.metrics
+        for name, help_, histogram in (
+            ("time_to_first_token_seconds", "From arrival.", metrics.first_token),
+            ("inter_token_latency_seconds", "Between tokens.", metrics.inter_token),
+            ("time_per_output_token_seconds", "Mean of a text.", metrics.mean_token),
+            ("request_latency_seconds", "From arrival to the end.", metrics.request_time),
+            ("request_prompt_tokens", "Tokens of a prompt.", metrics.prompt_lengths),
+            ("request_generation_tokens", "Tokens of a text.", metrics.generation_lengths),
+        ):
+            for full in self._names(name):
+                yield self._histogram(full, help_, histogram)
+        yield self._histogram(OLD_INTER_TOKEN, "Between tokens.", metrics.inter_token)
+
+    def _names(self, name: str) -> Iterator[str]:
+        yield f"surefoot_{name}"
+        if name in VLLM_NAMES:
+            yield f"vllm:{VLLM_NAMES[name]}"
+
+    def _counter(self, name: str, about: str, samples: Samples) -> Iterator[Metric]:
+        samples = list(samples)
+        for full in self._names(name):
+            yield self._one_counter(full, about, samples)
+
+    def _one_counter(self, name: str, about: str, samples: Samples) -> Metric:
+        family = CounterMetricFamily(name, about)
+        for labels, value in samples:
+            family.add_sample(f"{name}_total", {"model_name": self.model, **labels}, value)
+        return family
+
+    def _gauge(self, name: str, about: str, value: float) -> Iterator[Metric]:
+        for full in self._names(name):
+            family = GaugeMetricFamily(full, about, labels=["model_name"])
+            family.add_metric([self.model], value)
+            yield family
+
+    def _histogram(self, name: str, about: str, histogram: Histogram) -> Metric:
+        buckets, count = [], 0
+        bounds = [*(str(float(bound)) for bound in histogram.bounds), "+Inf"]
+        for bound, more in zip(bounds, histogram.counts, strict=True):
+            count += more
+            buckets.append((bound, float(count)))
+        family = HistogramMetricFamily(name, about, labels=["model_name"])
+        family.add_metric([self.model], buckets, histogram.total)
+        return family
+
+
+class Exposition:
+    """The page that Prometheus reads."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_Exporter(metrics, model))
+
+    def page(self) -> bytes:
+        return generate_latest(self._registry)

@@ -1,0 +1,141 @@
+"""What the HTTP front and the core process say to each other: msgpack over one socket.
+
+Arrays instead of maps on the wire, as a message is sent every round. Ids are those of choices:
+one per prompt and ``n``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from surefoot.config import EngineConfig
+from surefoot.request import SamplingParams, SpeculationParams, TokenLogprobs
+
+
+class _Message(msgspec.Struct, array_like=True, tag=True):
+    pass
+
+
+class Start(_Message):
+    """To the core, once: load this model."""
+
+    config: EngineConfig
+
+
+class Add(_Message):
+    """A prompt and the ids of its choices; answered by ``Accepted`` or ``Refused``."""
+
+    ids: list[str]
+    prompt: list[int]
+    params: SamplingParams
+    speculation: SpeculationParams
+
+
+class Abort(_Message):
+    """End these; unknown ids have ended already. There is no answer."""
+
+    ids: list[str]
+
+
+class Stop(_Message):
+    """Leave. What still runs is dropped."""
+
+
+class Loading(_Message):
+    """A step of the start: (label, done, total), a total of 0 for unknown."""
+
+    label: str
+    done: int
+    total: int
+
+
+class Ready(_Message):
+    """The engine stands. Lengths and sizes are in tokens."""
+
+    description: str
+    max_model_len: int
+    kv_tokens: int
+    max_num_seqs: int
+    max_draft_tokens: int
+    vocab_size: int
+    end_tokens: tuple[int, ...]
+    proposers: list[str]
+    saving_known: bool
+    """Whether rounds were measured, so that ``saved_seconds`` means something."""
+
+
+class Failed(_Message):
+    """The model could not be loaded, by the user's mistake (fields of SurefootError)."""
+
+    option: str
+    problem: str
+    fix: str
+
+
+class Accepted(_Message):
+    ids: list[str]
+
+
+class Refused(_Message):
+    """Fields of SurefootError: why these choices cannot run."""
+
+    ids: list[str]
+    option: str
+    problem: str
+    fix: str
+
+
+class Crashed(_Message):
+    """The engine failed; the core ends after this."""
+
+    error: str
+
+
+class News(msgspec.Struct, array_like=True):
+    """One choice's share of a round. ``proposer`` is an index into ``Ready.proposers``, -1 for no
+    drafts; the first ``accepted`` of ``tokens`` were its drafts."""
+
+    id: str
+    tokens: list[int]
+    proposer: int = -1
+    offered: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    finish: str | None = None
+    stop: int | str | None = None
+    cached: int = 0
+    """With the first tokens: leading prompt positions found in the prefix cache."""
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+class Totals(msgspec.Struct, array_like=True):
+    """The engine's state and counters; see ``surefoot.engine.stats`` for those."""
+
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    blocks: int = 0
+    rounds: int = 0
+    rows: int = 0
+    draft_rows: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    probes: int = 0
+    saved_seconds: float = 0.0
+
+
+class Round(_Message):
+    """What one round committed, or, without news, that the engine came to rest."""
+
+    news: list[News]
+    totals: Totals
+
+
+ToCore = Start | Add | Abort | Stop
+ToFront = Loading | Ready | Failed | Accepted | Refused | Round | Crashed
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_core = msgspec.msgpack.Decoder(ToCore).decode
+decode_to_front = msgspec.msgpack.Decoder(ToFront).decode

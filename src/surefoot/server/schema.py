@@ -1,0 +1,169 @@
+"""Fields of requests. Unknown fields are refused, and so are values that cannot be honoured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from surefoot.errors import SurefootError
+from surefoot.request import SamplingParams, SpeculationParams
+
+# Fields of OpenAI's API that change nothing here, whatever their value; docs/server.md lists them.
+IGNORED = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
+# Fields of OpenAI's API whose feature is not offered: accepted only with these values, which ask
+# for nothing.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "service_tier": (None, "auto", "default"),
+    "web_search_options": (None,),
+    "parallel_tool_calls": (None, True),
+}
+MAX_STOPS = 64
+
+StopStrings = Annotated[list[str], Field(max_length=MAX_STOPS)]
+
+
+class Strict(BaseModel):
+    """Of JSON's own types: no text where a number belongs, no unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class SpeculationField(Strict):
+    method: str = "auto"
+    max_draft_tokens: int | None = None
+
+
+class SurefootField(Strict):
+    """What to report beside the text."""
+
+    proposed_by: bool = False
+
+
+class ResponseFormat(Strict):
+    type: Literal["text"]
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+
+
+class RequestFields(Strict):
+    """What chat and plain completions have in common; None means the default."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | StopStrings | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    speculation: SpeculationField | str | None = None
+    surefoot: SurefootField | None = None
+    return_token_ids: bool | None = None
+
+    # Options by their names here.
+    option_names: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {
+            name: value
+            for name, value in data.items()
+            if name in cls.model_fields
+            or not (name in IGNORED or any(_same(value, item) for item in NEUTRAL.get(name, ())))
+        }
+
+    def sampling(self, **more: Any) -> SamplingParams:
+        """The sampling parameters; ``more`` overrides. Raises SurefootError."""
+        if self.stream_options is not None and not self.stream:
+            raise SurefootError("stream_options", "does nothing without stream", "drop it")
+        values = {
+            name: getattr(self, name)
+            for name in SamplingParams.__dataclass_fields__
+            if name in type(self).model_fields
+        }
+        values["logit_bias"] = self._logit_bias()
+        values |= more
+        return SamplingParams(**{name: v for name, v in values.items() if v is not None})
+
+    def _logit_bias(self) -> dict[int, float] | None:
+        if self.logit_bias is None:
+            return None
+        if not all(key.isascii() and key.isdigit() for key in self.logit_bias):
+            raise SurefootError("logit_bias", "has a key that is no token id", "use whole numbers")
+        return {int(key): bias for key, bias in self.logit_bias.items()}
+
+    def speculation_params(self, header: str | None) -> SpeculationParams:
+        """Of the field or of the header ``surefoot-speculation``. Raises SurefootError."""
+        if header is not None:
+            if self.speculation is not None:
+                raise SurefootError(
+                    "speculation", "is given as a field and as a header", "drop one of them"
+                )
+            return read_speculation_header(header)
+        if isinstance(self.speculation, SpeculationField):
+            return SpeculationParams.of(self.speculation.model_dump())
+        return SpeculationParams.of(self.speculation)
+
+    @property
+    def wants_sources(self) -> bool:
+        return self.surefoot is not None and self.surefoot.proposed_by
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(RequestFields):
+    prompt: str | list[int] | list[str] | list[list[int]]
+    echo: bool = False
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+
+def read_speculation_header(text: str) -> SpeculationParams:
+    """``off``, ``auto`` or a proposer's name, then perhaps ``; max_draft_tokens=4``."""
+    method, *options = (part.strip() for part in text.split(";"))
+    limit = None
+    for option in options:
+        name, _, value = (part.strip() for part in option.partition("="))
+        if name != "max_draft_tokens" or not value.isdecimal() or limit is not None:
+            raise SurefootError(
+                "surefoot-speculation", f"{option!r} is unknown", "use max_draft_tokens=N"
+            )
+        limit = int(value)
+    return SpeculationParams(method, limit)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal and of one type: ``True`` is not 1 here."""
+    return type(value) is type(neutral) and value == neutral

@@ -1,0 +1,190 @@
+"""What the endpoints do: read the request, tokenise, generate, answer."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from surefoot.errors import SurefootError
+from surefoot.server.answer import Format, StreamedAnswer, whole_answer
+from surefoot.server.chat import ChatFormat
+from surefoot.server.chat_schema import (
+    ChatRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    plain_tools,
+    render_messages,
+)
+from surefoot.server.completions import DEFAULT_MAX_TOKENS, CompletionFormat
+from surefoot.server.errors import ApiError, api_error
+from surefoot.server.exposition import Exposition
+from surefoot.server.generation import Front
+from surefoot.server.logprobs import TokenTexts
+from surefoot.server.schema import CompletionRequest, RequestFields
+
+SPECULATION_HEADER = "surefoot-speculation"
+SHORT_TEXT = 4096
+"""Characters that are tokenised on the spot; more go to a thread, so that nobody waits."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """``names``: what requests may call the model, the first one shown. ``request_timeout`` in
+    seconds, None for none."""
+
+    names: tuple[str, ...]
+    request_timeout: float | None = None
+
+
+class Service:
+    """The endpoints' work on one model."""
+
+    def __init__(self, front: Front, settings: ServiceSettings) -> None:
+        self.front = front
+        self.settings = settings
+        self.tokenizer = front.tokenizer
+        self.texts = TokenTexts(front.tokenizer)
+        self.exposition = Exposition(front.metrics, settings.names[0])
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.settings.names:
+            known = ", ".join(self.settings.names)
+            raise ApiError(
+                404,
+                f"there is no model {name[:200]!r}, only {known}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def complete(self, http: Request, request: CompletionRequest) -> Response:
+        """``/v1/completions``."""
+        self.check_model(request.model)
+        scoring = request.echo and request.max_tokens == 0
+        limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        # Scoring a prompt takes a round, which also gives a token, to be left out.
+        more: dict[str, Any] = {"max_tokens": 1 if scoring else limit}
+        if request.echo and request.logprobs is not None:
+            more["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+        given: Any = request.prompt
+        many = given if isinstance(given, list) and not _is_ids(given) else [given]
+        characters = sum(map(len, many))
+        prompts = await _aside(characters, lambda: [self._ids(item, request) for item in many])
+        shown = []
+        if request.echo:
+            shown = [item if isinstance(item, str) else self._text(item) for item in many]
+        answer_id = f"cmpl-{secrets.token_hex(16)}"
+        name = self.settings.names[0]
+        form = CompletionFormat(answer_id, name, request, shown, self.texts, scoring)
+        return await self._answer(http, request, prompts, form, more)
+
+    def _ids(self, prompt: str | list[int], request: CompletionRequest) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        return self.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+
+    def _text(self, ids: list[int]) -> str:
+        self._check_ids("prompt", ids)
+        return self.tokenizer.decode(ids)
+
+    async def chat(self, http: Request, request: ChatRequest) -> Response:
+        """``/v1/chat/completions``."""
+        self.check_model(request.model)
+        more = {"max_tokens": request.limit(), "logprobs": request.width()}
+        if request.stream and request.prompt_logprobs is not None:
+            raise SurefootError("prompt_logprobs", "cannot be streamed", "drop stream")
+        ids = await self._render(request, request.add_special_tokens)
+        answer_id = f"chatcmpl-{secrets.token_hex(16)}"
+        form = ChatFormat(answer_id, self.settings.names[0], request, self.texts)
+        return await self._answer(http, request, [ids], form, more)
+
+    async def _render(
+        self, request: ChatRequest | TokenizeRequest, add_special_tokens: bool
+    ) -> list[int]:
+        tools = request.tools
+        if isinstance(request, ChatRequest) and not request.uses_tools:
+            tools = None
+
+        def ids() -> list[int]:
+            text = render_messages(
+                self.tokenizer,
+                request.messages or [],
+                plain_tools(tools),
+                request.chat_template_kwargs,
+                request.add_generation_prompt,
+            )
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        characters = sum(len(str(message.content)) for message in request.messages or [])
+        return await _aside(characters, ids)
+
+    async def _answer(
+        self,
+        http: Request,
+        request: RequestFields,
+        prompts: list[list[int]],
+        form: Format,
+        more: dict[str, Any],
+    ) -> Response:
+        seconds = self.settings.request_timeout
+        try:
+            params = request.sampling(**more)
+            speculation = request.speculation_params(http.headers.get(SPECULATION_HEADER))
+            generation = await self.front.submit(prompts, params, speculation)
+        except SurefootError as error:
+            raise api_error(error, type(request).option_names) from error
+        if request.stream:
+            return StreamedAnswer(self.front, generation, form, seconds, request.include_usage)
+        return await whole_answer(self.front, generation, form, http.receive, seconds)
+
+    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
+        """``/tokenize``."""
+        self.check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise SurefootError("prompt", "or messages is wanted", "give one of the two")
+        if request.messages is not None:
+            ids = await self._render(request, bool(request.add_special_tokens))
+        else:
+            text = request.prompt or ""
+            for name in ("tools", "chat_template_kwargs"):
+                if getattr(request, name) is not None:
+                    raise SurefootError(name, "does nothing for a prompt", "give messages")
+            special = request.add_special_tokens is not False
+            ids = await _aside(len(text), lambda: self.tokenizer.encode(text, special))
+        answer: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": self.front.ready.max_model_len,
+            "tokens": ids,
+        }
+        if request.return_token_strs:
+            answer["token_strs"] = [self.texts.text(token) for token in ids]
+        return answer
+
+    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
+        """``/detokenize``."""
+        self.check_model(request.model)
+        self._check_ids("tokens", request.tokens)
+        return {"prompt": self.tokenizer.decode(request.tokens)}
+
+    def _check_ids(self, field: str, ids: list[int]) -> None:
+        last = self.front.ready.vocab_size - 1
+        for token in ids:
+            if not 0 <= token <= last:
+                raise SurefootError(field, f"token id {token} is outside 0 to {last}")
+
+
+def _is_ids(prompt: list[Any]) -> bool:
+    return not prompt or isinstance(prompt[0], int)
+
+
+async def _aside(characters: int, work: Callable[[], T]) -> T:
+    """The result of ``work``, done in a thread where there is much to do."""
+    if characters <= SHORT_TEXT:
+        return work()
+    return await asyncio.to_thread(work)

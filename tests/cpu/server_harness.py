@@ -1,0 +1,175 @@
+"""Servers as users start them, on a tiny model whose texts hold multi-byte characters."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from surefoot import LLM, SamplingParams
+from tiny_models import SPECIALS, tiny_hf_model
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "backend": "torch",
+    "threads": 1,
+    "max_num_seqs": 8,
+    # Drafts whether they pay or not: the texts must not change.
+    "draft_policy": "fixed",
+    "max_draft_tokens": 4,
+}
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' "
+    "+ message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LIMIT = 60.0
+LOOP = "the cat sat on the mat and the cat sat on the mat and the cat"
+
+
+def emoji_model(folder: Path) -> Path:
+    """A random model. Its tokenizer cuts emoji and accents into pieces that are no characters by
+    themselves, and the model has more rows than the tokenizer has tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    path = tiny_hf_model("llama", folder)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=261,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # Two merges: the three bytes that both emoji begin with.
+    tokenizer.train_from_iterator(["🙂🙃" * 50], trainer)
+    (path / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+    (path / "chat_template.jinja").write_text(TOOL_TEMPLATE, encoding="utf-8")
+    return path
+
+
+def only(llm: LLM, text: str, bias: float = 100.0) -> dict[int, float]:
+    """A logit bias under which texts are made of the tokens of ``text``."""
+    return {token: bias for token in llm.tokenizer.encode(text)}
+
+
+@dataclass
+class Server:
+    """A running server. ``lines``: what it wrote on stderr."""
+
+    process: subprocess.Popen[str]
+    url: str = ""
+    lines: list[str] = field(default_factory=list)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=LIMIT)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=LIMIT, **options)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """An answer of ``/v1/completions``."""
+        answer = self.post("/v1/completions", **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric's samples of exactly this name."""
+        lines = re.findall(
+            rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", self.get("/metrics").text, re.M
+        )
+        assert lines, f"there is no metric {name}"
+        return sum(map(float, lines))
+
+    @property
+    def core(self) -> int:
+        """Process id of the core."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        [child] = children.read_text().split()
+        return int(child)
+
+    def wait_idle(self) -> None:
+        """Until nothing runs, waits, or holds blocks."""
+        names = ("requests_running", "requests_waiting", "kv_usage_ratio")
+        wait_for(lambda: not any(self.metric(f"surefoot_{name}") for name in names))
+
+    def stop(self) -> int:
+        """End it in good order; its status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=LIMIT)
+
+
+def wait_for(condition: Any, seconds: float = 20.0) -> None:
+    """Poll until ``condition()`` holds; fails the test when it does not in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+@contextmanager
+def running_server(model: Path | str, *arguments: str, **options: Any) -> Iterator[Server]:
+    """``surefoot serve`` with ``OPTIONS`` changed by ``options``, killed at the end."""
+    command = [sys.executable, "-m", "surefoot.cli", "serve", str(model), "--port", "0"]
+    for name, value in {**OPTIONS, **options}.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, *arguments], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    server = Server(process)
+    listening = threading.Event()
+
+    def read() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            server.lines.append(line.rstrip())
+            if match := re.fullmatch(r"Listening on (\S+)\n", line):
+                server.url = match[1]
+                listening.set()
+        listening.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        assert listening.wait(LIMIT) and server.url, "\n".join(server.lines)
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+        reader.join(timeout=5)
+
+
+def offline(model: Path | str, **options: Any) -> LLM:
+    """The same engine without a server."""
+    return LLM(str(model), **{**OPTIONS, **options})
+
+
+def sse(text: str) -> list[dict[str, Any]]:
+    """Events of a stream, which must have ended in good order."""
+    parts = text.split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""], text[-500:]
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+def params_of(body: dict[str, Any]) -> SamplingParams:
+    """The sampling parameters of a completion request's body."""
+    names = SamplingParams.__dataclass_fields__
+    values = {name: value for name, value in body.items() if name in names}
+    if "logit_bias" in values:
+        values["logit_bias"] = {int(key): bias for key, bias in values["logit_bias"].items()}
+    return SamplingParams(**values)

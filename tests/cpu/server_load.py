@@ -1,0 +1,283 @@
+"""Load on a server: clients that stream, leave, make mistakes and mix parameters, each answer held
+to the offline one. Also a program, for longer runs and for the cost of serving:
+
+    python tests/cpu/server_load.py smollm2-135m --clients 64 --seconds 300
+    python tests/cpu/server_load.py FOLDER --throughput 32
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from server_harness import LOOP, Server, offline, params_of, running_server, sse
+from surefoot import LLM
+
+PROMPTS = [LOOP, "a dog ate the hat", "step by step, 1234 and on", "🙂 é surefoot", "the the the"]
+MISTAKES: list[dict[str, Any]] = [
+    {"prompt": "a", "temperature": -1},
+    {"prompt": "a", "unknown": 1},
+    {"prompt": []},
+    {"prompt": "a", "max_tokens": 10**6},
+]
+
+
+@dataclass
+class Case:
+    """A request, and what must come of it: per choice (text, tokens, reason)."""
+
+    body: dict[str, Any]
+    expected: list[tuple[str, list[int], str | None]]
+
+
+def make_cases(llm: LLM, count: int, max_tokens: int) -> list[Case]:
+    """Requests of mixed kinds with their offline answers."""
+    draw = random.Random(0)
+    bodies = []
+    for seed in range(count):
+        body: dict[str, Any] = {
+            "prompt": draw.choice(PROMPTS) + " and on" * draw.randrange(6),
+            "max_tokens": draw.randint(1, max_tokens),
+            "temperature": draw.choice([0, 0.7, 1.0, 1.5]),
+            "seed": seed,
+            "ignore_eos": draw.random() < 0.7,
+        }
+        extras: list[dict[str, Any]] = [
+            {},
+            {"n": 2},
+            {"top_p": 0.8, "top_k": 20},
+            {"repetition_penalty": 1.3},
+            {"stop": ["e", "1 "]},
+            {"min_tokens": 1, "presence_penalty": 1.0},
+            {"logprobs": 2},
+            {"skip_special_tokens": False},
+        ]
+        bodies.append({**body, **draw.choice(extras)})
+    outputs = llm.generate([body["prompt"] for body in bodies], [params_of(b) for b in bodies])
+    return [
+        Case(body, [(c.text, c.token_ids, c.finish_reason) for c in output.outputs])
+        for body, output in zip(bodies, outputs, strict=True)
+    ]
+
+
+@dataclass
+class Tally:
+    """What happened. ``wrong`` holds one line for each answer that was not the offline one."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    tokens: int = 0
+
+
+async def send(
+    server: Server, body: dict[str, Any], leave_after: int | None = None
+) -> tuple[int, str] | None:
+    """(status, body) of one request; None when the client left after so many bytes."""
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
+    try:
+        content = json.dumps(body).encode()
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nConnection: close\r\n"
+            b"Content-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(content) + content
+        )
+        if leave_after is not None:
+            await reader.read(leave_after)
+            return None
+        head = await reader.readuntil(b"\r\n\r\n")
+        data = await reader.read(-1)
+    finally:
+        writer.close()
+    if b"transfer-encoding: chunked" in head.lower():
+        data = unchunk(data)
+    return int(head.split()[1]), data.decode()
+
+
+def unchunk(data: bytes) -> bytes:
+    """The content of a body in HTTP's chunked encoding, which must be complete."""
+    parts, at = [], 0
+    while True:
+        end = data.index(b"\r\n", at)
+        size = int(data[at:end], 16)
+        if not size:
+            assert data[end:] == b"\r\n\r\n"
+            return b"".join(parts)
+        parts.append(data[end + 2 : end + 2 + size])
+        at = end + 2 + size + 2
+
+
+async def client(server: Server, cases: list[Case], tally: Tally, seed: int, until: float) -> None:
+    """One user who asks again and again."""
+    draw = random.Random(seed)
+    while time.monotonic() < until:
+        kind = draw.choices(["stream", "whole", "leave", "mistake"], [5, 3, 2, 1])[0]
+        tally.counts[kind] += 1
+        if kind == "mistake":
+            answer = await send(server, draw.choice(MISTAKES))
+            assert answer is not None
+            if answer[0] not in (400, 429):
+                tally.wrong.append(f"a mistake got {answer}")
+            continue
+        case = draw.choice(cases)
+        body = {**case.body, "return_token_ids": True, "stream": kind != "whole"}
+        body["speculation"] = draw.choice(["auto", "auto", "off"])
+        leave = draw.choice([1, 200, 2000]) if kind == "leave" else None
+        answer = await send(server, body, leave)
+        if answer is None:
+            continue
+        status, text = answer
+        if status == 429:
+            tally.counts["refused"] += 1
+            await asyncio.sleep(0.05)
+            continue
+        got = read_answer(text, kind, len(case.expected)) if status == 200 else text
+        if got != case.expected:
+            tally.wrong.append(f"{kind} {case.body}: {got} instead of {case.expected}")
+        tally.tokens += sum(len(tokens) for _, tokens, _ in case.expected)
+
+
+def read_answer(text: str, kind: str, n: int) -> list[tuple[str, list[int], str | None]]:
+    """Per choice (text, tokens, reason)."""
+    if kind == "whole":
+        choices = json.loads(text)["choices"]
+        return [(c["text"], c["token_ids"], c["finish_reason"]) for c in choices]
+    texts, tokens, reasons = [""] * n, [[] for _ in range(n)], [None] * n
+    for event in sse(text):
+        for choice in event["choices"]:
+            index = choice["index"]
+            texts[index] += choice["text"]
+            tokens[index] += choice["token_ids"]
+            reasons[index] = choice["finish_reason"]
+    return list(zip(texts, tokens, reasons, strict=True))
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process holds, less files that it maps."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    [line] = [line for line in status.splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
+
+
+async def storm(
+    server: Server, cases: list[Case], clients: int, seconds: float, tally: Tally
+) -> dict[str, tuple[int, int]]:
+    """Run so many clients so long. Returns the memory (after a third, at the end) of each
+    process."""
+    started = time.monotonic()
+    tasks = [
+        asyncio.ensure_future(client(server, cases, tally, seed, started + seconds))
+        for seed in range(clients)
+    ]
+    pids = {"front": server.process.pid, "core": server.core}
+    await asyncio.sleep(seconds / 3)
+    before = {name: resident(pid) for name, pid in pids.items()}
+    await asyncio.gather(*tasks)
+    return {name: (before[name], resident(pid)) for name, pid in pids.items()}
+
+
+@dataclass
+class Speeds:
+    """Tokens per second, and CPU seconds per token, which do not depend on the machine's other
+    work: of the engine in this process, and of a server's two processes."""
+
+    inside: float
+    served: float
+    inside_cpu: float
+    core_cpu: float
+    front_cpu: float
+
+
+def throughput(model: str, streams: int, tokens: int, repeats: int, **options: Any) -> Speeds:
+    """Generate as many texts at once, in this process and over HTTP, streamed; the best of some
+    repeats."""
+    prompts = [[5 + index, 6, 7, 8] for index in range(streams)]
+    common = {"max_tokens": tokens, "temperature": 1, "ignore_eos": True}
+    bodies = [{**common, "prompt": prompt, "seed": i} for i, prompt in enumerate(prompts)]
+    options = {"max_num_seqs": streams, "draft_policy": "auto", **options}
+    total = streams * tokens
+    llm = offline(model, **options)
+
+    def inside() -> None:
+        llm.generate(prompts, [params_of(body) for body in bodies])
+
+    async def ask(server: Server) -> None:
+        answers = await asyncio.gather(*(send(server, {**b, "stream": True}) for b in bodies))
+        for answer in answers:
+            assert answer is not None and answer[0] == 200
+            assert sse(answer[1])[-1]["choices"][0]["finish_reason"] == "length"
+
+    rows = [_timed(inside, [os.getpid()]) for _ in range(repeats)]
+    with running_server(model, **options) as server:
+        pids = [server.core, server.process.pid]
+        served = [_timed(lambda: asyncio.run(ask(server)), pids) for _ in range(repeats)]
+    best = [min(column) for column in zip(*rows, strict=True)]
+    best_served = [min(column) for column in zip(*served, strict=True)]
+    return Speeds(
+        inside=total / best[0],
+        served=total / best_served[0],
+        inside_cpu=best[1] / total,
+        core_cpu=best_served[1] / total,
+        front_cpu=best_served[2] / total,
+    )
+
+
+def _timed(work: Callable[[], None], pids: list[int]) -> list[float]:
+    """[seconds, CPU seconds of each process]."""
+    before = [_cpu_seconds(pid) for pid in pids]
+    started = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - started
+    used = [_cpu_seconds(pid) - b for pid, b in zip(pids, before, strict=True)]
+    return [seconds, *used]
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--throughput", type=int, metavar="STREAMS")
+    given = parser.parse_args()
+    options = {"backend": given.backend, "dtype": given.dtype}
+    if given.throughput:
+        speeds = throughput(given.model, given.throughput, 300, 3, **options)
+        print(
+            f"in process {speeds.inside:.0f} tokens/s, over HTTP {speeds.served:.0f}: "
+            f"{speeds.served / speeds.inside:.2f}; CPU µs a token: in process "
+            f"{speeds.inside_cpu * 1e6:.0f}, core {speeds.core_cpu * 1e6:.0f}, "
+            f"front {speeds.front_cpu * 1e6:.0f}"
+        )
+        return
+    options |= {"max_num_seqs": 16, "draft_policy": "auto", "threads": 2}
+    cases = make_cases(offline(given.model, **options), 100, given.max_tokens)
+    tally = Tally()
+    with running_server(given.model, **options) as server:
+        memory = asyncio.run(storm(server, cases, given.clients, given.seconds, tally))
+        server.wait_idle()
+        print(dict(tally.counts), f"{tally.tokens} tokens compared, {len(tally.wrong)} wrong")
+        for name, (before, after) in memory.items():
+            print(f"{name}: {before >> 20} MiB after a third, {after >> 20} MiB at the end")
+        print(*tally.wrong[:5], sep="\n")
+        print(f"status {server.stop()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The server's parts that need no server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from surefoot.errors import SurefootError
+from surefoot.request import SpeculationParams
+from surefoot.server.errors import field_path
+from surefoot.server.messages import Add, decode_to_core, encode
+from surefoot.server.metrics import DraftCounts, Histogram
+from surefoot.server.schema import CompletionRequest, read_speculation_header
+from surefoot.server.tool_calls import ToolCall, ToolCallParser
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+OTHER = '<tool_call>{"name": "time"}</tool_call>'
+
+
+def parse(text: str, sizes: list[int]) -> tuple[str, list[tuple[str, Any]]]:
+    """(text, calls) when it comes in pieces of these sizes, over and over."""
+    parser = ToolCallParser()
+    found: list[str | ToolCall] = []
+    at, turn = 0, 0
+    while at < len(text):
+        size = sizes[turn % len(sizes)]
+        found += parser.feed(text[at : at + size], final=False)
+        at, turn = at + size, turn + 1
+    found += parser.feed("", final=True)
+    calls = [part for part in found if isinstance(part, ToolCall)]
+    assert [call.index for call in calls] == list(range(len(calls)))
+    words = "".join(part for part in found if isinstance(part, str))
+    return words, [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+TEXTS = {
+    CALL: ("", [("weather", {"city": "Zürich"})]),
+    f"Let me see.\n\n{CALL}\n{OTHER}\n": (
+        "Let me see.",
+        [("weather", {"city": "Zürich"}), ("time", {})],
+    ),
+    f"{OTHER} then {OTHER}": ("then", [("time", {}), ("time", {})]),
+    "no call \n": ("no call \n", []),
+    "a < b <tool": ("a < b <tool", []),
+    "a \n<tool_call>{broken</tool_call> b": ("a \n<tool_call>{broken</tool_call> b", []),
+    "<tool_call>[1, 2]</tool_call>": ("<tool_call>[1, 2]</tool_call>", []),
+    '<tool_call>{"name": 3}</tool_call>': ('<tool_call>{"name": 3}</tool_call>', []),
+    '<tool_call>{"name": "time", "arguments": {}}': ("", [("time", {})]),
+    '<tool_call>{"name": "ti': ('<tool_call>{"name": "ti', []),
+}
+
+
+@given(text=st.sampled_from(list(TEXTS)), sizes=st.lists(st.integers(1, 9), min_size=1))
+@settings(max_examples=200, deadline=None)
+def test_tool_calls_are_cut_out_however_they_arrive(text: str, sizes: list[int]) -> None:
+    assert parse(text, sizes) == TEXTS[text]
+
+
+def test_text_that_cannot_begin_a_call_is_not_held_back() -> None:
+    parser = ToolCallParser()
+    assert parser.feed("yes <", final=False) == ["yes"]
+    assert parser.feed("b", final=False) == [" <b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("off", SpeculationParams("off")),
+        (" auto ; max_draft_tokens = 3", SpeculationParams("auto", 3)),
+        ("auto; max_draft_tokens=x", None),
+        ("auto; other=3", None),
+        ("auto; max_draft_tokens=3; max_draft_tokens=4", None),
+        ("", None),
+    ],
+)
+def test_speculation_header(text: str, expected: SpeculationParams | None) -> None:
+    if expected is None:
+        with pytest.raises(SurefootError):
+            read_speculation_header(text)
+    else:
+        assert read_speculation_header(text) == expected
+
+
+def test_histogram_bounds_are_inclusive() -> None:
+    histogram = Histogram((1, 2, 5))
+    for value in (0.5, 1, 1.5, 5, 6):
+        histogram.observe(value)
+    histogram.observe(2, times=3)
+    assert histogram.counts == [2, 4, 1, 1]
+    assert histogram.total == pytest.approx(20)
+
+
+def test_drafts_are_counted_by_position() -> None:
+    counts = DraftCounts()
+    counts.count(3, 1)
+    counts.count(1, 1)
+    counts.count(2, 0)
+    assert (counts.rounds, counts.drafted, counts.accepted) == (3, [3, 2, 1], [2, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("location", "path"),
+    [
+        (("messages", 0, "content", "str"), "messages[0].content"),
+        (("prompt", "list[int]", 3), "prompt"),
+        (("stream_options", "other"), "stream_options.other"),
+        ((), None),
+    ],
+)
+def test_field_paths(location: tuple[Any, ...], path: str | None) -> None:
+    assert field_path(location) == path
+
+
+def test_neutral_values_are_told_from_others_by_type() -> None:
+    CompletionRequest.model_validate({"prompt": "a", "best_of": 1})
+    for value in (True, 2, "1"):
+        with pytest.raises(ValueError, match="best_of"):
+            CompletionRequest.model_validate({"prompt": "a", "best_of": value})
+
+
+def test_every_sampling_parameter_crosses_the_socket() -> None:
+    fields: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.2,
+        "logit_bias": {"4": -3.0},
+        "seed": 2**63 - 1,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "stop": ["x", "y"],
+        "stop_token_ids": [5],
+        "ignore_eos": True,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+        "n": 3,
+    }
+    params = CompletionRequest.model_validate({"prompt": "a", **fields}).sampling()
+    speculation = SpeculationParams("off", 3)
+    message = decode_to_core(encode(Add(["0"], [1, 2], params, speculation)))
+    assert isinstance(message, Add) and message.speculation == speculation
+    for name, value in {**fields, "logit_bias": {4: -3.0}}.items():
+        assert getattr(message.params, name) == value
