@@ -41,7 +41,7 @@ def test_rare_classes_are_pooled() -> None:
 
 def test_homogeneity_is_that_of_the_contingency_table() -> None:
     left, right = [20, 35, 45], [30, 20, 60]
-    expected = stats.chi2_contingency([left, right], correction=False)
+    expected: Any = stats.chi2_contingency([left, right], correction=False)
     p_value, freedom = statistics.same_distribution(left, right)
     assert freedom == 2 and math.isclose(p_value, float(expected[1]), rel_tol=1e-9)
 
@@ -131,7 +131,7 @@ def test_what_a_shift_admits_is_what_the_filters_admit_after_it() -> None:
     generator = torch.Generator().manual_seed(2)
     for number in range(60):
         scores = torch.randn(12, generator=generator).double()
-        filters = ({"top_k": 4}, {"min_p": 0.3}, {"top_p": 0.6})[number % 3]
+        filters: dict[str, Any] = ({"top_k": 4}, {"min_p": 0.3}, {"top_p": 0.6})[number % 3]
         params = SamplingParams(temperature=(0.6, 1.0)[number % 2], **filters)
         for shift, token in itertools.product((0.3, -0.3), range(12)):
             moved = scores.clone()

@@ -86,8 +86,9 @@ def _statements(certificate: Certificate) -> list[str]:
                 f"Distribution: {len(tests)} chi-square tests, false discovery rate "
                 f"{section.details['q']}; {len(section.details['rejected_once'])} rejected once, "
                 f"{len(section.problems)} again on fresh seeds. A shift of "
-                f"{section.details['smallest_shift']:.1%} of the mass would have been seen by the "
-                f"sharpest test, of {section.details['largest_smallest_shift']:.1%} by the bluntest."
+                f"{section.details['smallest_shift']:.1%} of the mass would have been seen by "
+                f"the sharpest test, of {section.details['largest_smallest_shift']:.1%} by the "
+                "bluntest."
             )
         lines += section.notes
     if certificate.trials is None:

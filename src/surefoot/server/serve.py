@@ -71,8 +71,8 @@ def serve(
     """Serve until SIGINT or SIGTERM; then finish what runs, up to ``shutdown_timeout``.
 
     ``loaded`` is called when there is no more ``progress``; then the limits and the address are
-    printed on stderr. Returns the exit status: 0, 1 when the engine
-    died, 143 for SIGTERM before the model was loaded. Raises SurefootError for what the user can put right.
+    printed on stderr. Returns the exit status: 0, 1 when the engine died, 143 for SIGTERM before
+    the model was loaded. Raises SurefootError for what the user can put right.
     """
     listener = bind(server.host, server.port)
     with contextlib.closing(listener), asyncio.Runner(loop_factory=_loop_factory()) as runner:
