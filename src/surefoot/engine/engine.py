@@ -10,6 +10,7 @@ from typing import Any
 from surefoot.config import EngineConfig
 from surefoot.engine.calibration import measure_cost
 from surefoot.engine.graphs import CudaRoundGraphs, RoundGraphs
+from surefoot.engine.memory import MemoryPlan, plan_memory
 from surefoot.engine.pipeline import IN_FLIGHT, Pipeline
 from surefoot.engine.runner import Runner
 from surefoot.engine.scheduler import Scheduler
@@ -60,15 +61,14 @@ def model_length(config: EngineConfig, model: ModelConfig) -> int:
 class Engine:
     """Runs requests on a decoder. Single-threaded: call its methods from one thread."""
 
-    def __init__(
-        self, decoder: Decoder, config: EngineConfig, ahead: bool | None = None
-    ) -> None:
+    def __init__(self, decoder: Decoder, config: EngineConfig, ahead: bool | None = None) -> None:
         """``ahead``: whether decoding rounds are launched before the one before is read; None: on
         a GPU, unless ``config.enforce_eager``."""
         self.decoder = decoder
         self.config = config
         backend: Backend = decoder.backend
         self.max_model_len = model_length(config, decoder.config)
+        self.memory: MemoryPlan | None = None
         self.kv_blocks = self._pool_size(backend)
         on_gpu = backend.device.type == "cuda"
         if ahead is None:
@@ -114,8 +114,11 @@ class Engine:
             blocks = config.kv_blocks + 1
         else:
             per_block = backend.kv_bytes_per_block(config.block_size, self.decoder.shape)
-            memory = config.kv_cache_memory or DEFAULT_KV_BYTES
-            blocks = memory // (per_block * model.layers)
+            memory = config.kv_cache_memory
+            if memory is None and backend.device.type == "cuda":
+                self.memory = plan_memory(self.decoder, config)
+                memory = self.memory.kv
+            blocks = (memory or DEFAULT_KV_BYTES) // (per_block * model.layers)
             span = self.max_model_len + config.max_draft_tokens
             enough = config.max_num_seqs * -(-span // config.block_size) + 1
             blocks = min(blocks, enough)

@@ -39,9 +39,6 @@ class RoundGraphs:
         """The smallest round of ``base``'s spans that holds so many rows."""
         return replace(base, rows=next(r for r in self.rows(base.spans) if r >= rows))
 
-    def largest(self, base: Size) -> Size:
-        return replace(base, rows=self.rows(base.spans)[-1])
-
     def table(self, base: Size, requests: int) -> torch.Tensor:
         """float32 [n + 1]: seconds of a round of so many requests with 0 .. n drafts."""
         padded = self.rows(base.spans)

@@ -111,9 +111,7 @@ class Pipeline:
             wanted[request.request_id] = min(reach, most)
         if not self.kv.transaction().reserve(wanted):
             return False
-        self.state.set_all_blocks(
-            [(r.slot, self.kv.leases[r.request_id].blocks) for r in running]
-        )
+        self.state.set_all_blocks([(r.slot, self.kv.leases[r.request_id].blocks) for r in running])
         return True
 
     def _reach(self, request: Request) -> int:
@@ -134,12 +132,14 @@ class Pipeline:
         base = self.graphs.plain(len(running), kind, proposers)
         if not proposers:
             return base
+        width = self.state.max_drafts
         if self.controller.policy == "fixed":
-            return self.graphs.largest(base)
+            limits = [request.speculation.max_draft_tokens for request in running]
+            most = max(width if limit is None else limit for limit in limits)
+            return self.graphs.holding(base, base.spans * (1 + most))
         chances = [self._offers.get(request.request_id) for request in running]
         if not any(chances):
             return base
-        width = self.state.max_drafts
         offered = torch.tensor([row or [0.0] * width for row in chances])
         counts = split_rows(offered, self.graphs.table(base, len(running)))
         return self.graphs.holding(base, len(running) + int(counts.sum()))

@@ -9,11 +9,12 @@ it has read this one: a request that ended is dead on the device at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from surefoot.kernels.rounds import RoundSpans
+from surefoot.kernels.rounds import RoundLayout, RoundSpans
 from surefoot.sampling.params import Features
 from surefoot.sampling.sampler import SampleRows, sample_rows
 from surefoot.speculation.controller import Choice, fill_rows
@@ -27,6 +28,9 @@ ADJUSTED = Features(
 )
 """The three kinds of sampling that rounds are recorded for; filters that a row does not have are
 told apart on the device."""
+
+
+Override = Callable[[RoundSpans, RoundLayout, torch.Tensor], torch.Tensor]
 
 
 def kind_of(features: Features) -> Features:
@@ -67,10 +71,10 @@ class ReplayRound:
         self.chances = torch.zeros((state.slots, width), device=device)
         self.lengths = torch.zeros(state.slots, dtype=torch.int64, device=device)
         self.proposer = torch.zeros(state.slots, dtype=torch.int64, device=device)
-        self.report = torch.zeros(
-            (spans, self.columns), dtype=torch.int32, device=device
-        )
+        self.report = torch.zeros((spans, self.columns), dtype=torch.int32, device=device)
         state.length[self.idle_slot] = 1
+        self.override: Override | None = None
+        """For measurements: replaces the sampled tokens."""
 
     @property
     def columns(self) -> int:
@@ -114,6 +118,8 @@ class ReplayRound:
             )
             logits = round_.decoder.logits(forward.hidden)
             sampled = sample_rows(logits, rows, state.params, size.kind, backend)
+        if self.override is not None:
+            sampled = self.override(spans, layout, sampled)
         verdict = backend.judge_and_advance(
             spans, layout.first_sample, sampled, state.history, state.length, state.computed,
             state.limit, state.params.stop_ids, state.max_drafts,
@@ -121,9 +127,7 @@ class ReplayRound:
         self.alive[slots] = known * (verdict.ends == 0)
         for proposer, places in round_.stateful:
             own = tuple(forward.features[place] for place in places)
-            proposer.catch_up(
-                Commits(slots, verdict.first, verdict.settled, layout.first_row, own)
-            )
+            proposer.catch_up(Commits(slots, verdict.first, verdict.settled, layout.first_row, own))
         whose = self.proposer[slots]
         self._draft(slots, size)
         offered = self.lengths[slots]
@@ -137,14 +141,7 @@ class ReplayRound:
         """Drafts of each span, int64 [B], within the rows that the host gave."""
         if size.rows == size.spans or not size.proposers:
             return torch.zeros_like(known)
-        if self.controller.policy == "fixed":
-            wanted = (self.lengths[slots] > 0).float().unsqueeze(1)
-            steps = torch.arange(self.state.max_drafts, device=slots.device)
-            offered = steps < self.lengths[slots].unsqueeze(1)
-            chances = torch.where(offered, wanted, 0.0)
-        else:
-            chances = self.chances[slots]
-        drafts = fill_rows(chances * known.unsqueeze(1), size.rows - known.sum())
+        drafts = fill_rows(self.chances[slots] * known.unsqueeze(1), size.rows - known.sum())
         # Behind the committed tokens, as far as the offer goes; columns beyond the drafts that are
         # verified are never read.
         state = self.state
@@ -165,6 +162,9 @@ class ReplayRound:
 
     def _keep(self, slots: torch.Tensor, choice: Choice) -> None:
         self.tokens[slots] = choice.tokens
-        self.chances[slots] = choice.chances
+        steps = torch.arange(self.state.max_drafts, device=slots.device)
+        offered = steps < choice.lengths.unsqueeze(1)
+        # What is offered has some chance: rows that nobody else wants are for it.
+        self.chances[slots] = torch.where(offered, choice.chances.clamp(min=1e-6), 0.0)
         self.lengths[slots] = choice.lengths
         self.proposer[slots] = choice.proposer
