@@ -75,6 +75,9 @@ class Backend(ABC):
     device: torch.device
     dtype: torch.dtype
     """Storage type of dense weights and of the KV cache."""
+    control: Any = None
+    """Kernels for the book-keeping of recorded rounds (``kernels.triton.control``); None: torch
+    does it."""
 
     @abstractmethod
     def pack_linear(self, parts: Sequence[Weight], bias: torch.Tensor | None = None) -> Any:

@@ -57,7 +57,7 @@ def split_rows(
     """
     library = load_native() if chances.device.type == "cpu" else None
     if library is None:
-        return split_rows_reference(chances, table, min_gain, min_pace)
+        return split_rows_reference(chances, table.to(chances.device), min_gain, min_pace)
     return split_rows_native(library, chances, table, min_gain, min_pace)
 
 

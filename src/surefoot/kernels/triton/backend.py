@@ -17,6 +17,7 @@ from surefoot.kernels.backend import (
     Weight,
 )
 from surefoot.kernels.quant import QuantTensor
+from surefoot.kernels.triton import control
 from surefoot.kernels.triton.activation import silu_mul
 from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.attention import span_attention
@@ -83,6 +84,7 @@ class TritonBackend(Backend):
     name = "triton"
     lay_out_spans = staticmethod(lay_out)
     judge_and_advance = staticmethod(judge_and_advance)
+    control = control
 
     def __init__(
         self, device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16
