@@ -16,6 +16,7 @@ import triton.language as tl
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
 from surefoot.kernels.triton.launch import jit, next_power_of_2, processors
+from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 from surefoot.kernels.triton.spans import span_table
 
 LOG2_E = 1 / math.log(2)
@@ -26,27 +27,31 @@ MAX_SPLITS = 64
 def attention_kernel(
     q_ptr, kv_ptr, out_ptr, part_ptr, lse_ptr, first_row_ptr, rows_ptr, slot_ptr, spans,
     tables_ptr, table_stride, start_ptr, key_index_ptr, mask_ptr, value_offset, scale,
+    splits, tiles,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, TILES: tl.constexpr, SPANS: tl.constexpr, MASKED: tl.constexpr,
+    SPLIT: tl.constexpr, SEARCH: tl.constexpr, SPANS: tl.constexpr, MASKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    release_next(PDL)
+    await_inputs(PDL)
     group: tl.constexpr = HEADS // KV_HEADS
     rows_per_tile: tl.constexpr = BLOCK_M // group
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    if TILES > 0:
-        span = tl.program_id(0) // TILES
-        tile = tl.program_id(0) % TILES
+    if not SEARCH:
+        span = tl.program_id(0) // tiles
+        tile = tl.program_id(0) % tiles
     else:
         # Ragged spans: which of them the program's tile belongs to.
         every = tl.arange(0, SPANS)
         counts = tl.load(rows_ptr + every, mask=every < spans, other=0).to(tl.int32)
-        tiles = (counts + rows_per_tile - 1) // rows_per_tile
-        ends = tl.cumsum(tiles, axis=0)
+        needed = (counts + rows_per_tile - 1) // rows_per_tile
+        ends = tl.cumsum(needed, axis=0)
         span = tl.sum((ends <= tl.program_id(0)).to(tl.int32), axis=0)
         if span >= spans:
             return
-        tile = tl.program_id(0) - tl.sum(tl.where(every == span, ends - tiles, 0), axis=0)
+        tile = tl.program_id(0) - tl.sum(tl.where(every == span, ends - needed, 0), axis=0)
     count = tl.load(rows_ptr + span)
     if tile * rows_per_tile >= count:
         return
@@ -73,9 +78,13 @@ def attention_kernel(
         last_key = tl.load(key_index_ptr + row, mask=valid, other=-1)
         length = tl.max(last_key, axis=0) + 1
 
-    share = tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
-    low = (split * share).to(tl.int32)
-    high = tl.minimum(low + share, length).to(tl.int32)
+    length = length.to(tl.int32)
+    low = 0
+    high = length
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
+        low = split * share
+        high = tl.minimum(low + share, length)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
@@ -115,11 +124,11 @@ def attention_kernel(
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     whole = valid[:, None] & in_head[None, :]
-    if SPLITS == 1:
+    if not SPLIT:
         target = out_ptr + place[:, None] * HEAD_DIM + column[None, :]
         tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=whole)
     else:
-        part = place * SPLITS + split
+        part = place * splits + split
         tl.store(lse_ptr + part, best + tl.log2(total), mask=valid)
         tl.store(part_ptr + part[:, None] * HEAD_DIM + column[None, :], acc, mask=whole)
 
@@ -128,7 +137,10 @@ def attention_kernel(
 def combine_kernel(
     part_ptr, lse_ptr, out_ptr,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    release_next(PDL)
+    await_inputs(PDL)
     place = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, PADDED)
     column = tl.arange(0, WIDTH)
@@ -220,7 +232,7 @@ def span_attention(
     if plan.splits > 1:
         combine_kernel[(rows * shape.heads,)](
             part, lse, out,
-            shape.head_dim, width, plan.splits, next_power_of_2(plan.splits), num_warps=2,
+            shape.head_dim, width, plan.splits, next_power_of_2(plan.splits), num_warps=2, **pdl(q.device),
         )  # fmt: skip
     return out
 
@@ -241,8 +253,9 @@ def _launch(
     attention_kernel[(plan.programs, shape.kv_heads, plan.splits)](
         q, kv, out, part, lse, spans.first_row, spans.rows, spans.slot, entries,
         batch.block_tables, batch.block_tables.stride(0), batch.span_start, batch.key_index,
-        batch.mask, kv.stride(0), shape.scale * LOG2_E,
+        batch.mask, kv.stride(0), shape.scale * LOG2_E, plan.splits, plan.tiles,
         shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3], width,
-        plan.block_m, plan.block_n, plan.splits, plan.tiles, next_power_of_2(entries),
-        batch.mask is not None, num_warps=plan.num_warps, num_stages=plan.num_stages,
+        plan.block_m, plan.block_n, plan.splits > 1, not plan.tiles,
+        1 if plan.tiles else next_power_of_2(entries),
+        batch.mask is not None, num_warps=plan.num_warps, num_stages=plan.num_stages, **pdl(q.device),
     )  # fmt: skip

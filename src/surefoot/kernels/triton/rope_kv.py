@@ -15,6 +15,7 @@ import triton.language as tl
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, RopeTable
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
+from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 
 
 @jit
@@ -23,7 +24,10 @@ def rope_kv_kernel(
     position_ptr, key_index_ptr, row_slot_ptr, tables_ptr, table_stride, value_offset, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    release_next(PDL)
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_slot_ptr + row)
     if slot < 0:
@@ -102,6 +106,6 @@ def rope_and_write(
         batch.block_tables, batch.block_tables.stride(0), kv.stride(0), eps,
         shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3],
         norms is not None, tile, next_power_of_2(shape.head_dim // 2),
-        num_warps=2,
+        num_warps=2, **pdl(qkv.device),
     )  # fmt: skip
     return q
