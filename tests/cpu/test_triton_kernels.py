@@ -26,6 +26,7 @@ from surefoot.kernels.triton.attention import AttentionPlan
 from surefoot.kernels.triton.backend import TritonBackend
 from surefoot.kernels.triton.matmul_plan import TUNED, MatmulPlan, default_plan, plan_for
 from test_native_backend import LAYOUTS, Layout, Row, Runner, chain, difference, row_errors, tree
+from triton_interpreter import DEVICE
 
 pytestmark = [
     pytest.mark.skipif(triton_interpreter.ON_GPU, reason="tests/gpu run the same checks compiled"),
@@ -143,8 +144,8 @@ class TypedRunner(Runner):
 
 
 def pair(layout: Layout, **options: int) -> tuple[Runner, Runner]:
-    found = TypedRunner(layout, TritonBackend("cpu", layout.dtype), **options)
-    return found, TypedRunner(layout, TorchBackend("cpu", layout.dtype), **options)
+    found = TypedRunner(layout, TritonBackend(DEVICE, layout.dtype), **options)
+    return found, TypedRunner(layout, TorchBackend(DEVICE, layout.dtype), **options)
 
 
 def equal_rows(layout: Layout, found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -175,7 +176,7 @@ def test_many_rows_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rows", [3, 6])
 def test_layers_in_one_go_are_the_same_layers(rows: int) -> None:
     """And the residual streams kept on the way, however the ends of layers are fused."""
-    runner = TypedRunner(DENSE["fp32 odd, bias, norms"], TritonBackend("cpu", torch.float32))
+    runner = TypedRunner(DENSE["fp32 odd, bias, norms"], TritonBackend(DEVICE, torch.float32))
     batch, x = runner.batch(chain(0, 0, rows), {}), torch.randn(rows, 33)
     weights = [replace(runner.weights, input_norm=torch.rand(33)) for _ in range(3)]
     caches = [[kv.clone() for kv in (*runner.kv, runner.kv[0])] for _ in range(2)]
@@ -198,7 +199,7 @@ def test_a_tree_equals_the_torch_backend() -> None:
 
 
 def test_stale_keys_are_never_read() -> None:
-    clean, dirty = (Runner(LAYOUTS["fp32"], TritonBackend("cpu", torch.float32)) for _ in "12")
+    clean, dirty = (Runner(LAYOUTS["fp32"], TritonBackend(DEVICE, torch.float32)) for _ in "12")
     for kv in dirty.kv:
         kv.fill_(float("nan"))
     for rows in (chain(0, 0, 3), [Row(0, 3, mask=1), Row(0, 4, mask=3)]):
@@ -206,7 +207,7 @@ def test_stale_keys_are_never_read() -> None:
 
 
 def test_padding_rows_write_nothing() -> None:
-    runner = Runner(LAYOUTS["fp32"], TritonBackend("cpu", torch.float32))
+    runner = Runner(LAYOUTS["fp32"], TritonBackend(DEVICE, torch.float32))
     runner.forward(chain(0, 0, 5))
     before = [kv.clone() for kv in runner.kv]
     runner.forward([Row(-1, 3), Row(-1, 0)])
@@ -330,7 +331,10 @@ def test_head_and_argmax() -> None:
     torch.manual_seed(3)
     x, weight, scale = torch.randn(6, 40), torch.randn(300, 40), torch.rand(40)
     logits = []
-    backends: list[Any] = [TritonBackend("cpu", torch.float32), TorchBackend("cpu", torch.float32)]
+    backends: list[Any] = [
+        TritonBackend(DEVICE, torch.float32),
+        TorchBackend(DEVICE, torch.float32),
+    ]
     for backend in backends:
         _, linear = backend.pack_embedding(weight)
         logits.append(backend.head(backend.pack_norm(scale), 1e-5, linear, x))
@@ -345,7 +349,7 @@ def test_head_and_argmax() -> None:
 
 def test_other_devices_and_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SurefootError, match="float16"):
-        TritonBackend("cpu", torch.float16)
+        TritonBackend(DEVICE, torch.float16)
     monkeypatch.setattr("surefoot.kernels.triton.launch.interpreted", lambda: False)
     with pytest.raises(SurefootError, match="cpu"):
         TritonBackend("cpu", torch.float32)

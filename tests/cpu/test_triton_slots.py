@@ -21,6 +21,7 @@ from surefoot.speculation import layout as reference
 from surefoot.speculation.layout import RoundPlan
 from surefoot.speculation.round import SpeculativeRound
 from surefoot.speculation.state import SlotState
+from triton_interpreter import DEVICE
 
 pytestmark = pytest.mark.skipif(
     triton_interpreter.ON_GPU, reason="tests/gpu run the same checks compiled"
@@ -30,7 +31,7 @@ DRAFTS = 5
 
 def make_state(seed: int) -> SlotState:
     torch.manual_seed(seed)
-    state = SlotState(8, 100, DRAFTS, 4, 9, torch.device("cpu"))
+    state = SlotState(8, 100, DRAFTS, 4, 9, DEVICE)
     state.native = None  # The oracle is in torch; and the tensors are replaced below.
     state.history = torch.randint(0, 3, state.history.shape)
     state.length = torch.randint(30, 80, (8,))

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
 from surefoot.kernels.triton.launch import jit, next_power_of_2, processors
-from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
+from surefoot.kernels.triton.pdl import await_inputs, pdl, prefetch, release_next
 from surefoot.kernels.triton.spans import span_table
 
 LOG2_E = 1 / math.log(2)
@@ -24,6 +24,22 @@ MAX_SPLITS = 64
 
 
 @jit
+def prefetch_keys(
+    kv_ptr, table_ptr, kv_head, low, high, value_offset,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The first BLOCK_N keys of a share and their values: old ones, but for the span's own."""
+    element: tl.constexpr = kv_ptr.dtype.element_ty.primitive_bitwidth // 8
+    index = tl.arange(0, 2 * BLOCK_N)
+    key = tl.maximum(tl.minimum(low + index % BLOCK_N, high - 1), 0)
+    block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
+    at = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD_DIM
+    at += index // BLOCK_N * value_offset
+    prefetch(kv_ptr + at, HEAD_DIM * element)
+
+
+@jit(do_not_specialize=["spans", "splits", "tiles"])
 def attention_kernel(
     q_ptr, kv_ptr, out_ptr, part_ptr, lse_ptr, first_row_ptr, rows_ptr, slot_ptr, spans,
     tables_ptr, table_stride, start_ptr, key_index_ptr, mask_ptr, value_offset, scale,
@@ -34,7 +50,6 @@ def attention_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     release_next(PDL)
-    await_inputs(PDL)
     group: tl.constexpr = HEADS // KV_HEADS
     rows_per_tile: tl.constexpr = BLOCK_M // group
     kv_head = tl.program_id(1)
@@ -50,10 +65,12 @@ def attention_kernel(
         ends = tl.cumsum(needed, axis=0)
         span = tl.sum((ends <= tl.program_id(0)).to(tl.int32), axis=0)
         if span >= spans:
+            await_inputs(PDL)
             return
         tile = tl.program_id(0) - tl.sum(tl.where(every == span, ends - needed, 0), axis=0)
     count = tl.load(rows_ptr + span)
     if tile * rows_per_tile >= count:
+        await_inputs(PDL)
         return
 
     slot = tl.load(slot_ptr + span)
@@ -65,11 +82,6 @@ def attention_kernel(
     place = row * HEADS + head
     column = tl.arange(0, WIDTH)
     in_head = column < HEAD_DIM
-    q = tl.load(
-        q_ptr + place[:, None] * HEAD_DIM + column[None, :],
-        mask=valid[:, None] & in_head[None, :],
-        other=0.0,
-    )
     if MASKED:
         bits = tl.load(mask_ptr + row, mask=valid, other=0)
         start = tl.load(start_ptr + slot)
@@ -85,15 +97,30 @@ def attention_kernel(
         share = tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
         low = split * share
         high = tl.minimum(low + share, length)
+    table = tables_ptr + slot * table_stride
+    key = low + tl.arange(0, BLOCK_N)
+    block = tl.load(table + key // BLOCK_SIZE, mask=key < high, other=0)
+    if PDL and HEAD_DIM % 8 == 0:
+        prefetch_keys(
+            kv_ptr, table, kv_head, low, high, value_offset,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N,
+        )  # fmt: skip
+    await_inputs(PDL)
+    q = tl.load(
+        q_ptr + place[:, None] * HEAD_DIM + column[None, :],
+        mask=valid[:, None] & in_head[None, :],
+        other=0.0,
+    )
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    for base in range(low, high, BLOCK_N):
-        key = base + tl.arange(0, BLOCK_N)
+    for _ in range(low, high, BLOCK_N):
         known = key < high
-        block = tl.load(tables_ptr + slot * table_stride + key // BLOCK_SIZE, mask=known, other=0)
         at = (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
         at = at * HEAD_DIM
+        # A step ahead: loads whose address waits for another load are pipelined badly.
+        following = key + BLOCK_N
+        next_block = tl.load(table + following // BLOCK_SIZE, mask=following < high, other=0)
         k = tl.load(
             kv_ptr + at[None, :] + column[:, None],
             mask=known[None, :] & in_head[:, None],
@@ -121,6 +148,8 @@ def attention_kernel(
         total = total * decay + tl.sum(weights, axis=1)
         acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         best = higher
+        key = following
+        block = next_block
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     whole = valid[:, None] & in_head[None, :]
@@ -170,13 +199,20 @@ class AttentionPlan:
 
 
 def plan_attention(
-    rows: int, spans: int, max_rows: int, max_keys: int, shape: AttentionShape, sms: int
+    rows: int,
+    spans: int,
+    max_rows: int,
+    max_keys: int,
+    shape: AttentionShape,
+    sms: int,
+    itemsize: int = 2,
 ) -> AttentionPlan:
     """Sizes for ``rows`` rows in ``spans`` spans of at most ``max_rows``, over at most
     ``max_keys`` keys, on ``sms`` multiprocessors.
 
-    Keys are split only until there are about two programs for each multiprocessor, so that a
-    large batch pays nothing for it.
+    Keys are split only until there is a program for each multiprocessor, so that a large batch pays
+    nothing for it. One program to a multiprocessor needs many keys in flight; several share it
+    better with few.
     """
     group = shape.heads // shape.kv_heads
     largest = min(max_rows, rows) * group
@@ -189,8 +225,12 @@ def plan_attention(
     ragged = min(rows, (rows + spans * (per_tile - 1)) // per_tile)
     direct = tiles == 1 or spans * tiles <= ragged
     programs = spans * tiles if direct else ragged
-    wanted = round(2 * sms / (max(1, min(ragged, programs)) * shape.kv_heads))
-    splits = max(1, min(wanted, -(-max_keys // block_n), MAX_SPLITS))
+    unsplit = max(1, min(ragged, programs)) * shape.kv_heads
+    splits = max(1, min(sms // unsplit, -(-max_keys // block_n), MAX_SPLITS))
+    stages = 2
+    if shape.head_dim <= 128 and itemsize == 2:
+        alone = sms < 4 * unsplit <= 4 * sms and block_m <= 64
+        stages = 5 if alone else 3 if splits > 1 or block_m == 64 else 2
     return AttentionPlan(
         block_m=block_m,
         block_n=block_n,
@@ -198,7 +238,7 @@ def plan_attention(
         tiles=tiles if direct else 0,
         programs=programs,
         num_warps=8 if block_m >= 128 else 4,
-        num_stages=3 if shape.head_dim <= 128 else 2,
+        num_stages=stages,
     )
 
 
@@ -219,7 +259,13 @@ def span_attention(
     rows, entries = q.shape[0], spans.rows.shape[0]
     if plan is None:
         plan = plan_attention(
-            rows, entries, spans.max_rows, batch.max_keys, shape, processors(q.device)
+            rows,
+            entries,
+            spans.max_rows,
+            batch.max_keys,
+            shape,
+            processors(q.device),
+            q.dtype.itemsize,
         )
     out = torch.empty_like(q)
     part, lse = None, None

@@ -26,7 +26,6 @@ from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, plan_for
 from surefoot.kernels.triton.norm import add_rms_norm, rms_norm, sum_add_rms_norm
 from surefoot.kernels.triton.rope_kv import rope_and_write
 
-
 Norm = tuple[torch.Tensor, float]
 """Weight [width] and epsilon of an RMSNorm."""
 

@@ -19,6 +19,9 @@ from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2, processor
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, default_plan, rows_bucket
 from surefoot.kernels.triton.pdl import await_inputs, pdl, prefetch, release_next
 
+SHARE_UNIT = tl.constexpr(256)
+"""A share of the inputs is a multiple of this, and this one of every ``block_k``."""
+
 
 @jit
 def finish(
@@ -59,42 +62,43 @@ def tile(
 
 @jit
 def prefetch_weights(
-    w_ptr, first, low, high, outputs, inputs,
-    BLOCK_N: tl.constexpr, PREFETCH: tl.constexpr, SILU: tl.constexpr,
+    w_ptr, first, low, high, outputs, inputs, count, BLOCK_N: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """The first ``PREFETCH`` inputs of a program's share, for each of its weight rows; without
-    gating, two threads share a row."""
+    """The first ``count`` inputs of a program's share, for each of its weight rows; without gating,
+    two threads share a row."""
     element: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
     index = tl.arange(0, 2 * BLOCK_N)
     if SILU:
         row = tl.minimum(first + index % BLOCK_N, outputs - 1) + index // BLOCK_N * outputs
-        start, end = low, tl.minimum(high, low + PREFETCH)
+        start, end = low, tl.minimum(high, low + count)
     else:
         row = tl.minimum(first + index // 2, outputs - 1)
-        start = low + index % 2 * (PREFETCH // 2)
-        end = tl.minimum(high, start + PREFETCH // 2)
-    size = tl.maximum(end - start, 0) * element
-    prefetch(w_ptr + row.to(tl.int64) * inputs + tl.minimum(start, high - 8), size)
+        start = low + index % 2 * (count // 2)
+        end = tl.minimum(high, start + count // 2)
+    start = tl.minimum(start, high - 8)
+    prefetch(w_ptr + row.to(tl.int64) * inputs + start, tl.maximum(end - start, 8) * element)
 
 
-@jit
+@jit(do_not_specialize=["rows", "splits", "ahead"])
 def rows_kernel(
     x_ptr, x_tiles, w_ptr, w_tiles, bias_ptr, residual_ptr, y_ptr, part_ptr,
-    rows, outputs, inputs, splits,
+    rows, outputs, inputs, splits, ahead,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr,
-    DESCRIBED: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    DESCRIBED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     split = tl.program_id(1)
     low = 0
     high = inputs
     if SPLIT:
-        share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), splits) * BLOCK_K
+        # The same shares for every BLOCK_K, so that sums do not depend on it.
+        share = tl.cdiv(tl.cdiv(inputs, SHARE_UNIT), splits) * SHARE_UNIT
         low = split * share
         high = tl.minimum(low + share, inputs)
-    if PDL and PREFETCH > 0 and low < high:
-        prefetch_weights(w_ptr, first, low, high, outputs, inputs, BLOCK_N, PREFETCH, SILU)
+    if PDL and DESCRIBED:
+        if (ahead > 0) & (low < high):
+            prefetch_weights(w_ptr, first, low, high, outputs, inputs, ahead, BLOCK_N, SILU)
     await_inputs(PDL)
     width = outputs * 2 if SILU else outputs
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -126,7 +130,7 @@ def rows_kernel(
         )  # fmt: skip
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def reduce_kernel(
     part_ptr, bias_ptr, residual_ptr, y_ptr, rows, outputs,
     BLOCK: tl.constexpr, SPLIT_K: tl.constexpr,
@@ -211,10 +215,10 @@ def multiply(
         x_tiles = TensorDescriptor.from_tensor(x, [block_m, plan.block_k])
         w_tiles = TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k])
     rows_kernel[(cdiv(outputs, plan.block_n), plan.split_k)](
-        x, x_tiles, weight, w_tiles, bias, residual, y, part, rows, outputs, inputs, plan.split_k,
+        x, x_tiles, weight, w_tiles, bias, residual, y, part,
+        rows, outputs, inputs, plan.split_k, plan.prefetch,
         block_m, plan.block_n, plan.block_k, plan.split_k > 1,
         bias is not None, residual is not None, silu, described,
-        plan.prefetch if inputs % 8 == 0 else 0,
         num_warps=plan.num_warps, num_stages=plan.num_stages, **pdl(x.device),
     )  # fmt: skip
     return part

@@ -21,6 +21,9 @@ def rms_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < width
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if SHARES > 0:
+        # The kernel ahead is the product: the residual is older.
+        residual = tl.load(residual_ptr + row * width + column, mask=inside, other=0.0)
     await_inputs(PDL)
     if SHARES > 0:
         wide = tl.zeros([BLOCK], tl.float32)
@@ -33,7 +36,8 @@ def rms_norm_kernel(
     else:
         x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0)
     if ADD:
-        residual = tl.load(residual_ptr + row * width + column, mask=inside, other=0.0)
+        if SHARES == 0:
+            residual = tl.load(residual_ptr + row * width + column, mask=inside, other=0.0)
         # Rounded before it is normed, as the sum of two tensors would be.
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + row * width + column, x, mask=inside)
@@ -66,7 +70,7 @@ def sum_add_rms_norm(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``add_rms_norm`` of a product that came in ``shares`` [n, N, width] fp32 (``matmul.multiply``)
-    and lacks its ``bias`` [width]; the rest as there."""
+    and lacks its ``bias`` [width]; the rest as there. To be launched right behind that product."""
     total, out = torch.empty_like(residual), torch.empty_like(residual)
     _launch(shares, bias, residual, weight, eps, total, out, shares.shape[0])
     return total, out
