@@ -167,10 +167,10 @@ def test_lookups_are_equal(
     low: int, high: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("surefoot.kernels.triton.lookup.TILE", 16)
-    torch.manual_seed(window)
-    history = torch.randint(0, 3, (40, 70))
-    history[::3] = torch.randint(0, 9, (14, 70))
-    length = torch.randint(1, 65, (40,))
+    generator = torch.Generator().manual_seed(window)
+    history = torch.randint(0, 3, (40, 70), generator=generator)
+    history[::3] = torch.randint(0, 9, (14, 70), generator=generator)
+    length = torch.randint(1, 65, (40,), generator=generator)
     length[:4] = torch.tensor([1, 2, 3, 4])
     slots = torch.randperm(40)
     size, tokens = ngram_lookup(history, length, slots, low, high, window, DRAFTS)

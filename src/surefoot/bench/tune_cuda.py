@@ -123,7 +123,7 @@ def compile_one(job: tuple[int, Product, MatmulPlan]) -> str | None:
 
 def tune(product: Product, rows: int, plans: list[MatmulPlan | None]) -> Ranking:
     """Time ``plans``."""
-    name, outputs, inputs = product
+    _, outputs, inputs = product
     count = max(2, min(16, round(CACHE / (outputs * inputs * 2))))
     weights = [
         torch.randn((outputs, inputs), device="cuda", dtype=torch.bfloat16) for _ in range(count)

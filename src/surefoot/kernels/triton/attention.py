@@ -15,7 +15,13 @@ import torch
 import triton.language as tl
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
-from surefoot.kernels.triton.launch import jit, next_power_of_2, processors
+from surefoot.kernels.triton.launch import (
+    DEFAULT_SHARED_MEMORY,
+    jit,
+    next_power_of_2,
+    processors,
+    shared_memory,
+)
 from surefoot.kernels.triton.pdl import await_inputs, pdl, prefetch, release_next
 from surefoot.kernels.triton.spans import span_table
 
@@ -206,19 +212,18 @@ def plan_attention(
     shape: AttentionShape,
     sms: int,
     itemsize: int = 2,
+    shared: int = DEFAULT_SHARED_MEMORY,
 ) -> AttentionPlan:
     """Sizes for ``rows`` rows in ``spans`` spans of at most ``max_rows``, over at most
-    ``max_keys`` keys, on ``sms`` multiprocessors.
+    ``max_keys`` keys, on ``sms`` multiprocessors with ``shared`` bytes of memory a program.
 
     Keys are split only until there is a program for each multiprocessor, so that a large batch pays
-    nothing for it. One program to a multiprocessor needs many keys in flight; several share it
-    better with few.
+    nothing for it. A program alone on its multiprocessor keeps more keys in flight.
     """
     group = shape.heads // shape.kv_heads
     largest = min(max_rows, rows) * group
-    wide = 128 if shape.head_dim <= 128 else 64
-    block_m = next_power_of_2(max(group, min(largest, wide)), 16)
-    block_n = 64 if shape.head_dim <= 128 else 32
+    narrow = shape.head_dim <= 128
+    block_m = next_power_of_2(max(group, min(largest, 128 if narrow else 64)), 16)
     per_tile = block_m // group
     tiles = -(-min(max_rows, rows) // per_tile)
     # No partition of the rows into spans has more tiles than this.
@@ -226,11 +231,14 @@ def plan_attention(
     direct = tiles == 1 or spans * tiles <= ragged
     programs = spans * tiles if direct else ragged
     unsplit = max(1, min(ragged, programs)) * shape.kv_heads
-    splits = max(1, min(sms // unsplit, -(-max_keys // block_n), MAX_SPLITS))
-    stages = 2
-    if shape.head_dim <= 128 and itemsize == 2:
-        alone = sms < 4 * unsplit <= 4 * sms and block_m <= 64
-        stages = 5 if alone else 3 if splits > 1 or block_m == 64 else 2
+    wanted = min(sms // unsplit, MAX_SPLITS)
+    block_n, stages = (64 if narrow else 32), 2
+    roomy = shared >= 160_000
+    if narrow and itemsize == 2 and (roomy or block_m <= 64):
+        if roomy and block_m < 64 and wanted < 8:
+            block_n = 128
+        stages = 3 if block_n == 64 or unsplit <= sms else 2
+    splits = max(1, min(wanted, -(-max_keys // block_n)))
     return AttentionPlan(
         block_m=block_m,
         block_n=block_n,
@@ -266,6 +274,7 @@ def span_attention(
             shape,
             processors(q.device),
             q.dtype.itemsize,
+            shared_memory(q.device),
         )
     out = torch.empty_like(q)
     part, lse = None, None
@@ -278,7 +287,8 @@ def span_attention(
     if plan.splits > 1:
         combine_kernel[(rows * shape.heads,)](
             part, lse, out,
-            shape.head_dim, width, plan.splits, next_power_of_2(plan.splits), num_warps=2, **pdl(q.device),
+            shape.head_dim, width, plan.splits, next_power_of_2(plan.splits),
+            num_warps=2, **pdl(q.device),
         )  # fmt: skip
     return out
 
@@ -303,5 +313,6 @@ def _launch(
         shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3], width,
         plan.block_m, plan.block_n, plan.splits > 1, not plan.tiles,
         1 if plan.tiles else next_power_of_2(entries),
-        batch.mask is not None, num_warps=plan.num_warps, num_stages=plan.num_stages, **pdl(q.device),
+        batch.mask is not None,
+        num_warps=plan.num_warps, num_stages=plan.num_stages, **pdl(q.device),
     )  # fmt: skip

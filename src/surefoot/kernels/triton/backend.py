@@ -20,7 +20,7 @@ from surefoot.kernels.quant import QuantTensor
 from surefoot.kernels.triton.activation import silu_mul
 from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.attention import span_attention
-from surefoot.kernels.triton.launch import check_device, processors
+from surefoot.kernels.triton.launch import check_device, processors, shared_memory
 from surefoot.kernels.triton.matmul import matmul, multiply
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, plan_for
 from surefoot.kernels.triton.norm import add_rms_norm, rms_norm, sum_add_rms_norm
@@ -42,8 +42,10 @@ class TritonLinear:
         if x.shape[0] > MAX_ROWS:
             return None
         outputs = self.weight.shape[0] // 2 if gated else self.weight.shape[0]
-        sms = processors(x.device)
-        return plan_for(x.shape[0], outputs, x.shape[1], gated, x.dtype.itemsize, sms)
+        return plan_for(
+            x.shape[0], outputs, x.shape[1], gated, x.dtype.itemsize,
+            processors(x.device), shared_memory(x.device),
+        )  # fmt: skip
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[N, in] -> [N, out]."""

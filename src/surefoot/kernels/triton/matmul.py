@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from surefoot.kernels.triton.activation import silu_times
-from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2, processors
+from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2, processors, shared_memory
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, default_plan, rows_bucket
 from surefoot.kernels.triton.pdl import await_inputs, pdl, prefetch, release_next
 
@@ -96,9 +96,8 @@ def rows_kernel(
         share = tl.cdiv(tl.cdiv(inputs, SHARE_UNIT), splits) * SHARE_UNIT
         low = split * share
         high = tl.minimum(low + share, inputs)
-    if PDL and DESCRIBED:
-        if (ahead > 0) & (low < high):
-            prefetch_weights(w_ptr, first, low, high, outputs, inputs, ahead, BLOCK_N, SILU)
+    if PDL and DESCRIBED and (ahead > 0) & (low < high):
+        prefetch_weights(w_ptr, first, low, high, outputs, inputs, ahead, BLOCK_N, SILU)
     await_inputs(PDL)
     width = outputs * 2 if SILU else outputs
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -113,6 +112,7 @@ def rows_kernel(
                 BLOCK_N, BLOCK_K, DESCRIBED,
             )  # fmt: skip
             up = tl.dot(w, tl.trans(x), up, input_precision="ieee")
+    # Not sooner: blocks that wait beside these cost more than they save (docs/log.md).
     release_next(PDL)
     row = tl.arange(0, BLOCK_M)
     column = first + tl.arange(0, BLOCK_N)
@@ -185,8 +185,10 @@ def matmul(
 
 def _default(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> MatmulPlan:
     outputs = weight.shape[0] // 2 if silu else weight.shape[0]
-    sms = processors(x.device)
-    return default_plan(x.shape[0], outputs, x.shape[1], silu, x.dtype.itemsize, sms)
+    return default_plan(
+        x.shape[0], outputs, x.shape[1], silu, x.dtype.itemsize,
+        processors(x.device), shared_memory(x.device),
+    )  # fmt: skip
 
 
 def multiply(

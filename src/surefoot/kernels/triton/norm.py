@@ -69,8 +69,9 @@ def sum_add_rms_norm(
     weight: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``add_rms_norm`` of a product that came in ``shares`` [n, N, width] fp32 (``matmul.multiply``)
-    and lacks its ``bias`` [width]; the rest as there. To be launched right behind that product."""
+    """``add_rms_norm`` of a product that came in ``shares`` [n, N, width] fp32 from
+    ``matmul.multiply`` and lacks its ``bias`` [width]; the rest as there. To be launched right
+    behind that product."""
     total, out = torch.empty_like(residual), torch.empty_like(residual)
     _launch(shares, bias, residual, weight, eps, total, out, shares.shape[0])
     return total, out

@@ -3,9 +3,9 @@
 Every kernel launched this way calls ``await_inputs`` on all of its paths, before it writes anything
 and before it reads what the kernels just ahead of it write. A kernel that has passed it knows every
 earlier one to be complete, so buffers may be reused as on an ordinary stream. ``release_next`` lets
-the next kernel's blocks in once all of this kernel's blocks have called it or ended. Matrix products
-call it after ``await_inputs``: whatever was launched before a product is complete for the kernels
-behind it, which may read that much before they wait (a batch's positions and block tables, say).
+the next kernel's blocks in once all of this kernel's blocks have called it or ended. Products call
+it after ``await_inputs``: whatever was launched before a product is complete for the kernels behind
+it, which may read that much before they wait (a batch's positions and block tables, say).
 """
 
 from __future__ import annotations
