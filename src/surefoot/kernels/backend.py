@@ -8,7 +8,7 @@ held to it by an equivalence test.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,27 @@ class Backend(ABC):
     ) -> torch.Tensor:
         """One decoder block over the flat batch: [N, hidden] -> [N, hidden]. Writes the rows'
         keys and values into ``kv``. May overwrite ``x``."""
+
+    def layers(
+        self,
+        weights: Sequence[LayerWeights],
+        x: torch.Tensor,
+        batch: FlatBatch,
+        kv: Sequence[Any],
+        rope: RopeTable,
+        capture: Collection[int],
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """``layer`` for one block after another: [N, hidden] -> the last output, and for each
+        index in ``capture`` the residual stream entering that block (one past the last: leaving
+        it). A backend may fuse the end of a block with the start of the next."""
+        features: dict[int, torch.Tensor] = {}
+        for index, block in enumerate(weights):
+            if index in capture:
+                features[index] = x.clone()
+            x = self.layer(block, x, batch, kv[index], rope)
+        if len(weights) in capture:
+            features[len(weights)] = x.clone()
+        return x, features
 
     @abstractmethod
     def head(self, norm: torch.Tensor, eps: float, linear: Any, x: torch.Tensor) -> torch.Tensor:
