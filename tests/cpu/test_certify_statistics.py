@@ -14,7 +14,7 @@ from scipy import stats
 from harness import VOCAB
 from surefoot.certify import statistics
 from surefoot.certify.noise import Noise
-from surefoot.certify.regret import Row, adjusted, admitted, probabilities, regret, tie_bound
+from surefoot.certify.regret import Filters, Row, adjusted, probabilities, regret, tie_bound
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling.params import Features, SlotParams
 from surefoot.sampling.sampler import SampleRows, adjust, filtered_scores, sample_rows
@@ -136,8 +136,8 @@ def test_what_a_shift_admits_is_what_the_filters_admit_after_it() -> None:
         for shift, token in itertools.product((0.3, -0.3), range(12)):
             moved = scores.clone()
             moved[token] += shift
-            really = bool(admitted(moved, params)[token])
-            said = bool(admitted(scores, params, shift)[token])
+            really = bool(Filters(moved, params).admitted()[token])
+            said = bool(Filters(scores, params).admitted(shift)[token])
             if params.top_p == 1:
                 assert said == really
             elif shift > 0:
