@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from server_harness import LOOP, emoji_model, running_server
 from surefoot.certify import blackbox
 from surefoot.certify.blackbox import compare_servers
 from surefoot.certify.openai_client import Server
@@ -231,7 +232,7 @@ def test_command_line(fakes: Any, tmp_path: Path) -> None:
 def test_mistakes_are_named_and_make_no_certificate(
     line: str, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "/does/not/exist" != line.split()[-1]:
+    if line.split()[-1] != "/does/not/exist":
         # What the command line alone shows is said before anything is loaded.
         monkeypatch.setattr("surefoot.cli.certify._load", None)
     result = CliRunner().invoke(app, line.split())
@@ -263,3 +264,24 @@ def test_prompts_that_cannot_be_read_are_named(
     result = CliRunner().invoke(app, ["certify", "--prompts", str(path), *more.split()])
     assert_one_error(result, "--prompts")
     assert words in result.stderr
+
+
+def test_our_own_servers_agree_with_and_without_speculation(tmp_path: Path) -> None:
+    model = emoji_model(tmp_path)
+    where = tmp_path / "result.json"
+    lines = [json.dumps({"prompt": text}) for text in (LOOP, "🙂🙃 é 🙂🙃 é 🙂🙃")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    with (
+        running_server(model) as on,
+        running_server(model, max_draft_tokens=0) as off,
+    ):
+        urls = ["--url", on.url, "--url", off.url]
+        more = ["--prompts", str(tmp_path / "prompts.jsonl"), "--json", str(where)]
+        result = CliRunner().invoke(app, ["certify", *urls, *more])
+        assert result.exit_code == 0, result.output
+        comparison = json.loads(where.read_text())
+        assert comparison["positions"] >= 200 and comparison["logprobs"]
+        assert not comparison["ties"]
+        # The one did speculate, the other did not.
+        assert on.metric("surefoot_draft_rows_total") > 0
+        assert off.metric("surefoot_draft_rows_total") == 0
