@@ -269,7 +269,7 @@ def test_prompts_that_cannot_be_read_are_named(
 def test_our_own_servers_agree_with_and_without_speculation(tmp_path: Path) -> None:
     model = emoji_model(tmp_path)
     where = tmp_path / "result.json"
-    lines = [json.dumps({"prompt": text}) for text in (LOOP, "🙂🙃 é 🙂🙃 é 🙂🙃")]
+    lines = [json.dumps({"prompt": text}) for text in (LOOP, "🙂🙃 é 🙂🙃 é 🙂🙃", "x y z x y z")]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     with (
         running_server(model) as on,
