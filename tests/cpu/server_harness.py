@@ -117,7 +117,14 @@ class Server:
     def stop(self) -> int:
         """End it in good order; its status."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=LIMIT)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Its status once it has ended, which must be soon."""
+        try:
+            return self.process.wait(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the server does not end: {self.lines}") from None
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:

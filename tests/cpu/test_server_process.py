@@ -132,7 +132,8 @@ def test_a_slow_reader_holds_up_nobody(server: Server) -> None:
             assert piece, "the stream was cut"
             data += piece
         assert data.count(b'"finish_reason":"length"') == 2 and b"[DONE]" in data
-        assert len(data) > 1 << 20
+        # What came while nothing was read went out in few large pieces.
+        assert data.count(b"\n\n\r\n") < LONG["max_tokens"] / 2
         reader.close()
 
 
@@ -183,7 +184,7 @@ def kill_core(server: Server) -> None:
     while chunk := stream.recv(1 << 16):
         data += chunk
     assert b"engine_died" in data and b"[DONE]" not in data
-    assert server.process.wait(LIMIT) == 1
+    assert server.wait() == 1
     assert any("engine died" in line for line in server.lines)
 
 
