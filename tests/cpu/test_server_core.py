@@ -117,7 +117,7 @@ def test_the_front_hears_that_an_abort_left_nothing_running() -> None:
 
 def test_a_refusal_names_the_option_and_takes_no_place() -> None:
     bad = [add("a", max_tokens=999), add("b", logit_bias={999: 1.0}), add("c", speculation="x")]
-    engine, link = run({0: [*bad, add("d")]})
+    _, link = run({0: [*bad, add("d")]})
     refused = [m for m in link.sent if isinstance(m, Refused)]
     assert [m.option for m in refused] == ["max_tokens", "logit_bias", "speculation.method"]
     assert [m.ids for m in refused] == [["a"], ["b"], ["c"]]
