@@ -37,7 +37,7 @@ TOOL_TEMPLATE = (
     "+ message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-LIMIT = 60.0
+LIMIT = 120.0
 LOOP = "the cat sat on the mat and the cat sat on the mat and the cat"
 
 

@@ -87,7 +87,7 @@ def test_tokens_are_those_of_the_engine_alone() -> None:
 
 
 def test_an_abort_takes_effect_before_the_next_round() -> None:
-    engine, link = run({0: [add("a", "b"), add("c")], 4: [Abort(["a", "b", "unknown"])]})
+    engine, link = run({0: [add("a", "b"), add("c")], 4: [Abort(["a"]), Abort(["b", "x"])]})
     last = max(i for i, r in enumerate(link.rounds) for n in r.news if n.id in "ab")
     assert last == 3, "rounds were computed for nobody"
     assert link.tokens("c") == alone()

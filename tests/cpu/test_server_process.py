@@ -118,7 +118,8 @@ def test_a_full_queue_says_when_to_come_back(server: Server) -> None:
 
 
 def test_a_slow_reader_holds_up_nobody(server: Server) -> None:
-    # Logprobs make a stream large, and little of it is received unread.
+    # Logprobs make a stream large, and little of it is received unread. What happens when the
+    # buffers on the way are full as well is test_server_stream's.
     body = {**LONG, "logprobs": 50, "echo": True, "n": 2}
     readers = [open_stream(server, buffer=4096, **body) for _ in range(2)]
     for _ in range(3):
@@ -132,8 +133,6 @@ def test_a_slow_reader_holds_up_nobody(server: Server) -> None:
             assert piece, "the stream was cut"
             data += piece
         assert data.count(b'"finish_reason":"length"') == 2 and b"[DONE]" in data
-        # What came while nothing was read went out in few large pieces.
-        assert data.count(b"\n\n\r\n") < LONG["max_tokens"] / 2
         reader.close()
 
 

@@ -261,6 +261,39 @@ def test_a_client_that_leaves_is_told_to_the_core_at_once(tokenizer: Tokenizer) 
     asyncio.run(run())
 
 
+def test_a_slow_reader_holds_up_nobody_and_gets_it_all_at_once(tokenizer: Tokenizer) -> None:
+    text = "one by one, and then 🙂 all of it"
+    script = grouped(tokenizer.encode(text), None)
+
+    async def run() -> list[bytes]:
+        async with scripted_front(tokenizer, script) as (app, front, _):
+            reads, bodies = asyncio.Event(), []
+
+            async def send(message: Any) -> None:
+                if bodies:
+                    await reads.wait()
+                bodies.append(message.get("body", b""))
+
+            scope, receive, _ = asgi_call(asyncio.Event(), stream=True)
+            slow = asyncio.ensure_future(app(scope, receive, send))
+            await wait_for_async(lambda: bodies)
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                body = {"prompt": [3], "stream": True}
+                quick = await asyncio.wait_for(client.post("/v1/completions", json=body), 5)
+            assert len(sse(quick.text)) > len(text) / 2
+            # Its text is complete, though hardly any of it was read.
+            assert not front.active and not slow.done()
+            reads.set()
+            await asyncio.wait_for(slow, 5)
+            return bodies
+
+    bodies = asyncio.run(run())
+    events = sse(b"".join(bodies).decode())
+    assert "".join(event["choices"][0]["text"] for event in events) == text
+    assert len(bodies) <= 6, "pieces were queued one by one"
+
+
 def asgi_call(gone: asyncio.Event, **body: Any) -> tuple[Any, Any, Any]:
     """(scope, receive, send) of a completion whose client leaves when ``gone`` is set."""
     content = json.dumps({"prompt": [3], **body}).encode()
