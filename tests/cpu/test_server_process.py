@@ -85,6 +85,12 @@ class Background:
         return self.answer
 
 
+def test_the_front_holds_no_model(server: Server) -> None:
+    mapped = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "zmq" in mapped and "torch" not in mapped
+    assert "torch" in Path(f"/proc/{server.core}/maps").read_text()
+
+
 def test_a_client_that_leaves_frees_its_blocks(server: Server) -> None:
     for whole in (False, True):
         if whole:
