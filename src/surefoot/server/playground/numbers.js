@@ -46,7 +46,9 @@ export class Numbers {
     const items = [
       ["tok/s", this.pace === null ? "–" : this.pace.toFixed(this.pace < 10 ? 1 : 0), "Tokens per second, from the first token on"],
       ["accepted length", rounds ? accepted_length.toFixed(2) : "–", "Tokens per round, the target's own included"],
-      ["drafts accepted", drafted ? `${accepted} of ${drafted}` : "none made", "Of the drafts that were verified"],
+      drafted
+        ? ["drafts accepted", `${accepted} of ${drafted}`, "Of the drafts that were verified"]
+        : ["drafts", "no", "None were verified"],
       ["tokens", `${this.tokens}`, `In ${rounds} rounds`],
       ["first token", `${first} ms`, `After the request${cached}`],
     ];
