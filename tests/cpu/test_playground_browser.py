@@ -6,11 +6,12 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from server_harness import LOOP, Server, emoji_model, running_server, sse
+from server_harness import LOOP, Server, emoji_model, offline, only, running_server, sse
 
 sync_api = pytest.importorskip("playwright.sync_api")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -20,9 +21,20 @@ CHAT = "**/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running_server(emoji_model(tmp_path_factory.mktemp("model"))) as running:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return emoji_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Server]:
+    with running_server(model) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def bias(model: Path) -> dict[str, float]:
+    """Makes texts of few tokens that repeat themselves, so that drafts are right."""
+    return {str(token): value for token, value in only(offline(model), "🙂é a").items()}
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +51,13 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def open_page(server: Server, browser: Any) -> Iterator[Callable[..., Any]]:
+def open_page(server: Server, browser: Any, bias: dict[str, float]) -> Iterator[Callable[..., Any]]:
     """Opens the page. It must ask nobody but the server, and report no error by itself."""
     complaints: list[str] = []
     contexts = []
+
+    def biased(route: Any) -> None:
+        route.continue_(post_data=json.dumps(route.request.post_data_json | {"logit_bias": bias}))
 
     def check_request(request: Any) -> None:
         if not request.url.startswith(server.url):
@@ -57,6 +72,7 @@ def open_page(server: Server, browser: Any) -> Iterator[Callable[..., Any]]:
         context = browser.new_context(viewport={"width": width, "height": 800}, **options)
         contexts.append(context)
         context.set_default_timeout(20_000)
+        context.route(CHAT, biased)
         page = context.new_page()
         page.on("request", check_request)
         page.on("console", check_console)
@@ -84,11 +100,11 @@ def ask(page: Any, text: str) -> None:
     sync_api.expect(page.locator("#send")).to_be_visible()
 
 
-def answers(server: Server, text: str, **more: Any) -> tuple[str, list[str | None]]:
+def answers(server: Server, text: str, bias: dict[str, float]) -> tuple[str, list[str | None]]:
     """The API's own text and who proposed each token."""
     body: dict[str, Any] = {name: json.loads(value) for name, value in SETTINGS.items()}
     body |= {"messages": [{"role": "user", "content": text}], "surefoot": {"proposed_by": True}}
-    answer = server.post("/v1/chat/completions", **body, **more, stream=True)
+    answer = server.post("/v1/chat/completions", **body, logit_bias=bias, stream=True)
     choices = [event["choices"][0] for event in sse(answer.text)]
     content = "".join(choice["delta"].get("content", "") for choice in choices)
     return content, [name for c in choices for name in c["surefoot"]["proposed_by"]]
@@ -100,11 +116,11 @@ def shown(page: Any, selector: str) -> str:
 
 
 def test_chat_shows_the_text_and_where_it_comes_from(
-    server: Server, open_page: Callable[..., Any]
+    server: Server, open_page: Callable[..., Any], bias: dict[str, float]
 ) -> None:
     page = open_page()
     ask(page, MARKUP)
-    content, sources = answers(server, MARKUP)
+    content, sources = answers(server, MARKUP, bias)
     assert shown(page, ".message.user .text") == MARKUP
     assert shown(page, ".message.assistant .text") == content
     drafted = page.locator(".message.assistant .t:not(.target)")
@@ -146,7 +162,8 @@ def test_keyboard(server: Server, open_page: Callable[..., Any]) -> None:
     page.focus(".message.assistant .t")
     for key in ("ArrowRight", "ArrowRight", "ArrowLeft"):
         page.keyboard.press(key)
-    assert "Position\n2\n" in page.locator("#details").inner_text()
+    second = page.locator(".message.assistant .t").nth(1).text_content()
+    assert f"Token\n{second.replace(' ', '␣')}\n" in page.locator("#details").inner_text()
     page.keyboard.press("Escape")
     sync_api.expect(page.locator("#details")).to_be_hidden()
     page.focus("#tab-chat")
@@ -157,7 +174,7 @@ def test_keyboard(server: Server, open_page: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("order", ["sequence", "together"])
 def test_side_by_side_is_identical(
-    server: Server, open_page: Callable[..., Any], order: str
+    server: Server, open_page: Callable[..., Any], bias: dict[str, float], order: str
 ) -> None:
     page = open_page()
     page.click("#tab-compare")
@@ -166,7 +183,7 @@ def test_side_by_side_is_identical(
     page.click("#compare-run")
     verdict = page.locator("#verdict")
     sync_api.expect(verdict).to_be_visible()
-    content, sources = answers(server, LOOP)
+    content, sources = answers(server, LOOP, bias)
     assert f"Identical: the same {len(sources)} tokens" in verdict.inner_text()
     assert shown(page, "#plain-text") == shown(page, "#drafted-text") == content
     assert "no drafts" in page.locator("#plain-numbers").inner_text()
