@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from server_harness import LOOP, Server, emoji_model, offline, only, running_server, sse
+from server_harness import LOOP, Server, emoji_model, offline, only, running_server
 
 sync_api = pytest.importorskip("playwright.sync_api")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -100,14 +100,21 @@ def ask(page: Any, text: str) -> None:
     sync_api.expect(page.locator("#send")).to_be_visible()
 
 
-def answers(server: Server, text: str, bias: dict[str, float]) -> tuple[str, list[str | None]]:
-    """The API's own text and who proposed each token."""
+def answers(server: Server, text: str, bias: dict[str, float]) -> list[tuple[str, str | None]]:
+    """The API's own answer: each token's text and who proposed it."""
     body: dict[str, Any] = {name: json.loads(value) for name, value in SETTINGS.items()}
     body |= {"messages": [{"role": "user", "content": text}], "surefoot": {"proposed_by": True}}
-    answer = server.post("/v1/chat/completions", **body, logit_bias=bias, stream=True)
-    choices = [event["choices"][0] for event in sse(answer.text)]
-    content = "".join(choice["delta"].get("content", "") for choice in choices)
-    return content, [name for c in choices for name in c["surefoot"]["proposed_by"]]
+    answer = server.post("/v1/chat/completions", **body, logit_bias=bias).json()
+    [choice] = answer["choices"]
+    content, about = choice["message"]["content"], choice["surefoot"]
+    ends = [*about["text_offset"][1:], len(content)]
+    texts = [content[at:end] for at, end in zip(about["text_offset"], ends, strict=True)]
+    return list(zip(texts, about["proposed_by"], strict=True))
+
+
+def tokens(page: Any, selector: str) -> list[str]:
+    """Texts of the tokens inside an element; half a character would not survive."""
+    return page.locator(f"{selector} .t").all_text_contents()
 
 
 def shown(page: Any, selector: str) -> str:
@@ -120,15 +127,18 @@ def test_chat_shows_the_text_and_where_it_comes_from(
 ) -> None:
     page = open_page()
     ask(page, MARKUP)
-    content, sources = answers(server, MARKUP, bias)
+    expected = answers(server, MARKUP, bias)
+    content = "".join(text for text, _ in expected)
     assert shown(page, ".message.user .text") == MARKUP
     assert shown(page, ".message.assistant .text") == content
-    drafted = page.locator(".message.assistant .t:not(.target)")
     # Tokens without a text of their own are not shown.
-    assert 0 < drafted.count() <= sum(name is not None for name in sources)
+    assert "🙂" in content
+    assert tokens(page, ".message.assistant") == [text for text, _ in expected if text]
+    drafted = page.locator(".message.assistant .t:not(.target)")
+    assert drafted.count() == sum(bool(text and name) for text, name in expected) > 0
     assert page.locator("#legend li").all_inner_texts() == ["target", "ngram"]
     numbers = shown(page, ".message.assistant .numbers")
-    for part in ("tok/s", "accepted length", "drafts accepted", f"{len(sources)} tokens"):
+    for part in ("tok/s", "accepted length", "drafts accepted", f"{len(expected)} tokens"):
         assert part in numbers
     assert content in page.locator("#announcer").text_content()
     drafted.first.hover()
@@ -183,9 +193,10 @@ def test_side_by_side_is_identical(
     page.click("#compare-run")
     verdict = page.locator("#verdict")
     sync_api.expect(verdict).to_be_visible()
-    content, sources = answers(server, LOOP, bias)
-    assert f"Identical: the same {len(sources)} tokens" in verdict.inner_text()
-    assert shown(page, "#plain-text") == shown(page, "#drafted-text") == content
+    expected = answers(server, LOOP, bias)
+    assert f"Identical: the same {len(expected)} tokens" in verdict.inner_text()
+    texts = [text for text, _ in expected if text]
+    assert tokens(page, "#plain-text") == tokens(page, "#drafted-text") == texts
     assert "no drafts" in page.locator("#plain-numbers").inner_text()
     assert page.locator("#plain-text .t:not(.target)").count() == 0
     assert page.locator("#drafted-text .t:not(.target)").count() > 0
@@ -231,7 +242,7 @@ def test_errors_are_readable_and_can_be_tried_again(open_page: Callable[..., Any
     wrong = {"message": "top_p: 2 is out of range", "param": "top_p", "code": "invalid_value"}
     with answering(page, 400, wrong):
         problem.get_by_role("button", name="Try again").click()
-        sync_api.expect(problem).to_contain_text("Top_p: 2 is out of range")
+        sync_api.expect(problem).to_contain_text("top_p: 2 is out of range")
     assert page.locator("#top_p").get_attribute("aria-invalid") == "true"
     page.route(CHAT, lambda route: route.abort())
     problem.get_by_role("button", name="Try again").click()
@@ -286,7 +297,7 @@ def test_a_phone(open_page: Callable[..., Any]) -> None:
     page.focus("#open-settings")
     page.keyboard.press("Enter")
     sync_api.expect(page.locator("#temperature")).to_be_visible()
-    assert page.evaluate(wide) == 360
+    assert page.evaluate("document.getElementById('settings').scrollWidth") == 360
     page.keyboard.press("Escape")
     sync_api.expect(page.locator("#settings")).to_be_hidden()
     assert page.evaluate("document.activeElement.id") == "open-settings"

@@ -83,13 +83,12 @@ function judge(plain, drafted) {
   if (at < 0 && !stopped && left.length !== right.length) at = shared;
   const sameText = plain.text.content === drafted.text.content;
   if (at >= 0 || (!stopped && !sameText)) {
-    plain.text.markDifference(at);
-    drafted.text.markDifference(at);
+    if (at >= 0) for (const side of [plain, drafted]) side.text.markDifference(at);
     const where = at < 0 ? "The tokens are the same, but the texts differ" : `The texts differ from token ${at + 1} on`;
     return say(
       "different",
       `${where}. In float32 that must not happen; with fewer bits two tokens that are as good as ` +
-        "tied may swap. surefoot certify tells which it was.",
+        "tied may swap. The command “surefoot certify” tells which it was.",
     );
   }
   if (stopped) {

@@ -45,7 +45,10 @@ function title(error) {
 }
 
 function sentence(error) {
-  const said = error.message ? `${error.message[0].toUpperCase()}${error.message.slice(1)}.` : "";
+  const text = error.message ?? "";
+  // A message about a field begins with the field's name, which stays as it is.
+  const begin = error.param ? text.slice(0, 1) : text.slice(0, 1).toUpperCase();
+  const said = text ? `${begin}${text.slice(1)}.` : "";
   if (error.status === 0) return `${said} Is it still running at ${location.host}?`;
   if (error.status === 401) return `${said} Enter it in the settings.`;
   const wait = error.retryAfter;

@@ -75,6 +75,13 @@ export class TokenText {
     for (const token of this.tokens.slice(index)) {
       token.span?.classList.add(token.index === index ? "differs" : "after");
     }
+    if (this.tokens[index]?.span) return;
+    // The end of the text, or a piece of a character.
+    const mark = document.createElement("span");
+    mark.className = "t target differs";
+    mark.textContent = index < this.tokens.length - 1 ? "here" : "ends here";
+    const next = this.tokens.slice(index).find((token) => token.span);
+    this.element.insertBefore(mark, next?.span ?? null);
   }
 }
 
