@@ -202,21 +202,27 @@ def test_side_by_side_is_identical(
     assert page.locator("#drafted-text .t:not(.target)").count() > 0
 
 
-def test_side_by_side_is_loud_about_a_difference(open_page: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("change", [{"temperature": 1, "seed": 8}, {"max_tokens": 5}])
+def test_side_by_side_is_loud_about_a_difference(
+    open_page: Callable[..., Any], change: dict[str, Any]
+) -> None:
     page = open_page()
 
-    def other_seed(route: Any) -> None:
+    def other(route: Any) -> None:
         body = route.request.post_data_json
         if body["speculation"]["method"] != "off":
-            body |= {"temperature": 1, "seed": 8}
+            body |= change
         route.continue_(post_data=json.dumps(body))
 
-    page.route(CHAT, other_seed)
+    page.route(CHAT, other)
     page.click("#tab-compare")
     page.fill("#compare-prompt", LOOP)
     page.click("#compare-run")
     sync_api.expect(page.locator("#verdict.different")).to_contain_text("differ from token")
     assert page.locator(".differs").count() == 2 and page.locator(".after").count() > 2
+    if "max_tokens" in change:
+        assert "from token 6 on" in page.locator("#verdict").inner_text()
+        assert tokens(page, "#drafted-text")[-1] == "ends here"
 
 
 @contextmanager
