@@ -34,7 +34,7 @@ export class Compare {
     const together = $("compare-order").value === "together";
     hideProblem();
     $("verdict").hidden = true;
-    $("drafted-title").textContent = `With speculation: ${drafted.method}`;
+    $("drafted-title").textContent = `Speculation: ${drafted.method}`;
     $("compare-note").textContent = note(fields, drafted, together);
     this._busy(new AbortController());
     for (const side of ["plain", "drafted"]) {
