@@ -12,6 +12,7 @@ from surefoot.engine.calibration import measure_cost
 from surefoot.engine.runner import Runner
 from surefoot.engine.scheduler import Scheduler
 from surefoot.engine.stats import Drafting, EngineStats
+from surefoot.engine.structured import dead_end
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
 from surefoot.kv.transaction import KVManager
@@ -24,12 +25,14 @@ from surefoot.request import (
     SamplingParams,
     SpeculationParams,
 )
+from surefoot.sampling.grammar import Grammars
 from surefoot.speculation import registry
 from surefoot.speculation.controller import Controller
 from surefoot.speculation.cost import CostModel
 from surefoot.speculation.proposer import Proposer, read_options
 from surefoot.speculation.round import SpeculativeRound
 from surefoot.speculation.state import SlotState
+from surefoot.structured import TextGrammar
 
 DEFAULT_KV_BYTES = 1 << 30
 _END_REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH}
@@ -60,6 +63,8 @@ class Engine:
     def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
         self.decoder = decoder
         self.config = config
+        self.grammars: Grammars | None = None
+        """What compiles structured output; it takes a tokenizer, which ``build_engine`` has."""
         backend: Backend = decoder.backend
         self.max_model_len = model_length(config, decoder.config)
         self.kv_blocks = self._pool_size(backend)
@@ -174,6 +179,7 @@ class Engine:
         return Request(
             request_id=request_id,
             prompt=tuple(prompt),
+            grammar=self._start_grammar(params),
             params=params,
             speculation=speculation,
             seed=seed,
@@ -182,6 +188,13 @@ class Engine:
             choice=choice,
             leader=leader,
         )
+
+    def _start_grammar(self, params: SamplingParams) -> TextGrammar | None:
+        if params.structured_outputs is None:
+            return None
+        if self.grammars is None:
+            raise SurefootError("structured_outputs", "needs a tokenizer, this engine has none")
+        return self.grammars.start(params.structured_outputs)
 
     def _check_method(self, speculation: SpeculationParams) -> None:
         known = [proposer.name for proposer in self.proposers]
@@ -235,7 +248,10 @@ class Engine:
             end = outcome.ends[request.request_id]
             if end:
                 stop = tokens[-1] if end == 1 else None
-                self.finish(request, _END_REASONS[end], stop)
+                if dead_end(request):
+                    self.finish(request, FinishReason.ABORT, "structured_outputs: a dead end")
+                else:
+                    self.finish(request, _END_REASONS[end], stop)
         return progress
 
     def check_integrity(self) -> None:
