@@ -127,3 +127,8 @@ class TextGrammar(Protocol):
     def accepting(self) -> bool:
         """Whether the committed tokens are a whole text of the grammar."""
         ...
+
+    @property
+    def problem(self) -> str:
+        """Why the text can go on no more though it is not whole; "" if it can."""
+        ...

@@ -248,10 +248,10 @@ class Engine:
             end = outcome.ends[request.request_id]
             if end:
                 stop = tokens[-1] if end == 1 else None
-                if dead_end(request):
-                    self.finish(request, FinishReason.ABORT, "structured_outputs: a dead end")
-                else:
-                    self.finish(request, _END_REASONS[end], stop)
+                reason = _END_REASONS[end]
+                if problem := dead_end(request):
+                    reason, stop = FinishReason.ABORT, f"structured_outputs: {problem}"
+                self.finish(request, reason, stop)
         return progress
 
     def check_integrity(self) -> None:

@@ -73,9 +73,9 @@ def token_masks(
     return TokenMasks(torch.from_numpy(bits).to(device), torch.tensor(row, device=device))
 
 
-def dead_end(request: Request) -> bool:
-    """Whether a request that an end token ended had no way to complete its text."""
-    if request.grammar is None or not request.output:
-        return False
+def dead_end(request: Request) -> str:
+    """Why a request that an end token ended had no way to complete its text; "" if it did."""
+    if request.grammar is None or request.output[-1] not in request.end_tokens:
+        return ""
     request.grammar.sync(request.output)
-    return request.output[-1] in request.end_tokens and not request.grammar.accepting
+    return request.grammar.problem

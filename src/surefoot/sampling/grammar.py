@@ -26,6 +26,8 @@ CACHED_GRAMMARS = 64
 MAX_LEXER_STATES = 50_000
 """Of one grammar, at 1 to 2 kB each; a text that needs more ends there."""
 _BITS = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
+MAX_ROW_ITEMS = 20_000
+"""Objects with n optional members take about 4 n; 20,000 take a millisecond."""
 # Without it, a mask holds only the one way in which the tokenizer would cut text that is certain.
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
@@ -74,13 +76,15 @@ class Grammars:
             grammar = grammar_text(wanted)
         except ValueError as error:
             raise SurefootError(wanted.option, _one_line(str(error))) from None
-        limits = library.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        limits = library.LLParserLimits(
+            max_lexer_states=MAX_LEXER_STATES,
+            max_items_in_row=MAX_ROW_ITEMS,
+            verbose_errors=False,
+        )
         matcher = library.LLMatcher(
             self._load_vocabulary(library), grammar, log_level=0, limits=limits
         )
-        problem = matcher.get_error() if matcher.is_error() else ""
-        if not problem and not _can_begin(matcher, self.end_tokens):
-            problem = matcher.get_error() or "no text fits it"
+        problem = matcher.get_error() or GrammarState(matcher, self.end_tokens).problem
         if problem:
             raise SurefootError(wanted.option, _one_line(problem))
         return matcher
@@ -93,15 +97,6 @@ class Grammars:
                     wrapper, n_vocab=self.vocab_size, eos_token=list(self.end_tokens)
                 )
             return self._vocabulary
-
-
-def _can_begin(matcher: Any, end_tokens: Sequence[int]) -> bool:
-    """Whether a first token, or the empty text, is allowed."""
-    if matcher.is_accepting():
-        return True
-    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-    bits[list(end_tokens)] = 0
-    return bool(bits.any()) and not matcher.is_error()
 
 
 def grammar_text(wanted: StructuredOutputsParams) -> str:
@@ -217,3 +212,18 @@ class GrammarState:
     def accepting(self) -> bool:
         """See ``TextGrammar.accepting``."""
         return self._matcher.is_accepting()
+
+    @property
+    def problem(self) -> str:
+        """See ``TextGrammar.problem``."""
+        if self.accepting or not self._stuck():
+            return ""
+        return (
+            _one_line(self._matcher.get_error()) or "no token of the vocabulary goes on from here"
+        )
+
+    def _stuck(self) -> bool:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32).copy()
+        for token in self._ends:
+            bits[token // 32] &= ~_BITS[token % 32]
+        return not bits.any()
