@@ -86,11 +86,12 @@ def _schema_text(schema: Any) -> str:
     option = "structured_outputs.json"
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
-        if not isinstance(value, Mapping):
-            raise SurefootError(option, "is no JSON Schema", "give an object")
-        return json.dumps(dict(value))
+        text = json.dumps(dict(value) if isinstance(value, Mapping) else value)
     except (ValueError, TypeError, RecursionError) as error:
         raise SurefootError(option, f"is no JSON: {error}") from None
+    if not isinstance(value, Mapping):
+        raise SurefootError(option, "is no JSON Schema", "give an object")
+    return text
 
 
 def _choices(choice: Any) -> tuple[str, ...]:

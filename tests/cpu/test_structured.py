@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -33,12 +37,15 @@ from structured_harness import (
     text_of,
     watch_drafts,
 )
+from surefoot import LLM
 from surefoot.engine import structured as engine_structured
 from surefoot.errors import SurefootError
 from surefoot.kernels.draws import TokenMasks, mask_tokens
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
 from surefoot.sampling.grammar import GrammarState
+from surefoot.speculation.proposer import Drafts
 from surefoot.structured import StructuredOutputsParams
+from tiny_models import tiny_hf_model
 
 TIE = 1e-4
 WORDS = -(-VOCAB // 32)
@@ -187,7 +194,7 @@ def check_text(request: Request, language: Language | None) -> None:
         assert text in language.texts and language.matches(text)
 
 
-@several
+@settings(several, max_examples=35)
 @given(scenarios())
 def test_texts_are_plain_decodings_and_fit_torch(scenario: Any) -> None:
     check("torch", scenario)
@@ -225,7 +232,7 @@ def test_right_drafts_are_accepted_and_wrong_ones_cut() -> None:
 
 def test_rollback_right_after_rejections() -> None:
     """Between rounds the state stands behind the committed tokens, whatever was drafted."""
-    structure = {"regex": r"(ab|a1|cab|bc|1){14,20}"}
+    structure: dict[str, Any] = {"regex": r"(ab|a1|cab|bc|1){14,20}"}
     params = params_with(structure, temperature=1.0, seed=1, max_tokens=40)
     want = plain_run("torch", Job((3,), params))
     texts = {"texts": ((*want.prompt, *want.output),)}
@@ -264,6 +271,26 @@ def test_greedy_text_is_the_best_of_what_is_allowed() -> None:
         allowed = language.allowed(request.output[:place])
         assert token == max(allowed, key=lambda item: float(logits[place, item]))
     assert request.output[-1] in ENDS
+
+
+def test_what_is_cut_is_neither_offered_nor_watched() -> None:
+    engine = structured_engine(tiny_decoder(), proposers=("oracle", "saboteur"))
+    controller, slots = engine.controller, torch.tensor([2, 0])
+    tokens = torch.arange(16).view(2, 8)
+    for index in range(2):
+        controller.allowed[index, slots] = True
+        controller.draft_limit[slots] = 8
+        engine.state.limit[slots] = 99
+        drafts = Drafts(tokens, torch.tensor([5, 8]), torch.full((2, 8), 0.5))
+        controller.offer(index, slots, drafts)
+    controller.cut(slots, torch.tensor([[3, 9], [0, 8]]))
+    assert controller.lengths[:, slots].tolist() == [[3, 8], [0, 8]]
+    watched = [estimator.watched_length[slots].tolist() for estimator in controller.estimators]
+    assert watched == [[3, 8], [0, 8]]
+    # An older offer is still being watched: the cut was not its.
+    engine.state.length[slots] += 1
+    controller.cut(slots, torch.tensor([[1, 1], [0, 1]]))
+    assert controller.estimators[0].watched_length[slots].tolist() == [3, 8]
 
 
 def test_without_structure_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,3 +429,73 @@ def test_a_grammar_is_compiled_once() -> None:
     # The first text's state is its own.
     assert masks_behind(known.start(wanted), []) != [set()]
     assert BYTES.index(b"{") in masks_behind(known.start(wanted), [])[0]
+
+
+@pytest.fixture(scope="module")
+def tiny_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """A random model with a real byte-level tokenizer; drafts are verified whether they pay or
+    not."""
+    folder = tiny_hf_model("llama", tmp_path_factory.mktemp("model"))
+    yield LLM(
+        str(folder), dtype="float32", threads=1, draft_policy="fixed",
+        max_num_seqs=50, max_model_len=256,
+    )  # fmt: skip
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "colour": {"enum": ["red", "green", None]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+        "code": {"type": "string", "pattern": "^[a-c]{2}-[0-9]{1,3}$"},
+        "next": {"anyOf": [{"const": 7}, {"type": "object", "additionalProperties": False}]},
+    },
+    "required": ["name", "age", "colour", "tags"],
+    "additionalProperties": False,
+}
+
+
+def test_200_of_200_sampled_texts_fit_their_schema(tiny_llm: LLM) -> None:
+    """By another library's judgement; with speculation and without it the same texts."""
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            seed=seed,
+            max_tokens=200,
+            logprobs=1,
+            structured_outputs=StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
+        )
+        for seed in range(200)
+    ]
+    prompts: Any = ['{"name":"the cat","age":12,"colour":"red","tags":[true,true],'] * 200
+    fast = tiny_llm.generate(prompts, params)
+    plain = tiny_llm.generate(prompts, params, speculation="off")
+    drafted = accepted = 0
+    for left, right in zip(fast, plain, strict=True):
+        [with_drafts], [without] = left.outputs, right.outputs
+        assert with_drafts.token_ids == without.token_ids
+        assert with_drafts.finish_reason == "stop"
+        jsonschema.validate(json.loads(with_drafts.text), SCHEMA)
+        for a, b in zip(with_drafts.logprobs or (), without.logprobs or (), strict=True):
+            assert math.isclose(a.logprob, b.logprob, abs_tol=TIE)
+        drafted += with_drafts.speculation.drafted
+        accepted += with_drafts.speculation.accepted
+    print(f"{len({output.outputs[0].text for output in fast})} texts, {accepted} of {drafted}")
+    assert drafted > 200 and 0 < accepted < drafted
+    assert len({output.outputs[0].text for output in fast}) > 100
+
+
+def test_stop_strings_streams_and_whole_objects(tiny_llm: LLM) -> None:
+    """A stop string cuts a text of a grammar like any other, also while it streams."""
+    structure = {"regex": "(ab|cd){3};(ab|cd){9}"}
+    params = params_with(structure, temperature=1.0, seed=1, stop=";", logprobs=0)
+    [output] = tiny_llm.generate("the cat", params)
+    assert re.fullmatch("(ab|cd){3}", output.outputs[0].text)
+    assert output.outputs[0].stop_reason == ";"
+    assert "".join(chunk.text for chunk in tiny_llm.stream("the cat", params)) == (
+        output.outputs[0].text
+    )
+    anything = params_with({"json_object": True}, temperature=0, max_tokens=20)
+    assert tiny_llm.generate("the cat", anything)[0].outputs[0].text.startswith("{")

@@ -9,6 +9,7 @@ already. So the mask of a row is a pure function of the tokens before it.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -26,10 +27,13 @@ CACHED_GRAMMARS = 64
 MAX_LEXER_STATES = 50_000
 """Of one grammar, at 1 to 2 kB each; a text that needs more ends there."""
 _BITS = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
-MAX_ROW_ITEMS = 20_000
-"""Objects with n optional members take about 4 n; 20,000 take a millisecond."""
+MAX_ROW_ITEMS = 5_000
+"""An object with n optional members takes about 4 n. It bounds what a mask can cost a round."""
 # Without it, a mask holds only the one way in which the tokenizer would cut text that is certain.
-NO_FORCING = '%llguidance {"no_forcing": true}\n'
+NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+# Where a library's message shows the grammar and points into it.
+_DRAWING = re.compile(r"\s*(\d+ \||\^|<state>|<non-verbose/>).*")
+_PLACE = re.compile(r"^at \d+\(\d+\): ")
 
 
 class Grammars:
@@ -86,7 +90,11 @@ class Grammars:
         )
         problem = matcher.get_error() or GrammarState(matcher, self.end_tokens).problem
         if problem:
-            raise SurefootError(wanted.option, _one_line(problem))
+            problem = _one_line(problem)
+            if wanted.kind != "grammar":
+                # The place is one in what was made of it.
+                problem = _PLACE.sub("", problem)
+            raise SurefootError(wanted.option, problem)
         return matcher
 
     def _load_vocabulary(self, library: Any) -> Any:
@@ -103,18 +111,18 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
     """In llguidance's own notation. ValueError for what is none."""
     library = _library()
     if wanted.kind in ("json", "json_object"):
-        schema = json.loads(str(wanted.json)) if wanted.json is not None else {"type": "object"}
+        schema: dict[str, Any] = json.loads(str(wanted.json)) if wanted.json else {"type": "object"}
         if wanted.disable_any_whitespace:
             options = schema.get("x-guidance", {})
             schema["x-guidance"] = {**options, "whitespace_flexible": False}
-        return f"{NO_FORCING}start: %json {json.dumps(schema)}\n"
+        return f"start: %json {json.dumps(schema)}{NO_FORCING}"
     if wanted.kind == "regex":
         [part] = json.loads(library.grammar_from("regex", wanted.regex))["grammars"]
-        return NO_FORCING + part["lark_grammar"]
+        return part["lark_grammar"] + NO_FORCING
     if wanted.kind == "choice":
         texts = (json.dumps(text, ensure_ascii=False) for text in wanted.choice or ())
-        return f"{NO_FORCING}start: {' | '.join(texts)}\n"
-    return NO_FORCING + library.grammar_from("grammar", wanted.grammar)
+        return f"start: {' | '.join(texts)}{NO_FORCING}"
+    return library.grammar_from("grammar", wanted.grammar) + NO_FORCING
 
 
 def _library() -> Any:
@@ -131,7 +139,8 @@ def _library() -> Any:
 
 def _one_line(message: str) -> str:
     """A library's message without its drawing of the place."""
-    text = " ".join(message.split("\n<state>")[0].split())
+    lines = [line for line in message.splitlines() if not _DRAWING.fullmatch(line)]
+    text = " ".join(" ".join(lines).split())
     return text if len(text) <= 400 else text[:400] + " ..."
 
 
@@ -218,9 +227,10 @@ class GrammarState:
         """See ``TextGrammar.problem``."""
         if self.accepting or not self._stuck():
             return ""
-        return (
-            _one_line(self._matcher.get_error()) or "no token of the vocabulary goes on from here"
-        )
+        problem = _one_line(self._matcher.get_error())
+        if not problem or problem.startswith("NoExtension"):
+            return "no token of the vocabulary fits here"
+        return problem
 
     def _stuck(self) -> bool:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32).copy()
