@@ -90,6 +90,17 @@ def split_rows_reference(
     return (rank < count).view(batch, width).sum(dim=1)
 
 
+def fill_rows(chances: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """The ``room`` most likely drafts (a tensor without dimensions), by request: int64 [B].
+
+    ``chances`` float32 [B, K] as in ``Choice``; drafts without a chance are left out."""
+    flat = chances.flatten()
+    order = flat.argsort(descending=True, stable=True)
+    rank = torch.empty_like(order)
+    rank.scatter_(0, order, torch.arange(len(order), device=order.device))
+    return ((rank < room) & (flat > 0)).view(chances.shape).sum(dim=1)
+
+
 class Controller:
     """Keeps every proposer's offers and estimates; sizes each round."""
 

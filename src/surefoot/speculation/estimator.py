@@ -133,8 +133,9 @@ class AcceptanceEstimator:
         self.hits[slots] = self.hits[slots] * decay + hit_in
         new_trials, new_hits = tried_in.sum(dim=0), hit_in.sum(dim=0)
         forget = _GLOBAL_DECAY**new_trials
-        self.all_trials = self.all_trials * forget + new_trials
-        self.all_hits = self.all_hits * forget + new_hits
+        # In place: a recorded round reads and writes these very tensors.
+        self.all_trials.mul_(forget).add_(new_trials)
+        self.all_hits.mul_(forget).add_(new_hits)
         self.watched_length[slots] = torch.where(settled, 0, length)
 
     def chances(self, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
