@@ -14,6 +14,7 @@ from surefoot.kernels.backend import Backend
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.models.loading import Checkpoint, load_checkpoint
+from surefoot.sampling.grammar import Grammars
 
 _TORCH_THREADS = torch.get_num_threads()
 """What torch found fit for this machine, before any engine changed it."""
@@ -34,7 +35,10 @@ def build_engine(
     )
     max_model_len = model_length(config, checkpoint.config)
     decoder = Decoder(checkpoint.config, checkpoint.weights, backend, max_model_len)
-    return Engine(decoder, config), checkpoint
+    engine = Engine(decoder, config)
+    model = checkpoint.config
+    engine.grammars = Grammars(checkpoint.tokenizer, model.vocab_size, model.eos_token_ids)
+    return engine, checkpoint
 
 
 def choose_backend(config: EngineConfig) -> Backend:

@@ -15,6 +15,7 @@ from surefoot.engine.pipeline import IN_FLIGHT, Pipeline
 from surefoot.engine.runner import Runner
 from surefoot.engine.scheduler import Scheduler
 from surefoot.engine.stats import Drafting, EngineStats
+from surefoot.engine.structured import dead_end
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
 from surefoot.kv.transaction import KVManager
@@ -27,6 +28,7 @@ from surefoot.request import (
     SamplingParams,
     SpeculationParams,
 )
+from surefoot.sampling.grammar import Grammars
 from surefoot.speculation import registry
 from surefoot.speculation.controller import Controller
 from surefoot.speculation.cost import CostModel
@@ -34,6 +36,7 @@ from surefoot.speculation.proposer import Proposer, read_options
 from surefoot.speculation.replay import ReplayRound
 from surefoot.speculation.round import SpeculativeRound
 from surefoot.speculation.state import SlotState
+from surefoot.structured import TextGrammar
 
 DEFAULT_KV_BYTES = 1 << 30
 _END_REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH}
@@ -66,6 +69,8 @@ class Engine:
         a GPU, unless ``config.enforce_eager``."""
         self.decoder = decoder
         self.config = config
+        self.grammars: Grammars | None = None
+        """What compiles structured output; it takes a tokenizer, which ``build_engine`` has."""
         backend: Backend = decoder.backend
         self.max_model_len = model_length(config, decoder.config)
         self.memory: MemoryPlan | None = None
@@ -195,6 +200,7 @@ class Engine:
         return Request(
             request_id=request_id,
             prompt=tuple(prompt),
+            grammar=self._start_grammar(params),
             params=params,
             speculation=speculation,
             seed=seed,
@@ -203,6 +209,13 @@ class Engine:
             choice=choice,
             leader=leader,
         )
+
+    def _start_grammar(self, params: SamplingParams) -> TextGrammar | None:
+        if params.structured_outputs is None:
+            return None
+        if self.grammars is None:
+            raise SurefootError("structured_outputs", "needs a tokenizer, this engine has none")
+        return self.grammars.start(params.structured_outputs)
 
     def _check_method(self, speculation: SpeculationParams) -> None:
         known = [proposer.name for proposer in self.proposers]
@@ -260,7 +273,10 @@ class Engine:
             end = outcome.ends[request.request_id]
             if end:
                 stop = tokens[-1] if end == 1 else None
-                self.finish(request, _END_REASONS[end], stop)
+                reason = _END_REASONS[end]
+                if problem := dead_end(request):
+                    reason, stop = FinishReason.ABORT, f"structured_outputs: {problem}"
+                self.finish(request, reason, stop)
         return progress
 
     def _step_ahead(self, pipeline: Pipeline) -> list[Progress] | None:

@@ -72,7 +72,9 @@ class Pipeline:
 
     def fits(self, running: Sequence[Request]) -> bool:
         """Whether a round of these requests needs nothing that only the host can do."""
-        return all(not r.prefilling and r.params.logprobs is None for r in running)
+        return all(
+            not r.prefilling and r.params.logprobs is None and r.grammar is None for r in running
+        )
 
     def leave(self) -> None:
         """The host plans the next rounds itself; nothing is in flight."""

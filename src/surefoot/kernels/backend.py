@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from surefoot.kernels.batch import FlatBatch, SpanTable
-from surefoot.kernels.draws import Adjustments, Draws
+from surefoot.kernels.draws import Adjustments, Draws, TokenMasks, mask_tokens
 from surefoot.kernels.quant import QuantTensor
 from surefoot.kernels.rounds import (
     RoundLayout,
@@ -147,6 +147,10 @@ class Backend(ABC):
         """Index of each row's largest value, float32 [M, vocab] -> int64 [M]; ties go to the
         lowest index."""
         return logits.argmax(dim=-1)
+
+    def mask_tokens(self, logits: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
+        """float32 [M, vocab] -> a copy with -inf where ``masks`` forbid a token."""
+        return mask_tokens(logits, masks)
 
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor | None:
         """Temperature, filters, noise and argmax at once: float32 logits [M, vocab] -> tokens

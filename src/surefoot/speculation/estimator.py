@@ -88,6 +88,12 @@ class AcceptanceEstimator:
         start = self.state.length[slots]
         self.watched_start[slots] = torch.where(take, start, self.watched_start[slots])
 
+    def shorten(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
+        """The last offers of ``slots`` [B] were cut to ``lengths`` [B]: watch no more of them."""
+        watched = self.watched_length[slots]
+        last = self.watched_start[slots] == self.state.length[slots]
+        self.watched_length[slots] = torch.where(last, torch.minimum(watched, lengths), watched)
+
     def learn(self, slots: torch.Tensor) -> None:
         """Judge the watched offers of ``slots`` [B] by their committed tokens."""
         if self._native is None:
