@@ -16,6 +16,7 @@ import torch
 
 from surefoot.kernels.draws import Adjustments, Draws
 from surefoot.kernels.quant import QuantTensor
+from surefoot.kernels.reference import rms_norm
 
 Weight = torch.Tensor | QuantTensor
 
@@ -66,6 +67,8 @@ class FlatBatch:
     """Host-side upper bound of ``key_index`` + 1, for backends that need a static extent."""
     mask: torch.Tensor | None = None
     """int64 [N] or None."""
+    first_key: int = 0
+    """0, or 1 where key 0 of every request holds nothing and nobody sees it."""
     spans: SpanTable | None = None
     """The same rows by span, or None: backends that need it work it out from ``row_slot``."""
 
@@ -84,11 +87,14 @@ class AttentionShape:
 class LayerWeights:
     """One decoder block, packed. ``Any`` fields are whatever ``pack_linear`` returned.
 
+    A block whose attention reads something else than the residual stream (see ``Backend.layer``)
+    has no ``input_norm``; ``kv`` is the part of ``qkv`` that ``write_keys`` needs.
+
     y = x + o(attention(rope(norm?(qkv(rms_norm(x))))));  x' = y + down(silu(gate(z)) * up(z)),
     z = rms_norm(y). Biases live inside the packed linears.
     """
 
-    input_norm: torch.Tensor
+    input_norm: torch.Tensor | None
     qkv: Any
     o: Any
     post_norm: torch.Tensor
@@ -98,6 +104,7 @@ class LayerWeights:
     k_norm: torch.Tensor | None
     eps: float
     shape: AttentionShape
+    kv: Any = None
 
 
 @dataclass(frozen=True)
@@ -147,10 +154,33 @@ class Backend(ABC):
 
     @abstractmethod
     def layer(
-        self, weights: LayerWeights, x: torch.Tensor, batch: FlatBatch, kv: Any, rope: RopeTable
+        self,
+        weights: LayerWeights,
+        x: torch.Tensor,
+        batch: FlatBatch,
+        kv: Any,
+        rope: RopeTable,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One decoder block over the flat batch: [N, hidden] -> [N, hidden]. Writes the rows'
-        keys and values into ``kv``. May overwrite ``x``."""
+        keys and values into ``kv``. May overwrite ``x``. ``inputs`` [N, any width]: what the
+        attention's projections read, as it is, in place of the normed ``x``."""
+
+    @abstractmethod
+    def write_keys(
+        self, weights: LayerWeights, inputs: torch.Tensor, batch: FlatBatch, kv: Any,
+        rope: RopeTable,
+    ) -> None:
+        """Of a block only the rows' keys and values, from ``inputs`` as in ``layer``."""
+
+    @abstractmethod
+    def linear(self, linear: Any, x: torch.Tensor) -> torch.Tensor:
+        """A packed linear by itself: [N, in] -> [N, out] in the backend's activation type."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """An RMSNorm by itself: [N, n] -> [N, n] in ``x``'s dtype; ``weight`` from
+        ``pack_norm``."""
+        return rms_norm(x, weight, eps)
 
     @abstractmethod
     def head(self, norm: torch.Tensor, eps: float, linear: Any, x: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ MAX_SPLITS = 64
 @jit
 def attention_kernel(
     q_ptr, kv_ptr, out_ptr, part_ptr, lse_ptr, first_row_ptr, rows_ptr, slot_ptr, spans,
-    tables_ptr, table_stride, start_ptr, key_index_ptr, mask_ptr, value_offset, scale,
+    tables_ptr, table_stride, start_ptr, key_index_ptr, mask_ptr, value_offset, scale, first_key,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr, TILES: tl.constexpr, SPANS: tl.constexpr, MASKED: tl.constexpr,
@@ -97,7 +97,8 @@ def attention_kernel(
             visible = (offset < 0)[None, :] | ((offset < 64)[None, :] & (bit == 1))
         else:
             visible = key[None, :] <= last_key[:, None]
-        scores = tl.where(visible & known[None, :], scores, float("-inf"))
+        visible = visible & (known & (key >= first_key))[None, :]
+        scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, axis=1))
         # A row may see none of these keys: -inf less -inf is NaN.
         pivot = tl.where(higher == float("-inf"), 0.0, higher)
@@ -241,7 +242,7 @@ def _launch(
     attention_kernel[(plan.programs, shape.kv_heads, plan.splits)](
         q, kv, out, part, lse, spans.first_row, spans.rows, spans.slot, entries,
         batch.block_tables, batch.block_tables.stride(0), batch.span_start, batch.key_index,
-        batch.mask, kv.stride(0), shape.scale * LOG2_E,
+        batch.mask, kv.stride(0), shape.scale * LOG2_E, batch.first_key,
         shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3], width,
         plan.block_m, plan.block_n, plan.splits, plan.tiles, next_power_of_2(entries),
         batch.mask is not None, num_warps=plan.num_warps, num_stages=plan.num_stages,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import embedding, linear
@@ -128,6 +128,7 @@ class TritonBackend(Backend):
         batch: FlatBatch,
         kv: torch.Tensor,
         rope: RopeTable,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Fewer rows, fewer kernels: norms, gating and additions move into the products as far as
         ``matmul`` goes."""
@@ -136,7 +137,10 @@ class TritonBackend(Backend):
         if weights.q_norm is not None and weights.k_norm is not None:
             norms = (weights.q_norm, weights.k_norm)
         eps, shape = weights.eps, weights.shape
-        qkv = weights.qkv.normed(x, weights.input_norm, eps)
+        if inputs is None:
+            qkv = weights.qkv.normed(x, weights.input_norm, eps)
+        else:
+            qkv = weights.qkv(inputs.to(self.dtype).contiguous())
         q = rope_and_write(qkv, kv, batch, shape, rope, norms, eps)
         attended = span_attention(q, kv, batch, shape).flatten(1)
         if x.shape[0] <= MAX_ROWS:
@@ -146,6 +150,25 @@ class TritonBackend(Backend):
             x, normed = add_rms_norm(weights.o(attended), x, weights.post_norm, eps)
             hidden = silu_mul(weights.gate_up(normed))
         return weights.down.added(hidden, x)
+
+    def write_keys(
+        self,
+        weights: LayerWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: torch.Tensor,
+        rope: RopeTable,
+    ) -> None:
+        norms = None if weights.k_norm is None else (weights.k_norm, weights.k_norm)
+        projected = weights.kv(inputs.to(self.dtype).contiguous())
+        shape = replace(weights.shape, heads=0)
+        rope_and_write(projected, kv, batch, shape, rope, norms, weights.eps)
+
+    def linear(self, linear: TritonLinear, x: torch.Tensor) -> torch.Tensor:
+        return linear(x.to(self.dtype).contiguous())
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x.contiguous(), weight, eps)
 
     def head(
         self, norm: torch.Tensor, eps: float, linear: TritonLinear, x: torch.Tensor
