@@ -62,7 +62,6 @@ class Engine:
         self.config = config
         backend: Backend = decoder.backend
         self.max_model_len = model_length(config, decoder.config)
-        self.kv_blocks = self._pool_size(backend)
         self.state = SlotState(
             config.max_num_seqs,
             self.max_model_len,
@@ -72,6 +71,9 @@ class Engine:
             backend.device,
         )
         self.proposers = self._load_proposers()
+        self.kv_blocks = self._pool_size(backend)
+        for proposer in self.proposers:
+            proposer.allocate(self.kv_blocks)
         kv_pools = backend.allocate_kv(
             decoder.config.layers, self.kv_blocks, config.block_size, decoder.shape
         )
@@ -96,8 +98,12 @@ class Engine:
             blocks = config.kv_blocks + 1
         else:
             per_block = backend.kv_bytes_per_block(config.block_size, self.decoder.shape)
+            per_block *= model.layers
+            per_block += config.block_size * sum(
+                proposer.needs().kv_bytes_per_token for proposer in self.proposers
+            )
             memory = config.kv_cache_memory or DEFAULT_KV_BYTES
-            blocks = memory // (per_block * model.layers)
+            blocks = memory // per_block
             span = self.max_model_len + config.max_draft_tokens
             enough = config.max_num_seqs * -(-span // config.block_size) + 1
             blocks = min(blocks, enough)
@@ -119,7 +125,9 @@ class Engine:
         for name in names:
             kind = registry.find(name)
             options = read_options(kind, config.proposer_options.get(name, {}))
-            loaded.append(kind(options, self.state))
+            proposer = kind(options, self.state)
+            proposer.load(self.decoder)
+            loaded.append(proposer)
         return loaded
 
     @property

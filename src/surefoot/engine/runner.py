@@ -50,6 +50,8 @@ class Runner:
         self.state.admit(request)
         speculation = request.speculation
         self.controller.admit(request.slot, speculation.method, speculation.max_draft_tokens)
+        # Proposers look for what they know of a prefix hit in its blocks.
+        self.state.set_blocks(request.slot, self.kv.leases[request.request_id].blocks)
         for proposer in self.round.proposers:
             proposer.admit(request.slot)
         self.offered.pop(request.request_id, None)

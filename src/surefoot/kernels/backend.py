@@ -168,7 +168,11 @@ class Backend(ABC):
 
     @abstractmethod
     def write_keys(
-        self, weights: LayerWeights, inputs: torch.Tensor, batch: FlatBatch, kv: Any,
+        self,
+        weights: LayerWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: Any,
         rope: RopeTable,
     ) -> None:
         """Of a block only the rows' keys and values, from ``inputs`` as in ``layer``."""

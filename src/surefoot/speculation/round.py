@@ -19,7 +19,7 @@ from surefoot.sampling.params import Features
 from surefoot.sampling.sampler import SampleRows, sample_rows
 from surefoot.speculation.controller import Choice, Controller
 from surefoot.speculation.layout import Layout, RoundPlan, lay_out
-from surefoot.speculation.proposer import Commits, Proposer
+from surefoot.speculation.proposer import Commits, Outlook, Proposer
 from surefoot.speculation.state import SlotState
 
 PROMPT_LOGPROB_ROWS = 64
@@ -78,10 +78,9 @@ class SpeculativeRound:
         # What every round would otherwise ask again: who keeps state, and which layers it reads.
         layers = [proposer.needs().captured_layers for proposer in proposers]
         self.capture = sorted({layer for own in layers for layer in own})
-        places = [tuple(self.capture.index(layer) for layer in own) for own in layers]
         self.stateful = [
             (proposer, own)
-            for proposer, own in zip(proposers, places, strict=True)
+            for proposer, own in zip(proposers, layers, strict=True)
             if type(proposer).catch_up is not Proposer.catch_up
         ]
 
@@ -185,13 +184,15 @@ class SpeculativeRound:
         plan: RoundPlan,
         layout: Layout,
         settled: tuple[torch.Tensor, torch.Tensor],
-        features: tuple[torch.Tensor, ...],
+        features: torch.Tensor,
     ) -> None:
         """Tell the proposers what was settled."""
         first, counts = settled
-        for proposer, places in self.stateful:
-            own = tuple(features[place] for place in places)
-            proposer.catch_up(Commits(plan.slots, first, counts, layout.first_row, own))
+        for proposer, layers in self.stateful:
+            own = select_layers(features, self.capture, layers)
+            proposer.catch_up(
+                Commits(plan.slots, first, counts, layout.first_row, layout.batch, own)
+            )
 
     def draft(self, plan: RoundPlan, wanted: Wanted) -> torch.Tensor:
         """Judge earlier offers by the new tokens, and take the offers for the next round."""
@@ -199,7 +200,10 @@ class SpeculativeRound:
         slots = plan.slots[plan.first_sampling :]
         if len(slots) and wanted.proposers:
             self.controller.learn(slots)
+            longest = self.state.max_drafts
+            outlook = Outlook(wanted.features, plan.max_keys + 1, longest)
             for index in wanted.proposers:
+                self.proposers[index].expect(outlook)
                 drafts = self.proposers[index].propose(slots)
                 offered[plan.first_sampling :] += self.controller.offer(index, slots, drafts)
         return offered
@@ -216,6 +220,20 @@ class SpeculativeRound:
             logits = self.decoder.logits(hidden[rows])
             scores.append(row_logprobs(logits, following, wanted.prompt_logprobs))
         return scores
+
+
+def select_layers(
+    features: torch.Tensor, captured: Sequence[int], wanted: Sequence[int]
+) -> torch.Tensor:
+    """The ``wanted`` layers of ``features`` [N, captured * hidden] side by side; without a copy
+    where they are neighbours."""
+    if not wanted:
+        return features[:, :0]
+    hidden = features.shape[1] // len(captured)
+    places = [captured.index(layer) for layer in wanted]
+    if places == list(range(places[0], places[0] + len(places))):
+        return features[:, places[0] * hidden : (places[-1] + 1) * hidden]
+    return torch.cat([features[:, at * hidden : (at + 1) * hidden] for at in places], dim=1)
 
 
 def write_drafts(state: SlotState, slots: torch.Tensor, choice: Choice) -> None:

@@ -143,9 +143,7 @@ def optional_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _check_tensors(
-    folder: Path, config: Eagle3Config, stored: Mapping[str, torch.Tensor]
-) -> None:
+def _check_tensors(folder: Path, config: Eagle3Config, stored: Mapping[str, torch.Tensor]) -> None:
     """Name everything that is missing, misshapen, or that nobody would read."""
     expected, optional = expected_shapes(config), optional_shapes(config)
     problems = [f"{name} is missing" for name in expected if name not in stored]

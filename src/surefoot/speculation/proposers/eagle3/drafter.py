@@ -15,6 +15,7 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import AttentionShape, FlatBatch, LayerWeights
+from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
 from surefoot.models.rope import rope_table
 from surefoot.speculation.proposers.eagle3.checkpoint import (
@@ -32,12 +33,16 @@ class Eagle3Drafter:
     state of requests."""
 
     def __init__(self, checkpoint: Eagle3Checkpoint, target: Decoder) -> None:
-        check_fit(checkpoint, target)
+        check_fit(checkpoint, target.config)
         self.config = checkpoint.config
         self.backend = backend = target.backend
         layer, tensors = self.config.layer, checkpoint.tensors
         self.captured_layers = self.config.layers_of(target.config.layers)
         self.max_positions = layer.max_positions
+        # The keys' and values' part of the layer is kept a second time, by itself.
+        again = sum(tensors[f"{LAYER}self_attn.{name}_proj.weight"].numel() for name in ("k", "v"))
+        floats = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
+        self.weight_bytes = (floats + again) * backend.dtype.itemsize
         positions = min(layer.max_positions, target.rope.cos.shape[0])
         self.rope = rope_table(layer, positions, backend.device)
         self.shape = AttentionShape(
@@ -120,38 +125,38 @@ class Eagle3Drafter:
         return hidden
 
 
-def check_fit(checkpoint: Eagle3Checkpoint, target: Decoder) -> None:
-    """Refuse a drafter that was not made for this target."""
-    problems = misfits(checkpoint.config, target.config.hidden_size, target.config.vocab_size,
-                       target.config.layers)  # fmt: skip
-    layer, tensors = checkpoint.config.layer, checkpoint.tensors
-    if "embed_tokens.weight" not in tensors and layer.hidden_size != target.config.hidden_size:
-        problems.append("it has no embedding, and the target's is of another width")
-    shared = (layer.hidden_size, checkpoint.config.draft_vocab_size)
-    if "lm_head.weight" not in tensors and shared != (
-        target.config.hidden_size,
-        target.config.vocab_size,
+def misfits(checkpoint: Eagle3Checkpoint, target: ModelConfig) -> list[str]:
+    """Why the drafter cannot serve this target; [] if it can."""
+    config, tensors = checkpoint.config, checkpoint.tensors
+    layer, problems = config.layer, []
+    if config.target_hidden_size != target.hidden_size:
+        problems.append(
+            f"its features are {config.target_hidden_size} wide, not {target.hidden_size}"
+        )
+    if layer.vocab_size != target.vocab_size:
+        problems.append(f"its vocabulary has {layer.vocab_size} tokens, not {target.vocab_size}")
+    captured = config.layers_of(target.layers)
+    if not 0 <= min(captured) <= max(captured) <= target.layers or len(set(captured)) < len(
+        captured
     ):
+        problems.append(f"it captures layers {list(captured)} of a target with {target.layers}")
+    if "embed_tokens.weight" not in tensors and layer.hidden_size != target.hidden_size:
+        problems.append("it has no embedding, and the target's is of another width")
+    head = (config.draft_vocab_size, layer.hidden_size)
+    if "lm_head.weight" not in tensors and head != (target.vocab_size, target.hidden_size):
         problems.append("it has no lm_head, and the target's is of another size")
+    return problems
+
+
+def check_fit(checkpoint: Eagle3Checkpoint, target: ModelConfig) -> None:
+    """Refuse a drafter that was not made for this target."""
+    problems = misfits(checkpoint, target)
     if problems:
         raise SurefootError(
             OPTION,
             f"{checkpoint.folder} does not fit the target: " + "; ".join(problems),
             f"it was made for {checkpoint.config.verifier or 'another model'}",
         )
-
-
-def misfits(config: Eagle3Config, hidden: int, vocab: int, layers: int) -> list[str]:
-    """Why a drafter cannot serve a target of these sizes; [] if it can."""
-    problems = []
-    if config.target_hidden_size != hidden:
-        problems.append(f"its features are {config.target_hidden_size} wide, not {hidden}")
-    if config.layer.vocab_size != vocab:
-        problems.append(f"its vocabulary has {config.layer.vocab_size} tokens, not {vocab}")
-    captured = config.layers_of(layers)
-    if max(captured) > layers or min(captured) < 0 or len(set(captured)) != len(captured):
-        problems.append(f"it captures layers {list(captured)} of a target with {layers}")
-    return problems
 
 
 def _embedding(tensors: Mapping[str, torch.Tensor], target: Decoder) -> object:
