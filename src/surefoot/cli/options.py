@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from surefoot.cli.drafters import with_drafters
 from surefoot.config import DEFAULT_MODEL, EngineConfig
 from surefoot.errors import SurefootError
 from surefoot.request import SamplingParams
@@ -27,6 +28,7 @@ def _sampling(*names: str, **settings: Any) -> Any:
     return _option(*names, panel="Sampling", **settings)
 
 
+@with_drafters
 def engine_options(
     model: Annotated[
         str | None,

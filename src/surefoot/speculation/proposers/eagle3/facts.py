@@ -39,7 +39,7 @@ def checkpoint_facts(path: str, target: ModelConfig | None) -> dict[str, Any] | 
         "draft_vocabulary": config.draft_vocab_size,
         "context_length": layer.max_positions,
         "rope": {"theta": layer.rope_theta, "kind": layer.rope_scaling.kind},
-        "variants": _variants(checkpoint.config, tensors),
+        "variants": _variants(config, tensors) or None,
         "made_for": config.verifier,
     }
     if target is not None:
