@@ -286,6 +286,13 @@ def test_one_outlier_moves_the_cost_little() -> None:
     assert all(cost.table(1, 63).diff() >= 0)
 
 
+def test_slow_rounds_of_one_size_do_not_make_larger_ones_look_free() -> None:
+    cost = CostModel([1, 8, 16], [1.0, 1.2, 2.0], 32)
+    for _ in range(4):
+        cost.observe(8, 10.0)
+    assert cost.predict(16) > 1.4 * cost.predict(8)
+
+
 @settings(
     max_examples=60,
     deadline=None,

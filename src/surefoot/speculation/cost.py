@@ -14,6 +14,9 @@ import torch
 _DRIFT = 0.05
 _LOCAL = 0.15
 _LARGEST_STEP = 2.0
+# A busy machine's slow rounds say nothing about what a further row costs: one that fell on a few
+# row counts only must not make their neighbours look free.
+_LARGEST_LOCAL_STEP = 1.1
 
 
 class CostModel:
@@ -50,6 +53,7 @@ class CostModel:
         right, share = self._place(rows)
         drift = ratio**_DRIFT
         self._raw = [value * drift for value in self._raw]
+        ratio = min(max(ratio, 1 / _LARGEST_LOCAL_STEP), _LARGEST_LOCAL_STEP)
         self._raw[right] *= ratio ** (_LOCAL * share)
         if share < 1:
             self._raw[right - 1] *= ratio ** (_LOCAL * (1 - share))

@@ -20,11 +20,14 @@ from surefoot.kernels.quant import QuantTensor
 from surefoot.kernels.triton.activation import silu_mul
 from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.attention import span_attention
+from surefoot.kernels.triton.draws import DrawSeam
 from surefoot.kernels.triton.launch import check_device
 from surefoot.kernels.triton.matmul import matmul
 from surefoot.kernels.triton.matmul_plan import GEMV_ROWS, MAX_ROWS
 from surefoot.kernels.triton.norm import add_rms_norm, rms_norm
 from surefoot.kernels.triton.rope_kv import rope_and_write
+from surefoot.kernels.triton.slots import lay_out
+from surefoot.kernels.triton.verdict import judge_and_advance
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class TritonBackend(Backend):
     """
 
     name = "triton"
+    lay_out_spans = staticmethod(lay_out)
+    judge_and_advance = staticmethod(judge_and_advance)
 
     def __init__(
         self, device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16
@@ -85,6 +90,8 @@ class TritonBackend(Backend):
         self.device = torch.device(device)
         self.dtype = dtype
         check_device(self.device, dtype)
+        seam = DrawSeam(self.device)
+        self.draw, self.adjust = seam.draw, seam.adjust
 
     def _dense(self, weight: Weight) -> torch.Tensor:
         if isinstance(weight, QuantTensor):

@@ -109,8 +109,16 @@ class Eagle3Proposer(Proposer):
         entries = replace(batch, positions=self._rotary(batch.key_index), first_key=1)
         self.drafter.write_keys(before, entries, self.kv)
         self._keep_last_of_blocks(batch, owner, features)
-        live = (commits.rows + commits.counts - 1).clamp(0, len(features) - 1)
-        self.before[commits.slots] = features[live]
+        self._keep_live(commits, features)
+
+    def _keep_live(self, commits: Commits, features: torch.Tensor) -> None:
+        """The feature of each slot's last settled position. Entries that settled nothing may share
+        their slot with one that did."""
+        live = torch.where(commits.counts > 0, commits.rows + commits.counts - 1, -1)
+        row = torch.full_like(self.state.length, -1)
+        row.scatter_reduce_(0, commits.slots, live, "amax")
+        kept = (row < 0).unsqueeze(1)
+        self.before.copy_(torch.where(kept, self.before, features[row.clamp(min=0)]))
 
     def _keep_last_of_blocks(
         self, batch: FlatBatch, owner: torch.Tensor, features: torch.Tensor
