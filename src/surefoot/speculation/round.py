@@ -6,8 +6,9 @@ that a GPU can capture it. The host plans (which requests, how many rows) and re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class Wanted:
     """Largest ``logprobs`` of the round, None if nobody wants any."""
     proposers: tuple[int, ...] = ()
     """Indices of the proposers that some request of the round allows."""
+    steps: Mapping[int, int] = field(default_factory=dict)
+    """Longest draft asked for, by proposer; 0 for one that sleeps. Absent: its longest."""
     prompt_rows: torch.Tensor | None = None
     """int64 [R]: prefill rows of the flat batch whose next token's logprob is wanted."""
     prompt_logprobs: int = 0
@@ -87,6 +90,7 @@ class SpeculativeRound:
     def __call__(self, plan: RoundPlan, choice: Choice | None, wanted: Wanted) -> Verdict:
         """``choice`` holds the drafts of the spans from ``plan.first_decoding`` on."""
         state = self.state
+        self.controller.draft_seconds.clear()
         if choice is not None:
             write_drafts(state, plan.slots[plan.first_decoding :], choice)
         layout = lay_out(state, plan)
@@ -200,12 +204,17 @@ class SpeculativeRound:
         slots = plan.slots[plan.first_sampling :]
         if len(slots) and wanted.proposers:
             self.controller.learn(slots)
-            longest = self.state.max_drafts
-            outlook = Outlook(wanted.features, plan.max_keys + 1, longest)
             for index in wanted.proposers:
-                self.proposers[index].expect(outlook)
-                drafts = self.proposers[index].propose(slots)
+                steps = wanted.steps.get(index, self.state.max_drafts)
+                if steps == 0:
+                    self.controller.withdraw(index, slots)
+                    continue
+                started = time.perf_counter()
+                proposer = self.proposers[index]
+                proposer.expect(Outlook(wanted.features, plan.max_keys + 1, steps))
+                drafts = proposer.propose(slots)
                 offered[plan.first_sampling :] += self.controller.offer(index, slots, drafts)
+                self.controller.draft_seconds[index] = time.perf_counter() - started
         return offered
 
     def score_prompt(
