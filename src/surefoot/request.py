@@ -219,7 +219,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One text being generated: a choice of a user's prompt, with its own seed and choice index.
 
