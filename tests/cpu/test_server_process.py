@@ -41,7 +41,7 @@ QUEUE = 17
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return emoji_model(tmp_path_factory.mktemp("model"), max_position_embeddings=4096)
+    return emoji_model(tmp_path_factory.mktemp("model"), max_positions=4096)
 
 
 class Keeper:
