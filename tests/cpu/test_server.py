@@ -307,7 +307,7 @@ REFUSED = [
     ({"best_of": 3}, "best_of"),
     ({"suffix": "x"}, "suffix"),
     ({"use_beam_search": True}, "use_beam_search"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"other": True}}, "stream_options.other"),
     ({"speculation": "dragon"}, "speculation.method"),
