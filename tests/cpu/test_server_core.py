@@ -45,6 +45,9 @@ class WrittenLink:
         message = self._pending.pop(0)[1] if self._pending else Stop()
         return decode_to_core(encode(message))
 
+    def wake(self) -> None:
+        """Nothing here waits for what another thread does."""
+
     def send(self, message: Any) -> None:
         self.sent.append(decode_to_front(encode(message)))
 
