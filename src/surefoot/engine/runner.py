@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from surefoot.engine.scheduler import Plan, Span
 from surefoot.engine.stats import Drafting
+from surefoot.engine.structured import cut_offers, token_masks
 from surefoot.kv.transaction import KVManager
 from surefoot.request import Request, TokenLogprobs
 from surefoot.sampling.logprobs import RowLogprobs
@@ -62,6 +63,7 @@ class Runner:
         self._choice = None
         if not any(self.offered.get(request.request_id) for request in decoding):
             return {}
+        cut_offers(self.controller, decoding)
         slots = torch.tensor([request.slot for request in decoding], device=self.state.device)
         choice = self.controller.choose(slots)
         counts = self.controller.split(choice, base_rows)
@@ -85,6 +87,10 @@ class Runner:
         round_plan = self._round_plan(spans)
         choice = self._chosen(spans[round_plan.first_decoding :])
         wanted = self._wanted(spans, round_plan)
+        if any(span.request.grammar is not None for span in spans):
+            first, vocab = round_plan.first_decoding, self.state.vocab_size
+            masks = token_masks(spans, first, choice, vocab, self.state.device)
+            wanted = replace(wanted, masks=masks)
         started = time.perf_counter()
         verdict = self.round(round_plan, choice, wanted)
         outcome = self._read(spans, round_plan, choice, verdict)

@@ -88,14 +88,8 @@ class Decoder:
         """Run every block over the flat batch, writing its KV. ``capture``: layer indices l whose
         *entering* residual stream is kept (l = 0: the embeddings; l = layers: the last output),
         the convention of Hugging Face's ``hidden_states[l]`` for l < layers."""
-        features: dict[int, torch.Tensor] = {}
         x = self.backend.embed(self.table, batch.tokens)
-        for index, layer in enumerate(self.layers):
-            if index in capture:
-                features[index] = x.clone()
-            x = self.backend.layer(layer, x, batch, kv[index], self.rope)
-        if len(self.layers) in capture:
-            features[len(self.layers)] = x.clone()
+        x, features = self.backend.layers(self.layers, x, batch, kv, self.rope, capture)
         return ForwardResult(x, tuple(features[index] for index in capture))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
