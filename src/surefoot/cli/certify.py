@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surefoot import __version__
+from surefoot.cli.drafters import with_drafters
 from surefoot.cli.options import read_proposer_options
 from surefoot.cli.terminal import progress_bars
 from surefoot.cli.verb import verb
@@ -30,6 +31,7 @@ def _option(*names: str, panel: str, **settings: Any) -> Any:
     return typer.Option(*names, rich_help_panel=panel, show_default=False, **settings)
 
 
+@with_drafters
 def engine_group(
     model: Annotated[
         str | None,

@@ -17,6 +17,7 @@ import torch
 from surefoot.kernels.batch import FlatBatch, SpanTable
 from surefoot.kernels.draws import Adjustments, Draws, TokenMasks, mask_tokens
 from surefoot.kernels.quant import QuantTensor
+from surefoot.kernels.reference import rms_norm
 from surefoot.kernels.rounds import (
     RoundLayout,
     RoundVerdict,
@@ -42,11 +43,14 @@ class AttentionShape:
 class LayerWeights:
     """One decoder block, packed. ``Any`` fields are whatever ``pack_linear`` returned.
 
+    A block whose attention reads something else than the residual stream (see ``Backend.layer``)
+    has no ``input_norm``; ``kv`` is the part of ``qkv`` that ``write_keys`` needs.
+
     y = x + o(attention(rope(norm?(qkv(rms_norm(x))))));  x' = y + down(silu(gate(z)) * up(z)),
     z = rms_norm(y). Biases live inside the packed linears.
     """
 
-    input_norm: torch.Tensor
+    input_norm: torch.Tensor | None
     qkv: Any
     o: Any
     post_norm: torch.Tensor
@@ -56,6 +60,7 @@ class LayerWeights:
     k_norm: torch.Tensor | None
     eps: float
     shape: AttentionShape
+    kv: Any = None
 
 
 @dataclass(frozen=True)
@@ -108,10 +113,37 @@ class Backend(ABC):
 
     @abstractmethod
     def layer(
-        self, weights: LayerWeights, x: torch.Tensor, batch: FlatBatch, kv: Any, rope: RopeTable
+        self,
+        weights: LayerWeights,
+        x: torch.Tensor,
+        batch: FlatBatch,
+        kv: Any,
+        rope: RopeTable,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One decoder block over the flat batch: [N, hidden] -> [N, hidden]. Writes the rows'
-        keys and values into ``kv``. May overwrite ``x``."""
+        keys and values into ``kv``. May overwrite ``x``. ``inputs`` [N, any width]: what the
+        attention's projections read, as it is, in place of the normed ``x``."""
+
+    @abstractmethod
+    def write_keys(
+        self,
+        weights: LayerWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: Any,
+        rope: RopeTable,
+    ) -> None:
+        """Of a block only the rows' keys and values, from ``inputs`` as in ``layer``."""
+
+    @abstractmethod
+    def linear(self, linear: Any, x: torch.Tensor) -> torch.Tensor:
+        """A packed linear by itself: [N, in] -> [N, out] in the backend's activation type."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """An RMSNorm by itself: [N, n] -> [N, n] in ``x``'s dtype; ``weight`` from
+        ``pack_norm``."""
+        return rms_norm(x, weight, eps)
 
     def layers(
         self,

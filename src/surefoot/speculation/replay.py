@@ -21,8 +21,8 @@ from surefoot.sampling.params import Features
 from surefoot.sampling.sampler import SampleRows, sample_rows
 from surefoot.speculation.controller import Choice, fill_rows
 from surefoot.speculation.estimator import BINS, GLOBAL_DECAY, SLOT_DECAY, SLOT_PRIOR
-from surefoot.speculation.proposer import Commits
-from surefoot.speculation.round import SpeculativeRound
+from surefoot.speculation.proposer import Commits, Drafts, Outlook
+from surefoot.speculation.round import SpeculativeRound, select_layers
 
 GREEDY = Features()
 DRAWN = Features(noise=True, min_p=True, top_k=1, top_p=True)
@@ -131,9 +131,11 @@ class ReplayRound:
             spans, layout.first_sample, sampled, state.history, state.length, state.computed,
             state.limit, state.params.stop_ids, state.max_drafts,
         )  # fmt: skip
-        for proposer, places in round_.stateful:
-            own = tuple(forward.features[place] for place in places)
-            proposer.catch_up(Commits(slots, verdict.first, verdict.settled, layout.first_row, own))
+        for proposer, layers in round_.stateful:
+            own = select_layers(forward.features, round_.capture, layers)
+            proposer.catch_up(
+                Commits(slots, verdict.first, verdict.settled, layout.first_row, layout.batch, own)
+            )
         if self.compiled is None:
             self._finish_torch(slots, size, known, drafts, verdict)
         else:
@@ -168,7 +170,7 @@ class ReplayRound:
         if size.proposers:
             self.controller.learn(slots)
             for index in size.proposers:
-                offers = self.round.proposers[index].propose(slots)
+                offers = self.propose(index, slots, size)
                 self.controller.offer(index, slots, offers)
             self._keep(slots, self.controller.choose(slots))
         offered = self.lengths[slots]
@@ -177,6 +179,12 @@ class ReplayRound:
         self.report[: size.spans, : packed.shape[1]] = packed.int()
         if self.state.max_drafts:
             self.report[: size.spans, packed.shape[1] :] = self.chances[slots].view(torch.int32)
+
+    def propose(self, index: int, slots: torch.Tensor, size: Size) -> Drafts:
+        """Proposer ``index``'s offers for ``slots`` [B]."""
+        proposer = self.round.proposers[index]
+        proposer.expect(Outlook(size.kind, self.max_keys, self.state.max_drafts))
+        return proposer.propose(slots)
 
     def _keep(self, slots: torch.Tensor, choice: Choice) -> None:
         self.tokens[slots] = choice.tokens
@@ -247,7 +255,7 @@ class CompiledControl:
         replay, controller = self.replay, self.replay.controller
         state = replay.state
         for index in size.proposers:
-            offers = replay.round.proposers[index].propose(slots)
+            offers = replay.propose(index, slots, size)
             if offers.parents is not None:
                 controller.sanitise(index, slots, offers)  # refuses it
             self.kernels.learn(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import embedding, linear
@@ -159,9 +159,13 @@ class TritonBackend(Backend):
         batch: FlatBatch,
         kv: torch.Tensor,
         rope: RopeTable,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x = x.to(self.dtype).contiguous()
-        normed = rms_norm(x, weights.input_norm, weights.eps)
+        if inputs is None:
+            normed = rms_norm(x, weights.input_norm, weights.eps)
+        else:
+            normed = inputs.to(self.dtype).contiguous()
         x, hidden = self._up_to_down(weights, x, normed, batch, kv, rope)
         return weights.down.added(hidden, x)
 
@@ -210,6 +214,25 @@ class TritonBackend(Backend):
         attended = span_attention(q, kv, batch, shape).flatten(1)
         x, normed = weights.o.added_normed(attended, x, (weights.post_norm, eps))
         return x, weights.gate_up.gated(normed)
+
+    def write_keys(
+        self,
+        weights: LayerWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: torch.Tensor,
+        rope: RopeTable,
+    ) -> None:
+        norms = None if weights.k_norm is None else (weights.k_norm, weights.k_norm)
+        projected = weights.kv(inputs.to(self.dtype).contiguous())
+        shape = replace(weights.shape, heads=0)
+        rope_and_write(projected, kv, batch, shape, rope, norms, weights.eps)
+
+    def linear(self, linear: TritonLinear, x: torch.Tensor) -> torch.Tensor:
+        return linear(x.to(self.dtype).contiguous())
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x.contiguous(), weight, eps)
 
     def head(
         self, norm: torch.Tensor, eps: float, linear: TritonLinear, x: torch.Tensor

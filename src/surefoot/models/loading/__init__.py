@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from surefoot.models.loading.checkpoint import Checkpoint, load_checkpoint
-    from surefoot.models.loading.summary import inspect_model, list_local_models
+    from surefoot.models.loading.summary import (
+        inspect_model,
+        list_local_models,
+        read_model_config,
+    )
     from surefoot.models.loading.tokenizer import IncrementalDetokenizer, Tokenizer
     from surefoot.models.loading.tokenizer_source import load_tokenizer
 
@@ -20,6 +24,7 @@ _HOMES = {
     "list_local_models": "summary",
     "load_checkpoint": "checkpoint",
     "load_tokenizer": "tokenizer_source",
+    "read_model_config": "summary",
 }
 
 __all__ = [
@@ -30,6 +35,7 @@ __all__ = [
     "list_local_models",
     "load_checkpoint",
     "load_tokenizer",
+    "read_model_config",
 ]
 
 
