@@ -42,7 +42,8 @@ class EngineConfig:
     """On a GPU: no recorded rounds (CUDA graphs)."""
     enable_prefix_caching: bool = True
     proposers: tuple[str, ...] | None = None
-    """Names of the proposers to load; None: the registry's default, (): plain decoding only."""
+    """Names of the proposers to load; None: the registry's default, (): plain decoding only.
+    ``name=path`` gives one its option ``path``, where its network is."""
     proposer_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Options by proposer, for example ``{"ngram": {"max_ngram": 4}}``."""
     max_draft_tokens: int = 8
@@ -53,6 +54,7 @@ class EngineConfig:
     """Upper bound of the time spent at start-up to measure a round's cost by its rows."""
 
     def __post_init__(self) -> None:
+        self._take_paths()
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("weights", self.weights, ("auto", "native", "dense"))
         _one_of("backend", self.backend, ("auto", "native", "torch", "triton"))
@@ -79,6 +81,20 @@ class EngineConfig:
             raise SurefootError(
                 "weights", "native blocks need the native backend", "drop backend=torch"
             )
+
+    def _take_paths(self) -> None:
+        """Split ``name=path`` among the proposers into name and option."""
+        if self.proposers is None or not any("=" in entry for entry in self.proposers):
+            return
+        options = {name: dict(values) for name, values in self.proposer_options.items()}
+        names = []
+        for entry in self.proposers:
+            name, equals, path = entry.partition("=")
+            names.append(name)
+            if equals and options.setdefault(name, {}).setdefault("path", path) != path:
+                raise SurefootError("proposers", f"{name} is given two paths", "drop one of them")
+        object.__setattr__(self, "proposers", tuple(names))
+        object.__setattr__(self, "proposer_options", options)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:

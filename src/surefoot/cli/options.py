@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from surefoot.cli.drafters import with_drafters
 from surefoot.config import DEFAULT_MODEL, EngineConfig
 from surefoot.errors import SurefootError
 from surefoot.request import SamplingParams
@@ -33,6 +34,7 @@ def _structure(*names: str, **settings: Any) -> Any:
     return _option(*names, panel="Structured output", **settings)
 
 
+@with_drafters
 def engine_options(
     model: Annotated[
         str | None,

@@ -91,6 +91,9 @@ def spelled(option: str, spellings: Mapping[str, str]) -> tuple[str, bool]:
     name = _ALIASES.get(option, option)
     if name in spellings:
         return spellings[name], True
-    if "." in name and "proposer_option" in spellings:
+    owner, _, rest = name.partition(".")
+    if rest == "path" and owner in spellings:
+        return spellings[owner], True
+    if rest and "proposer_option" in spellings:
         return f"{spellings['proposer_option']} {name}", True
     return option, False

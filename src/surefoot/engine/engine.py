@@ -74,7 +74,6 @@ class Engine:
         backend: Backend = decoder.backend
         self.max_model_len = model_length(config, decoder.config)
         self.memory: MemoryPlan | None = None
-        self.kv_blocks = self._pool_size(backend)
         on_gpu = backend.device.type == "cuda"
         if ahead is None:
             ahead = on_gpu and not config.enforce_eager
@@ -87,6 +86,9 @@ class Engine:
             backend.device,
         )
         self.proposers = self._load_proposers()
+        self.kv_blocks = self._pool_size(backend)
+        for proposer in self.proposers:
+            proposer.allocate(self.kv_blocks)
         kv_pools = backend.allocate_kv(
             decoder.config.layers, self.kv_blocks, config.block_size, decoder.shape
         )
@@ -119,11 +121,15 @@ class Engine:
             blocks = config.kv_blocks + 1
         else:
             per_block = backend.kv_bytes_per_block(config.block_size, self.decoder.shape)
+            per_block *= model.layers
+            per_block += config.block_size * sum(
+                proposer.needs().kv_bytes_per_token for proposer in self.proposers
+            )
             memory = config.kv_cache_memory
             if memory is None and backend.device.type == "cuda":
                 self.memory = plan_memory(self.decoder, config)
                 memory = self.memory.kv
-            blocks = (memory or DEFAULT_KV_BYTES) // (per_block * model.layers)
+            blocks = (memory or DEFAULT_KV_BYTES) // per_block
             span = self.max_model_len + config.max_draft_tokens
             enough = config.max_num_seqs * -(-span // config.block_size) + 1
             blocks = min(blocks, enough)
@@ -145,7 +151,9 @@ class Engine:
         for name in names:
             kind = registry.find(name)
             options = read_options(kind, config.proposer_options.get(name, {}))
-            loaded.append(kind(options, self.state))
+            proposer = kind(options, self.state)
+            proposer.load(self.decoder)
+            loaded.append(proposer)
         return loaded
 
     @property

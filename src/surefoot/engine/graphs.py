@@ -36,18 +36,22 @@ class RoundGraphs:
         return sorted({rows for rows in steps if rows < most} | {spans, most})
 
     def holding(self, base: Size, rows: int) -> Size:
-        """The smallest round of ``base``'s spans that holds so many rows."""
-        return replace(base, rows=next(r for r in self.rows(base.spans) if r >= rows))
+        """The cheapest round of ``base``'s spans that holds so many rows; a larger one may cost
+        less, and its spare rows go to less likely drafts."""
+        enough = [r for r in self.rows(base.spans) if r >= rows]
+        return replace(base, rows=min(enough, key=lambda r: self.costs.get((base.spans, r), r)))
 
     def table(self, base: Size, requests: int) -> torch.Tensor:
         """float32 [n + 1]: seconds of a round of so many requests with 0 .. n drafts."""
         padded = self.rows(base.spans)
         costs = [self.costs.get((base.spans, rows), 1.0) for rows in padded]
+        for at in reversed(range(len(costs) - 1)):
+            costs[at] = min(costs[at], costs[at + 1])
         table, at = [], 0
         for rows in range(requests, requests * (1 + self.width) + 1):
             while padded[at] < rows:
                 at += 1
-            table.append(max(costs[: at + 1]))
+            table.append(costs[at])
         return torch.tensor(table)
 
     def launch(self, size: Size) -> tuple[torch.Tensor, Callable[[], None]]:

@@ -8,7 +8,7 @@ held to it by an equivalence test.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from surefoot.kernels.batch import FlatBatch, SpanTable
 from surefoot.kernels.draws import Adjustments, Draws, TokenMasks, mask_tokens
 from surefoot.kernels.quant import QuantTensor
+from surefoot.kernels.reference import rms_norm
 from surefoot.kernels.rounds import (
     RoundLayout,
     RoundVerdict,
@@ -42,11 +43,14 @@ class AttentionShape:
 class LayerWeights:
     """One decoder block, packed. ``Any`` fields are whatever ``pack_linear`` returned.
 
+    A block whose attention reads something else than the residual stream (see ``Backend.layer``)
+    has no ``input_norm``; ``kv`` is the part of ``qkv`` that ``write_keys`` needs.
+
     y = x + o(attention(rope(norm?(qkv(rms_norm(x))))));  x' = y + down(silu(gate(z)) * up(z)),
     z = rms_norm(y). Biases live inside the packed linears.
     """
 
-    input_norm: torch.Tensor
+    input_norm: torch.Tensor | None
     qkv: Any
     o: Any
     post_norm: torch.Tensor
@@ -56,6 +60,7 @@ class LayerWeights:
     k_norm: torch.Tensor | None
     eps: float
     shape: AttentionShape
+    kv: Any = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,9 @@ class Backend(ABC):
     device: torch.device
     dtype: torch.dtype
     """Storage type of dense weights and of the KV cache."""
+    control: Any = None
+    """Kernels for the book-keeping of recorded rounds (``kernels.triton.control``); None: torch
+    does it."""
 
     @abstractmethod
     def pack_linear(self, parts: Sequence[Weight], bias: torch.Tensor | None = None) -> Any:
@@ -105,10 +113,58 @@ class Backend(ABC):
 
     @abstractmethod
     def layer(
-        self, weights: LayerWeights, x: torch.Tensor, batch: FlatBatch, kv: Any, rope: RopeTable
+        self,
+        weights: LayerWeights,
+        x: torch.Tensor,
+        batch: FlatBatch,
+        kv: Any,
+        rope: RopeTable,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One decoder block over the flat batch: [N, hidden] -> [N, hidden]. Writes the rows'
-        keys and values into ``kv``. May overwrite ``x``."""
+        keys and values into ``kv``. May overwrite ``x``. ``inputs`` [N, any width]: what the
+        attention's projections read, as it is, in place of the normed ``x``."""
+
+    @abstractmethod
+    def write_keys(
+        self,
+        weights: LayerWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: Any,
+        rope: RopeTable,
+    ) -> None:
+        """Of a block only the rows' keys and values, from ``inputs`` as in ``layer``."""
+
+    @abstractmethod
+    def linear(self, linear: Any, x: torch.Tensor) -> torch.Tensor:
+        """A packed linear by itself: [N, in] -> [N, out] in the backend's activation type."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """An RMSNorm by itself: [N, n] -> [N, n] in ``x``'s dtype; ``weight`` from
+        ``pack_norm``."""
+        return rms_norm(x, weight, eps)
+
+    def layers(
+        self,
+        weights: Sequence[LayerWeights],
+        x: torch.Tensor,
+        batch: FlatBatch,
+        kv: Sequence[Any],
+        rope: RopeTable,
+        capture: Collection[int],
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """``layer`` for one block after another: [N, hidden] -> the last output, and for each
+        index in ``capture`` the residual stream entering that block (one past the last: leaving
+        it). A backend may fuse the end of a block with the start of the next."""
+        features: dict[int, torch.Tensor] = {}
+        for index, block in enumerate(weights):
+            if index in capture:
+                features[index] = x.clone()
+            x = self.layer(block, x, batch, kv[index], rope)
+        if len(weights) in capture:
+            features[len(weights)] = x.clone()
+        return x, features
 
     @abstractmethod
     def head(self, norm: torch.Tensor, eps: float, linear: Any, x: torch.Tensor) -> torch.Tensor:

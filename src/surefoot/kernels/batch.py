@@ -53,5 +53,7 @@ class FlatBatch:
     """Host-side upper bound of ``key_index`` + 1, for backends that need a static extent."""
     mask: torch.Tensor | None = None
     """int64 [N] or None."""
+    first_key: int = 0
+    """0, or 1 where key 0 of every request holds nothing and nobody sees it."""
     spans: SpanTable | None = None
     """The same rows by span, or None: backends that need it work it out from ``row_slot``."""

@@ -57,7 +57,7 @@ def split_rows(
     """
     library = load_native() if chances.device.type == "cpu" else None
     if library is None:
-        return split_rows_reference(chances, table, min_gain, min_pace)
+        return split_rows_reference(chances, table.to(chances.device), min_gain, min_pace)
     return split_rows_native(library, chances, table, min_gain, min_pace)
 
 
@@ -114,6 +114,8 @@ class Controller:
         self.estimators = [AcceptanceEstimator(state) for _ in self.names]
         self.idle_rounds = 0
         self.probes = 0
+        self.draft_seconds: dict[int, float] = {}
+        """What the last round's drafting took, by proposer, as the host saw it."""
         count, slots, width = len(self.names), state.slots, state.max_drafts
         device = state.device
         self.tokens = torch.zeros((count, slots, width), dtype=torch.int64, device=device)
@@ -141,6 +143,10 @@ class Controller:
         self.confidence[index, slots] = drafts.confidence
         self.estimators[index].watch(slots, drafts)
         return drafts.lengths
+
+    def withdraw(self, index: int, slots: torch.Tensor) -> None:
+        """Proposer ``index`` offers nothing for the next round; its last offers no longer fit."""
+        self.lengths[index, slots] = 0
 
     def sanitise(self, index: int, slots: torch.Tensor, drafts: Drafts) -> Drafts:
         """The part of proposer ``index``'s offers that can be verified."""

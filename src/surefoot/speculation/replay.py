@@ -9,17 +9,20 @@ it has read this one: a request that ended is dead on the device at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from surefoot.kernels.rounds import RoundLayout, RoundSpans
+from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
 from surefoot.sampling.params import Features
 from surefoot.sampling.sampler import SampleRows, sample_rows
 from surefoot.speculation.controller import Choice, fill_rows
-from surefoot.speculation.proposer import Commits
-from surefoot.speculation.round import SpeculativeRound
+from surefoot.speculation.estimator import BINS, GLOBAL_DECAY, SLOT_DECAY, SLOT_PRIOR
+from surefoot.speculation.proposer import Commits, Drafts, Outlook
+from surefoot.speculation.round import SpeculativeRound, select_layers
 
 GREEDY = Features()
 DRAWN = Features(noise=True, min_p=True, top_k=1, top_p=True)
@@ -30,6 +33,8 @@ ADJUSTED = Features(
 told apart on the device."""
 
 
+LEAST = 1e-6
+"""The chance of what is offered, at least."""
 Override = Callable[[RoundSpans, RoundLayout, torch.Tensor], torch.Tensor]
 
 
@@ -73,6 +78,8 @@ class ReplayRound:
         self.proposer = torch.zeros(state.slots, dtype=torch.int64, device=device)
         self.report = torch.zeros((spans, self.columns), dtype=torch.int32, device=device)
         state.length[self.idle_slot] = 1
+        control = round_.decoder.backend.control
+        self.compiled = None if control is None else CompiledControl(self, control)
         self.override: Override | None = None
         """For measurements: replaces the sampled tokens."""
 
@@ -101,8 +108,8 @@ class ReplayRound:
         """Run the round: updates the slots and leaves ``report``."""
         state, round_ = self.state, self.round
         slots = self.slots[: size.spans]
-        known = self.alive[slots]
-        drafts = self._split(slots, known, size)
+        split = self._split_torch if self.compiled is None else self.compiled.split
+        known, drafts = split(slots, size)
         spans = RoundSpans(slots, known, drafts, known)
         backend = round_.decoder.backend
         layout = backend.lay_out_spans(
@@ -124,47 +131,160 @@ class ReplayRound:
             spans, layout.first_sample, sampled, state.history, state.length, state.computed,
             state.limit, state.params.stop_ids, state.max_drafts,
         )  # fmt: skip
-        self.alive[slots] = known * (verdict.ends == 0)
-        for proposer, places in round_.stateful:
-            own = tuple(forward.features[place] for place in places)
-            proposer.catch_up(Commits(slots, verdict.first, verdict.settled, layout.first_row, own))
-        whose = self.proposer[slots]
-        self._draft(slots, size)
-        offered = self.lengths[slots]
-        columns = [verdict.counts, verdict.accepted, verdict.ends, drafts * known, whose, offered]
-        packed = torch.cat((torch.stack(columns, dim=1), verdict.tokens), dim=1)
-        self.report[: size.spans, : packed.shape[1]] = packed.int()
-        if state.max_drafts:
-            self.report[: size.spans, packed.shape[1] :] = self.chances[slots].view(torch.int32)
+        for proposer, layers in round_.stateful:
+            own = select_layers(forward.features, round_.capture, layers)
+            proposer.catch_up(
+                Commits(slots, verdict.first, verdict.settled, layout.first_row, layout.batch, own)
+            )
+        if self.compiled is None:
+            self._finish_torch(slots, size, known, drafts, verdict)
+        else:
+            self.compiled.finish(slots, size, drafts, verdict)
 
-    def _split(self, slots: torch.Tensor, known: torch.Tensor, size: Size) -> torch.Tensor:
-        """Drafts of each span, int64 [B], within the rows that the host gave."""
+    def _split_torch(self, slots: torch.Tensor, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
+        """(Rows of known tokens, drafts to verify) of each span, int64 [B] each, within the rows
+        that the host gave."""
+        state = self.state
+        known = self.alive[slots]
         if size.rows == size.spans or not size.proposers:
-            return torch.zeros_like(known)
+            return known, torch.zeros_like(known)
         drafts = fill_rows(self.chances[slots] * known.unsqueeze(1), size.rows - known.sum())
         # Behind the committed tokens, as far as the offer goes; columns beyond the drafts that are
         # verified are never read.
-        state = self.state
         columns = state.length[slots].unsqueeze(1)
         columns = columns + torch.arange(state.max_drafts, device=slots.device)
         state.history[slots.unsqueeze(1), columns] = self.tokens[slots]
-        return drafts
+        return known, drafts
 
-    def _draft(self, slots: torch.Tensor, size: Size) -> None:
-        """Judge earlier offers by the new tokens, and take the offers for the next round."""
-        if not size.proposers:
-            return
-        self.controller.learn(slots)
-        for index in size.proposers:
-            drafts = self.round.proposers[index].propose(slots)
-            self.controller.offer(index, slots, drafts)
-        self._keep(slots, self.controller.choose(slots))
+    def _finish_torch(
+        self,
+        slots: torch.Tensor,
+        size: Size,
+        known: torch.Tensor,
+        drafts: torch.Tensor,
+        verdict: RoundVerdict,
+    ) -> None:
+        """Judge earlier offers by the new tokens, take the offers for the next round, report."""
+        self.alive[slots] = known * (verdict.ends == 0)
+        whose = self.proposer[slots]
+        if size.proposers:
+            self.controller.learn(slots)
+            for index in size.proposers:
+                offers = self.propose(index, slots, size)
+                self.controller.offer(index, slots, offers)
+            self._keep(slots, self.controller.choose(slots))
+        offered = self.lengths[slots]
+        columns = [verdict.counts, verdict.accepted, verdict.ends, drafts, whose, offered]
+        packed = torch.cat((torch.stack(columns, dim=1), verdict.tokens), dim=1)
+        self.report[: size.spans, : packed.shape[1]] = packed.int()
+        if self.state.max_drafts:
+            self.report[: size.spans, packed.shape[1] :] = self.chances[slots].view(torch.int32)
+
+    def propose(self, index: int, slots: torch.Tensor, size: Size) -> Drafts:
+        """Proposer ``index``'s offers for ``slots`` [B]."""
+        proposer = self.round.proposers[index]
+        proposer.expect(Outlook(size.kind, self.max_keys, self.state.max_drafts))
+        return proposer.propose(slots)
 
     def _keep(self, slots: torch.Tensor, choice: Choice) -> None:
         self.tokens[slots] = choice.tokens
         steps = torch.arange(self.state.max_drafts, device=slots.device)
         offered = steps < choice.lengths.unsqueeze(1)
         # What is offered has some chance: rows that nobody else wants are for it.
-        self.chances[slots] = torch.where(offered, choice.chances.clamp(min=1e-6), 0.0)
+        self.chances[slots] = torch.where(offered, choice.chances.clamp(min=LEAST), 0.0)
         self.lengths[slots] = choice.lengths
         self.proposer[slots] = choice.proposer
+
+
+class CompiledControl:
+    """The book-keeping of a ``ReplayRound`` by ``kernels.triton.control``: the same decisions in
+    three kernels."""
+
+    def __init__(self, replay: ReplayRound, control: Any) -> None:
+        self.replay = replay
+        self.kernels = control
+        controller, state = replay.controller, replay.state
+        count, width, device = len(controller.names), state.max_drafts, state.device
+        shape = (count, state.slots, BINS, width)
+        self.hits = torch.zeros(shape, device=device)
+        self.trials = torch.zeros(shape, device=device)
+        self.seen = torch.zeros((2, count, BINS, width), device=device)
+        self.news = torch.zeros_like(self.seen)
+        self.learners = []
+        for index, estimator in enumerate(controller.estimators):
+            estimator.live_in(self.hits[index], self.trials[index], self.seen[:, index])
+            self.learners.append(
+                control.Learner(
+                    estimator.watched,
+                    estimator.watched_bins,
+                    estimator.watched_length,
+                    estimator.watched_start,
+                    estimator.hits,
+                    estimator.trials,
+                    self.news[0, index],
+                    self.news[0].numel(),
+                    controller.allowed[index],
+                    controller.tokens[index],
+                    controller.lengths[index],
+                    controller.confidence[index],
+                )
+            )
+
+    def split(self, slots: torch.Tensor, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
+        """``ReplayRound._split_torch``, and enter what the round before taught."""
+        replay = self.replay
+        return self.kernels.split(
+            slots,
+            replay.idle_slot,
+            replay.alive,
+            replay.chances,
+            replay.tokens,
+            replay.state.history,
+            replay.state.length,
+            size.rows,
+            self.seen,
+            self.news,
+            math.log2(GLOBAL_DECAY),
+            size.rows > size.spans and bool(size.proposers),
+        )
+
+    def finish(
+        self, slots: torch.Tensor, size: Size, drafts: torch.Tensor, verdict: RoundVerdict
+    ) -> None:
+        """``ReplayRound._finish_torch``."""
+        replay, controller = self.replay, self.replay.controller
+        state = replay.state
+        for index in size.proposers:
+            offers = replay.propose(index, slots, size)
+            if offers.parents is not None:
+                controller.sanitise(index, slots, offers)  # refuses it
+            self.kernels.learn(
+                self.learners[index],
+                slots,
+                replay.idle_slot,
+                state.history,
+                state.length,
+                state.limit,
+                state.vocab_size,
+                controller.draft_limit,
+                (offers.tokens, offers.lengths, offers.confidence),
+                SLOT_DECAY,
+            )
+        self.kernels.keep(
+            slots,
+            replay.idle_slot,
+            (controller.tokens, controller.lengths, controller.confidence),
+            self.hits,
+            self.trials,
+            self.seen,
+            self.news,
+            math.log2(GLOBAL_DECAY),
+            SLOT_PRIOR,
+            LEAST,
+            (replay.tokens, replay.chances, replay.lengths, replay.proposer),
+            replay.report,
+            verdict,
+            drafts,
+            replay.alive,
+            bool(size.proposers),
+        )

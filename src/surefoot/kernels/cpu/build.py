@@ -135,7 +135,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "sf_panel_bytes": (int64, [int32, int64]),
         "sf_pack": (None, [int32, pointer, int64, int64, pointer, int32]),
         "sf_embed": (int32, [pointer, pointer, int64, pointer, int32]),
-        "sf_layer": (int32, [pointer, pointer, pointer, pointer, pointer, int32]),
+        "sf_layer": (int32, [pointer, pointer, pointer, pointer, pointer, pointer, int32]),
+        "sf_write_keys": (int32, [pointer, pointer, pointer, pointer, pointer, int32]),
         "sf_head": (
             int32,
             [pointer, pointer, ctypes.c_float, pointer, pointer, int64, pointer, pointer, int32],
