@@ -114,6 +114,7 @@ def test_plans_keep_every_processor_reading(outputs: int, gated: bool, shared: i
         stage = (plan.block_n * (1 + gated) + max(16, rows)) * plan.block_k * 2
         assert stage * plan.num_stages <= shared - 5_000, "shared memory of a processor"
         assert plan_for(rows, outputs, 4096, gated, 2, 132, shared) == plan
+        assert default_plan(rows, outputs, 40, gated, 2, 132, shared).prefetch == 32
         shares.add(plan.split_k)
     assert len(shares) == 1, "sums depend on the number of rows"
 

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from surefoot.kernels.backend import AttentionShape, FlatBatch, RopeTable
 from surefoot.kernels.triton.launch import jit, shared_memory
 from surefoot.kernels.triton.matmul import prefetch_weights, tile
-from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, rows_bucket
+from surefoot.kernels.triton.matmul_plan import MAX_ROWS, PREFETCH, MatmulPlan, rows_bucket
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 
 
@@ -82,8 +82,10 @@ def qkv_kernel(
 
 
 def fits(rows: int, shape: AttentionShape, dtype: torch.dtype) -> bool:
-    """Whether ``project_qkv`` is made for this; it computes anything, heads of a power of two."""
-    return rows <= MAX_ROWS and shape.head_dim in (64, 128) and dtype == torch.bfloat16
+    """Whether ``project_qkv`` is the faster way. It works for all heads of a power of two; but
+    blocks of 128 outputs stream weights a little worse than narrower ones, which is what the saved
+    launch gained (docs/log.md)."""
+    return rows <= MAX_ROWS and shape.head_dim == 64 and dtype == torch.bfloat16
 
 
 def plan_qkv(rows: int, inputs: int, head_dim: int, itemsize: int, shared: int) -> MatmulPlan:
@@ -96,7 +98,7 @@ def plan_qkv(rows: int, inputs: int, head_dim: int, itemsize: int, shared: int) 
         block_k,
         num_warps=max(4, head_dim // 16),  # for any number of rows: a norm's sum has one order
         num_stages=max(2, min(8, (shared - 8_000) // stage)),
-        prefetch=min(inputs, 512),
+        prefetch=min(inputs, PREFETCH) // 16 * 16,
     )
 
 
