@@ -23,8 +23,10 @@ class EngineConfig:
     """``native`` keeps GGUF blocks packed, ``dense`` converts them to ``dtype``; ``auto`` takes
     native where a fast kernel for the file's blocks is at hand."""
     backend: str = "auto"
-    """``native`` (compiled CPU kernels), ``torch`` (reference), or ``auto``."""
+    """``native`` (compiled CPU kernels), ``triton`` (NVIDIA GPUs), ``torch`` (reference), or
+    ``auto``."""
     device: str = "cpu"
+    """``cpu``, ``cuda`` or ``cuda:N``."""
     threads: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 32
@@ -34,9 +36,14 @@ class EngineConfig:
     """Bytes for the KV pool; None: 1 GiB, or what ``max_num_seqs`` full contexts need if less."""
     kv_blocks: int | None = None
     """Size of the pool in blocks instead of bytes."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that weights, rounds and KV may take together."""
+    enforce_eager: bool = False
+    """On a GPU: no recorded rounds (CUDA graphs)."""
     enable_prefix_caching: bool = True
     proposers: tuple[str, ...] | None = None
-    """Names of the proposers to load; None: the registry's default, (): plain decoding only."""
+    """Names of the proposers to load; None: the registry's default, (): plain decoding only.
+    ``name=path`` gives one its option ``path``, where its network is."""
     proposer_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Options by proposer, for example ``{"ngram": {"max_ngram": 4}}``."""
     max_draft_tokens: int = 8
@@ -47,9 +54,10 @@ class EngineConfig:
     """Upper bound of the time spent at start-up to measure a round's cost by its rows."""
 
     def __post_init__(self) -> None:
+        self._take_paths()
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("weights", self.weights, ("auto", "native", "dense"))
-        _one_of("backend", self.backend, ("auto", "native", "torch"))
+        _one_of("backend", self.backend, ("auto", "native", "torch", "triton"))
         _one_of("draft_policy", self.draft_policy, ("auto", "fixed"))
         for name, low in (
             ("max_num_seqs", 1),
@@ -73,6 +81,20 @@ class EngineConfig:
             raise SurefootError(
                 "weights", "native blocks need the native backend", "drop backend=torch"
             )
+
+    def _take_paths(self) -> None:
+        """Split ``name=path`` among the proposers into name and option."""
+        if self.proposers is None or not any("=" in entry for entry in self.proposers):
+            return
+        options = {name: dict(values) for name, values in self.proposer_options.items()}
+        names = []
+        for entry in self.proposers:
+            name, equals, path = entry.partition("=")
+            names.append(name)
+            if equals and options.setdefault(name, {}).setdefault("path", path) != path:
+                raise SurefootError("proposers", f"{name} is given two paths", "drop one of them")
+        object.__setattr__(self, "proposers", tuple(names))
+        object.__setattr__(self, "proposer_options", options)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle3_engines import folder
 from harness import Job, make_engine, on_torch_alone, run_jobs, tiny_decoder
 from surefoot.request import SamplingParams
 
@@ -42,10 +44,16 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def watched_rounds(params: SamplingParams) -> Watch:
+def watched_rounds(params: SamplingParams, **options: Any) -> Watch:
     # The compiled twins would hide what the tensor operations do.
     engine = on_torch_alone(
-        make_engine(tiny_decoder(), draft_policy="fixed", max_num_batched_tokens=16, max_num_seqs=4)
+        make_engine(
+            tiny_decoder(),
+            draft_policy="fixed",
+            max_num_batched_tokens=16,
+            max_num_seqs=4,
+            **options,
+        )
     )
     watch = Watch()
     inner = engine.runner.round
@@ -68,26 +76,34 @@ def test_no_host_read_inside_a_greedy_round() -> None:
     assert watch.reads == []
 
 
+EVERY_OPTION = SamplingParams(
+    temperature=0.8,
+    top_k=9,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={4: 1.0},
+    min_tokens=5,
+    stop_token_ids=[7, 8],
+    logprobs=3,
+    prompt_logprobs=2,
+    max_tokens=12,
+    seed=1,
+)
+
+
 def test_no_host_read_inside_a_round_with_every_option() -> None:
-    watch = watched_rounds(
-        SamplingParams(
-            temperature=0.8,
-            top_k=9,
-            top_p=0.9,
-            min_p=0.01,
-            repetition_penalty=1.1,
-            presence_penalty=0.1,
-            frequency_penalty=0.1,
-            logit_bias={4: 1.0},
-            min_tokens=5,
-            stop_token_ids=[7, 8],
-            logprobs=3,
-            prompt_logprobs=2,
-            max_tokens=12,
-            seed=1,
-        )
-    )
-    assert watch.reads == []
+    assert watched_rounds(EVERY_OPTION).reads == []
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(temperature=0, max_tokens=12), EVERY_OPTION], ids=["greedy", "every"]
+)
+def test_no_host_read_while_a_network_drafts(params: SamplingParams) -> None:
+    proposers = ("ngram", f"eagle3={folder('random')}")
+    assert watched_rounds(params, proposers=proposers).reads == []
 
 
 def test_the_watch_sees_host_reads() -> None:

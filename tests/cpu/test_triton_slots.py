@@ -14,8 +14,9 @@ pytest.importorskip("triton")
 import triton_interpreter  # isort: skip
 
 from surefoot.kernels.lookup import ngram_lookup_reference
+from surefoot.kernels.rounds import RoundSpans
 from surefoot.kernels.triton.lookup import ngram_lookup
-from surefoot.kernels.triton.slots import RoundSpans, lay_out
+from surefoot.kernels.triton.slots import lay_out
 from surefoot.kernels.triton.verdict import judge_and_advance
 from surefoot.speculation import layout as reference
 from surefoot.speculation.layout import RoundPlan

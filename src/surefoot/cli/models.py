@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from surefoot.cli.terminal import progress_bars
 from surefoot.cli.verb import verb
+from surefoot.errors import SurefootError
 
 app = typer.Typer(help="List, fetch and inspect models.", no_args_is_help=True)
 
@@ -44,16 +46,41 @@ def fetch(
 @verb()
 def inspect(
     model: Annotated[str, typer.Argument(help="A folder, a GGUF file, or a name.")],
+    target: Annotated[
+        str | None,
+        typer.Option(help="For a drafter: the model that it should fit.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
-    """Show what a model is made of, without loading its weights."""
-    facts = _inspect(model)
+    """Show what a model, or a drafter of speculation, is made of.
+
+    With --target the exit code is 1 if the drafter does not fit.
+    """
+    facts = _inspect_drafter(model, target)
+    if facts is None:
+        if target is not None:
+            raise SurefootError("target", f"{model} is no folder with a drafter")
+        facts = _inspect(model)
     if as_json:
         print(json.dumps(facts))
-        return
-    width = max(map(len, facts))
-    for name, value in facts.items():
-        print(f"{name.replace('_', ' '):{width}}  {_readable(value)}")
+    else:
+        width = max(map(len, facts))
+        for name, value in facts.items():
+            print(f"{name.replace('_', ' '):{width}}  {_readable(value)}")
+    if facts.get("fits_the_target") is False:
+        raise typer.Exit(1)
+
+
+def _inspect_drafter(path: str, target: str | None) -> dict[str, Any] | None:
+    if not Path(path).expanduser().is_dir():
+        return None
+    from surefoot.models.loading import read_model_config
+    from surefoot.speculation.registry import inspect_drafter
+
+    with progress_bars() as progress:
+        return inspect_drafter(
+            path, None if target is None else read_model_config(target, progress)
+        )
 
 
 def _inspect(model: str) -> dict[str, Any]:

@@ -24,6 +24,10 @@ _ALIASES = {
     "speculation.max_draft_tokens": "max_draft_tokens",
     "speculation.method": "speculation",
     "stop_token_ids": "stop_token_id",
+    "structured_outputs.choice": "choice",
+    "structured_outputs.grammar": "grammar",
+    "structured_outputs.json": "json_schema",
+    "structured_outputs.regex": "regex",
 }
 
 
@@ -87,6 +91,9 @@ def spelled(option: str, spellings: Mapping[str, str]) -> tuple[str, bool]:
     name = _ALIASES.get(option, option)
     if name in spellings:
         return spellings[name], True
-    if "." in name and "proposer_option" in spellings:
+    owner, _, rest = name.partition(".")
+    if rest == "path" and owner in spellings:
+        return spellings[owner], True
+    if rest and "proposer_option" in spellings:
         return f"{spellings['proposer_option']} {name}", True
     return option, False

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from surefoot.engine.scheduler import Plan, Span
 from surefoot.engine.stats import Drafting
+from surefoot.engine.structured import cut_offers, token_masks
 from surefoot.kv.transaction import KVManager
 from surefoot.request import Request, TokenLogprobs
 from surefoot.sampling.logprobs import RowLogprobs
@@ -19,6 +20,7 @@ from surefoot.speculation.controller import Choice, Controller
 from surefoot.speculation.layout import RoundPlan
 from surefoot.speculation.round import SpeculativeRound, Verdict, Wanted
 from surefoot.speculation.state import SlotState
+from surefoot.speculation.thrift import Thrift
 
 
 @dataclass
@@ -42,6 +44,15 @@ class Runner:
         self.kv = kv
         self.offered: dict[str, int] = {}
         """Drafts on offer for the next round, as of the last verdict."""
+        self.thrift: dict[int, Thrift] = {}
+        """By index, of the proposers whose drafting costs something that may not pay."""
+        if controller.policy == "auto":
+            needs = [proposer.needs() for proposer in round_.proposers]
+            self.thrift = {
+                index: Thrift(need.longest_draft)
+                for index, need in enumerate(needs)
+                if need.captured_layers
+            }
         self._choice: tuple[list[str], Choice] | None = None
         self._wanted_before: tuple[list[Request], Wanted] = ([], Wanted())
 
@@ -50,6 +61,8 @@ class Runner:
         self.state.admit(request)
         speculation = request.speculation
         self.controller.admit(request.slot, speculation.method, speculation.max_draft_tokens)
+        # Proposers look for what they know of a prefix hit in its blocks.
+        self.state.set_blocks(request.slot, self.kv.leases[request.request_id].blocks)
         for proposer in self.round.proposers:
             proposer.admit(request.slot)
         self.offered.pop(request.request_id, None)
@@ -62,6 +75,7 @@ class Runner:
         self._choice = None
         if not any(self.offered.get(request.request_id) for request in decoding):
             return {}
+        cut_offers(self.controller, decoding)
         slots = torch.tensor([request.slot for request in decoding], device=self.state.device)
         choice = self.controller.choose(slots)
         counts = self.controller.split(choice, base_rows)
@@ -85,12 +99,58 @@ class Runner:
         round_plan = self._round_plan(spans)
         choice = self._chosen(spans[round_plan.first_decoding :])
         wanted = self._wanted(spans, round_plan)
+        if any(span.request.grammar is not None for span in spans):
+            first, vocab = round_plan.first_decoding, self.state.vocab_size
+            masks = token_masks(spans, first, choice, vocab, self.state.device)
+            wanted = replace(wanted, masks=masks)
+        steps = self._steps(wanted, round_plan)
+        if steps:
+            wanted = replace(wanted, steps=steps)
         started = time.perf_counter()
         verdict = self.round(round_plan, choice, wanted)
         outcome = self._read(spans, round_plan, choice, verdict)
+        drafting = self.controller.draft_seconds
         if round_plan.first_decoding == 0 and wanted.logprobs is None:
-            self.controller.cost.observe(round_plan.rows, time.perf_counter() - started)
+            seconds = time.perf_counter() - started - sum(drafting.values())
+            self.controller.cost.observe(round_plan.rows, seconds)
+        if self.thrift:
+            self._account(outcome, steps, drafting)
         return outcome
+
+    def _steps(self, wanted: Wanted, plan: RoundPlan) -> dict[int, int]:
+        """How far each drafter should draft; 0 for one that sleeps."""
+        batch = len(plan.slots) - plan.first_sampling
+        cost, steps = self.controller.cost, {}
+        for index in wanted.proposers:
+            thrift = self.thrift.get(index)
+            if thrift is None or batch == 0:
+                continue
+            plain = cost.predict(batch)
+            row = cost.predict(2 * batch) - plain
+            steps[index] = thrift.steps(plain, row) if thrift.awake else 0
+        return steps
+
+    def _account(
+        self, outcome: Outcome, steps: Mapping[int, int], seconds: Mapping[int, float]
+    ) -> None:
+        """Hold what drafts brought against what they cost. ``outcome`` is of the drafts of the
+        round before, ``steps`` and ``seconds`` of those for the next."""
+        cost = self.controller.cost
+        batch = max(1, len(outcome.drafting))
+        drafts = sum(item.drafted for item in outcome.drafting.values())
+        plain = cost.predict(batch)
+        extra = cost.predict(batch + drafts) - plain
+        for index, thrift in self.thrift.items():
+            name = self.controller.names[index]
+            own = [item for item in outcome.drafting.values() if item.proposer == name]
+            if steps.get(index) == 0:
+                thrift.rest()
+                continue
+            if index in seconds:
+                thrift.drafted(seconds[index], steps[index])
+                share = sum(item.drafted for item in own) / max(1, drafts)
+                outcomes = [(item.drafted, item.accepted) for item in own]
+                thrift.verified(outcomes, plain / batch, extra * share)
 
     def _round_plan(self, spans: Sequence[Span]) -> RoundPlan:
         numbers = [span.request.slot for span in spans]

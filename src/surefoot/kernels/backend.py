@@ -14,60 +14,19 @@ from typing import Any
 
 import torch
 
-from surefoot.kernels.draws import Adjustments, Draws
+from surefoot.kernels.batch import FlatBatch, SpanTable
+from surefoot.kernels.draws import Adjustments, Draws, TokenMasks, mask_tokens
 from surefoot.kernels.quant import QuantTensor
+from surefoot.kernels.reference import rms_norm
+from surefoot.kernels.rounds import (
+    RoundLayout,
+    RoundVerdict,
+    judge_and_advance,
+    lay_out_spans,
+)
 
+__all__ = ["AttentionShape", "Backend", "FlatBatch", "LayerWeights", "RopeTable", "SpanTable"]
 Weight = torch.Tensor | QuantTensor
-
-
-@dataclass(frozen=True)
-class SpanTable:
-    """Where each span's rows lie: for kernels that work span by span.
-
-    The rows of a span are neighbours, in the order of their keys.
-    """
-
-    first_row: torch.Tensor
-    """int64 [B]."""
-    rows: torch.Tensor
-    """int64 [B]; 0 for an unused entry."""
-    slot: torch.Tensor
-    """int64 [B]: unspecified where ``rows`` is 0."""
-    max_rows: int
-    """Host-side upper bound of ``rows``."""
-
-
-@dataclass(frozen=True)
-class FlatBatch:
-    """The rows of one forward: prefill chunks, spans and single tokens alike, N in all.
-
-    Row r belongs to request ``row_slot[r]`` and sees the keys of that request whose index is
-    below ``span_start[row_slot[r]]``, and of the span's own rows those that ``mask`` allows:
-    bit j of ``mask[r]`` stands for the span's row j (a tree; all of the span's own bits for no
-    mask at all; -1 is reserved). Without ``mask`` the span is causal: row r sees keys
-    0 .. ``key_index[r]``.
-    All keys of the batch are written before any is read.
-    """
-
-    tokens: torch.Tensor
-    """int64 [N]: token ids."""
-    positions: torch.Tensor
-    """int64 [N]: RoPE positions."""
-    key_index: torch.Tensor
-    """int64 [N]: the row's index among its request's keys (equals ``positions`` for chains)."""
-    row_slot: torch.Tensor
-    """int64 [N]: row of ``block_tables`` and ``span_start``; -1 for padding, which writes nothing
-    and whose output is unspecified."""
-    block_tables: torch.Tensor
-    """int32 [slots, max_blocks]: block id of each ``block_size`` consecutive keys."""
-    span_start: torch.Tensor
-    """int64 [slots]: index of the first key that this forward writes."""
-    max_keys: int
-    """Host-side upper bound of ``key_index`` + 1, for backends that need a static extent."""
-    mask: torch.Tensor | None = None
-    """int64 [N] or None."""
-    spans: SpanTable | None = None
-    """The same rows by span, or None: backends that need it work it out from ``row_slot``."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +43,14 @@ class AttentionShape:
 class LayerWeights:
     """One decoder block, packed. ``Any`` fields are whatever ``pack_linear`` returned.
 
+    A block whose attention reads something else than the residual stream (see ``Backend.layer``)
+    has no ``input_norm``; ``kv`` is the part of ``qkv`` that ``write_keys`` needs.
+
     y = x + o(attention(rope(norm?(qkv(rms_norm(x))))));  x' = y + down(silu(gate(z)) * up(z)),
     z = rms_norm(y). Biases live inside the packed linears.
     """
 
-    input_norm: torch.Tensor
+    input_norm: torch.Tensor | None
     qkv: Any
     o: Any
     post_norm: torch.Tensor
@@ -98,6 +60,7 @@ class LayerWeights:
     k_norm: torch.Tensor | None
     eps: float
     shape: AttentionShape
+    kv: Any = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +80,9 @@ class Backend(ABC):
     device: torch.device
     dtype: torch.dtype
     """Storage type of dense weights and of the KV cache."""
+    control: Any = None
+    """Kernels for the book-keeping of recorded rounds (``kernels.triton.control``); None: torch
+    does it."""
 
     @abstractmethod
     def pack_linear(self, parts: Sequence[Weight], bias: torch.Tensor | None = None) -> Any:
@@ -147,10 +113,37 @@ class Backend(ABC):
 
     @abstractmethod
     def layer(
-        self, weights: LayerWeights, x: torch.Tensor, batch: FlatBatch, kv: Any, rope: RopeTable
+        self,
+        weights: LayerWeights,
+        x: torch.Tensor,
+        batch: FlatBatch,
+        kv: Any,
+        rope: RopeTable,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One decoder block over the flat batch: [N, hidden] -> [N, hidden]. Writes the rows'
-        keys and values into ``kv``. May overwrite ``x``."""
+        keys and values into ``kv``. May overwrite ``x``. ``inputs`` [N, any width]: what the
+        attention's projections read, as it is, in place of the normed ``x``."""
+
+    @abstractmethod
+    def write_keys(
+        self,
+        weights: LayerWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: Any,
+        rope: RopeTable,
+    ) -> None:
+        """Of a block only the rows' keys and values, from ``inputs`` as in ``layer``."""
+
+    @abstractmethod
+    def linear(self, linear: Any, x: torch.Tensor) -> torch.Tensor:
+        """A packed linear by itself: [N, in] -> [N, out] in the backend's activation type."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """An RMSNorm by itself: [N, n] -> [N, n] in ``x``'s dtype; ``weight`` from
+        ``pack_norm``."""
+        return rms_norm(x, weight, eps)
 
     def layers(
         self,
@@ -187,6 +180,10 @@ class Backend(ABC):
         lowest index."""
         return logits.argmax(dim=-1)
 
+    def mask_tokens(self, logits: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
+        """float32 [M, vocab] -> a copy with -inf where ``masks`` forbid a token."""
+        return mask_tokens(logits, masks)
+
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor | None:
         """Temperature, filters, noise and argmax at once: float32 logits [M, vocab] -> tokens
         int64 [M], as ``sampling/sampler.py`` says them in torch. None where the device has no
@@ -197,3 +194,11 @@ class Backend(ABC):
         """Penalties, bias and masked ends: float32 logits [M, vocab] -> a changed copy, as
         ``sampling/sampler.py`` says it in torch. None where the device has no kernel for it."""
         return None
+
+    def lay_out_spans(self, *arguments: Any) -> RoundLayout:
+        """``kernels.rounds.lay_out_spans``, perhaps faster."""
+        return lay_out_spans(*arguments)
+
+    def judge_and_advance(self, *arguments: Any) -> RoundVerdict:
+        """``kernels.rounds.judge_and_advance``, perhaps faster."""
+        return judge_and_advance(*arguments)

@@ -22,6 +22,10 @@ def ngram_lookup(
     latest of equally long matches wins; a continuation that reaches the end of the text goes on
     periodically.
     """
+    if history.is_cuda:
+        from surefoot.kernels.triton import lookup
+
+        return lookup.ngram_lookup(history, length, slots, min_ngram, max_ngram, window, drafts)
     native = _native()
     if native is not None and history.device.type == "cpu":
         tokens = torch.empty((len(slots), drafts), dtype=torch.int64)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from surefoot.kernels.backend import FlatBatch, RopeTable
+if TYPE_CHECKING:
+    from surefoot.kernels.backend import FlatBatch, RopeTable
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -33,9 +36,9 @@ def key_visibility(batch: FlatBatch, keys: int) -> torch.Tensor:
     """bool [N, keys]: which of its request's first ``keys`` keys each row sees (see FlatBatch)."""
     index = torch.arange(keys, device=batch.tokens.device)
     if batch.mask is None:
-        return index <= batch.key_index.unsqueeze(1)
+        return (index <= batch.key_index.unsqueeze(1)) & (index >= batch.first_key)
     start = batch.span_start[batch.row_slot.clamp(min=0)].unsqueeze(1)
     offset = index - start
     in_span = (offset >= 0) & (offset < 64)
     bit = (batch.mask.unsqueeze(1) >> offset.clamp(0, 63)) & 1
-    return (offset < 0) | (in_span & (bit == 1))
+    return ((offset < 0) | (in_span & (bit == 1))) & (index >= batch.first_key)

@@ -75,9 +75,13 @@ class TorchBackend(Backend):
         batch: FlatBatch,
         kv: torch.Tensor,
         rope: RopeTable,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         shape = weights.shape
-        qkv = weights.qkv(ops.rms_norm(x, weights.input_norm, weights.eps))
+        if inputs is None:
+            assert weights.input_norm is not None
+            inputs = ops.rms_norm(x, weights.input_norm, weights.eps)
+        qkv = weights.qkv(inputs)
         qkv = qkv.unflatten(-1, (shape.heads + 2 * shape.kv_heads, shape.head_dim))
         q, k, v = qkv.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
         if weights.q_norm is not None and weights.k_norm is not None:
@@ -89,6 +93,23 @@ class TorchBackend(Backend):
         x = x + weights.o(span_attention(q, kv, batch, shape).flatten(1))
         hidden = ops.rms_norm(x, weights.post_norm, weights.eps)
         return x + weights.down(ops.silu_mul(weights.gate_up(hidden)))
+
+    def write_keys(
+        self,
+        weights: LayerWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: torch.Tensor,
+        rope: RopeTable,
+    ) -> None:
+        shape = weights.shape
+        k, v = weights.kv(inputs).unflatten(-1, (2, shape.kv_heads, shape.head_dim)).unbind(1)
+        if weights.k_norm is not None:
+            k = ops.rms_norm(k, weights.k_norm, weights.eps)
+        write_kv(kv, ops.apply_rope(k, batch.positions, rope), v, batch)
+
+    def linear(self, linear: DenseLinear, x: torch.Tensor) -> torch.Tensor:
+        return linear(x)
 
     def head(
         self, norm: torch.Tensor, eps: float, linear: DenseLinear, x: torch.Tensor

@@ -20,11 +20,11 @@ from surefoot.models.rope import rope_table
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """``hidden`` [N, hidden] before the final norm; ``features``: the residual stream entering
-    each captured layer, [N, hidden] each, in the order asked for."""
+    """``hidden`` [N, hidden] before the final norm; ``features`` [N, captured * hidden]: the
+    residual stream entering each captured layer, side by side, in the order asked for."""
 
     hidden: torch.Tensor
-    features: tuple[torch.Tensor, ...]
+    features: torch.Tensor
 
 
 class Decoder:
@@ -90,7 +90,9 @@ class Decoder:
         the convention of Hugging Face's ``hidden_states[l]`` for l < layers."""
         x = self.backend.embed(self.table, batch.tokens)
         x, features = self.backend.layers(self.layers, x, batch, kv, self.rope, capture)
-        return ForwardResult(x, tuple(features[index] for index in capture))
+        if not capture:
+            return ForwardResult(x, x.new_empty((x.shape[0], 0)))
+        return ForwardResult(x, torch.cat([features[index] for index in capture], dim=1))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states of selected rows [M, hidden] -> float32 logits [M, vocab]."""

@@ -57,7 +57,7 @@ def split_rows(
     """
     library = load_native() if chances.device.type == "cpu" else None
     if library is None:
-        return split_rows_reference(chances, table, min_gain, min_pace)
+        return split_rows_reference(chances, table.to(chances.device), min_gain, min_pace)
     return split_rows_native(library, chances, table, min_gain, min_pace)
 
 
@@ -90,6 +90,17 @@ def split_rows_reference(
     return (rank < count).view(batch, width).sum(dim=1)
 
 
+def fill_rows(chances: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """The ``room`` most likely drafts (a tensor without dimensions), by request: int64 [B].
+
+    ``chances`` float32 [B, K] as in ``Choice``; drafts without a chance are left out."""
+    flat = chances.flatten()
+    order = flat.argsort(descending=True, stable=True)
+    rank = torch.empty_like(order)
+    rank.scatter_(0, order, torch.arange(len(order), device=order.device))
+    return ((rank < room) & (flat > 0)).view(chances.shape).sum(dim=1)
+
+
 class Controller:
     """Keeps every proposer's offers and estimates; sizes each round."""
 
@@ -103,6 +114,8 @@ class Controller:
         self.estimators = [AcceptanceEstimator(state) for _ in self.names]
         self.idle_rounds = 0
         self.probes = 0
+        self.draft_seconds: dict[int, float] = {}
+        """What the last round's drafting took, by proposer, as the host saw it."""
         count, slots, width = len(self.names), state.slots, state.max_drafts
         device = state.device
         self.tokens = torch.zeros((count, slots, width), dtype=torch.int64, device=device)
@@ -130,6 +143,10 @@ class Controller:
         self.confidence[index, slots] = drafts.confidence
         self.estimators[index].watch(slots, drafts)
         return drafts.lengths
+
+    def withdraw(self, index: int, slots: torch.Tensor) -> None:
+        """Proposer ``index`` offers nothing for the next round; its last offers no longer fit."""
+        self.lengths[index, slots] = 0
 
     def sanitise(self, index: int, slots: torch.Tensor, drafts: Drafts) -> Drafts:
         """The part of proposer ``index``'s offers that can be verified."""
@@ -162,6 +179,14 @@ class Controller:
         lengths = torch.minimum(lengths, self.draft_limit[slots]).clamp(min=0)
         lengths = torch.where(self.allowed[index, slots], lengths, 0)
         return Drafts(tokens.clamp(0, state.vocab_size - 1), lengths, confidence)
+
+    def cut(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Keep of the offers for ``slots`` [B] only ``lengths`` [proposers, B] drafts: a grammar
+        forbids what follows."""
+        lengths = torch.minimum(self.lengths[:, slots], lengths)
+        self.lengths[:, slots] = lengths
+        for estimator, kept in zip(self.estimators, lengths, strict=True):
+            estimator.shorten(slots, kept)
 
     def learn(self, slots: torch.Tensor) -> None:
         """Judge watched offers by the tokens that a round committed to ``slots``."""

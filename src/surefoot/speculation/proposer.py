@@ -16,6 +16,10 @@ from typing import Any, ClassVar
 import torch
 
 from surefoot.errors import SurefootError
+from surefoot.kernels.backend import FlatBatch
+from surefoot.models.config import ModelConfig
+from surefoot.models.decoder import Decoder
+from surefoot.sampling.params import Features
 from surefoot.speculation.state import SlotState
 
 
@@ -27,7 +31,9 @@ class Needs:
     captured_layers: tuple[int, ...] = ()
     """Layer indices whose entering residual stream it reads (see ``Decoder.forward``)."""
     kv_bytes_per_token: int = 0
+    """Bytes of own pools for each position of the target's."""
     fixed_bytes: int = 0
+    """Bytes besides: weights, state of the slots, scratch."""
     context_limit: int | None = None
     """Requests longer than this lose its drafts, not service."""
 
@@ -50,6 +56,18 @@ class Drafts:
 
 
 @dataclass(frozen=True)
+class Outlook:
+    """What the host knows of the drafts that will be asked for; the same for many rounds."""
+
+    features: Features = Features()
+    """Sampling stages that some request of the round needs."""
+    max_keys: int = 0
+    """Upper bound of the requests' ``length`` after this round."""
+    longest: int = 0
+    """Longest draft that can be of use."""
+
+
+@dataclass(frozen=True)
 class Commits:
     """What a round settled for B slots: positions ``first`` .. ``first + counts - 1`` now have
     final KV (and features)."""
@@ -59,8 +77,10 @@ class Commits:
     counts: torch.Tensor
     rows: torch.Tensor
     """int64 [B]: index of each slot's first row in the round's flat batch."""
-    features: tuple[torch.Tensor, ...]
-    """The captured layers' [N, hidden], in the order of ``Needs.captured_layers``."""
+    batch: FlatBatch
+    """The flat batch itself: N rows, those of rejected drafts and of padding included."""
+    features: torch.Tensor
+    """[N, captured * hidden]: the layers of ``Needs.captured_layers`` side by side."""
 
 
 class Proposer(ABC):
@@ -90,7 +110,24 @@ class Proposer(ABC):
         """Bring own state (drafter KV) up to the committed tokens. Default: there is none."""
 
     def admit(self, slot: int) -> None:
-        """A request, new or resumed, entered the slot. Default: nothing to reset."""
+        """A request, new or resumed, entered the slot; its first ``state.computed[slot]`` positions
+        were found in the prefix cache, in the blocks of ``state.block_tables[slot]``. Default:
+        nothing to reset."""
+
+    def load(self, target: Decoder) -> None:
+        """Load a network for this target, before ``needs`` is asked. Default: there is none."""
+
+    def allocate(self, blocks: int) -> None:
+        """Make own KV pools of ``blocks`` blocks, under the target's block ids. Default: none."""
+
+    def expect(self, outlook: Outlook) -> None:
+        """What the next ``propose`` is about. Default: it does not matter."""
+
+    @classmethod
+    def inspect(cls, path: str, target: ModelConfig | None) -> dict[str, Any] | None:
+        """JSON-ready facts about the drafter in the local folder ``path``, and whether it fits
+        ``target``; None if it is none of this kind. Default: there are no files."""
+        return None
 
 
 def read_options(proposer: type[Proposer], values: Mapping[str, Any]) -> Any:

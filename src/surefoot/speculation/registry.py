@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
 from surefoot.errors import SurefootError
-from surefoot.speculation.proposer import Proposer
+
+if TYPE_CHECKING:
+    from surefoot.models.config import ModelConfig
+    from surefoot.speculation.proposer import Proposer
 
 DEFAULT = ("ngram",)
+DRAFTERS = {"eagle3": "EAGLE-3"}
+"""Proposers with a network of their own, which their option ``path`` names; and what people call
+them."""
 _PROPOSERS: dict[str, str | type[Proposer]] = {
+    "eagle3": "surefoot.speculation.proposers.eagle3.proposer:Eagle3Proposer",
     "ngram": "surefoot.speculation.proposers.ngram:NgramProposer",
 }
 RESERVED = ("auto", "off")
@@ -35,3 +43,14 @@ def find(name: str) -> type[Proposer]:
         entry = getattr(importlib.import_module(module), attribute)
         _PROPOSERS[name] = entry
     return entry
+
+
+def inspect_drafter(path: str, target: ModelConfig | None = None) -> dict[str, Any] | None:
+    """JSON-ready facts about the drafter in a local folder; None if it holds none that is known.
+
+    ``target``: also say whether it fits. Raises SurefootError for a broken one."""
+    for name in DRAFTERS:
+        facts = find(name).inspect(path, target)
+        if facts is not None:
+            return facts
+    return None

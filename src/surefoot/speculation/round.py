@@ -6,12 +6,14 @@ that a GPU can capture it. The host plans (which requests, how many rows) and re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from surefoot.kernels.draws import TokenMasks
 from surefoot.models.decoder import Decoder
 from surefoot.sampling.acceptance import accept_chain, cut_at_end
 from surefoot.sampling.logprobs import RowLogprobs, row_logprobs
@@ -19,7 +21,7 @@ from surefoot.sampling.params import Features
 from surefoot.sampling.sampler import SampleRows, sample_rows
 from surefoot.speculation.controller import Choice, Controller
 from surefoot.speculation.layout import Layout, RoundPlan, lay_out
-from surefoot.speculation.proposer import Commits, Proposer
+from surefoot.speculation.proposer import Commits, Outlook, Proposer
 from surefoot.speculation.state import SlotState
 
 PROMPT_LOGPROB_ROWS = 64
@@ -34,9 +36,13 @@ class Wanted:
     """Largest ``logprobs`` of the round, None if nobody wants any."""
     proposers: tuple[int, ...] = ()
     """Indices of the proposers that some request of the round allows."""
+    steps: Mapping[int, int] = field(default_factory=dict)
+    """Longest draft asked for, by proposer; 0 for one that sleeps. Absent: its longest."""
     prompt_rows: torch.Tensor | None = None
     """int64 [R]: prefill rows of the flat batch whose next token's logprob is wanted."""
     prompt_logprobs: int = 0
+    masks: TokenMasks | None = None
+    """By sampled row, where some request of the round has a grammar."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +84,16 @@ class SpeculativeRound:
         # What every round would otherwise ask again: who keeps state, and which layers it reads.
         layers = [proposer.needs().captured_layers for proposer in proposers]
         self.capture = sorted({layer for own in layers for layer in own})
-        places = [tuple(self.capture.index(layer) for layer in own) for own in layers]
         self.stateful = [
             (proposer, own)
-            for proposer, own in zip(proposers, places, strict=True)
+            for proposer, own in zip(proposers, layers, strict=True)
             if type(proposer).catch_up is not Proposer.catch_up
         ]
 
     def __call__(self, plan: RoundPlan, choice: Choice | None, wanted: Wanted) -> Verdict:
         """``choice`` holds the drafts of the spans from ``plan.first_decoding`` on."""
         state = self.state
+        self.controller.draft_seconds.clear()
         if choice is not None:
             write_drafts(state, plan.slots[plan.first_decoding :], choice)
         layout = lay_out(state, plan)
@@ -116,14 +122,15 @@ class SpeculativeRound:
             return torch.zeros(1, dtype=torch.int64, device=state.device), None
         if not plan.every_row_samples:
             hidden = hidden[layout.sample_index]
-        if wanted.logprobs is None and wanted.features == Features():
+        plain = wanted.features == Features() and wanted.masks is None
+        if wanted.logprobs is None and plain:
             return self.decoder.greedy(hidden), None
         logits = self.decoder.logits(hidden)
         rows = SampleRows(
             layout.sample_slots, layout.sample_positions, state.history, plan.max_keys
         )
         backend = self.decoder.backend
-        sampled = sample_rows(logits, rows, state.params, wanted.features, backend)
+        sampled = sample_rows(logits, rows, state.params, wanted.features, backend, wanted.masks)
         if wanted.logprobs is None:
             return sampled, None
         return sampled, row_logprobs(logits, sampled, wanted.logprobs)
@@ -185,13 +192,15 @@ class SpeculativeRound:
         plan: RoundPlan,
         layout: Layout,
         settled: tuple[torch.Tensor, torch.Tensor],
-        features: tuple[torch.Tensor, ...],
+        features: torch.Tensor,
     ) -> None:
         """Tell the proposers what was settled."""
         first, counts = settled
-        for proposer, places in self.stateful:
-            own = tuple(features[place] for place in places)
-            proposer.catch_up(Commits(plan.slots, first, counts, layout.first_row, own))
+        for proposer, layers in self.stateful:
+            own = select_layers(features, self.capture, layers)
+            proposer.catch_up(
+                Commits(plan.slots, first, counts, layout.first_row, layout.batch, own)
+            )
 
     def draft(self, plan: RoundPlan, wanted: Wanted) -> torch.Tensor:
         """Judge earlier offers by the new tokens, and take the offers for the next round."""
@@ -200,8 +209,16 @@ class SpeculativeRound:
         if len(slots) and wanted.proposers:
             self.controller.learn(slots)
             for index in wanted.proposers:
-                drafts = self.proposers[index].propose(slots)
+                steps = wanted.steps.get(index, self.state.max_drafts)
+                if steps == 0:
+                    self.controller.withdraw(index, slots)
+                    continue
+                started = time.perf_counter()
+                proposer = self.proposers[index]
+                proposer.expect(Outlook(wanted.features, plan.max_keys + 1, steps))
+                drafts = proposer.propose(slots)
                 offered[plan.first_sampling :] += self.controller.offer(index, slots, drafts)
+                self.controller.draft_seconds[index] = time.perf_counter() - started
         return offered
 
     def score_prompt(
@@ -216,6 +233,20 @@ class SpeculativeRound:
             logits = self.decoder.logits(hidden[rows])
             scores.append(row_logprobs(logits, following, wanted.prompt_logprobs))
         return scores
+
+
+def select_layers(
+    features: torch.Tensor, captured: Sequence[int], wanted: Sequence[int]
+) -> torch.Tensor:
+    """The ``wanted`` layers of ``features`` [N, captured * hidden] side by side; without a copy
+    where they are neighbours."""
+    if not wanted:
+        return features[:, :0]
+    hidden = features.shape[1] // len(captured)
+    places = [captured.index(layer) for layer in wanted]
+    if places == list(range(places[0], places[0] + len(places))):
+        return features[:, places[0] * hidden : (places[-1] + 1) * hidden]
+    return torch.cat([features[:, at * hidden : (at + 1) * hidden] for at in places], dim=1)
 
 
 def write_drafts(state: SlotState, slots: torch.Tensor, choice: Choice) -> None:

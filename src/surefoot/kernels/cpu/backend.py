@@ -25,9 +25,14 @@ from surefoot.kernels.backend import (
 from surefoot.kernels.cpu import sampling
 from surefoot.kernels.cpu.build import load_native, native_unavailable
 from surefoot.kernels.cpu.linear import DENSE_KINDS, KINDS, LANES, NativeLinear, pack_part
-from surefoot.kernels.cpu.prepare import PreparedBatch, prepare_batch, prepare_layer
+from surefoot.kernels.cpu.prepare import (
+    PreparedBatch,
+    prepare_batch,
+    prepare_keys,
+    prepare_layer,
+)
 from surefoot.kernels.cpu.structs import BAD_INDEX, ContextStruct, KVStruct
-from surefoot.kernels.draws import Adjustments, Draws
+from surefoot.kernels.draws import Adjustments, Draws, TokenMasks
 
 SERIAL_BELOW = 1 << 19
 
@@ -153,27 +158,58 @@ class NativeBackend(Backend):
         batch: FlatBatch,
         kv: NativeKV,
         rope: RopeTable,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x float32 [N, hidden], overwritten with the result (a copy when not contiguous).
         MemoryError when scratch memory cannot be had."""
         prepared = weights.qkv.prepared
         if prepared is None or prepared.weights is not weights or prepared.rope is not rope:
             prepared = prepare_layer(weights, rope, KINDS[DENSE_KINDS[self.dtype]])
-        prepared_batch = self._batch
-        if prepared_batch is None or prepared_batch.batch is not batch:
-            self._batch = prepared_batch = prepare_batch(batch)
+        if inputs is not None:
+            inputs = _input(inputs, weights.qkv)
         if x.dtype is not torch.float32 or not x.is_contiguous():
             x = x.float().contiguous()
         if self._library.sf_layer(
             self._context_address,
             prepared.address,
-            prepared_batch.address,
+            self._prepared_batch(batch).address,
             kv.address,
+            None if inputs is None else inputs.data_ptr(),
             x.data_ptr(),
             self._threads(),
         ):
             raise MemoryError("no memory for a layer's intermediate results")
         return x
+
+    def write_keys(
+        self,
+        weights: LayerWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: NativeKV,
+        rope: RopeTable,
+    ) -> None:
+        """See ``Backend.write_keys``."""
+        prepared = weights.kv.prepared
+        if prepared is None or prepared.weights is not weights or prepared.rope is not rope:
+            prepared = prepare_keys(weights, rope, KINDS[DENSE_KINDS[self.dtype]])
+        inputs = _input(inputs, weights.kv)
+        if self._library.sf_write_keys(
+            self._context_address,
+            prepared.address,
+            self._prepared_batch(batch).address,
+            kv.address,
+            inputs.data_ptr(),
+            self._threads(),
+        ):
+            raise MemoryError("no memory for the keys of a layer")
+
+    def _prepared_batch(self, batch: FlatBatch) -> PreparedBatch:
+        """Kept for the next layer over the same batch."""
+        prepared = self._batch
+        if prepared is None or prepared.batch is not batch:
+            self._batch = prepared = prepare_batch(batch)
+        return prepared
 
     def head(
         self, norm: torch.Tensor, eps: float, linear: NativeLinear, x: torch.Tensor
@@ -233,10 +269,21 @@ class NativeBackend(Backend):
         threads = self._threads()
         return sampling.adjust(self._library, self._context_address, logits, adjustments, threads)
 
+    def mask_tokens(self, logits: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
+        """See ``Backend.mask_tokens``."""
+        return sampling.mask(self._library, logits, masks, self._threads())
+
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         """See ``Backend.draw``; logits without NaN."""
         threads = self._threads()
         return sampling.draw(self._library, self._context_address, logits, draws, threads)
+
+
+def _input(x: torch.Tensor, linear: NativeLinear) -> torch.Tensor:
+    """The input of a linear as the C code reads it."""
+    if x.shape[1] != linear.shape[1]:
+        raise ValueError(f"an input of {x.shape[1]} columns for {linear.shape[1]}")
+    return x.float().contiguous()
 
 
 def _release(library: ctypes.CDLL, context: ContextStruct) -> None:

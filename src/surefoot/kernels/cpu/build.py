@@ -135,7 +135,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "sf_panel_bytes": (int64, [int32, int64]),
         "sf_pack": (None, [int32, pointer, int64, int64, pointer, int32]),
         "sf_embed": (int32, [pointer, pointer, int64, pointer, int32]),
-        "sf_layer": (int32, [pointer, pointer, pointer, pointer, pointer, int32]),
+        "sf_layer": (int32, [pointer, pointer, pointer, pointer, pointer, pointer, int32]),
+        "sf_write_keys": (int32, [pointer, pointer, pointer, pointer, pointer, int32]),
         "sf_head": (
             int32,
             [pointer, pointer, ctypes.c_float, pointer, pointer, int64, pointer, pointer, int32],
@@ -183,6 +184,10 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ),
         "sf_argmax": (None, [pointer, int64, int64, pointer, pointer, pointer, int32]),
         "sf_adjust": (int32, [pointer, pointer, int64, int64, pointer, pointer, int32]),
+        "sf_mask": (
+            int32,
+            [pointer, int64, int64, pointer, int64, int64, pointer, pointer, int32],
+        ),
         "sf_draw": (int32, [pointer, pointer, int64, int64, pointer, pointer, int32]),
     }
     for name, (result, arguments) in signatures.items():

@@ -118,6 +118,7 @@ typedef struct {
     const sf_layer_weights *w;
     const sf_batch *batch;
     const sf_kv *kv;
+    const float *inputs; /* of the qkv projection; NULL: the norm of x */
     float *x, *qkv, *attended, *inner, *buffers;
     uint8_t *scratch;
     size_t per_thread;
@@ -130,7 +131,10 @@ static void layer_task(void *argument) {
     layer_job *j = argument;
     const sf_layer_weights *w = j->w;
     float *buffer = j->buffers + (int64_t)sf_me * (w->hidden + 16);
-    norm_rows(j->x, w->input_norm, w->eps, &j->acts[0], buffer);
+    if (j->inputs)
+        put_rows(j->inputs, w->qkv.inputs, 0, &j->acts[0]);
+    else
+        norm_rows(j->x, w->input_norm, w->eps, &j->acts[0], buffer);
     sf_wait(&j->barrier);
     sf_gemm(&w->qkv, &j->acts[0], (sf_out){j->qkv, w->qkv.outputs, 0, NULL}, &j->work[0], sf_team);
     sf_wait(&j->barrier);
@@ -153,9 +157,10 @@ static void layer_task(void *argument) {
     sf_gemm(&w->down, &j->acts[3], (sf_out){j->x, w->hidden, 1, NULL}, &j->work[4], sf_team);
 }
 
-/* x [rows, hidden] becomes the layer's output. Returns SF_OK or SF_NO_MEMORY. */
+/* x [rows, hidden] becomes the layer's output; `inputs` [rows, qkv.inputs] may be NULL. Returns
+ * SF_OK or SF_NO_MEMORY. */
 SF_EXPORT int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_batch *batch,
-                       const sf_kv *kv, float *x, int threads) {
+                       const sf_kv *kv, const float *inputs, float *x, int threads) {
     int64_t rows = batch->rows;
     if (rows == 0) return SF_OK;
     const sf_linear *linear[4] = {&w->qkv, &w->o, &w->gate_up, &w->down};
@@ -173,10 +178,37 @@ SF_EXPORT int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_
     for (int i = 0; i < 4; i++) place_acts(&acts[i], memory, place[i]);
     float *qkv = (float *)(memory + qkv_at), *attended = (float *)(memory + attended_at);
     float *inner = (float *)(memory + inner_at);
-    layer_job job = {w, batch, kv, x, qkv, attended, inner,
+    layer_job job = {w, batch, kv, inputs, x, qkv, attended, inner,
                      (float *)(memory + buffers_at), memory + scratch_at, per_thread,
                      {acts[0], acts[1], acts[2], acts[3]}, {{0}}, {0, 0, 0}};
     sf_run(threads, layer_task, &job);
+    return SF_OK;
+}
+
+static void keys_task(void *argument) {
+    layer_job *j = argument;
+    const sf_layer_weights *w = j->w;
+    put_rows(j->inputs, w->qkv.inputs, 0, &j->acts[0]);
+    sf_wait(&j->barrier);
+    sf_gemm(&w->qkv, &j->acts[0], (sf_out){j->qkv, w->qkv.outputs, 0, NULL}, &j->work[0], sf_team);
+    sf_wait(&j->barrier);
+    prepare_heads(w, j->batch, j->kv, j->qkv);
+}
+
+/* Keys and values of the rows from `inputs` [rows, qkv.inputs], and nothing else of a layer: w has
+ * no query heads, and its qkv holds k and v alone. */
+SF_EXPORT int sf_write_keys(sf_context *context, const sf_layer_weights *w, const sf_batch *batch,
+                            const sf_kv *kv, const float *inputs, int threads) {
+    if (batch->rows == 0) return SF_OK;
+    size_t cursor = 0, place[2];
+    if (multiplications(&w->qkv, batch->rows) < context->serial_below) threads = 1;
+    layer_job job = {.w = w, .batch = batch, .kv = kv, .inputs = inputs};
+    job.acts[0] = reserve_acts(&cursor, &w->qkv, batch->rows, place);
+    size_t qkv_at = reserve(&cursor, (size_t)(batch->rows * w->qkv.outputs) * 4);
+    if (sf_grow(context, cursor)) return SF_NO_MEMORY;
+    place_acts(&job.acts[0], context->memory, place);
+    job.qkv = (float *)(context->memory + qkv_at);
+    sf_run(threads, keys_task, &job);
     return SF_OK;
 }
 

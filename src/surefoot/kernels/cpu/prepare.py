@@ -34,9 +34,10 @@ class PreparedBatch:
 def prepare_layer(weights: LayerWeights, rope: RopeTable, kv_kind: int) -> PreparedLayer:
     """Kept with the layer's weights. ValueError where shapes do not fit together."""
     shape = weights.shape
-    hidden, inner = weights.qkv.shape[1], weights.down.shape[1]
+    hidden, inner = weights.o.shape[0], weights.down.shape[1]
+    width = weights.qkv.shape[1] if weights.input_norm is None else hidden
     expected = {
-        "qkv": ((shape.heads + 2 * shape.kv_heads) * shape.head_dim, hidden),
+        "qkv": ((shape.heads + 2 * shape.kv_heads) * shape.head_dim, width),
         "o": (hidden, shape.heads * shape.head_dim),
         "gate_up": (2 * inner, hidden),
         "down": (hidden, inner),
@@ -78,6 +79,27 @@ def prepare_layer(weights: LayerWeights, rope: RopeTable, kv_kind: int) -> Prepa
     return prepared
 
 
+def prepare_keys(weights: LayerWeights, rope: RopeTable, kv_kind: int) -> PreparedLayer:
+    """A layer of which only keys and values are wanted; kept with ``weights.kv``."""
+    shape, linear = weights.shape, weights.kv
+    if linear.shape[0] != 2 * shape.kv_heads * shape.head_dim:
+        raise ValueError(f"kv is {linear.shape}, expected {2 * shape.kv_heads * shape.head_dim}")
+    struct = LayerStruct(
+        heads=0,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        kv_kind=kv_kind,
+        eps=weights.eps,
+        k_norm=None if weights.k_norm is None else weights.k_norm.data_ptr(),
+        cos=rope.cos.data_ptr(),
+        sin=rope.sin.data_ptr(),
+        qkv=linear.struct,
+    )
+    prepared = PreparedLayer(weights, rope, struct, ctypes.addressof(struct))
+    linear.prepared = prepared
+    return prepared
+
+
 def prepare_batch(batch: FlatBatch) -> PreparedBatch:
     """The struct holds addresses only: changed contents are seen by the next call. ValueError for
     tensors of another type or layout."""
@@ -99,5 +121,6 @@ def prepare_batch(batch: FlatBatch) -> PreparedBatch:
         *(tensor.data_ptr() for tensor in tensors[:4]),
         None if batch.mask is None else batch.mask.data_ptr(),
         batch.block_tables.data_ptr(),
+        batch.first_key,
     )
     return PreparedBatch(batch, struct, ctypes.addressof(struct), tensors)

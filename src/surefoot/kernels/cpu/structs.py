@@ -46,6 +46,7 @@ class BatchStruct(ctypes.Structure):
         ("table_stride", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("positions", "key_index", "row_slot")),
         *((name, ctypes.c_void_p) for name in ("span_start", "mask", "tables")),
+        ("first_key", ctypes.c_int64),
     ]
 
 

@@ -49,7 +49,7 @@ def prefetch_keys(
 def attention_kernel(
     q_ptr, kv_ptr, out_ptr, part_ptr, lse_ptr, first_row_ptr, rows_ptr, slot_ptr, spans,
     tables_ptr, table_stride, start_ptr, key_index_ptr, mask_ptr, value_offset, scale,
-    splits, tiles,
+    splits, tiles, first_key,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, SEARCH: tl.constexpr, SPANS: tl.constexpr, MASKED: tl.constexpr,
@@ -139,7 +139,8 @@ def attention_kernel(
             visible = (offset < 0)[None, :] | ((offset < 64)[None, :] & (bit == 1))
         else:
             visible = key[None, :] <= last_key[:, None]
-        scores = tl.where(visible & known[None, :], scores, float("-inf"))
+        visible = visible & (known & (key >= first_key))[None, :]
+        scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, axis=1))
         # A row may see none of these keys: -inf less -inf is NaN.
         pivot = tl.where(higher == float("-inf"), 0.0, higher)
@@ -309,7 +310,7 @@ def _launch(
     attention_kernel[(plan.programs, shape.kv_heads, plan.splits)](
         q, kv, out, part, lse, spans.first_row, spans.rows, spans.slot, entries,
         batch.block_tables, batch.block_tables.stride(0), batch.span_start, batch.key_index,
-        batch.mask, kv.stride(0), shape.scale * LOG2_E, plan.splits, plan.tiles,
+        batch.mask, kv.stride(0), shape.scale * LOG2_E, plan.splits, plan.tiles, batch.first_key,
         shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3], width,
         plan.block_m, plan.block_n, plan.splits > 1, not plan.tiles,
         1 if plan.tiles else next_power_of_2(entries),

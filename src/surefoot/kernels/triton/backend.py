@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import embedding, linear
@@ -17,15 +17,19 @@ from surefoot.kernels.backend import (
     Weight,
 )
 from surefoot.kernels.quant import QuantTensor
+from surefoot.kernels.triton import control
 from surefoot.kernels.triton.activation import silu_mul
 from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.attention import span_attention
+from surefoot.kernels.triton.draws import DrawSeam
 from surefoot.kernels.triton.launch import check_device, processors, shared_memory
 from surefoot.kernels.triton.matmul import matmul, multiply
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, plan_for
 from surefoot.kernels.triton.norm import add_rms_norm, rms_norm, sum_add_rms_norm
 from surefoot.kernels.triton.qkv import fits, project_qkv
 from surefoot.kernels.triton.rope_kv import rope_and_write
+from surefoot.kernels.triton.slots import lay_out
+from surefoot.kernels.triton.verdict import judge_and_advance
 
 Norm = tuple[torch.Tensor, float]
 """Weight [width] and epsilon of an RMSNorm."""
@@ -101,6 +105,9 @@ class TritonBackend(Backend):
     """
 
     name = "triton"
+    lay_out_spans = staticmethod(lay_out)
+    judge_and_advance = staticmethod(judge_and_advance)
+    control = control
 
     def __init__(
         self, device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16
@@ -108,6 +115,8 @@ class TritonBackend(Backend):
         self.device = torch.device(device)
         self.dtype = dtype
         check_device(self.device, dtype)
+        seam = DrawSeam(self.device)
+        self.draw, self.adjust = seam.draw, seam.adjust
 
     def _dense(self, weight: Weight) -> torch.Tensor:
         if isinstance(weight, QuantTensor):
@@ -151,9 +160,13 @@ class TritonBackend(Backend):
         batch: FlatBatch,
         kv: torch.Tensor,
         rope: RopeTable,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x = x.to(self.dtype).contiguous()
-        normed = rms_norm(x, weights.input_norm, weights.eps)
+        if inputs is None:
+            normed = rms_norm(x, weights.input_norm, weights.eps)
+        else:
+            normed = inputs.to(self.dtype).contiguous()
         x, hidden = self._up_to_down(weights, x, normed, batch, kv, rope)
         return weights.down.added(hidden, x)
 
@@ -206,6 +219,25 @@ class TritonBackend(Backend):
         attended = span_attention(q, kv, batch, shape).flatten(1)
         x, normed = weights.o.added_normed(attended, x, (weights.post_norm, eps))
         return x, weights.gate_up.gated(normed)
+
+    def write_keys(
+        self,
+        weights: LayerWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: torch.Tensor,
+        rope: RopeTable,
+    ) -> None:
+        norms = None if weights.k_norm is None else (weights.k_norm, weights.k_norm)
+        projected = weights.kv(inputs.to(self.dtype).contiguous())
+        shape = replace(weights.shape, heads=0)
+        rope_and_write(projected, kv, batch, shape, rope, norms, weights.eps)
+
+    def linear(self, linear: TritonLinear, x: torch.Tensor) -> torch.Tensor:
+        return linear(x.to(self.dtype).contiguous())
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x.contiguous(), weight, eps)
 
     def head(
         self, norm: torch.Tensor, eps: float, linear: TritonLinear, x: torch.Tensor

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 
 from surefoot.kernels.triton.launch import jit, next_power_of_2
-from surefoot.kernels.triton.tables import SamplingTables
+from surefoot.kernels.triton.tables import DrawTables
 
 EVERYTHING = tl.constexpr(0x7FFFFFFF)
 SHIFTS = (28, 24, 20, 16, 12, 8, 4, 0)
@@ -131,7 +131,7 @@ def find_limits(
     logits: torch.Tensor,
     largest: torch.Tensor,
     slots: torch.Tensor,
-    params: SamplingTables,
+    params: DrawTables,
     top_k: bool,
     top_p: bool,
     min_p: bool,

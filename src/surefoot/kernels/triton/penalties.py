@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
-from surefoot.kernels.triton.tables import SamplingTables
+from surefoot.kernels.triton.tables import AdjustTables
 
 TILE = 1024
 SEEN, COUNTED = tl.constexpr(1), tl.constexpr(2)
@@ -90,7 +90,7 @@ def apply_penalties(
     positions: torch.Tensor,
     history: torch.Tensor,
     max_history: int,
-    params: SamplingTables,
+    params: AdjustTables,
 ) -> None:
     """``logits`` float32 [M, vocab], contiguous; ``scratch`` int32 [>= M, vocab] of zeros, and
     zeros again afterwards; ``slots`` and ``positions`` int64 [M]; ``history`` int64
@@ -108,7 +108,7 @@ def apply_bias_and_ends(
     logits: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
-    params: SamplingTables,
+    params: AdjustTables,
     bias: bool,
     ends: bool,
 ) -> None:

@@ -18,7 +18,7 @@ from surefoot.kernels.triton.filters import depth_of, find_limits, scores_of
 from surefoot.kernels.triton.launch import jit, next_power_of_2
 from surefoot.kernels.triton.noise import gumbel, noise_words
 from surefoot.kernels.triton.penalties import apply_bias_and_ends, apply_penalties
-from surefoot.kernels.triton.tables import SamplingTables, Stages
+from surefoot.kernels.triton.tables import DrawTables, SamplingTables, Stages
 
 
 @jit
@@ -100,16 +100,17 @@ class Sampler:
             apply_bias_and_ends(logits, slots, positions, params, stages.bias, stages.min_tokens)
         if not stages.noise:
             return argmax(logits)
-        return self._draw(logits, slots, positions, params, stages)
+        return self.draw(logits, slots, positions, params, stages)
 
-    def _draw(
+    def draw(
         self,
         logits: torch.Tensor,
         slots: torch.Tensor,
         positions: torch.Tensor,
-        params: SamplingTables,
+        params: DrawTables,
         stages: Stages,
     ) -> torch.Tensor:
+        """Temperature, filters, noise and argmax of logits that are ready for them."""
         rows, vocab = logits.shape
         maxima, indices = parts_of(rows, vocab, logits.device)
         parts = maxima.shape[1]

@@ -1,18 +1,17 @@
 """From slots to the rows of a round and back, one small kernel each.
 
-Twins: ``speculation.layout.lay_out``; ``judge`` and ``advance`` of ``speculation.round``. Entries
-of a plan without known rows are unused (their slot may be -1): they get no rows and change
-nothing, so that a captured graph serves fewer spans than it was captured for.
+Twins: ``kernels.rounds``. Entries of a plan without known rows are unused (their slot may be -1):
+they get no rows and change nothing, so that a captured graph serves fewer spans than it was
+captured for.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton.language as tl
 
 from surefoot.kernels.backend import FlatBatch, SpanTable
+from surefoot.kernels.rounds import RoundLayout, RoundSpans
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 
 TILE = 16
@@ -83,32 +82,6 @@ def lay_out_kernel(
         tl.store(first_row_ptr + entry, ends - counts, mask=inside)
         tl.store(count_ptr + entry, counts, mask=inside)
         tl.store(first_sample_ptr + entry, sample_ends - sampled, mask=inside)
-
-
-@dataclass(frozen=True)
-class RoundSpans:
-    """The spans of a round, on the device: int64 [B] each.
-
-    ``known``: rows of known tokens, 0 for an unused entry; ``drafts``: rows of drafts after them;
-    ``samples``: 1 where the last known row and the drafts are sampled, else 0.
-    """
-
-    slots: torch.Tensor
-    known: torch.Tensor
-    drafts: torch.Tensor
-    samples: torch.Tensor
-
-
-@dataclass(frozen=True)
-class RoundLayout:
-    """As ``speculation.layout.Layout``; the batch has its span table."""
-
-    batch: FlatBatch
-    first_row: torch.Tensor
-    sample_index: torch.Tensor
-    sample_slots: torch.Tensor
-    sample_positions: torch.Tensor
-    first_sample: torch.Tensor
 
 
 def lay_out(

@@ -8,23 +8,46 @@ from typing import Protocol
 import torch
 
 
-class SamplingTables(Protocol):
-    """Parameters by slot: [slots], or [slots, n] padded with -1, on the device, contiguous."""
+class DrawTables(Protocol):
+    """What a draw needs: [slots], on the device, contiguous."""
 
-    temperature: torch.Tensor
-    min_p: torch.Tensor
-    top_p: torch.Tensor
-    top_k: torch.Tensor
-    repetition: torch.Tensor
-    presence: torch.Tensor
-    frequency: torch.Tensor
-    seed: torch.Tensor
-    choice: torch.Tensor
-    prompt_length: torch.Tensor
-    min_length: torch.Tensor
-    stop_ids: torch.Tensor
-    bias_ids: torch.Tensor
-    bias: torch.Tensor
+    @property
+    def temperature(self) -> torch.Tensor: ...
+    @property
+    def min_p(self) -> torch.Tensor: ...
+    @property
+    def top_p(self) -> torch.Tensor: ...
+    @property
+    def top_k(self) -> torch.Tensor: ...
+    @property
+    def seed(self) -> torch.Tensor: ...
+    @property
+    def choice(self) -> torch.Tensor: ...
+
+
+class AdjustTables(Protocol):
+    """What penalties, bias and masked ends need: [slots], or [slots, n] padded with -1."""
+
+    @property
+    def repetition(self) -> torch.Tensor: ...
+    @property
+    def presence(self) -> torch.Tensor: ...
+    @property
+    def frequency(self) -> torch.Tensor: ...
+    @property
+    def prompt_length(self) -> torch.Tensor: ...
+    @property
+    def min_length(self) -> torch.Tensor: ...
+    @property
+    def stop_ids(self) -> torch.Tensor: ...
+    @property
+    def bias_ids(self) -> torch.Tensor: ...
+    @property
+    def bias(self) -> torch.Tensor: ...
+
+
+class SamplingTables(DrawTables, AdjustTables, Protocol):
+    """Both."""
 
 
 class Stages(Protocol):

@@ -1,15 +1,12 @@
-"""Accept drafts, cut at ends, commit: one program a span. Twins: ``accept_chain`` and
-``cut_at_end`` of ``sampling.acceptance``, ``advance`` of ``speculation.round``."""
+"""Accept drafts, cut at ends, commit: one program a span. Twin: ``kernels.rounds``."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton.language as tl
 
+from surefoot.kernels.rounds import RoundSpans, RoundVerdict
 from surefoot.kernels.triton.launch import jit, next_power_of_2
-from surefoot.kernels.triton.slots import RoundSpans
 
 
 @jit
@@ -59,23 +56,6 @@ def verdict_kernel(
         tl.store(text, token, mask=step < kept)
         tl.store(length_ptr + slot, length + kept)
         tl.store(computed_ptr + slot, after)
-
-
-@dataclass(frozen=True)
-class RoundVerdict:
-    """int64 [B] each, but for the tokens: what ``speculation.round.Verdict`` calls so, and
-
-    ``first``: leading positions whose KV was written before the round; ``settled``: how many more
-    are final now.
-    """
-
-    tokens: torch.Tensor
-    """int64 [B, max_drafts + 1], valid up to ``counts``."""
-    accepted: torch.Tensor
-    counts: torch.Tensor
-    ends: torch.Tensor
-    first: torch.Tensor
-    settled: torch.Tensor
 
 
 def judge_and_advance(

@@ -7,6 +7,7 @@ results and is not implemented is refused by name.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,13 @@ def read_hf_config(folder: Path) -> ModelConfig:
     if not isinstance(architectures, list) or not architectures:
         reader.require("architectures")
         raise reader.wrong("architectures", architectures, "a list of architecture names")
-    architecture = by_hf_name(str(architectures[0]))
+    config = read_decoder_config(reader, by_hf_name(str(architectures[0])))
+    eos, bos = _stop_tokens(reader, folder)
+    return replace(config, bos_token_id=bos, eos_token_ids=eos)
+
+
+def read_decoder_config(reader: JsonReader, architecture: Architecture) -> ModelConfig:
+    """Sizes and constants of decoder layers, without special tokens; errors as above."""
     reader.require(
         "vocab_size",
         "hidden_size",
@@ -56,7 +63,6 @@ def read_hf_config(folder: Path) -> ModelConfig:
     theta, scaling = _read_rope(reader)
     attention_bias = reader.boolean("attention_bias", False)
     mlp_bias = reader.boolean("mlp_bias", False)
-    eos, bos = _stop_tokens(reader, folder)
     return ModelConfig(
         architecture=architecture.name,
         vocab_size=reader.integer("vocab_size"),
@@ -75,8 +81,6 @@ def read_hf_config(folder: Path) -> ModelConfig:
         output_bias=settle(architecture.output_bias, attention_bias),
         mlp_bias=settle(architecture.mlp_bias, mlp_bias),
         qk_norm=architecture.qk_norm,
-        bos_token_id=bos,
-        eos_token_ids=eos,
     )
 
 

@@ -59,6 +59,12 @@ def inspect_model(model: str, progress: Progress | None = None) -> dict[str, Any
     }
 
 
+def read_model_config(model: str, progress: Progress | None = None) -> ModelConfig:
+    """The sizes and constants of ``model``. Raises SurefootError as loading would."""
+    source = resolve_model(model, progress)
+    return read_gguf_config(GgufFile(source.path)) if source.gguf else read_hf_config(source.path)
+
+
 def list_local_models() -> list[dict[str, Any]]:
     """Models that can be named without a path: the embedded ones, then those of supported
     architectures in the Hugging Face cache. Each has ``name``, ``kind`` (``embedded`` or

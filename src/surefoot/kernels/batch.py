@@ -1,0 +1,59 @@
+"""The rows of one forward, and the spans that they form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class SpanTable:
+    """Where each span's rows lie: for kernels that work span by span.
+
+    The rows of a span are neighbours, in the order of their keys.
+    """
+
+    first_row: torch.Tensor
+    """int64 [B]."""
+    rows: torch.Tensor
+    """int64 [B]; 0 for an unused entry."""
+    slot: torch.Tensor
+    """int64 [B]: unspecified where ``rows`` is 0."""
+    max_rows: int
+    """Host-side upper bound of ``rows``."""
+
+
+@dataclass(frozen=True)
+class FlatBatch:
+    """The rows of one forward: prefill chunks, spans and single tokens alike, N in all.
+
+    Row r belongs to request ``row_slot[r]`` and sees the keys of that request whose index is
+    below ``span_start[row_slot[r]]``, and of the span's own rows those that ``mask`` allows:
+    bit j of ``mask[r]`` stands for the span's row j (a tree; all of the span's own bits for no
+    mask at all; -1 is reserved). Without ``mask`` the span is causal: row r sees keys
+    0 .. ``key_index[r]``.
+    All keys of the batch are written before any is read.
+    """
+
+    tokens: torch.Tensor
+    """int64 [N]: token ids."""
+    positions: torch.Tensor
+    """int64 [N]: RoPE positions."""
+    key_index: torch.Tensor
+    """int64 [N]: the row's index among its request's keys (equals ``positions`` for chains)."""
+    row_slot: torch.Tensor
+    """int64 [N]: row of ``block_tables`` and ``span_start``; -1 for padding, which writes nothing
+    and whose output is unspecified."""
+    block_tables: torch.Tensor
+    """int32 [slots, max_blocks]: block id of each ``block_size`` consecutive keys."""
+    span_start: torch.Tensor
+    """int64 [slots]: index of the first key that this forward writes."""
+    max_keys: int
+    """Host-side upper bound of ``key_index`` + 1, for backends that need a static extent."""
+    mask: torch.Tensor | None = None
+    """int64 [N] or None."""
+    first_key: int = 0
+    """0, or 1 where key 0 of every request holds nothing and nobody sees it."""
+    spans: SpanTable | None = None
+    """The same rows by span, or None: backends that need it work it out from ``row_slot``."""

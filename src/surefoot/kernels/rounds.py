@@ -1,0 +1,159 @@
+"""From slots to the rows of a decoding round and back, without the host: the torch twins.
+
+The host gives the slots; everything else (how many rows each span has, where it stands, where it
+ends) is read from device tensors, so that a captured round can be replayed as requests grow, and
+with fewer spans than it was captured for: entries without known rows get no rows and change
+nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from surefoot.kernels.batch import FlatBatch, SpanTable
+
+
+@dataclass(frozen=True)
+class RoundSpans:
+    """The spans of a round, on the device: int64 [B] each.
+
+    ``known``: rows of known tokens, 0 for an unused entry; ``drafts``: rows of drafts after them;
+    ``samples``: 1 where the last known row and the drafts are sampled, else 0.
+    """
+
+    slots: torch.Tensor
+    known: torch.Tensor
+    drafts: torch.Tensor
+    samples: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RoundLayout:
+    """As ``speculation.layout.Layout``; the batch has its span table."""
+
+    batch: FlatBatch
+    first_row: torch.Tensor
+    sample_index: torch.Tensor
+    sample_slots: torch.Tensor
+    sample_positions: torch.Tensor
+    first_sample: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RoundVerdict:
+    """int64 [B] each, but for the tokens: what ``speculation.round.Verdict`` calls so, and
+
+    ``first``: leading positions whose KV was written before the round; ``settled``: how many more
+    are final now.
+    """
+
+    tokens: torch.Tensor
+    """int64 [B, max_drafts + 1], valid up to ``counts``."""
+    accepted: torch.Tensor
+    counts: torch.Tensor
+    ends: torch.Tensor
+    first: torch.Tensor
+    settled: torch.Tensor
+
+
+def lay_out_spans(
+    spans: RoundSpans,
+    history: torch.Tensor,
+    computed: torch.Tensor,
+    block_tables: torch.Tensor,
+    rows: int,
+    sampled_rows: int,
+    max_keys: int,
+    max_span_rows: int,
+) -> RoundLayout:
+    """``history`` int64 [slots, width] with the drafts in place, ``computed`` int64 [slots],
+    ``block_tables`` int32 [slots, blocks]. ``rows``, ``sampled_rows``, ``max_keys`` and
+    ``max_span_rows`` bound what the device finds; rows beyond it are padding, sampled rows beyond
+    it repeat the last."""
+    slots, used = spans.slots, spans.known > 0
+    counts = torch.where(used, spans.known + spans.drafts, 0)
+    sampled = torch.where(used & (spans.samples > 0), spans.drafts + 1, 0)
+    start = computed[slots]
+    owner, offset, valid, ends = _ragged(counts, rows)
+    positions = start[owner] + offset
+    batch = FlatBatch(
+        tokens=history[slots[owner], positions],
+        positions=positions,
+        key_index=positions,
+        row_slot=torch.where(valid, slots[owner], -1),
+        block_tables=block_tables,
+        span_start=computed,
+        max_keys=max_keys,
+        spans=SpanTable(ends - counts, counts, slots, max_span_rows),
+    )
+    s_owner, s_offset, _, s_ends = _ragged(sampled, sampled_rows)
+    within = (counts - sampled)[s_owner] + s_offset
+    return RoundLayout(
+        batch=batch,
+        first_row=ends - counts,
+        sample_index=((ends - counts)[s_owner] + within).clamp(max=rows - 1),
+        sample_slots=slots[s_owner],
+        sample_positions=start[s_owner] + within + 1,
+        first_sample=s_ends - sampled,
+    )
+
+
+def _ragged(
+    counts: torch.Tensor, total: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Spread ``total`` rows over ragged counts [B]: (owner [total], offset within it, whether the
+    row belongs to anyone, running ends [B]). Rows beyond the sum repeat the last one."""
+    ends = counts.cumsum(0)
+    index = torch.arange(total, device=counts.device)
+    valid = index < ends[-1]
+    index = torch.minimum(index, ends[-1] - 1).clamp(min=0)
+    owner = torch.searchsorted(ends, index, right=True).clamp(max=len(counts) - 1)
+    return owner, index - (ends - counts)[owner], valid, ends
+
+
+def judge_and_advance(
+    spans: RoundSpans,
+    first_sample: torch.Tensor,
+    sampled: torch.Tensor,
+    history: torch.Tensor,
+    length: torch.Tensor,
+    computed: torch.Tensor,
+    limit: torch.Tensor,
+    stop_ids: torch.Tensor,
+    max_drafts: int,
+) -> RoundVerdict:
+    """Accept drafts that equal what their rows sampled, cut at ends, commit.
+
+    ``first_sample`` int64 [B] and ``sampled`` int64 [M] of the round; the state by slot:
+    ``history`` int64 [slots, width] with the drafts in place, ``length``, ``computed``, ``limit``
+    int64 [slots], ``stop_ids`` int64 [slots, n] padded with -1. Updates history, length and
+    computed."""
+    slots, device = spans.slots, history.device
+    used = spans.known > 0
+    sampling = used & (spans.samples > 0)
+    steps = torch.arange(max_drafts + 1, device=device)
+    index = first_sample.unsqueeze(1) + steps
+    tokens = sampled[index.clamp(max=len(sampled) - 1)]
+    old_length, first = length[slots], computed[slots]
+    columns = old_length.unsqueeze(1) + steps
+    text = history[slots.unsqueeze(1), columns]
+    right = (tokens == text) & (steps < torch.where(sampling, spans.drafts, 0).unsqueeze(1))
+    accepted = right.long().cumprod(dim=1).sum(dim=1)
+    counts = torch.where(sampling, accepted + 1, 0)
+    stops = stop_ids[slots]
+    hit = (tokens.unsqueeze(2) == stops.unsqueeze(1)).any(dim=2) & (steps < counts.unsqueeze(1))
+    before_end = torch.where(hit, steps, max_drafts + 1).amin(dim=1)
+    room = limit[slots] - old_length
+    kept = torch.minimum(torch.minimum(counts, before_end + 1), room)
+    stopped = (kept > 0) & (kept > before_end)
+    ends = torch.where(stopped, 1, torch.where((kept >= room) & (counts > 0), 2, 0))
+    after = torch.where(kept > 0, old_length + kept - 1, first + spans.known)
+    # Unused entries may share a slot, with each other or with a used one: they add nothing.
+    added = torch.where(steps < kept.unsqueeze(1), tokens - text, 0)
+    history.index_put_((slots.unsqueeze(1), columns), added, accumulate=True)
+    length.index_put_((slots,), torch.where(used, kept, 0), accumulate=True)
+    settled = torch.where(used, after - first, 0)
+    computed.index_put_((slots,), settled, accumulate=True)
+    return RoundVerdict(tokens, accepted, kept, ends, first, settled)

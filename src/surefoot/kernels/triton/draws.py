@@ -1,0 +1,56 @@
+"""Sampling as ``Backend.adjust`` and ``Backend.draw`` ask for it."""
+
+from __future__ import annotations
+
+import torch
+
+from surefoot.kernels.draws import Adjustments, Draws
+from surefoot.kernels.triton.penalties import apply_bias_and_ends, apply_penalties
+from surefoot.kernels.triton.sampling import Sampler
+
+
+class _EveryFilter:
+    """Stages of a draw whose filters are told apart row by row, on the device."""
+
+    noise = True
+    penalties = bias = min_tokens = False
+    min_p = top_p = True
+    top_k = 1
+
+
+class DrawSeam:
+    """Holds the scratch table of the penalties, made when first needed and grown with the rows."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._scratch: torch.Tensor | None = None
+
+    def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """float32 logits [M, vocab] -> tokens int64 [M]."""
+        sampler = Sampler(logits.shape[0], logits.shape[1], self.device)
+        return sampler.draw(logits, draws.slots, draws.positions, draws, _EveryFilter())
+
+    def adjust(self, logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor:
+        """float32 logits [M, vocab] -> a changed copy."""
+        logits = logits.clone()
+        slots, positions = adjustments.slots, adjustments.positions
+        if adjustments.penalties:
+            apply_penalties(
+                logits,
+                self._table(*logits.shape),
+                slots,
+                positions,
+                adjustments.history,
+                adjustments.max_history,
+                adjustments,
+            )
+        if adjustments.biased or adjustments.min_tokens:
+            apply_bias_and_ends(
+                logits, slots, positions, adjustments, adjustments.biased, adjustments.min_tokens
+            )
+        return logits
+
+    def _table(self, rows: int, vocab: int) -> torch.Tensor:
+        if self._scratch is None or self._scratch.shape[0] < rows:
+            self._scratch = torch.zeros((rows, vocab), dtype=torch.int32, device=self.device)
+        return self._scratch

@@ -1,0 +1,53 @@
+"""The drafter's token, as the target would sample it from the drafter's distribution.
+
+Penalties, bias, temperature and filters are the request's, and so is the noise: keyed by seed,
+position and the *target's* token id, it favours in both distributions the same tokens, so that
+draft and target tend to agree at any temperature (Gumbel coupling).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from surefoot.sampling.params import Features
+from surefoot.sampling.sampler import SampleRows, sample_rows
+from surefoot.speculation.proposers.eagle3.drafter import Eagle3Drafter
+from surefoot.speculation.state import SlotState
+
+
+def pick(
+    drafter: Eagle3Drafter,
+    state: SlotState,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    logits: torch.Tensor,
+    features: Features,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 logits [B, draft vocabulary] -> (tokens int64 [B], by the target's ids; the chance
+    that the drafter gives them, float32 [B]).
+
+    ``positions`` int64 [B]: where the tokens stand. ``features``: what any request needs; none
+    takes the likeliest token of all. Drafts are entered in ``state.history``, where the next one's
+    penalties see them.
+    """
+    backend, ids = drafter.backend, drafter.target_ids
+    if features == Features():
+        best = backend.argmax(logits)
+        tokens = best if ids is None else ids[best]
+        return tokens, _chance(logits, logits.gather(1, best.unsqueeze(1)))
+    scores = logits
+    if ids is not None:
+        scores = logits.new_full((len(slots), state.vocab_size), float("-inf"))
+        scores[:, ids] = logits
+    bound = state.history.shape[1]
+    rows = SampleRows(slots, positions, state.history, bound)
+    tokens = sample_rows(scores, rows, state.params, features, backend)
+    state.history[slots, positions] = tokens
+    temperature = state.params.temperature[slots].unsqueeze(1)
+    temperature = torch.where(temperature > 0, temperature, 1.0)
+    chosen = scores.gather(1, tokens.unsqueeze(1))
+    return tokens, _chance(logits / temperature, chosen / temperature)
+
+
+def _chance(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    return (chosen - logits.logsumexp(dim=-1, keepdim=True)).exp().squeeze(1)
