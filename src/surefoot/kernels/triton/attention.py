@@ -45,7 +45,7 @@ def prefetch_keys(
     prefetch(kv_ptr + at, HEAD_DIM * element)
 
 
-@jit(do_not_specialize=["spans", "splits", "tiles"])
+@jit(do_not_specialize=["spans", "splits", "tiles", "first_key"])
 def attention_kernel(
     q_ptr, kv_ptr, out_ptr, part_ptr, lse_ptr, first_row_ptr, rows_ptr, slot_ptr, spans,
     tables_ptr, table_stride, start_ptr, key_index_ptr, mask_ptr, value_offset, scale,
