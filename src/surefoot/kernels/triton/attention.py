@@ -236,7 +236,8 @@ def plan_attention(
     block_n, stages = (64 if narrow else 32), 2
     roomy = shared >= 160_000
     if narrow and itemsize == 2 and (roomy or block_m <= 64):
-        if roomy and block_m < 64 and wanted < 8:
+        # Both borders are where measurements changed sides on an H100 (docs/log.md).
+        if roomy and block_m < 64 and wanted < 8 and unsplit < 6 * sms:
             block_n = 128
         stages = 3 if block_n == 64 or unsplit <= sms else 2
     splits = max(1, min(wanted, -(-max_keys // block_n)))
