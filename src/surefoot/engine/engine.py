@@ -82,7 +82,8 @@ class Engine:
         max_rows = config.max_num_batched_tokens + config.max_num_seqs * config.max_draft_tokens
         cost = CostModel([1], [1.0], max_rows)
         names = [proposer.name for proposer in self.proposers]
-        self.controller = Controller(self.state, names, cost, config.draft_policy)
+        trees = [proposer.needs().trees for proposer in self.proposers]
+        self.controller = Controller(self.state, names, cost, config.draft_policy, trees)
         self.round = SpeculativeRound(
             decoder, kv_pools, self.state, self.proposers, self.controller
         )
