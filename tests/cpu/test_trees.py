@@ -121,7 +121,7 @@ def test_attention_sees_moved_keys_where_they_are_now(name: str, block_size: int
     for kv in runner.kv:
         backend.move_keys(kv, runner.tables[torch.tensor([1, 0])], source, target)
     found = look(0, 1, 2)
-    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(found, expected, atol=1e-4)
     assert name == "torch" or torch.equal(found, expected)
 
 
