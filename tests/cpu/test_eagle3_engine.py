@@ -219,11 +219,13 @@ def some(examples: int) -> settings:
     )
 
 
-def check(backend: str, scenario: tuple[list[Job], dict[str, Any]], kind: str) -> None:
+def check(backend: str, scenario: tuple[list[Job], dict[str, Any]], kind: str, tree: bool) -> None:
     work, options = scenario
     decoder = target(backend)
     if options["proposers"]:
         own = {"path": folder(kind), "draft_tokens": 1 + len(work)}
+        if tree:
+            own |= {"top_k": 1 + len(work), "depth": 2 + len(work[0].prompt) % 3}
         options = {
             **options,
             "proposers": ("ngram", "eagle3"),
@@ -251,13 +253,13 @@ def compare(backend: str, want: Request, got: Request) -> None:
 
 
 @some(12)
-@given(scenarios(), st.sampled_from(["random", "skilled"]))
-def test_any_scenario_gives_the_plain_text(scenario: Any, kind: str) -> None:
-    check("torch", scenario, kind)
+@given(scenarios(), st.sampled_from(["random", "skilled"]), st.booleans())
+def test_any_scenario_gives_the_plain_text(scenario: Any, kind: str, tree: bool) -> None:
+    check("torch", scenario, kind, tree)
 
 
 @needs_native
 @some(40)
-@given(scenarios(), st.sampled_from(["random", "skilled"]))
-def test_any_scenario_gives_the_plain_text_native(scenario: Any, kind: str) -> None:
-    check("native", scenario, kind)
+@given(scenarios(), st.sampled_from(["random", "skilled"]), st.booleans())
+def test_any_scenario_gives_the_plain_text_native(scenario: Any, kind: str, tree: bool) -> None:
+    check("native", scenario, kind, tree)

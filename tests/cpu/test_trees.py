@@ -26,7 +26,7 @@ from surefoot.kernels.backend import AttentionShape
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.trees import Paths, Trees, accept_paths, ancestors, key_moves
-from test_exactness import compare, scenarios
+from test_exactness import check_logprobs, compare, scenarios
 from test_native_backend import LAYOUTS, Row, Runner, chain, native
 
 TREES = ["k4_d3_n15", "k10_d5_n59"]
@@ -125,8 +125,9 @@ def test_attention_sees_moved_keys_where_they_are_now(name: str, block_size: int
     assert name == "torch" or torch.equal(found, expected)
 
 
-def greedy_trees(seed: int, **options: Any) -> Any:
-    job = Job((3, 9, 4, 7, 2, 11), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+def greedy_trees(seed: int, params: dict[str, Any] | None = None, **options: Any) -> Any:
+    plain = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    job = Job((3, 9, 4, 7, 2, 11), SamplingParams(**plain, **(params or {})))
     want = run_alone(tiny_decoder(), job)
     texts = ((*want.prompt, *want.output),)
     own = {"bush": {"texts": texts, "seed": seed}}
@@ -141,6 +142,12 @@ def test_trees_are_accepted_and_change_nothing(seed: int) -> None:
     want, got = greedy_trees(seed)
     assert got.output == want.output
     assert got.stats.accepted > 8 and got.stats.rounds < 33
+
+
+def test_logprobs_are_those_of_the_accepted_path() -> None:
+    want, got = greedy_trees(1, {"logprobs": 2})
+    assert got.stats.accepted > 8
+    check_logprobs(want, got, len(got.output), got.params)
 
 
 def test_a_tree_of_63_nodes() -> None:
