@@ -204,7 +204,7 @@ def test_trees_accept_more_than_chains(temperature: float) -> None:
     "own",
     [{"top_k": 0}, {"top_k": 20, "depth": 5}, {"top_k": 1, "depth": 2, "draft_tokens": 5}],
 )
-def test_trees_that_cannot_be_are_refused(own: dict[str, int]) -> None:
+def test_trees_that_cannot_be_are_refused(own: dict[str, Any]) -> None:
     with pytest.raises(SurefootError, match="eagle3"):
         Eagle3Options(path="x", **own)
 
