@@ -11,13 +11,20 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Threads that wait sleep: tests and their neighbours share the cores.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test lint format clean
+# A Python with a CUDA build of torch, triton and pytest-xdist.
+GPU_PYTHON ?= python3
+
+.PHONY: demo test test-gpu lint format clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/surefoot bench --show-drafts --no-json $(DEMO)
 
 test: lint
 	$(BIN)/python -m pytest -n 2 tests/cpu
+
+# The Triton kernels on an NVIDIA GPU: compiling them keeps several processes busy.
+test-gpu:
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q -n 8 tests/gpu
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from surefoot.engine.output import CompletionOutput, RequestOutput, StreamChunk
     from surefoot.errors import SurefootError
     from surefoot.request import SamplingParams, SpeculationParams
+    from surefoot.structured import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ _HOMES = {
     "SamplingParams": "surefoot.request",
     "SpeculationParams": "surefoot.request",
     "StreamChunk": "surefoot.engine.output",
+    "StructuredOutputsParams": "surefoot.structured",
     "SurefootError": "surefoot.errors",
 }
 
@@ -41,6 +43,7 @@ __all__ = [
     "SamplingParams",
     "SpeculationParams",
     "StreamChunk",
+    "StructuredOutputsParams",
     "SurefootError",
 ]
 

@@ -23,8 +23,10 @@ class EngineConfig:
     """``native`` keeps GGUF blocks packed, ``dense`` converts them to ``dtype``; ``auto`` takes
     native where a fast kernel for the file's blocks is at hand."""
     backend: str = "auto"
-    """``native`` (compiled CPU kernels), ``torch`` (reference), or ``auto``."""
+    """``native`` (compiled CPU kernels), ``triton`` (NVIDIA GPUs), ``torch`` (reference), or
+    ``auto``."""
     device: str = "cpu"
+    """``cpu``, ``cuda`` or ``cuda:N``."""
     threads: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 32
@@ -34,6 +36,10 @@ class EngineConfig:
     """Bytes for the KV pool; None: 1 GiB, or what ``max_num_seqs`` full contexts need if less."""
     kv_blocks: int | None = None
     """Size of the pool in blocks instead of bytes."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that weights, rounds and KV may take together."""
+    enforce_eager: bool = False
+    """On a GPU: no recorded rounds (CUDA graphs)."""
     enable_prefix_caching: bool = True
     proposers: tuple[str, ...] | None = None
     """Names of the proposers to load; None: the registry's default, (): plain decoding only.
@@ -51,7 +57,7 @@ class EngineConfig:
         self._take_paths()
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("weights", self.weights, ("auto", "native", "dense"))
-        _one_of("backend", self.backend, ("auto", "native", "torch"))
+        _one_of("backend", self.backend, ("auto", "native", "torch", "triton"))
         _one_of("draft_policy", self.draft_policy, ("auto", "fixed"))
         for name, low in (
             ("max_num_seqs", 1),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from surefoot.errors import SurefootError
+from surefoot.structured import StructuredOutputsParams, TextGrammar
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 50
@@ -24,8 +25,9 @@ class SamplingParams:
     ``stop`` strings end the text before their first occurrence (after it with
     ``include_stop_str_in_output``). ``min_tokens`` keeps end tokens and stop token ids from being
     sampled, and stop strings from ending the text, that long. ``logprobs`` k gives the k most
-    likely tokens and the sampled one at each position, before penalties and filters;
-    ``prompt_logprobs`` likewise for the prompt.
+    likely tokens and the sampled one at each position, before grammar masks, penalties and
+    filters; ``prompt_logprobs`` likewise for the prompt. ``structured_outputs`` (or a mapping with
+    its fields) is the grammar that the text has to fit.
     """
 
     n: int = 1
@@ -47,8 +49,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
+        if self.structured_outputs is not None:
+            self._check_structure()
         _whole(self, "n", 1, 128)
         _number(self, "temperature", 0, 100)
         _number(self, "top_p", 0, 1, open_low=True)
@@ -75,6 +80,16 @@ class SamplingParams:
         for token in self.stop_token_ids or ():
             if not isinstance(token, int) or token < 0:
                 raise SurefootError("stop_token_ids", f"{token!r} is no token id")
+
+    def _check_structure(self) -> None:
+        structure = StructuredOutputsParams.of(self.structured_outputs)
+        object.__setattr__(self, "structured_outputs", structure)
+        # Where a grammar leaves nothing but the end, these would leave nothing at all.
+        for name in ("min_tokens", "ignore_eos"):
+            if getattr(self, name):
+                raise SurefootError(
+                    name, "does not go with structured output", "the grammar says where a text ends"
+                )
 
     @property
     def greedy(self) -> bool:
@@ -233,6 +248,8 @@ class Request:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    grammar: TextGrammar | None = None
+    """Where the output stands in its grammar, if it has one."""
     proposed_by: list[str | None] = field(default_factory=list)
     """Per output token: the proposer whose accepted draft it was, None for the target's own."""
 

@@ -151,9 +151,9 @@ class Job:
     cancel: int | None = None
 
 
-def make_engine(decoder: Decoder, **options: Any) -> Engine:
+def make_engine(decoder: Decoder, ahead: bool | None = None, **options: Any) -> Engine:
     values: dict[str, Any] = dict(kv_blocks=80, block_size=4, calibration_seconds=0.02)
-    return Engine(decoder, EngineConfig(**{**values, **options}))
+    return Engine(decoder, EngineConfig(**{**values, **options}), ahead)
 
 
 def run_jobs(engine: Engine, jobs: Sequence[Job], max_steps: int = 4000) -> list[Request]:

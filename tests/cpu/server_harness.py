@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,16 +37,23 @@ TOOL_TEMPLATE = (
     "+ message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-LIMIT = 60.0
+LIMIT = 120.0
 LOOP = "the cat sat on the mat and the cat sat on the mat and the cat"
 
 
-def emoji_model(folder: Path) -> Path:
-    """A random model. Its tokenizer cuts emoji and accents into pieces that are no characters by
-    themselves, and the model has more rows than the tokenizer has tokens."""
+def emoji_model(folder: Path, **overrides: Any) -> Path:
+    """A random model with ``write_emoji_tokenizer``'s tokenizer; it has more rows than that has
+    tokens. ``overrides`` are keys of its config."""
+    path = tiny_hf_model("llama", folder, **overrides)
+    write_emoji_tokenizer(path)
+    return path
+
+
+def write_emoji_tokenizer(path: Path) -> None:
+    """A tokenizer that cuts emoji and accents into pieces that are no characters by themselves,
+    and a chat template that takes tools."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    path = tiny_hf_model("llama", folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -59,7 +67,6 @@ def emoji_model(folder: Path) -> Path:
     tokenizer.train_from_iterator(["🙂🙃" * 50], trainer)
     (path / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     (path / "chat_template.jinja").write_text(TOOL_TEMPLATE, encoding="utf-8")
-    return path
 
 
 def only(llm: LLM, text: str, bias: float = 100.0) -> dict[int, float]:
@@ -110,15 +117,30 @@ class Server:
     def stop(self) -> int:
         """End it in good order; its status."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=LIMIT)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Its status once it has ended, which must be soon."""
+        try:
+            return self.process.wait(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the server does not end: {self.lines}") from None
 
 
-def wait_for(condition: Any, seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:
     """Poll until ``condition()`` holds; fails the test when it does not in time."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.02)
+
+
+async def wait_for_async(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    """``wait_for`` for an event loop."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        await asyncio.sleep(0.002)
 
 
 @contextmanager

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from server_harness import LOOP, Server, offline, params_of, running_server, sse
@@ -75,6 +78,7 @@ class Tally:
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    answers: int = 0
     tokens: int = 0
 
 
@@ -143,6 +147,7 @@ async def client(server: Server, cases: list[Case], tally: Tally, seed: int, unt
         got = read_answer(text, kind, len(case.expected)) if status == 200 else text
         if got != case.expected:
             tally.wrong.append(f"{kind} {case.body}: {got} instead of {case.expected}")
+        tally.answers += 1
         tally.tokens += sum(len(tokens) for _, tokens, _ in case.expected)
 
 
@@ -187,23 +192,32 @@ async def storm(
 
 @dataclass
 class Speeds:
-    """Tokens per second, and CPU seconds per token, which do not depend on the machine's other
-    work: of the engine in this process, and of a server's two processes."""
+    """Of the engine in this process and of a server: tokens per second, and CPU seconds per token,
+    which do not depend on the machine's other work. Medians; ``ratios`` has one for each pair."""
 
     inside: float
     served: float
+    ratios: list[float]
     inside_cpu: float
     core_cpu: float
     front_cpu: float
 
+    def __str__(self) -> str:
+        low, *_, high = sorted(self.ratios)
+        return (
+            f"in process {self.inside:.0f} tokens/s, over HTTP {self.served:.0f}; ratio "
+            f"{median(self.ratios):.2f} ({low:.2f} to {high:.2f}); CPU µs a token: in process "
+            f"{self.inside_cpu * 1e6:.0f}, core {self.core_cpu * 1e6:.0f}, "
+            f"front {self.front_cpu * 1e6:.0f}"
+        )
+
 
 def throughput(model: str, streams: int, tokens: int, repeats: int, **options: Any) -> Speeds:
-    """Generate as many texts at once, in this process and over HTTP, streamed; the best of some
-    repeats."""
+    """Generate as many texts at once, in this process and streamed over HTTP, by turns."""
     prompts = [[5 + index, 6, 7, 8] for index in range(streams)]
     common = {"max_tokens": tokens, "temperature": 1, "ignore_eos": True}
     bodies = [{**common, "prompt": prompt, "seed": i} for i, prompt in enumerate(prompts)]
-    options = {"max_num_seqs": streams, "draft_policy": "auto", **options}
+    options = {"max_num_seqs": streams, **options}
     total = streams * tokens
     llm = offline(model, **options)
 
@@ -216,18 +230,23 @@ def throughput(model: str, streams: int, tokens: int, repeats: int, **options: A
             assert answer is not None and answer[0] == 200
             assert sse(answer[1])[-1]["choices"][0]["finish_reason"] == "length"
 
-    rows = [_timed(inside, [os.getpid()]) for _ in range(repeats)]
     with running_server(model, **options) as server:
         pids = [server.core, server.process.pid]
-        served = [_timed(lambda: asyncio.run(ask(server)), pids) for _ in range(repeats)]
-    best = [min(column) for column in zip(*rows, strict=True)]
-    best_served = [min(column) for column in zip(*served, strict=True)]
+        # The first turn warms both up.
+        turns = [
+            (_timed(inside, [os.getpid()]), _timed(lambda: asyncio.run(ask(server)), pids))
+            for _ in range(repeats + 1)
+        ][1:]
+    own, served = (
+        [median(column) for column in zip(*rows, strict=True)] for rows in zip(*turns, strict=True)
+    )
     return Speeds(
-        inside=total / best[0],
-        served=total / best_served[0],
-        inside_cpu=best[1] / total,
-        core_cpu=best_served[1] / total,
-        front_cpu=best_served[2] / total,
+        inside=total / own[0],
+        served=total / served[0],
+        ratios=[one[0] / other[0] for one, other in turns],
+        inside_cpu=own[1] / total,
+        core_cpu=served[1] / total,
+        front_cpu=served[2] / total,
     )
 
 
@@ -246,38 +265,53 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def main() -> None:
+def main() -> int:
+    """Run what the arguments ask for; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--max-queue", type=int, default=64)
+    parser.add_argument("--kv-cache-memory", default="24MiB")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--throughput", type=int, metavar="STREAMS")
     given = parser.parse_args()
-    options = {"backend": given.backend, "dtype": given.dtype}
+    options = {"backend": given.backend, "dtype": given.dtype, "draft_policy": "auto"}
     if given.throughput:
-        speeds = throughput(given.model, given.throughput, 300, 3, **options)
-        print(
-            f"in process {speeds.inside:.0f} tokens/s, over HTTP {speeds.served:.0f}: "
-            f"{speeds.served / speeds.inside:.2f}; CPU µs a token: in process "
-            f"{speeds.inside_cpu * 1e6:.0f}, core {speeds.core_cpu * 1e6:.0f}, "
-            f"front {speeds.front_cpu * 1e6:.0f}"
-        )
-        return
-    options |= {"max_num_seqs": 16, "draft_policy": "auto", "threads": 2}
+        print(throughput(given.model, given.throughput, 300, 5, **options))
+        return 0
+    options |= {"max_num_seqs": given.max_num_seqs, "threads": 2, "max_model_len": 256}
     cases = make_cases(offline(given.model, **options), 100, given.max_tokens)
+    gc.collect()
+    queue = ("--max-queue", str(given.max_queue))
+    options["kv_cache_memory"] = given.kv_cache_memory
+    with running_server(given.model, *queue, **options) as server:
+        return report(server, cases, given.clients, given.seconds)
+
+
+def report(server: Server, cases: list[Case], clients: int, seconds: float) -> int:
+    """Run a storm and print what came of it; 0 if nothing was wrong or left behind."""
+    print(*server.lines[:-1], sep="\n")
     tally = Tally()
-    with running_server(given.model, **options) as server:
-        memory = asyncio.run(storm(server, cases, given.clients, given.seconds, tally))
-        server.wait_idle()
-        print(dict(tally.counts), f"{tally.tokens} tokens compared, {len(tally.wrong)} wrong")
-        for name, (before, after) in memory.items():
-            print(f"{name}: {before >> 20} MiB after a third, {after >> 20} MiB at the end")
-        print(*tally.wrong[:5], sep="\n")
-        print(f"status {server.stop()}")
+    memory = asyncio.run(storm(server, cases, clients, seconds, tally))
+    server.wait_idle()
+    print(f"{clients} clients, {seconds:g} s: {dict(tally.counts)}")
+    print(f"{tally.answers} answers of {tally.tokens} tokens compared, {len(tally.wrong)} wrong")
+    for name in ("preemptions_total", "drafted_tokens_total", "accepted_tokens_total"):
+        print(f"{name}: {server.metric(f'surefoot_{name}'):.0f}")
+    for name, (before, after) in memory.items():
+        growth = after / before - 1
+        print(f"{name}: {before >> 20} MiB after a third, {after >> 20} at the end ({growth:+.1%})")
+    print("slots and blocks in use at the end: 0")
+    print(*tally.wrong[:5], sep="\n")
+    status = server.stop()
+    print(f"the server's exit status: {status}")
+    flat = all(after <= 1.05 * before for before, after in memory.values())
+    return 0 if flat and not tally.wrong and not status else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

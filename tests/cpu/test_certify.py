@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,20 +12,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from certify_setups import SMALL, make_judge, make_subject, register, silent
 from harness import VOCAB, make_engine, needs_native, random_weights, tiny_config, tiny_decoder
 from surefoot.certify.certificate import (
     FAIL,
     INCONCLUSIVE,
     PASS,
     Certificate,
-    calibration_texts,
     certify,
 )
 from surefoot.certify.compare import Judge
 from surefoot.certify.findings import Section
 from surefoot.certify.html import page
 from surefoot.certify.jobs import Job, Outcome, run_jobs
-from surefoot.certify.noise import measure_noise
 from surefoot.certify.parity import run_parity
 from surefoot.certify.prompts import default_prompts
 from surefoot.certify.sabotage import DEFECTS, Defect
@@ -40,44 +38,8 @@ from surefoot.errors import SurefootError
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.request import SamplingParams
-from surefoot.speculation import registry
 from surefoot.speculation.proposer import Drafts, Needs, Proposer
 from tiny_models import tiny_hf_model
-
-SMALL = replace(
-    QUICK,
-    greedy_jobs=4,
-    greedy_length=16,
-    sampled_jobs=3,
-    sampled_length=10,
-    scenarios=SCENARIOS[:1],
-    random_parameters=2,
-    parameter_length=8,
-    seeds=16,
-    sampled_positions=2,
-    offers=8,
-)
-
-
-def silent(label: str, done: int, total: int) -> None:
-    pass
-
-
-def make_subject(backend: str = "native", **options: Any) -> Subject:
-    decoder = native_decoder() if backend == "native" else tiny_decoder()
-    return Subject(decoder, EngineConfig(**options), default_prompts(VOCAB, 160))
-
-
-@functools.cache
-def native_decoder() -> Decoder:
-    """One thread: threads that wait for each other on busy cores take ten times as long."""
-    from surefoot.kernels.cpu.backend import NativeBackend
-
-    return Decoder(tiny_config(), random_weights(tiny_config()), NativeBackend(torch.float32, 1))
-
-
-def make_judge(subject: Subject) -> Judge:
-    return Judge(subject, measure_noise(subject.decoder, calibration_texts(subject)))
 
 
 class Never(Proposer):
@@ -108,8 +70,9 @@ class Wrong(Never):
         return Drafts(tokens, torch.ones_like(slots), torch.full((len(slots), 1), 0.5))
 
 
-registry.register(Never)
-registry.register(Wrong)
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, Never, Wrong)
 
 
 @needs_native

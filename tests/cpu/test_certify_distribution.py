@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from certify_setups import make_judge, make_subject, silent
 from harness import needs_native
 from surefoot.certify.distribution import run_distribution
 from surefoot.certify.findings import Section
@@ -16,7 +17,6 @@ from surefoot.certify.sabotage import sample_with
 from surefoot.certify.sizes import QUICK
 from surefoot.engine.engine import Engine
 from surefoot.sampling.sampler import sample_rows
-from test_certify import make_judge, make_subject, silent
 
 Change = Callable[[Any, Any], tuple[Any, Any]]
 

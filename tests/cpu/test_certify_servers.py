@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from server_harness import LOOP, emoji_model, running_server
 from surefoot.certify import blackbox
 from surefoot.certify.blackbox import compare_servers
 from surefoot.certify.openai_client import Server
@@ -217,11 +218,70 @@ def test_command_line(fakes: Any, tmp_path: Path) -> None:
         ("certify --url a --url b --quick", "--quick"),
         ("certify --dtype int8", "--dtype"),
         ("certify --prompts /does/not/exist", "--prompts"),
+        ("certify --proposer unheard-of", "--proposer"),
+        ("certify --proposer-option ngram.colour=red", "--proposer-option ngram.colour"),
+        ("certify --proposer-option other.size=3", "--proposer-option"),
+        ("certify --max-draft-tokens 0", "--max-draft-tokens"),
+        ("certify --json /does/not/exist.json", "--json"),
+        ("certify --html /", "--html"),
+        ("certify --json / --url a --url b", "--json"),
         ("certify --max-draft-tokens 64", "--max-draft-tokens"),
         ("certify /does/not/exist", "model"),
     ],
 )
-def test_mistakes_are_named_and_make_no_certificate(line: str, option: str) -> None:
+def test_mistakes_are_named_and_make_no_certificate(
+    line: str, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if line.split()[-1] != "/does/not/exist":
+        # What the command line alone shows is said before anything is loaded.
+        monkeypatch.setattr("surefoot.cli.certify._load", None)
     result = CliRunner().invoke(app, line.split())
+    assert_one_error(result, option)
+
+
+def assert_one_error(result: Any, option: str) -> None:
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: {option}: "), result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "has no prompts"),
+        ("\n \n", "has no prompts"),
+        ("no json", "line 1 is not JSON"),
+        ('{"prompt": "a"}\n{"prompt": 3}', "line 2: prompt is no text"),
+    ],
+)
+@pytest.mark.parametrize("more", ["", " --url http://127.0.0.1:9 --url http://127.0.0.1:9"])
+def test_prompts_that_cannot_be_read_are_named(
+    text: str, words: str, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surefoot.cli.certify._load", None)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    result = CliRunner().invoke(app, ["certify", "--prompts", str(path), *more.split()])
+    assert_one_error(result, "--prompts")
+    assert words in result.stderr
+
+
+def test_our_own_servers_agree_with_and_without_speculation(tmp_path: Path) -> None:
+    model = emoji_model(tmp_path)
+    where = tmp_path / "result.json"
+    lines = [json.dumps({"prompt": text}) for text in (LOOP, "🙂🙃 é 🙂🙃 é 🙂🙃", "x y z x y z")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    with (
+        running_server(model) as on,
+        running_server(model, max_draft_tokens=0) as off,
+    ):
+        urls = ["--url", on.url, "--url", off.url]
+        more = ["--prompts", str(tmp_path / "prompts.jsonl"), "--json", str(where)]
+        result = CliRunner().invoke(app, ["certify", *urls, *more])
+        assert result.exit_code == 0, result.output
+        comparison = json.loads(where.read_text())
+        assert comparison["positions"] >= 200 and comparison["logprobs"]
+        assert not comparison["ties"]
+        # The one did speculate, the other did not.
+        assert on.metric("surefoot_draft_rows_total") > 0
+        assert off.metric("surefoot_draft_rows_total") == 0

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from certify_setups import register
 from harness import VOCAB, random_weights, tiny_config
 from surefoot.certify.certificate import calibration_texts
 from surefoot.certify.compare import Judge
@@ -22,7 +23,6 @@ from surefoot.kernels.backend import Backend
 from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
-from surefoot.speculation import registry
 from surefoot.speculation.proposer import Commits, Drafts, Needs, Proposer
 
 
@@ -113,8 +113,10 @@ class Unreplayable(KeepsOldSlots):
     replayable = False
 
 
-for kind in (Summing, ForgetsPrefixHits, KeepsOldSlots, SleepsInSpells, Unreplayable):
-    registry.register(kind)
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = (Summing, ForgetsPrefixHits, KeepsOldSlots, SleepsInSpells, Unreplayable)
+    register(monkeypatch, *kinds)
 
 
 def backend() -> Backend:

@@ -14,7 +14,7 @@ from scipy import stats
 from harness import VOCAB
 from surefoot.certify import statistics
 from surefoot.certify.noise import Noise
-from surefoot.certify.regret import Row, adjusted, admitted, probabilities, regret, tie_bound
+from surefoot.certify.regret import Filters, Row, adjusted, probabilities, regret, tie_bound
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling.params import Features, SlotParams
 from surefoot.sampling.sampler import SampleRows, adjust, filtered_scores, sample_rows
@@ -136,8 +136,8 @@ def test_what_a_shift_admits_is_what_the_filters_admit_after_it() -> None:
         for shift, token in itertools.product((0.3, -0.3), range(12)):
             moved = scores.clone()
             moved[token] += shift
-            really = bool(admitted(moved, params)[token])
-            said = bool(admitted(scores, params, shift)[token])
+            really = bool(Filters(moved, params).admitted()[token])
+            said = bool(Filters(scores, params).admitted(shift)[token])
             if params.top_p == 1:
                 assert said == really
             elif shift > 0:
@@ -145,6 +145,45 @@ def test_what_a_shift_admits_is_what_the_filters_admit_after_it() -> None:
                 assert said or not really
             else:
                 assert really or not said
+
+
+def kept_by_definition(scores: list[float], params: SamplingParams, shift: float, i: int) -> bool:
+    """One token, moved by ``shift``, against all the others where they are."""
+    temperature, mine = params.temperature, scores[i] + shift
+    best = max(scores)
+    border = best + temperature * math.log(params.min_p) if params.min_p else -math.inf
+    falling = sorted(scores, reverse=True)
+    last = falling[params.top_k - 1] if params.top_k else -math.inf
+    core = [score for score in scores if score >= border and score >= last]
+    total = sum(math.exp((score - best) / temperature) for score in core)
+    rivals = [score for j, score in enumerate(scores) if j != i and score > mine]
+    mass = sum(math.exp((s - best) / temperature) for s in rivals if s >= border and s >= last)
+    return (
+        mine >= border
+        and (not params.top_k or len(rivals) < params.top_k)
+        and (params.top_p == 1 or mass / total * math.exp(-shift / temperature) < params.top_p)
+    )
+
+
+@pytest.mark.parametrize("few", [1, 4, 512])
+def test_filters_keep_what_their_definitions_keep(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much of the vocabulary is sorted at first."""
+    monkeypatch.setattr("surefoot.certify.regret.FEW", few)
+    generator, random = torch.Generator().manual_seed(few), Random(few)
+    for _ in range(40):
+        scores = (random.choice((0.3, 3.0)) * torch.randn(60, generator=generator)).double()
+        params = SamplingParams(
+            temperature=random.choice((0.5, 1.0, 40.0)),
+            top_k=random.choice((0, 1, 7)),
+            top_p=random.choice((1.0, 0.3, 0.97)),
+            min_p=random.choice((0.0, 0.0, 0.1)),
+        )
+        for shift in (0.0, 0.4, -0.4):
+            kept = Filters(scores, params).admitted(shift).tolist()
+            places = range(len(scores))
+            assert kept == [kept_by_definition(scores.tolist(), params, shift, i) for i in places]
 
 
 def test_regret_is_the_loss_of_score() -> None:

@@ -114,14 +114,16 @@ def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[str, Any]]:
     return work, options
 
 
-def check_scenario(backend: str, scenario: tuple[list[Job], dict[str, Any]]) -> None:
+def check_scenario(
+    backend: str, scenario: tuple[list[Job], dict[str, Any]], ahead: bool = False
+) -> None:
     work, options = scenario
     decoder = tiny_decoder(backend)
     expected = [run_alone(decoder, job) for job in work]
     if options["proposers"]:
         texts = tuple((*request.prompt, *request.output) for request in expected)
         options = {**options, "proposer_options": {"oracle": {"texts": texts}}}
-    engine = make_engine(decoder, **options)
+    engine = make_engine(decoder, ahead, **options)
     actual = run_jobs(on_torch_alone(engine) if backend == "torch" else engine, work)
     for job, want, got in zip(work, expected, actual, strict=True):
         compare(backend, job, want, got)
@@ -184,6 +186,13 @@ def test_any_scenario_gives_the_plain_text_torch(scenario: Any) -> None:
 @given(scenarios())
 def test_any_scenario_gives_the_plain_text_native(scenario: Any) -> None:
     check_scenario("native", scenario)
+
+
+@settings(many, max_examples=150)
+@given(scenarios())
+def test_any_scenario_gives_the_plain_text_launched_ahead(scenario: Any) -> None:
+    """Rounds are launched before the one before is read, as on a GPU."""
+    check_scenario("torch", scenario, ahead=True)
 
 
 def test_ties_are_rare() -> None:

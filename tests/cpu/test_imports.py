@@ -19,6 +19,7 @@ NAMES = [path.relative_to(SOURCES).as_posix() for path in FILES]
 # A room may import itself and those on lower floors; rooms of one floor do not know each other.
 FLOORS = [
     {"errors"},
+    {"structured"},
     {"config", "request"},
     {"kernels"},
     {"models"},
@@ -34,6 +35,7 @@ HOMES = {
     "triton": {"kernels"},
     "flash_attn": {"kernels"},
     "flashinfer": {"kernels"},
+    "llguidance": {"sampling"},
     "typer": {"cli"},
     "rich": {"cli", "bench", "certify"},
 }
@@ -127,7 +129,7 @@ def test_engine_needs_no_terminal_packages() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["surefoot.engine.scheduler", "surefoot.request", "surefoot.config"]
+    ["surefoot.engine.scheduler", "surefoot.request", "surefoot.config", "surefoot.structured"]
     + [f"surefoot.kv.{path.stem}" for path in sorted((SOURCES / "kv").glob("[a-z]*.py"))],
 )
 def test_bookkeeping_needs_no_torch(module: str) -> None:

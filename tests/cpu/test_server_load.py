@@ -34,7 +34,7 @@ def test_a_crowd_gets_the_offline_texts_and_leaves_nothing_behind(tmp_path: Path
 
 def test_serving_costs_little(tmp_path: Path) -> None:
     model = tiny_hf_model("llama", tmp_path)
-    speeds = throughput(str(model), 32, 60, 2)
+    speeds = throughput(str(model), 32, 40, 2)
     # CPU time, as neighbours on a shared machine change the clock's: with a CPU each for core and
     # front, the server reaches 0.8 times the speed in process when both of these hold.
     assert speeds.core_cpu <= speeds.inside_cpu / 0.8

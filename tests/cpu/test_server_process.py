@@ -18,6 +18,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+import surefoot.server.serve
 from server_harness import (
     LIMIT,
     Server,
@@ -26,27 +27,38 @@ from server_harness import (
     wait_for,
 )
 from surefoot.cli.main import app
+from surefoot.config import EngineConfig
+from surefoot.server.serve import ServerConfig
 
-LONG: dict[str, Any] = {"prompt": [5, 6, 7, 8] * 4, "max_tokens": 256, "ignore_eos": True}
+LONG: dict[str, Any] = {"prompt": [5, 6, 7, 8] * 4, "max_tokens": 200, "ignore_eos": True}
+ENDLESS = {**LONG, "max_tokens": 4000}
+"""Ends when its client does."""
+SHORT: dict[str, Any] = {"prompt": "a", "max_tokens": 4, "ignore_eos": True}
+QUEUE = 17
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return emoji_model(tmp_path_factory.mktemp("model"))
+    return emoji_model(tmp_path_factory.mktemp("model"), max_position_embeddings=4096)
 
 
 @pytest.fixture(scope="module")
-def slow(model: Path) -> Iterator[Server]:
-    """One text at a time and few that wait."""
-    with running_server(model, "--max-queue", "2", max_num_seqs=1) as server:
+def server(model: Path) -> Iterator[Server]:
+    """One text at a time."""
+    with running_server(model, "--max-queue", str(QUEUE), max_num_seqs=1) as server:
         yield server
 
 
-def open_stream(server: Server, **body: Any) -> socket.socket:
-    """A raw connection on which a stream has begun to arrive; nothing more of it is read."""
+def open_stream(server: Server, buffer: int | None = None, **body: Any) -> socket.socket:
+    """A raw connection on which a stream has begun to arrive; nothing more of it is read.
+    ``buffer``: how many bytes the system may receive unread."""
     host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=LIMIT)
-    content = json.dumps({**LONG, **body, "stream": True}).encode()
+    connection = socket.socket()
+    if buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.settimeout(LIMIT)
+    connection.connect((host, int(port)))
+    content = json.dumps({**body, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     assert connection.recv(12) == b"HTTP/1.1 200"
@@ -58,7 +70,7 @@ class Background:
 
     def __init__(self, server: Server, **body: Any) -> None:
         self.answer: httpx.Response | None = None
-        self._thread = threading.Thread(target=self._ask, args=(server, {**LONG, **body}))
+        self._thread = threading.Thread(target=self._ask, args=(server, body))
         self._thread.start()
 
     def _ask(self, server: Server, body: dict[str, Any]) -> None:
@@ -73,68 +85,91 @@ class Background:
         return self.answer
 
 
-def test_a_client_that_leaves_frees_its_blocks(slow: Server) -> None:
+def test_the_front_holds_no_model(server: Server) -> None:
+    mapped = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "zmq" in mapped and "torch" not in mapped
+    assert "torch" in Path(f"/proc/{server.core}/maps").read_text()
+
+
+def test_a_client_that_leaves_frees_its_blocks(server: Server) -> None:
     for whole in (False, True):
-        tokens = slow.metric("surefoot_generation_tokens_total")
         if whole:
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{slow.url}/v1/completions", json={**LONG, "n": 2}, timeout=0.3)
+                httpx.post(f"{server.url}/v1/completions", json={**ENDLESS, "n": 2}, timeout=0.5)
         else:
-            connection = open_stream(slow)
-            wait_for(lambda: slow.metric("surefoot_requests_running") == 1)
+            connection = open_stream(server, **ENDLESS)
+            wait_for(lambda: server.metric("surefoot_requests_running") == 1)
             connection.close()
-        slow.wait_idle()
-        assert slow.metric("surefoot_generation_tokens_total") - tokens < 256
-        ended = slow.get("/metrics").text
-        assert 'surefoot_requests_finished_total{finished_reason="length"' in ended
-    assert slow.metric("surefoot_kv_usage_ratio") == 0
-    assert slow.complete(prompt="a", max_tokens=2)["usage"]["completion_tokens"] == 2
+        server.wait_idle()
+        page = server.get("/metrics").text
+        assert 'requests_finished_total{finished_reason="length",model_name="llama-0"} 0.0' in page
+    assert server.metric("surefoot_kv_usage_ratio") == 0
+    assert server.complete(**SHORT)["usage"]["completion_tokens"] == 4
 
 
-def test_a_full_queue_says_when_to_come_back(slow: Server) -> None:
-    requests = [Background(slow) for _ in range(3)]
-    wait_for(lambda: slow.metric("surefoot_requests_waiting") == 2)
-    refused = slow.post("/v1/completions", **LONG)
+def test_a_full_queue_says_when_to_come_back(server: Server) -> None:
+    streams = [open_stream(server, **ENDLESS, n=n) for n in (1, QUEUE)]
+    wait_for(lambda: server.metric("surefoot_requests_waiting") == QUEUE)
+    rejected = server.metric("surefoot_requests_rejected_total")
+    refused = server.post("/v1/completions", **SHORT)
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["type"] == "rate_limit_error"
-    assert slow.metric("surefoot_requests_rejected_total") == 1
-    never = slow.post("/v1/completions", **{**LONG, "n": 4})
+    assert server.metric("surefoot_requests_rejected_total") == rejected + 1
+    never = server.post("/v1/completions", **SHORT, n=QUEUE + 2)
     assert never.status_code == 400 and never.json()["error"]["param"] == "n"
-    for request in requests:
-        answer = request.join()
-        assert answer is not None and answer.status_code == 200
+    for stream in streams:
+        stream.close()
+    server.wait_idle()
 
 
-def test_sigterm_lets_requests_finish(slow: Server) -> None:
+def test_a_slow_reader_holds_up_nobody(server: Server) -> None:
+    # Logprobs make a stream large, and little of it is received unread. What happens when the
+    # buffers on the way are full as well is test_server_stream's.
+    body = {**LONG, "logprobs": 50, "echo": True, "n": 2}
+    readers = [open_stream(server, buffer=4096, **body) for _ in range(2)]
+    for _ in range(3):
+        assert server.complete(**SHORT)["usage"]["completion_tokens"] == 4
+    # Even unread, its texts are generated to the end and give their blocks back.
+    server.wait_idle()
+    for reader in readers:
+        data = b""
+        while not data.endswith(b"0\r\n\r\n"):
+            piece = reader.recv(1 << 20)
+            assert piece, "the stream was cut"
+            data += piece
+        assert data.count(b'"finish_reason":"length"') == 2 and b"[DONE]" in data
+        reader.close()
+
+
+def test_sigterm_lets_requests_finish(server: Server) -> None:
     # The last test with this server.
-    running = [Background(slow), Background(slow)]
-    wait_for(lambda: slow.metric("surefoot_requests_waiting") == 1)
-    core, started = slow.core, time.monotonic()
-    assert slow.stop() == 0
+    running = [Background(server, **LONG), Background(server, **LONG)]
+    wait_for(lambda: server.metric("surefoot_requests_waiting") == 1)
+    core, started = server.core, time.monotonic()
+    assert server.stop() == 0
     assert time.monotonic() - started < 25, "it waited for the timeout"
     for request in running:
         answer = request.join()
         assert answer is not None and answer.status_code == 200
-        assert answer.json()["usage"]["completion_tokens"] == 256
+        assert answer.json()["usage"]["completion_tokens"] == LONG["max_tokens"]
     assert not Path(f"/proc/{core}").exists()
 
 
-def test_a_slow_reader_holds_up_nobody(model: Path) -> None:
-    with running_server(model, draft_policy="auto") as server:
+def test_patience_ends(model: Path) -> None:
+    arguments = ("--shutdown-timeout", "0.2", "--served-model-name", "x")
+    with running_server(model, *arguments, max_num_seqs=1, draft_policy="auto") as server:
         assert "surefoot_estimated_saved_seconds" in server.get("/metrics").text
-        # Logprobs make a stream large enough to fill the sockets' buffers many times over.
-        readers = [open_stream(server, logprobs=50, echo=True, n=8) for _ in range(2)]
-        for _ in range(3):
-            assert server.complete(prompt="a", max_tokens=4)["usage"]["completion_tokens"] == 4
-        # Even unread, its texts are generated to the end and give their blocks back.
-        server.wait_idle()
-        for reader in readers:
-            data = b""
-            while not data.endswith(b"0\r\n\r\n"):
-                data += reader.recv(1 << 20)
-            assert data.count(b'"finish_reason":"length"') == 8 and b"[DONE]" in data
-            reader.close()
+        assert server.complete(**SHORT, model="x")["model"] == "x"
+        requests = [Background(server, **ENDLESS, n=8) for _ in range(2)]
+        # Not even a client that does not read keeps the server.
+        unread = open_stream(server, **ENDLESS, logprobs=50)
+        wait_for(lambda: server.metric("surefoot_requests_waiting") == 16)
+        assert server.stop() == 0
+        unread.close()
+        answers = [request.join() for request in requests]
+        assert {answer.status_code for answer in answers if answer is not None} == {503}
+        assert all(int(a.headers["retry-after"]) >= 1 for a in answers if a is not None)
 
 
 def test_a_dead_core_ends_requests_and_server(model: Path) -> None:
@@ -143,8 +178,8 @@ def test_a_dead_core_ends_requests_and_server(model: Path) -> None:
 
 
 def kill_core(server: Server) -> None:
-    stream = open_stream(server)
-    waiting = Background(server)
+    stream = open_stream(server, **ENDLESS)
+    waiting = Background(server, **ENDLESS)
     wait_for(lambda: server.metric("surefoot_requests_waiting") == 1)
     os.kill(server.core, signal.SIGKILL)
     answer = waiting.join()
@@ -154,20 +189,8 @@ def kill_core(server: Server) -> None:
     while chunk := stream.recv(1 << 16):
         data += chunk
     assert b"engine_died" in data and b"[DONE]" not in data
-    assert server.process.wait(LIMIT) == 1
+    assert server.wait() == 1
     assert any("engine died" in line for line in server.lines)
-
-
-def test_patience_ends(model: Path) -> None:
-    with running_server(model, "--shutdown-timeout", "0.2", max_num_seqs=1) as server:
-        requests = [Background(server, n=8) for _ in range(4)]
-        wait_for(lambda: server.metric("surefoot_requests_waiting") == 31)
-        # Not even a client that does not read keeps the server.
-        unread = open_stream(server, logprobs=50)
-        assert server.stop() == 0
-        unread.close()
-        answers = [request.join() for request in requests]
-        assert {answer.status_code for answer in answers if answer is not None} == {503}
 
 
 def test_sigterm_while_loading(model: Path) -> None:
@@ -181,42 +204,29 @@ def test_sigterm_while_loading(model: Path) -> None:
     wait_for(lambda: not Path(f"/proc/{core}").exists())
 
 
-def test_time_limit(model: Path) -> None:
-    with running_server(model, "--request-timeout", "0.4", max_num_seqs=1) as server:
-        late = server.post("/v1/completions", **LONG, n=8)
-        assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
-        streamed = server.post("/v1/completions", **LONG, n=8, stream=True)
-        assert '"code":"timeout"' in streamed.text and "[DONE]" not in streamed.text
-        server.wait_idle()
-        assert server.complete(prompt="a", max_tokens=2)["usage"]["completion_tokens"] == 2
-
-
-def test_key_origin_size_and_name_and_a_core_that_does_not_outlive(model: Path) -> None:
-    arguments = ["--api-key", "secret", "--cors-origin", "http://page", "--max-body", "1KiB"]
-    with running_server(model, *arguments, "--served-model-name", "x") as server:
-        url = f"{server.url}/v1/completions"
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
-            refused = httpx.post(url, json={"prompt": "a"}, headers=headers)
-            assert refused.status_code == 401
-            assert refused.json()["error"]["code"] == "invalid_api_key"
-        assert server.get("/health").status_code == 200
-        assert server.get("/metrics").status_code == 401
-        client = httpx.Client(headers={"authorization": "Bearer secret", "origin": "http://page"})
-        answer = client.post(url, json={"prompt": "a", "max_tokens": 1, "model": "x"})
-        assert answer.status_code == 200 and answer.json()["model"] == "x"
-        assert answer.headers["access-control-allow-origin"] == "http://page"
-        large = {"prompt": "x" * 2000}
-        assert client.post(url, json=large).status_code == 413
-        chunks = (json.dumps(large).encode()[at : at + 100] for at in range(0, 2014, 100))
-        headers = {"content-type": "application/json"}
-        assert client.post(url, content=chunks, headers=headers).status_code == 413
-        preflight = {"origin": "http://page", "access-control-request-method": "POST"}
-        assert httpx.options(url, headers=preflight).status_code == 200
-        other = {"origin": "http://other", "access-control-request-method": "POST"}
-        assert "access-control-allow-origin" not in httpx.options(url, headers=other).headers
-        core = server.core
-        server.process.kill()
-        wait_for(lambda: not Path(f"/proc/{core}").exists())
+def test_options_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(surefoot.server.serve, "serve", lambda *args: given.append(args) or 0)
+    monkeypatch.setenv("SUREFOOT_API_KEY", "secret")
+    arguments = "serve somewhere --host ::1 --port 81 --served-model-name x --served-model-name y "
+    arguments += "--cors-origin http://a --max-queue 3 --max-body 1KiB --request-timeout 2.5 "
+    arguments += "--shutdown-timeout 7 --access-log --max-num-seqs 5 --kv-cache-memory 2MiB"
+    result = CliRunner().invoke(app, arguments.split())
+    assert result.exit_code == 0, result.output
+    [(engine, config, *_)] = given
+    assert engine == EngineConfig(model="somewhere", max_num_seqs=5, kv_cache_memory=2 << 20)
+    assert config == ServerConfig(
+        host="::1",
+        port=81,
+        names=("x", "y"),
+        api_key="secret",
+        cors_origins=("http://a",),
+        max_queue=3,
+        max_body_bytes=1024,
+        request_timeout=2.5,
+        shutdown_timeout=7,
+        access_log=True,
+    )
 
 
 def test_mistakes_at_the_start_are_one_line(model: Path) -> None:

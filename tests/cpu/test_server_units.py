@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 
 from surefoot.errors import SurefootError
 from surefoot.request import SpeculationParams
 from surefoot.server.errors import field_path
-from surefoot.server.messages import Add, decode_to_core, encode
-from surefoot.server.metrics import DraftCounts, Histogram
+from surefoot.server.exposition import Exposition
+from surefoot.server.messages import Add, Ready, decode_to_core, encode
+from surefoot.server.metrics import DraftCounts, Histogram, Metrics
 from surefoot.server.schema import CompletionRequest, read_speculation_header
 from surefoot.server.tool_calls import ToolCall, ToolCallParser
 
+DOCS = Path(__file__).parents[2] / "docs"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 OTHER = '<tool_call>{"name": "time"}</tool_call>'
 
@@ -150,3 +155,81 @@ def test_every_sampling_parameter_crosses_the_socket() -> None:
     assert isinstance(message, Add) and message.speculation == speculation
     for name, value in {**fields, "logit_bias": {4: -3.0}}.items():
         assert getattr(message.params, name) == value
+
+
+METRIC = re.compile(r"\b(?:surefoot_|vllm:)[a-zA-Z0-9_:]+")
+
+
+def exported() -> tuple[set[str], set[str]]:
+    """Names of a metrics page's samples, with their bare names (no suffix of a counter's or
+    histogram's)."""
+    ready = Ready("", 64, 64, 2, 3, 99, (2,), ["ngram"], saving_known=True)
+    metrics = Metrics(ready)
+    metrics.drafts["ngram"].count(2, 1)
+    page = Exposition(metrics, "model").page().decode()
+    families = list(text_string_to_metric_families(page))
+    samples = {sample.name for family in families for sample in family.samples}
+    return samples, samples | {family.name for family in families}
+
+
+def test_the_dashboard_reads_what_is_exported() -> None:
+    board = json.loads((DOCS / "grafana.json").read_text())
+    samples, _ = exported()
+    queries = [t["expr"] for panel in board["panels"] for t in panel.get("targets", ())]
+    queries += [
+        item["query"]["query"] for item in board["templating"]["list"] if item["name"] == "model"
+    ]
+    assert len(queries) > 20
+    for query in queries:
+        names = METRIC.findall(query)
+        assert names and set(names) <= samples, query
+        assert query.count("(") == query.count(")")
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+
+
+def test_every_metric_is_documented_under_both_names() -> None:
+    _, names = exported()
+    section = (DOCS / "server.md").read_text().split("## Metrics")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    documented = set()
+    for row in rows[1:]:
+        own = re.findall(r"`([a-z_]+)`", row[0])
+        theirs = re.findall(r"`([a-z0-9_]+)`", row[1])
+        theirs += own if "the same" in row[1] else []
+        documented |= {f"surefoot_{name}" for name in own} | {f"vllm:{name}" for name in theirs}
+    assert documented <= names, documented - names
+    suffix = re.compile(r"_(bucket|count|sum|created|total)$")
+    bare = {suffix.sub("", name) for name in documented}
+    assert {suffix.sub("", name) for name in names} == bare
+
+
+# What ``vllm bench serve`` and vLLM's own dashboards ask for.
+READ_BY_OTHERS = [
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+    "spec_decode_num_accepted_tokens_per_pos_total",
+    "e2e_request_latency_seconds_bucket",
+    "e2e_request_latency_seconds_sum",
+    "e2e_request_latency_seconds_count",
+    "time_to_first_token_seconds_bucket",
+    "time_to_first_token_seconds_sum",
+    "inter_token_latency_seconds_bucket",
+    "time_per_output_token_seconds_bucket",
+    "num_requests_running",
+    "num_requests_waiting",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "kv_cache_usage_perc",
+    "request_success_total",
+    "request_prompt_tokens_bucket",
+    "request_generation_tokens_bucket",
+    "num_preemptions_total",
+    "prefix_cache_hits_total",
+    "prefix_cache_queries_total",
+]
+
+
+def test_names_that_dashboards_for_vllm_read() -> None:
+    assert {f"vllm:{name}" for name in READ_BY_OTHERS} <= exported()[0]

@@ -22,6 +22,7 @@ from harness import (
     run_jobs,
     tiny_decoder,
 )
+from structured_harness import params_with, structured_engine
 from surefoot.kernels.backend import AttentionShape
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.request import SamplingParams, SpeculationParams
@@ -148,6 +149,29 @@ def test_logprobs_are_those_of_the_accepted_path() -> None:
     want, got = greedy_trees(1, {"logprobs": 2})
     assert got.stats.accepted > 8
     check_logprobs(want, got, len(got.output), got.params)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_follow_a_grammar(temperature: float) -> None:
+    """Each row's mask is that of its own path; branches that the grammar forbids are cut."""
+    structure = {"regex": r"(ab|a1|cab|1){14,20}"}
+    params = params_with(structure, temperature=temperature, seed=3, max_tokens=40)
+    job, seeds = Job((3, 4, 5), params), range(3)
+    [want] = run_jobs(structured_engine(tiny_decoder(), max_draft_tokens=0), [job])
+    accepted = 0
+    for seed in seeds:
+        own = {"texts": ((*want.prompt, *want.output),), "seed": seed}
+        engine = structured_engine(
+            tiny_decoder(),
+            proposers=("bush",),
+            proposer_options={"bush": own},
+            draft_policy="fixed",
+            max_draft_tokens=8,
+        )
+        [got] = run_jobs(engine, [job])
+        assert got.output == want.output
+        accepted += got.stats.accepted
+    assert accepted > 10
 
 
 def test_a_tree_of_63_nodes() -> None:

@@ -22,6 +22,7 @@ from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling import noise as reference
 from surefoot.sampling.params import Features, SlotParams
 from surefoot.sampling.sampler import SampleRows, adjust, filtered_scores, sample_rows
+from triton_interpreter import DEVICE
 
 pytestmark = [
     pytest.mark.skipif(triton_interpreter.ON_GPU, reason="tests/gpu run the same checks compiled"),
@@ -95,7 +96,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def tables(*kinds: dict[str, Any], stop: tuple[int, ...] = ()) -> tuple[SlotParams, Features]:
-    params = SlotParams(len(kinds), VOCAB, torch.device("cpu"))
+    params = SlotParams(len(kinds), VOCAB, DEVICE)
     requests = []
     for slot, kind in enumerate(kinds):
         seed = slot * 77 + 2**40
@@ -184,7 +185,7 @@ def test_too_many_rows_are_refused() -> None:
     params, features = tables(dict(temperature=0.0, presence_penalty=1.0))
     rows = rows_of(3, 1)
     with pytest.raises(ValueError, match="3 rows"):
-        Sampler(2, VOCAB, torch.device("cpu"))(
+        Sampler(2, VOCAB, DEVICE)(
             torch.zeros(3, VOCAB), rows.slots, rows.positions, rows.history, 9, params, features
         )
 

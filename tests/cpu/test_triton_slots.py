@@ -22,6 +22,7 @@ from surefoot.speculation import layout as reference
 from surefoot.speculation.layout import RoundPlan
 from surefoot.speculation.round import SpeculativeRound
 from surefoot.speculation.state import SlotState
+from triton_interpreter import DEVICE
 
 pytestmark = pytest.mark.skipif(
     triton_interpreter.ON_GPU, reason="tests/gpu run the same checks compiled"
@@ -31,7 +32,7 @@ DRAFTS = 5
 
 def make_state(seed: int) -> SlotState:
     torch.manual_seed(seed)
-    state = SlotState(8, 100, DRAFTS, 4, 9, torch.device("cpu"))
+    state = SlotState(8, 100, DRAFTS, 4, 9, DEVICE)
     state.native = None  # The oracle is in torch; and the tensors are replaced below.
     state.history = torch.randint(0, 3, state.history.shape)
     state.length = torch.randint(30, 80, (8,))
@@ -167,10 +168,10 @@ def test_lookups_are_equal(
     low: int, high: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("surefoot.kernels.triton.lookup.TILE", 16)
-    torch.manual_seed(window)
-    history = torch.randint(0, 3, (40, 70))
-    history[::3] = torch.randint(0, 9, (14, 70))
-    length = torch.randint(1, 65, (40,))
+    generator = torch.Generator().manual_seed(window)
+    history = torch.randint(0, 3, (40, 70), generator=generator)
+    history[::3] = torch.randint(0, 9, (14, 70), generator=generator)
+    length = torch.randint(1, 65, (40,), generator=generator)
     length[:4] = torch.tensor([1, 2, 3, 4])
     slots = torch.randperm(40)
     size, tokens = ngram_lookup(history, length, slots, low, high, window, DRAFTS)

@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 Builder: Any = interpreter.InterpreterBuilder
 Handle: Any = interpreter.TensorHandle

@@ -15,7 +15,7 @@ from surefoot.certify.regret import Row, adjusted, regret, tie_bound
 from surefoot.certify.subject import Subject
 from surefoot.request import TokenLogprobs
 
-PLAIN_BATCH = 8
+PLAIN_BATCH = 16
 SHOWN_CONTEXT = 24
 
 
@@ -26,9 +26,9 @@ class Judge:
     subject: Subject
     noise: Noise
 
-    def plain_texts(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """What plain decoding gives, in an engine without proposers, prefix cache or shortage of
-        memory. Known texts are not computed again."""
+    def plain_texts(self, jobs: Sequence[Job], prefix_caching: bool = False) -> list[Outcome]:
+        """What plain decoding gives, in an engine without proposers or shortage of memory, and by
+        default without a prefix cache. Known texts are not computed again."""
         cache = self.subject.cache
         plain = [
             replace(job, method=PLAIN, max_drafts=None, arrival=0, cancel=None, label="")
@@ -42,6 +42,7 @@ class Judge:
                 max(job.longest for job in wanted),
                 PLAIN_BATCH,
                 max_draft_tokens=0,
+                enable_prefix_caching=prefix_caching,
             )
             outcomes, _ = run_jobs(engine, wanted, self.subject.tokenizer)
             for index, outcome in zip(missing, outcomes, strict=True):

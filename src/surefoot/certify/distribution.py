@@ -147,14 +147,15 @@ def _run_cell(
     name, values = CELLS[number]
     jobs = _jobs(judge, size, values, number, first_seed)
     subject = judge.subject
-    off = judge.plain_texts(jobs)
+    # The prefix cache is on, on both sides: hundreds of requests share a prompt, and the judge is
+    # the exact distribution.
+    off = judge.plain_texts(jobs, prefix_caching=True)
     texts = tuple({(*job.prompt, *out.tokens) for job, out in zip(jobs, off, strict=True)})
     methods = (PROBE_NAMES[1], PROBE_NAMES[0], *subject.proposers)
     tested = [
         replace(job, method=methods[i % len(methods)], max_drafts=MAX_DRAFTS)
         for i, job in enumerate(jobs)
     ]
-    # Its own prefix cache on: thousands of requests share a prompt.
     engine = subject.engine(
         max(job.longest for job in jobs), BATCH, texts=texts, enable_prefix_caching=True
     )

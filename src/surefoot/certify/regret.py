@@ -6,6 +6,7 @@ the engine's own code is not its own judge; the Gumbel noise is the definition i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ import torch
 from surefoot.certify.noise import SCORE_FLOOR, Noise
 from surefoot.request import SamplingParams
 from surefoot.sampling.noise import gumbel
+
+FEW = 512
+"""So many of the best scores are sorted at first."""
 
 
 @dataclass(frozen=True)
@@ -61,41 +65,66 @@ def adjusted(logits: torch.Tensor, row: Row) -> torch.Tensor:
     return scores
 
 
-def admitted(scores: torch.Tensor, params: SamplingParams, shift: float = 0.0) -> torch.Tensor:
-    """Which tokens min-p, top-k and top-p keep, bool [vocab], if each token in turn had its own
-    adjusted logit raised by ``shift`` (lowered if negative) and all others stayed."""
-    temperature = params.temperature
-    moved = scores + shift
-    keep = torch.isfinite(scores)
-    core = keep.clone()
-    if params.min_p > 0:
-        border = scores.max() + temperature * torch.tensor(params.min_p).double().log()
-        keep &= moved >= border
-        core &= scores >= border
-    limited = 0 < params.top_k < len(scores)
-    if not limited and params.top_p >= 1:
+class Filters:
+    """Which tokens min-p, top-k and top-p keep of adjusted logits ``scores`` [vocab], float64.
+
+    Only as much of the vocabulary is sorted as the filters can reach."""
+
+    def __init__(self, scores: torch.Tensor, params: SamplingParams) -> None:
+        self.scores = scores
+        self.params = params
+        self.finite = torch.isfinite(scores)
+        self.min_p_border = self.best = self.mass = None
+        core = self.finite
+        if params.min_p > 0:
+            self.min_p_border = scores.max() + params.temperature * math.log(params.min_p)
+            core = core & (scores >= self.min_p_border)
+        if 0 < params.top_k < len(scores):
+            self.best = scores.topk(params.top_k + 1).values
+            core = core & (scores >= self.best[params.top_k - 1])
+        if params.top_p < 1:
+            scaled = (scores / params.temperature).masked_fill(~core, float("-inf"))
+            self.mass = torch.softmax(scaled, dim=0)
+
+    def admitted(self, shift: float = 0.0) -> torch.Tensor:
+        """Bool [vocab]: kept if each token in turn had its own adjusted logit raised by ``shift``
+        (lowered if negative) and all others stayed."""
+        keep, moved = self.finite.clone(), self.scores + shift
+        if self.min_p_border is not None:
+            keep &= moved >= self.min_p_border
+        if self.best is not None:
+            # A lowered token stands behind its old self, which must not count as a rival.
+            keep &= moved >= self.best[self.params.top_k - int(shift >= 0)]
+        if self.mass is not None:
+            # Raising or lowering the others by as much scales their mass.
+            limit = self.params.top_p * math.exp(shift / self.params.temperature)
+            best, total = self._falling(limit, abs(shift))
+            before = total[-1].expand(len(moved)).clone()
+            near = (moved >= best[-1]).nonzero().squeeze(1)
+            behind = torch.searchsorted(best.flip(0), moved[near], right=True)
+            before[near] = total[len(best) - behind]
+            keep &= before - (self.mass if shift < 0 else 0) < limit
         return keep
-    ascending = scores.sort().values
-    above = len(scores) - torch.searchsorted(ascending, moved, right=True)
-    if limited:
-        # A lowered token must not count itself.
-        keep &= above - int(shift < 0) < params.top_k
-        core &= scores >= ascending[-params.top_k]
-    if params.top_p < 1:
-        mass = torch.softmax((scores / temperature).masked_fill(~core, float("-inf")), dim=0)
-        falling = torch.softmax((scores / temperature).masked_fill(~core, float("-inf")), dim=0)
-        falling = falling.sort(descending=True).values
-        total = torch.cat((mass.new_zeros(1), falling.cumsum(dim=0)))
-        before = total[above] - (mass if shift < 0 else 0)
-        # Raising or lowering the others by as much scales their mass.
-        keep &= before * torch.tensor(-shift / temperature).exp() < params.top_p
-    return keep
+
+    def _falling(self, limit: float, shift: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best scores [m], falling, and the mass of the first 0 … m of them [m + 1]. So many
+        that no token behind them comes under ``limit``, though it does not count itself."""
+        assert self.mass is not None
+        count, help_ = FEW, math.exp(min(700.0, shift / self.params.temperature))
+        while True:
+            best, ids = self.scores.topk(min(count, len(self.scores)))
+            mass = self.mass[ids]
+            total = torch.cat((mass.new_zeros(1), mass.cumsum(dim=0)))
+            last = float(mass[-1])
+            if count >= len(self.scores) or not last or float(total[-1]) - last * help_ >= limit:
+                return best, total
+            count *= 8
 
 
 def probabilities(logits: torch.Tensor, row: Row) -> torch.Tensor:
     """The exact distribution that a sampled token has at this position, float64 [vocab]."""
     scores = adjusted(logits, row)
-    keep = admitted(scores, row.params)
+    keep = Filters(scores, row.params).admitted()
     return torch.softmax((scores / row.params.temperature).masked_fill(~keep, -torch.inf), dim=0)
 
 
@@ -107,13 +136,14 @@ def regret(logits: torch.Tensor, row: Row, token: int, bound: float) -> float:
     params = row.params
     if params.greedy:
         return max(0.0, float(scores.max() - scores[token]))
-    if not bool(admitted(scores, params, bound)[token]):
+    filters = Filters(scores, params)
+    if not bool(filters.admitted(bound)[token]):
         return float("inf")
     position = torch.tensor([len(row.prompt) + len(row.output)])
     seed, choice = torch.tensor([params.seed]), torch.tensor([row.choice])
     drawn = gumbel(seed, choice, position, len(scores))[0].double()
     noisy = scores + params.temperature * drawn
-    rivals = noisy[admitted(scores, params, -bound)]
+    rivals = noisy[filters.admitted(-bound)]
     if len(rivals) == 0:
         return 0.0
     return max(0.0, float(rivals.max() - noisy[token]))

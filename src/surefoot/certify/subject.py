@@ -13,11 +13,30 @@ from surefoot.errors import SurefootError
 from surefoot.models.decoder import Decoder
 from surefoot.models.loading.tokenizer import Tokenizer
 from surefoot.speculation import registry
-from surefoot.speculation.proposer import Proposer
+from surefoot.speculation.proposer import Proposer, read_options
 
 PROBE_NAMES = tuple(probe.name for probe in PROBES)
 Sabotage = Callable[[Engine, bool], None]
 """(engine, whether it is the speculative one): breaks the engine in place."""
+
+
+def proposers_of(config: EngineConfig) -> tuple[str, ...]:
+    """Names of the proposers under test."""
+    return tuple(registry.DEFAULT if config.proposers is None else config.proposers)
+
+
+def check(config: EngineConfig) -> None:
+    """Raise SurefootError for what cannot be certified; needs no model."""
+    names = proposers_of(config)
+    if not names:
+        raise SurefootError("proposers", "are none", "name at least one to certify")
+    for name in names:
+        read_options(registry.find(name), config.proposer_options.get(name, {}))
+    for name in config.proposer_options:
+        if name not in names:
+            raise SurefootError("proposer_options", f"{name!r} is not among the proposers")
+    if config.max_draft_tokens == 0:
+        raise SurefootError("max_draft_tokens", "is 0: nothing would be drafted")
 
 
 class ProbedEngine(Engine):
@@ -53,15 +72,11 @@ class Subject:
     def __post_init__(self) -> None:
         if not self.prompts:
             raise SurefootError("prompts", "are none", "give at least one")
-        if not self.proposers:
-            raise SurefootError("proposers", "are none", "name at least one to certify")
-        if self.config.max_draft_tokens == 0:
-            raise SurefootError("max_draft_tokens", "is 0: nothing would be drafted")
+        check(self.config)
 
     @property
     def proposers(self) -> tuple[str, ...]:
-        names = self.config.proposers
-        return tuple(registry.DEFAULT if names is None else names)
+        return proposers_of(self.config)
 
     @property
     def exact_arithmetic(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -122,12 +123,16 @@ def certify(
 ) -> None:
     """Check that speculation is lossless for a model, proposers, dtype and backend.
 
-    Compares greedy and sampled text, endings and logprobs with plain decoding, position by
-    position, over shapes of batches, draft lengths, arrivals, memory shortage and sampling
-    parameters; tests the distribution of sampled text; checks the drafters' state. Exit code 0:
-    PASS, 1: FAIL, 2: INCONCLUSIVE, or no certificate was made.
+    Compares greedy and sampled text, endings and logprobs with plain decoding
+    position by position: several batch sizes, draft lengths, arrivals, memory
+    shortage, every sampling parameter. Tests the distribution of sampled text,
+    and that the drafters' state is never stale.
+
+    Exit code 0: PASS. 1: FAIL. 2: INCONCLUSIVE, or no certificate was made.
     """
     try:
+        for option, path in (("json", json_file), ("html", html_file)):
+            _check_writable(option, path)
         if url:
             _refuse_engine_options(engine, quick, self_test)
             result = compare(url, prompts, json_file, html_file)
@@ -146,6 +151,7 @@ def _no_certificate(error: SurefootError) -> typer.Exit:
     spellings |= {"url": "--url", "prompts": "--prompts", "model": "model"}
     spellings |= {"proposer": "--proposer", "proposer_option": "--proposer-option"}
     spellings |= {"quick": "--quick", "self_test": "--no-self-test"}
+    spellings |= {"json": "--json", "html": "--html"}
     report(error, spellings)
     return typer.Exit(NO_CERTIFICATE)
 
@@ -169,11 +175,14 @@ def issue(
 ) -> int:
     """Make a certificate, show it, write what was asked for; returns the exit code."""
     from surefoot.bench.prompts import load_prompts
+
+    chosen = None if prompts is None else load_prompts(prompts)
     from surefoot.certify.certificate import EXIT_CODES, certify
     from surefoot.certify.html import page
     from surefoot.certify.sizes import DEFAULT, QUICK
+    from surefoot.certify.subject import check
 
-    chosen = None if prompts is None else load_prompts(prompts)
+    check(EngineConfig.from_dict(engine))
     llm = _load(engine)
     subject = _subject(llm, engine, chosen)
     setup = _setup(llm, subject)
@@ -296,6 +305,16 @@ def compare(
     if html_file is not None:
         write(html_file, page(comparison), "html")
     return EXIT_CODES[comparison.result]
+
+
+def _check_writable(option: str, path: Path | None) -> None:
+    """Before minutes of work, not after them."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise SurefootError(option, f"{path} is a folder", "name a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise SurefootError(option, f"{path} cannot be written")
 
 
 def write(path: Path, text: str, option: str) -> None:

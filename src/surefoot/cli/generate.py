@@ -16,11 +16,13 @@ from surefoot.cli.options import (
     refuse_idle_speculation,
     sampling_options,
     speculation_option,
+    structure_options,
 )
 from surefoot.cli.terminal import DraftPainter, load, printable, progress_bars
 from surefoot.cli.verb import verb
 from surefoot.errors import SurefootError
 from surefoot.request import SamplingParams
+from surefoot.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from surefoot.engine.llm import LLM
@@ -28,10 +30,16 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 256
 
 
-@verb(engine=engine_options, sampling=sampling_options, speculation=speculation_option)
+@verb(
+    engine=engine_options,
+    sampling=sampling_options,
+    structure=structure_options,
+    speculation=speculation_option,
+)
 def generate(
     engine: dict[str, Any],
     sampling: dict[str, Any],
+    structure: StructuredOutputsParams | None,
     speculation: str,
     prompt: Annotated[
         str | None, typer.Argument(help="The text to complete; - or nothing reads stdin.")
@@ -67,7 +75,7 @@ def generate(
     if show_drafts and n > 1:
         raise SurefootError("show_drafts", "shows one text only", "drop --n")
     refuse_idle_speculation(speculation, engine)
-    params = SamplingParams(**sampling, n=n, logprobs=logprobs)
+    params = SamplingParams(**sampling, n=n, logprobs=logprobs, structured_outputs=structure)
     text = read_prompt(prompt, prompt_file)
     llm = load(engine)
     tokens = _tokenize(llm, text, chat)

@@ -24,6 +24,10 @@ _ALIASES = {
     "speculation.max_draft_tokens": "max_draft_tokens",
     "speculation.method": "speculation",
     "stop_token_ids": "stop_token_id",
+    "structured_outputs.choice": "choice",
+    "structured_outputs.grammar": "grammar",
+    "structured_outputs.json": "json_schema",
+    "structured_outputs.regex": "regex",
 }
 
 

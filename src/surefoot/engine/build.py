@@ -14,6 +14,7 @@ from surefoot.kernels.backend import Backend
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.models.loading import Checkpoint, load_checkpoint
+from surefoot.sampling.grammar import Grammars
 
 _TORCH_THREADS = torch.get_num_threads()
 """What torch found fit for this machine, before any engine changed it."""
@@ -24,8 +25,6 @@ def build_engine(
     config: EngineConfig, progress: ProgressCallback | None = None
 ) -> tuple[Engine, Checkpoint]:
     """Load ``config.model`` and build an engine around it."""
-    if config.device != "cpu":
-        raise SurefootError("device", f"{config.device!r} is not supported", "use cpu")
     torch.set_num_threads(config.threads or _TORCH_THREADS)
     backend = choose_backend(config)
     native_weights = config.weights == "native" or (
@@ -36,12 +35,20 @@ def build_engine(
     )
     max_model_len = model_length(config, checkpoint.config)
     decoder = Decoder(checkpoint.config, checkpoint.weights, backend, max_model_len)
-    return Engine(decoder, config), checkpoint
+    engine = Engine(decoder, config)
+    model = checkpoint.config
+    engine.grammars = Grammars(checkpoint.tokenizer, model.vocab_size, model.eos_token_ids)
+    return engine, checkpoint
 
 
 def choose_backend(config: EngineConfig) -> Backend:
     """The compiled CPU kernels where they can be had, else plain torch; refuses a backend that
     was asked for and cannot be had, with the reason."""
+    device = _device(config.device)
+    if device.type == "cuda":
+        return _gpu_backend(config, device)
+    if config.backend == "triton":
+        raise SurefootError("backend", "triton needs an NVIDIA GPU", "use --device cuda")
     from surefoot.kernels.cpu.backend import NativeBackend
     from surefoot.kernels.cpu.build import native_unavailable
 
@@ -59,6 +66,38 @@ def choose_backend(config: EngineConfig) -> Backend:
     # as long.
     torch.set_num_threads(1)
     return backend
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise SurefootError("device", f"{name!r} is not supported", "use cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            raise SurefootError("device", "there is no usable NVIDIA GPU here", "use cpu")
+        if (device.index or 0) >= count:
+            raise SurefootError("device", f"{name!r} is not one of {count} GPUs")
+    return device
+
+
+def _gpu_backend(config: EngineConfig, device: torch.device) -> Backend:
+    """The Triton kernels, or plain torch on the GPU if that was asked for."""
+    if config.backend == "native" or config.weights == "native":
+        option = "backend" if config.backend == "native" else "weights"
+        raise SurefootError(option, "native kernels run on a CPU only", "use --device cpu")
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    torch.cuda.set_device(device)
+    if config.backend == "torch":
+        return TorchBackend(device, dtype)
+    try:
+        from surefoot.kernels.triton.backend import TritonBackend
+    except ImportError as error:
+        raise SurefootError("backend", f"triton cannot be imported: {error}") from None
+    return TritonBackend(device, dtype)
 
 
 def _dtype(name: str, native: bool) -> torch.dtype:

@@ -9,9 +9,13 @@ from typing import Any
 
 from surefoot.config import EngineConfig
 from surefoot.engine.calibration import measure_cost
+from surefoot.engine.graphs import CudaRoundGraphs, RoundGraphs
+from surefoot.engine.memory import MemoryPlan, plan_memory
+from surefoot.engine.pipeline import IN_FLIGHT, Pipeline
 from surefoot.engine.runner import Runner
 from surefoot.engine.scheduler import Scheduler
 from surefoot.engine.stats import Drafting, EngineStats
+from surefoot.engine.structured import dead_end
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
 from surefoot.kv.transaction import KVManager
@@ -24,12 +28,15 @@ from surefoot.request import (
     SamplingParams,
     SpeculationParams,
 )
+from surefoot.sampling.grammar import Grammars
 from surefoot.speculation import registry
 from surefoot.speculation.controller import Controller
 from surefoot.speculation.cost import CostModel
 from surefoot.speculation.proposer import Proposer, read_options
+from surefoot.speculation.replay import ReplayRound
 from surefoot.speculation.round import SpeculativeRound
 from surefoot.speculation.state import SlotState
+from surefoot.structured import TextGrammar
 
 DEFAULT_KV_BYTES = 1 << 30
 _END_REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH}
@@ -57,13 +64,21 @@ def model_length(config: EngineConfig, model: ModelConfig) -> int:
 class Engine:
     """Runs requests on a decoder. Single-threaded: call its methods from one thread."""
 
-    def __init__(self, decoder: Decoder, config: EngineConfig) -> None:
+    def __init__(self, decoder: Decoder, config: EngineConfig, ahead: bool | None = None) -> None:
+        """``ahead``: whether decoding rounds are launched before the one before is read; None: on
+        a GPU, unless ``config.enforce_eager``."""
         self.decoder = decoder
         self.config = config
+        self.grammars: Grammars | None = None
+        """What compiles structured output; it takes a tokenizer, which ``build_engine`` has."""
         backend: Backend = decoder.backend
         self.max_model_len = model_length(config, decoder.config)
+        self.memory: MemoryPlan | None = None
+        on_gpu = backend.device.type == "cuda"
+        if ahead is None:
+            ahead = on_gpu and not config.enforce_eager
         self.state = SlotState(
-            config.max_num_seqs,
+            config.max_num_seqs + ahead,
             self.max_model_len,
             config.max_draft_tokens,
             config.block_size,
@@ -91,6 +106,15 @@ class Engine:
         self.stats = EngineStats()
         if self.proposers and config.draft_policy == "auto":
             self.controller.cost = measure_cost(self, max_rows, config.calibration_seconds)
+        # Recorded rounds verify chains only; trees are verified in rounds that the host plans.
+        self.pipeline = self._build_pipeline(on_gpu) if ahead and not any(trees) else None
+
+    def _build_pipeline(self, on_gpu: bool) -> Pipeline:
+        spans = self.config.max_num_seqs
+        replay = ReplayRound(self.round, spans)
+        graphs = (CudaRoundGraphs if on_gpu else RoundGraphs)(replay, spans)
+        graphs.measure()
+        return Pipeline(replay, graphs, self.controller, self.kv, self.state)
 
     def _pool_size(self, backend: Backend) -> int:
         """Blocks in the KV pool, the unused block 0 included."""
@@ -103,8 +127,11 @@ class Engine:
             per_block += config.block_size * sum(
                 proposer.needs().kv_bytes_per_token for proposer in self.proposers
             )
-            memory = config.kv_cache_memory or DEFAULT_KV_BYTES
-            blocks = memory // per_block
+            memory = config.kv_cache_memory
+            if memory is None and backend.device.type == "cuda":
+                self.memory = plan_memory(self.decoder, config)
+                memory = self.memory.kv
+            blocks = (memory or DEFAULT_KV_BYTES) // per_block
             span = self.max_model_len + config.max_draft_tokens
             enough = config.max_num_seqs * -(-span // config.block_size) + 1
             blocks = min(blocks, enough)
@@ -183,6 +210,7 @@ class Engine:
         return Request(
             request_id=request_id,
             prompt=tuple(prompt),
+            grammar=self._start_grammar(params),
             params=params,
             speculation=speculation,
             seed=seed,
@@ -191,6 +219,13 @@ class Engine:
             choice=choice,
             leader=leader,
         )
+
+    def _start_grammar(self, params: SamplingParams) -> TextGrammar | None:
+        if params.structured_outputs is None:
+            return None
+        if self.grammars is None:
+            raise SurefootError("structured_outputs", "needs a tokenizer, this engine has none")
+        return self.grammars.start(params.structured_outputs)
 
     def _check_method(self, speculation: SpeculationParams) -> None:
         known = [proposer.name for proposer in self.proposers]
@@ -220,6 +255,10 @@ class Engine:
 
     def step(self) -> list[Progress]:
         """Run one round. Returns the requests that got tokens, finished ones included."""
+        if self.pipeline is not None:
+            progress = self._step_ahead(self.pipeline)
+            if progress is not None:
+                return progress
         plan = self.scheduler.schedule(self.runner.draft_sizes)
         self.stats.preemptions += len(plan.preempted)
         with plan.transaction:
@@ -244,12 +283,43 @@ class Engine:
             end = outcome.ends[request.request_id]
             if end:
                 stop = tokens[-1] if end == 1 else None
-                self.finish(request, _END_REASONS[end], stop)
+                reason = _END_REASONS[end]
+                if problem := dead_end(request):
+                    reason, stop = FinishReason.ABORT, f"structured_outputs: {problem}"
+                self.finish(request, reason, stop)
         return progress
+
+    def _step_ahead(self, pipeline: Pipeline) -> list[Progress] | None:
+        """Launch what can be launched and read the oldest round; None where the host has to plan
+        the next one."""
+        running = self.scheduler.running
+        if running and pipeline.fits(running) and not self.scheduler.can_admit():
+            while len(pipeline.flights) < IN_FLIGHT and pipeline.launch(running):
+                pass
+        if not pipeline.flights:
+            pipeline.leave()
+            return None
+        size = pipeline.flights[0].size
+        landed = pipeline.land()
+        costs = pipeline.graphs.costs
+        self.stats.count_replay(
+            size.rows,
+            [item.drafting for item in landed],
+            costs.get((size.spans, size.spans), 0.0),
+            costs.get((size.spans, size.rows), 0.0),
+        )
+        for item in landed:
+            self.runner.offered[item.request.request_id] = item.drafting.offered
+            if item.end:
+                stop = item.tokens[-1] if item.end == 1 else None
+                self.finish(item.request, _END_REASONS[item.end], stop)
+        return [Progress(item.request, item.tokens, item.drafting) for item in landed]
 
     def check_integrity(self) -> None:
         """Assert that scheduler, KV and slots agree (tests call it after every step)."""
         self.scheduler.check_integrity()
+        if self.pipeline is not None and self.pipeline.flights:
+            return  # The slots are ahead of what was read.
         for request in self.scheduler.running:
             slot: Any = request.slot
             assert int(self.state.length[slot]) == request.length

@@ -63,6 +63,9 @@ class TextStream:
         self.text = ""
         self.kept = 0
         self.stopped_by: str | None = None
+        self.offsets: list[int] = []
+        """Where each kept token's text begins, in characters; a token that adds none begins where
+        the next one does."""
         params = request.params
         self._stops = params.stop_strings
         self._detokenizer = IncrementalDetokenizer(
@@ -86,6 +89,7 @@ class TextStream:
                 and not params.include_stop_str_in_output
             )
             before = len(self.text)
+            self.offsets.append(before)
             if not hide:
                 self.text += self._detokenizer.push(token)
             if ends:

@@ -11,6 +11,7 @@ import torch
 
 from surefoot.engine.scheduler import Plan, Span
 from surefoot.engine.stats import Drafting
+from surefoot.engine.structured import cut_offers, token_masks
 from surefoot.kv.transaction import KVManager
 from surefoot.request import Request, TokenLogprobs
 from surefoot.sampling.logprobs import RowLogprobs
@@ -74,6 +75,7 @@ class Runner:
         self._choice = None
         if not any(self.offered.get(request.request_id) for request in decoding):
             return {}
+        cut_offers(self.controller, decoding)
         slots = torch.tensor([request.slot for request in decoding], device=self.state.device)
         choice = self.controller.choose(slots)
         counts = self.controller.split(choice, base_rows)
@@ -97,6 +99,10 @@ class Runner:
         round_plan = self._round_plan(spans)
         choice = self._chosen(spans[round_plan.first_decoding :])
         wanted = self._wanted(spans, round_plan)
+        if any(span.request.grammar is not None for span in spans):
+            first, vocab = round_plan.first_decoding, self.state.vocab_size
+            masks = token_masks(spans, first, choice, vocab, self.state.device)
+            wanted = replace(wanted, masks=masks)
         steps = self._steps(wanted, round_plan)
         if steps:
             wanted = replace(wanted, steps=steps)

@@ -78,6 +78,17 @@ class Scheduler:
         del self._arrivals[request.request_id]
         request.finish(reason, stop)
 
+    def can_admit(self) -> bool:
+        """Whether the next waiting request would probably be let in."""
+        if not self._free_slots:
+            return False
+        for request in self.waiting:
+            leader = request.leader
+            if leader is None or leader.finished or leader.output:
+                room = self.kv.pool.num_free - len(self.running)
+                return self.kv.blocks_for(request.length) <= room or not self.running
+        return False
+
     def schedule(self, draft_sizes: DraftSizer) -> Plan:
         """Plan a round and reserve its KV. The caller runs it inside ``plan.transaction`` and
         reports with ``apply``."""

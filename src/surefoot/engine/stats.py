@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,3 +54,15 @@ class EngineStats:
             accepted = sum(item.accepted for item in drafting.values())
             plain = cost.predict(plan.rows - drafts) * (1 + accepted / len(drafting))
             self.saved_seconds += plain - cost.predict(plan.rows)
+
+    def count_replay(
+        self, rows: int, drafting: Sequence[Drafting], plain: float, seconds: float
+    ) -> None:
+        """A round of so many rows whose cost is ``seconds``, ``plain`` without its drafts."""
+        drafts = sum(item.drafted for item in drafting)
+        self.rounds += 1
+        self.rows += rows
+        self.draft_rows += drafts
+        if drafts:
+            accepted = sum(item.accepted for item in drafting)
+            self.saved_seconds += plain * (1 + accepted / len(drafting)) - seconds

@@ -8,14 +8,14 @@ held to it by an equivalence test.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from surefoot.kernels.batch import FlatBatch, SpanTable
-from surefoot.kernels.draws import Adjustments, Draws
+from surefoot.kernels.draws import Adjustments, Draws, TokenMasks, mask_tokens
 from surefoot.kernels.quant import QuantTensor
 from surefoot.kernels.reference import rms_norm
 from surefoot.kernels.rounds import (
@@ -80,6 +80,9 @@ class Backend(ABC):
     device: torch.device
     dtype: torch.dtype
     """Storage type of dense weights and of the KV cache."""
+    control: Any = None
+    """Kernels for the book-keeping of recorded rounds (``kernels.triton.control``); None: torch
+    does it."""
 
     @abstractmethod
     def pack_linear(self, parts: Sequence[Weight], bias: torch.Tensor | None = None) -> Any:
@@ -150,6 +153,27 @@ class Backend(ABC):
         ``pack_norm``."""
         return rms_norm(x, weight, eps)
 
+    def layers(
+        self,
+        weights: Sequence[LayerWeights],
+        x: torch.Tensor,
+        batch: FlatBatch,
+        kv: Sequence[Any],
+        rope: RopeTable,
+        capture: Collection[int],
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """``layer`` for one block after another: [N, hidden] -> the last output, and for each
+        index in ``capture`` the residual stream entering that block (one past the last: leaving
+        it). A backend may fuse the end of a block with the start of the next."""
+        features: dict[int, torch.Tensor] = {}
+        for index, block in enumerate(weights):
+            if index in capture:
+                features[index] = x.clone()
+            x = self.layer(block, x, batch, kv[index], rope)
+        if len(weights) in capture:
+            features[len(weights)] = x.clone()
+        return x, features
+
     @abstractmethod
     def head(self, norm: torch.Tensor, eps: float, linear: Any, x: torch.Tensor) -> torch.Tensor:
         """Final norm and language-model head: [M, hidden] -> float32 logits [M, vocab]."""
@@ -163,6 +187,10 @@ class Backend(ABC):
         """Index of each row's largest value, float32 [M, vocab] -> int64 [M]; ties go to the
         lowest index."""
         return logits.argmax(dim=-1)
+
+    def mask_tokens(self, logits: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
+        """float32 [M, vocab] -> a copy with -inf where ``masks`` forbid a token."""
+        return mask_tokens(logits, masks)
 
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor | None:
         """Temperature, filters, noise and argmax at once: float32 logits [M, vocab] -> tokens

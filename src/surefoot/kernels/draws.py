@@ -8,6 +8,16 @@ import torch
 
 
 @dataclass(frozen=True)
+class TokenMasks:
+    """Which tokens M rows may take."""
+
+    bits: torch.Tensor
+    """int32 [G, ceil(vocab / 32)]: bit t % 32 of word t // 32 stands for token t."""
+    row: torch.Tensor
+    """int64 [M]: each row's row of ``bits``; -1 for one that may take any token."""
+
+
+@dataclass(frozen=True)
 class Draws:
     """Who draws a token, and how: M rows, each with the parameters of its slot."""
 
@@ -61,3 +71,12 @@ class Adjustments:
     """int64 [slots, n], padded with -1."""
     min_length: torch.Tensor
     """int64 [slots]."""
+
+
+def mask_tokens(logits: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
+    """float32 logits [M, vocab] -> a copy with -inf where ``masks`` forbid a token."""
+    vocab = logits.shape[1]
+    places = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((masks.bits.unsqueeze(2) >> places) & 1).flatten(1)[:, :vocab].bool()
+    free = (masks.row < 0).unsqueeze(1)
+    return logits.masked_fill(~(free | allowed[masks.row.clamp(min=0)]), float("-inf"))

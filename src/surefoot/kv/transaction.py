@@ -102,14 +102,17 @@ class Transaction:
             blocks.extend(kv.pool.allocate() for _ in range(count))
         return True
 
-    def commit(self, request: str, tokens: Sequence[int]) -> None:
+    def commit(self, request: str, tokens: Sequence[int], ahead: int = 0) -> None:
         """Keep the next ``len(tokens)`` positions, which hold these tokens' KV, and give back
-        whole blocks beyond them, last in first out. Full blocks become findable."""
+        whole blocks beyond them, last in first out. Full blocks become findable.
+
+        ``ahead``: positions after those that a launched round may still write; their blocks
+        stay."""
         kv, lease = self.kv, self.kv.leases[request]
         lease.committed += len(tokens)
-        keep = kv.blocks_for(lease.committed)
-        if keep > len(lease.blocks):
+        if kv.blocks_for(lease.committed) > len(lease.blocks):
             raise RuntimeError(f"{request}: committed beyond its reservation")
+        keep = kv.blocks_for(lease.committed + ahead)
         while len(lease.blocks) > keep:
             kv.pool.release(lease.blocks.pop())
         self._blocks_before.pop(request, None)

@@ -89,15 +89,10 @@ class Decoder:
         *entering* residual stream is kept (l = 0: the embeddings; l = layers: the last output),
         the convention of Hugging Face's ``hidden_states[l]`` for l < layers."""
         x = self.backend.embed(self.table, batch.tokens)
-        features = x.new_empty((x.shape[0], len(capture), x.shape[1]))
-        places = {layer: place for place, layer in enumerate(capture)}
-        for index, layer in enumerate(self.layers):
-            if index in places:
-                features[:, places[index]] = x
-            x = self.backend.layer(layer, x, batch, kv[index], self.rope)
-        if len(self.layers) in places:
-            features[:, places[len(self.layers)]] = x
-        return ForwardResult(x, features.flatten(1))
+        x, features = self.backend.layers(self.layers, x, batch, kv, self.rope, capture)
+        if not capture:
+            return ForwardResult(x, x.new_empty((x.shape[0], 0)))
+        return ForwardResult(x, torch.cat([features[index] for index in capture], dim=1))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states of selected rows [M, hidden] -> float32 logits [M, vocab]."""

@@ -1,4 +1,5 @@
-"""Logprobs as users see them: the target's own, before penalties, bias and filters."""
+"""Logprobs as users see them: the target's own, before grammar masks, penalties, bias and
+filters."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The token at a position as a pure function of (logits row, parameters, seed, position, tokens
 before it).
 
-Stages, each row as if it were the only one: penalties, bias, masked ends -> temperature -> min-p,
-top-k, top-p -> argmax of score plus Gumbel noise, ties to the lowest id. Greedy skips everything
-after the masks. Drafts before a row count as tokens before it, which is all that is needed for
-exactness inside a span.
+Stages, each row as if it were the only one: grammar mask, penalties, bias, masked ends ->
+temperature -> min-p, top-k, top-p -> argmax of score plus Gumbel noise, ties to the lowest id.
+Greedy skips everything after the masks. Drafts before a row count as tokens before it, which is
+all that is needed for exactness inside a span.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from surefoot.kernels.backend import Backend
-from surefoot.kernels.draws import Adjustments, Draws
+from surefoot.kernels.draws import Adjustments, Draws, TokenMasks, mask_tokens
 from surefoot.sampling.noise import gumbel
 from surefoot.sampling.params import Features, SlotParams
 
@@ -47,9 +47,13 @@ def sample_rows(
     params: SlotParams,
     features: Features,
     backend: Backend | None = None,
+    masks: TokenMasks | None = None,
 ) -> torch.Tensor:
     """float32 logits [M, vocab] -> token ids int64 [M]. ``backend`` may have kernels for it; its
     noise may differ from torch's in the last bits (see ``noise``)."""
+    if masks is not None:
+        # First of all, so that filters keep their share of what is allowed.
+        logits = backend.mask_tokens(logits, masks) if backend else mask_tokens(logits, masks)
     if features.penalties or features.bias or features.min_tokens:
         adjusted = (
             backend.adjust(logits, adjustments_of(rows, params, features)) if backend else None

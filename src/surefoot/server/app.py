@@ -25,6 +25,7 @@ from surefoot.server.errors import ApiError, TimedOut, api_error, validation_err
 from surefoot.server.exposition import CONTENT_TYPE
 from surefoot.server.generation import Overloaded, ShuttingDown
 from surefoot.server.guards import ApiKey, BodyLimit
+from surefoot.server.playground import add_playground
 from surefoot.server.schema import CompletionRequest
 from surefoot.server.service import SPECULATION_HEADER, Service
 
@@ -99,6 +100,7 @@ def create_app(
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
+    add_playground(app)
     app.add_middleware(BodyLimit, limit=max_body_bytes)
     if api_key is not None:
         app.add_middleware(ApiKey, key=api_key)
@@ -160,6 +162,10 @@ def _add_state(app: FastAPI, service: Service) -> None:
             "created": started,
             "owned_by": "surefoot",
             "max_model_len": service.front.ready.max_model_len,
+            "speculation": {
+                "methods": ["auto", "off", *service.front.ready.proposers],
+                "max_draft_tokens": service.front.ready.max_draft_tokens,
+            },
         }
 
     @app.get("/v1/models", **_documented(401))

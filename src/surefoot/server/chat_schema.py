@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 
 from surefoot.errors import SurefootError
 from surefoot.models.loading.tokenizer import Tokenizer
-from surefoot.server.schema import RequestFields, Strict
+from surefoot.request import SamplingParams
+from surefoot.server.schema import RequestFields, Strict, structure_fields
 
 # What clients send back from an answer's message though it says nothing.
 _NEUTRAL_MESSAGE = {
@@ -117,6 +118,14 @@ class ChatRequest(RequestFields):
     @property
     def uses_tools(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
+
+    def sampling(self, **more: Any) -> SamplingParams:
+        """See ``RequestFields.sampling``. A call of a tool is no text of a grammar."""
+        params = super().sampling(**more)
+        if params.structured_outputs is not None and self.uses_tools:
+            [name, *_] = [name for name, _, _ in structure_fields(self)] or ["structured_outputs"]
+            raise SurefootError(name, "does not go with tools", "set tool_choice to none")
+        return params
 
     def limit(self) -> int | None:
         """Most tokens of the answer, under either name. Raises SurefootError for two values."""

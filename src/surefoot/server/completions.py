@@ -8,6 +8,7 @@ from surefoot.server.answer import Delta, Format
 from surefoot.server.generation import Choice
 from surefoot.server.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
 from surefoot.server.schema import CompletionRequest
+from surefoot.server.usage import speculation
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -90,8 +91,14 @@ class CompletionFormat(Format):
 
 
 def sources(choice: Choice, delta: Delta) -> dict[str, Any]:
-    """Who proposed these tokens, and the text cut by that; None: the target itself."""
+    """Who proposed these tokens, and the text cut by that; None: the target itself. Per token
+    also its place in the draft, from 1, and where its text begins in the choice's. ``speculation``
+    counts from the choice's beginning up to here."""
+    tokens = slice(delta.first, delta.last)
     return {
-        "proposed_by": choice.request.proposed_by[delta.first : delta.last],
+        "proposed_by": choice.request.proposed_by[tokens],
+        "draft_positions": choice.draft_positions[tokens],
+        "text_offset": choice.stream.offsets[tokens],
         "pieces": [list(piece) for piece in delta.pieces],
+        "speculation": speculation([choice.request.stats]),
     }

@@ -7,6 +7,7 @@ is a pipe whose other end the front holds: it closes when the front is gone, how
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
@@ -20,6 +21,7 @@ from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
 from surefoot.request import FinishReason, Request
 from surefoot.server import messages
+from surefoot.server.compiling import Compiler
 from surefoot.server.messages import (
     Abort,
     Accepted,
@@ -48,14 +50,23 @@ class Link:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(sys.stdin.fileno(), zmq.POLLIN)
+        self._woken, self._waker = os.pipe()
+        self._poller.register(self._woken, zmq.POLLIN)
 
     def receive(self, wait: bool) -> messages.ToCore | None:
-        """The next message; without ``wait`` None when there is none. ``Stop`` once the front is
-        gone."""
+        """The next message; None when there is none, without ``wait`` or after a ``wake``.
+        ``Stop`` once the front is gone."""
         ready = dict(self._poller.poll(None if wait else 0))
         if self._socket in ready:
             return messages.decode_to_core(self._socket.recv())
+        if self._woken in ready:
+            os.read(self._woken, 1)
+            return None
         return Stop() if ready else None
+
+    def wake(self) -> None:
+        """From another thread: end one wait for a message."""
+        os.write(self._waker, b"w")
 
     def send(self, message: messages.ToFront) -> None:
         self._socket.send(messages.encode(message))
@@ -73,6 +84,7 @@ class Core:
         self.engine = engine
         self.link = link
         self.requests: dict[str, Request] = {}
+        self._compiler = Compiler(engine.grammars, link.wake)
         self._proposers = {item.name: index for index, item in enumerate(engine.proposers)}
 
     def run(self) -> None:
@@ -85,6 +97,8 @@ class Core:
                     return
                 resting = False
                 message = self.link.receive(wait=False)
+            for add, error in self._compiler.ready():
+                self._add(add, error)
             if self.engine.has_work:
                 resting = False
                 progress = self.engine.step()
@@ -96,17 +110,21 @@ class Core:
     def _handle(self, message: messages.ToCore) -> bool:
         """Returns whether to go on."""
         if isinstance(message, Add):
-            self._add(message)
+            if not self._compiler.defer(message):
+                self._add(message)
         elif isinstance(message, Abort):
+            self._compiler.drop(message.ids)
             for name in message.ids:
                 request = self.requests.pop(name, None)
                 if request is not None and not request.finished:
                     self.engine.finish(request, FinishReason.ABORT)
         return not isinstance(message, Stop)
 
-    def _add(self, message: Add) -> None:
+    def _add(self, message: Add, error: SurefootError | None = None) -> None:
         group: list[Request] = []
         try:
+            if error is not None:
+                raise error
             for choice, name in enumerate(message.ids):
                 leader = group[0] if group else None
                 params = message.params

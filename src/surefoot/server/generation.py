@@ -49,6 +49,8 @@ class Choice:
     """Tokens handed to the client so far."""
     told: bool = False
     """Whether the client was told of the end."""
+    draft_positions: list[int | None] = field(default_factory=list)
+    """Per output token: its place in its round's draft, from 1; None for the target's own."""
 
     @property
     def finished(self) -> bool:
@@ -63,7 +65,9 @@ class Choice:
         name = proposers[news.proposer] if news.proposer >= 0 else None
         request.output += news.tokens
         request.proposed_by += [name] * news.accepted
-        request.proposed_by += [None] * (len(news.tokens) - news.accepted)
+        own = [None] * (len(news.tokens) - news.accepted)
+        request.proposed_by += own
+        self.draft_positions += [*range(1, news.accepted + 1), *own]
         request.stats.count(name, news.offered, news.drafted, news.accepted)
         request.cached = news.cached or request.cached
         request.logprobs += news.logprobs or []

@@ -7,6 +7,7 @@ import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from surefoot.server import playground
 from surefoot.server.errors import ApiError
 
 Scope = MutableMapping[str, Any]
@@ -14,8 +15,8 @@ Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = frozenset({"/health"})
-"""Needs no key: what load balancers ask."""
+OPEN_PATHS = frozenset({"/health", *playground.PATHS})
+"""Need no key: what load balancers ask, and the page on which a person enters the key."""
 
 
 class ApiKey:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from surefoot.errors import SurefootError
 from surefoot.request import SamplingParams, SpeculationParams
+from surefoot.structured import StructuredOutputsParams
 
 # Fields of OpenAI's API that change nothing here, whatever their value; docs/server.md lists them.
 IGNORED = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
@@ -50,8 +51,29 @@ class SurefootField(Strict):
     proposed_by: bool = False
 
 
+class JsonSchemaFormat(Strict):
+    """``strict`` changes nothing: the text fits the schema either way."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
 class ResponseFormat(Strict):
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputsField(Strict):
+    """vLLM's; see ``surefoot.structured``."""
+
+    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool = False
 
 
 class StreamOptions(Strict):
@@ -83,6 +105,11 @@ class RequestFields(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsField | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     speculation: SpeculationField | str | None = None
     surefoot: SurefootField | None = None
     return_token_ids: bool | None = None
@@ -112,6 +139,7 @@ class RequestFields(Strict):
             if name in type(self).model_fields
         }
         values["logit_bias"] = self._logit_bias()
+        values["structured_outputs"] = structured_outputs(self)
         values |= more
         return SamplingParams(**{name: v for name, v in values.items() if v is not None})
 
@@ -134,6 +162,16 @@ class RequestFields(Strict):
             return SpeculationParams.of(self.speculation.model_dump())
         return SpeculationParams.of(self.speculation)
 
+    def names(self) -> dict[str, str]:
+        """The request's fields by Surefoot's names of options, where they differ."""
+        fields = structure_fields(self)
+        given = {f"structured_outputs.{kind}": name for name, kind, _ in fields}
+        if self.structured_outputs is not None:
+            given = {}
+        elif fields:
+            given["structured_outputs"] = fields[0][0]
+        return {**type(self).option_names, **given}
+
     @property
     def wants_sources(self) -> bool:
         return self.surefoot is not None and self.surefoot.proposed_by
@@ -148,6 +186,43 @@ class CompletionRequest(RequestFields):
     echo: bool = False
     logprobs: int | None = None
     add_special_tokens: bool = True
+
+
+def structure_fields(request: RequestFields) -> list[tuple[str, str, Any]]:
+    """The fields that ask for structured output: their names, the kinds in
+    ``StructuredOutputsParams``, and what they ask for."""
+    found: list[tuple[str, str, Any]] = []
+    form = request.response_format
+    if form is not None:
+        if form.json_schema is not None:
+            found.append(("response_format", "json", form.json_schema.schema_))
+        elif form.type == "json_object":
+            found.append(("response_format", "json_object", True))
+    for kind in ("json", "regex", "choice", "grammar"):
+        value = getattr(request, f"guided_{kind}")
+        if value is not None:
+            found.append((f"guided_{kind}", kind, value))
+    return found
+
+
+def structured_outputs(request: RequestFields) -> StructuredOutputsParams | None:
+    """What the text has to fit. Raises SurefootError for more than one wish."""
+    form = request.response_format
+    if form is not None and (form.json_schema is None) == (form.type == "json_schema"):
+        problem = "is missing" if form.json_schema is None else f"does nothing for {form.type}"
+        raise SurefootError("response_format.json_schema", problem)
+    fields = structure_fields(request)
+    given = request.structured_outputs
+    names = [name for name, _, _ in fields] + ["structured_outputs"] * (given is not None)
+    if len(names) > 1:
+        raise SurefootError(names[1], f"does not go with {names[0]}", "give one of them")
+    if given is not None:
+        values = given.model_dump(by_alias=True)
+        return StructuredOutputsParams(**{**values, "json_object": bool(given.json_object)})
+    if not fields:
+        return None
+    [(_, kind, value)] = fields
+    return StructuredOutputsParams(**{kind: value})
 
 
 def read_speculation_header(text: str) -> SpeculationParams:

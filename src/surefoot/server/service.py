@@ -138,7 +138,7 @@ class Service:
             speculation = request.speculation_params(http.headers.get(SPECULATION_HEADER))
             generation = await self.front.submit(prompts, params, speculation)
         except SurefootError as error:
-            raise api_error(error, type(request).option_names) from error
+            raise api_error(error, request.names()) from error
         if request.stream:
             return StreamedAnswer(self.front, generation, form, seconds, request.include_usage)
         return await whole_answer(self.front, generation, form, http.receive, seconds)

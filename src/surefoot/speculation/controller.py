@@ -71,7 +71,7 @@ def split_rows(
     """
     library = load_native() if chances.device.type == "cpu" else None
     if library is None:
-        return split_rows_reference(chances, table, min_gain, min_pace)
+        return split_rows_reference(chances, table.to(chances.device), min_gain, min_pace)
     return split_rows_native(library, chances, table, min_gain, min_pace)
 
 
@@ -102,6 +102,17 @@ def split_rows_reference(
     count = rate.argmax()
     rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return (rank < count).view(batch, width).sum(dim=1)
+
+
+def fill_rows(chances: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """The ``room`` most likely drafts (a tensor without dimensions), by request: int64 [B].
+
+    ``chances`` float32 [B, K] as in ``Choice``; drafts without a chance are left out."""
+    flat = chances.flatten()
+    order = flat.argsort(descending=True, stable=True)
+    rank = torch.empty_like(order)
+    rank.scatter_(0, order, torch.arange(len(order), device=order.device))
+    return ((rank < room) & (flat > 0)).view(chances.shape).sum(dim=1)
 
 
 class Controller:
@@ -222,6 +233,14 @@ class Controller:
         lengths = torch.minimum(lengths, self.draft_limit[slots]).clamp(min=0)
         lengths = torch.where(self.allowed[index, slots], lengths, 0)
         return Drafts(tokens.clamp(0, state.vocab_size - 1), lengths, confidence, parents)
+
+    def cut(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Keep of the offers for ``slots`` [B] only ``lengths`` [proposers, B] drafts: a grammar
+        forbids what follows."""
+        lengths = torch.minimum(self.lengths[:, slots], lengths)
+        self.lengths[:, slots] = lengths
+        for estimator, kept in zip(self.estimators, lengths, strict=True):
+            estimator.shorten(slots, kept)
 
     def learn(self, slots: torch.Tensor) -> None:
         """Judge watched offers by the tokens that a round committed to ``slots``."""

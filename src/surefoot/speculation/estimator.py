@@ -16,9 +16,9 @@ from surefoot.speculation.state import SlotState
 
 BINS = 8
 """Confidence is sorted into this many bins of equal width; each learns on its own."""
-_SLOT_DECAY = 0.92
-_GLOBAL_DECAY = 0.998
-_SLOT_PRIOR = 3.0
+SLOT_DECAY = 0.92
+GLOBAL_DECAY = 0.998
+SLOT_PRIOR = 3.0
 """Weight of what all requests taught against what this one did, in trials."""
 _FIRST_PRIOR = 4.0
 
@@ -41,6 +41,14 @@ class AcceptanceEstimator:
         self.watched_start = torch.zeros(state.slots, dtype=torch.int64, device=device)
         self._index = torch.arange(width, device=device)
         self._native = load_native() if device.type == "cpu" and width else None
+
+    def live_in(self, hits: torch.Tensor, trials: torch.Tensor, seen: torch.Tensor) -> None:
+        """Move what was learnt into parts of larger tables: ``hits`` and ``trials`` float32
+        [slots, BINS, K], ``seen`` float32 [2, BINS, K] (trials, then hits, of all requests)."""
+        self.hits = hits.copy_(self.hits)
+        self.trials = trials.copy_(self.trials)
+        self.all_trials = seen[0].copy_(self.all_trials)
+        self.all_hits = seen[1].copy_(self.all_hits)
 
     def admit(self, slot: int) -> None:
         self.hits[slot] = 0
@@ -80,6 +88,12 @@ class AcceptanceEstimator:
         start = self.state.length[slots]
         self.watched_start[slots] = torch.where(take, start, self.watched_start[slots])
 
+    def shorten(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
+        """The last offers of ``slots`` [B] were cut to ``lengths`` [B]: watch no more of them."""
+        watched = self.watched_length[slots]
+        last = self.watched_start[slots] == self.state.length[slots]
+        self.watched_length[slots] = torch.where(last, torch.minimum(watched, lengths), watched)
+
     def learn(self, slots: torch.Tensor) -> None:
         """Judge the watched offers of ``slots`` [B] by their committed tokens."""
         if self._native is None:
@@ -102,8 +116,8 @@ class AcceptanceEstimator:
             self.trials.data_ptr(),
             self.all_hits.data_ptr(),
             self.all_trials.data_ptr(),
-            _SLOT_DECAY,
-            _GLOBAL_DECAY,
+            SLOT_DECAY,
+            GLOBAL_DECAY,
         )
 
     def learn_reference(self, slots: torch.Tensor) -> None:
@@ -122,13 +136,14 @@ class AcceptanceEstimator:
         in_bin = torch.arange(BINS, device=slots.device).view(1, BINS, 1) == bins
         tried_in = (in_bin & tried.unsqueeze(1)).float()
         hit_in = (in_bin & hit.unsqueeze(1)).float()
-        decay = 1 - (1 - _SLOT_DECAY) * tried_in
+        decay = 1 - (1 - SLOT_DECAY) * tried_in
         self.trials[slots] = self.trials[slots] * decay + tried_in
         self.hits[slots] = self.hits[slots] * decay + hit_in
         new_trials, new_hits = tried_in.sum(dim=0), hit_in.sum(dim=0)
-        forget = _GLOBAL_DECAY**new_trials
-        self.all_trials = self.all_trials * forget + new_trials
-        self.all_hits = self.all_hits * forget + new_hits
+        forget = GLOBAL_DECAY**new_trials
+        # In place: a recorded round reads and writes these very tensors.
+        self.all_trials.mul_(forget).add_(new_trials)
+        self.all_hits.mul_(forget).add_(new_hits)
         self.watched_length[slots] = torch.where(settled, 0, length)
 
     def chances(self, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
@@ -149,7 +164,7 @@ class AcceptanceEstimator:
             self.trials.data_ptr(),
             self.all_hits.data_ptr(),
             self.all_trials.data_ptr(),
-            _SLOT_PRIOR,
+            SLOT_PRIOR,
             out.data_ptr(),
         )
         return out
@@ -158,7 +173,7 @@ class AcceptanceEstimator:
         """``chances`` in plain torch, on any device."""
         bins = confidence_bins(drafts.confidence).unsqueeze(1)
         prior = (self.all_hits / self.all_trials).unsqueeze(0)
-        rates = (self.hits[slots] + _SLOT_PRIOR * prior) / (self.trials[slots] + _SLOT_PRIOR)
+        rates = (self.hits[slots] + SLOT_PRIOR * prior) / (self.trials[slots] + SLOT_PRIOR)
         rate = rates.gather(1, bins).squeeze(1)
         offered = self._index < drafts.lengths.unsqueeze(1)
         return (rate * offered).cumprod(dim=1)

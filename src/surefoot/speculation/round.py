@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from surefoot.kernels.draws import TokenMasks
 from surefoot.models.decoder import Decoder
 from surefoot.sampling.acceptance import accept_chain, cut_at_end
 from surefoot.sampling.logprobs import RowLogprobs, row_logprobs
@@ -51,6 +52,8 @@ class Wanted:
     prompt_rows: torch.Tensor | None = None
     """int64 [R]: prefill rows of the flat batch whose next token's logprob is wanted."""
     prompt_logprobs: int = 0
+    masks: TokenMasks | None = None
+    """By sampled row, where some request of the round has a grammar."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,8 @@ class SpeculativeRound:
             return torch.zeros(1, dtype=torch.int64, device=state.device), None
         if not plan.every_row_samples:
             hidden = hidden[layout.sample_index]
-        if wanted.logprobs is None and wanted.features == Features():
+        plain = wanted.features == Features() and wanted.masks is None
+        if wanted.logprobs is None and plain:
             return self.decoder.greedy(hidden), None
         logits = self.decoder.logits(hidden)
         rows = SampleRows(
@@ -158,7 +162,7 @@ class SpeculativeRound:
             texts = path_histories(state, layout, trees, plan.max_keys)
             rows = replace(rows, history=texts, history_by_row=True)
         backend = self.decoder.backend
-        sampled = sample_rows(logits, rows, state.params, wanted.features, backend)
+        sampled = sample_rows(logits, rows, state.params, wanted.features, backend, wanted.masks)
         if wanted.logprobs is None:
             return sampled, None
         return sampled, row_logprobs(logits, sampled, wanted.logprobs)

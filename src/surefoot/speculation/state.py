@@ -58,14 +58,30 @@ class SlotState:
 
     def set_blocks(self, slot: int, blocks: Sequence[int]) -> None:
         """Mirror a lease's blocks; only what changed since the last call is copied."""
+        common = self._common_blocks(slot, blocks)
+        if len(blocks) > common:
+            new = torch.tensor(blocks[common:], dtype=torch.int32, device=self.device)
+            self.block_tables[slot, common : len(blocks)] = new
+
+    def set_all_blocks(self, leases: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """``set_blocks`` for several slots, in one copy."""
+        changes: list[tuple[int, int, int]] = []
+        for slot, blocks in leases:
+            common = self._common_blocks(slot, blocks)
+            changes += [(slot, at, blocks[at]) for at in range(common, len(blocks))]
+        if changes:
+            table = torch.tensor(changes).to(self.device, non_blocking=True)
+            self.block_tables[table[:, 0], table[:, 1]] = table[:, 2].int()
+
+    def _common_blocks(self, slot: int, blocks: Sequence[int]) -> int:
+        """How many of a lease's leading blocks the device has already; the rest is noted as
+        written."""
         written = self._blocks_written[slot]
         if len(written) == len(blocks) and written[-1:] == blocks[-1:]:
-            return
+            return len(blocks)
         common = min(len(written), len(blocks))
         # Blocks are only ever appended to or popped from the end of a lease.
         while common and written[common - 1] != blocks[common - 1]:
             common -= 1
-        if len(blocks) > common:
-            new = torch.tensor(blocks[common:], dtype=torch.int32, device=self.device)
-            self.block_tables[slot, common : len(blocks)] = new
         self._blocks_written[slot] = list(blocks)
+        return common

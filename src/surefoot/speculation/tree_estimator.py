@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from surefoot.speculation import estimator
-from surefoot.speculation.estimator import BINS, AcceptanceEstimator, confidence_bins
+from surefoot.speculation.estimator import (
+    BINS,
+    GLOBAL_DECAY,
+    SLOT_DECAY,
+    SLOT_PRIOR,
+    AcceptanceEstimator,
+    confidence_bins,
+)
 from surefoot.speculation.proposer import Drafts
 from surefoot.speculation.state import SlotState
 from surefoot.speculation.trees import ancestors
@@ -67,10 +73,10 @@ class TreeEstimator(AcceptanceEstimator):
         empty = torch.zeros(shape, device=slots.device)
         trials = empty.scatter_add(1, cells, tried.float()).view(-1, BINS, width)
         hits = empty.scatter_add(1, cells, hit.float()).view(-1, BINS, width)
-        decay = estimator._SLOT_DECAY**trials
+        decay = SLOT_DECAY**trials
         self.trials[slots] = self.trials[slots] * decay + trials
         self.hits[slots] = self.hits[slots] * decay + hits
-        forget = estimator._GLOBAL_DECAY ** trials.sum(dim=0)
+        forget = GLOBAL_DECAY ** trials.sum(dim=0)
         self.all_trials = self.all_trials * forget + trials.sum(dim=0)
         self.all_hits = self.all_hits * forget + hits.sum(dim=0)
 
@@ -82,7 +88,7 @@ class TreeEstimator(AcceptanceEstimator):
         width = self.state.max_drafts
         cells = confidence_bins(drafts.confidence) * width + depths[:, 1:] - 1
         prior = (self.all_hits / self.all_trials).unsqueeze(0)
-        weight = estimator._SLOT_PRIOR
+        weight = SLOT_PRIOR
         rates = (self.hits[slots] + weight * prior) / (self.trials[slots] + weight)
         rate = rates.flatten(1).gather(1, cells)
         member = ((masks[:, 1:, None] >> (self._index + 1)) & 1).float()

@@ -1,4 +1,4 @@
-/* Penalties, bias and masked ends: a row's copy, then work by the length of its history, not of the
+/* Grammar masks, penalties, bias and masked ends: a row's copy, then work by the length of its history, not of the
  * vocabulary. Every rounding is that of sampling/sampler.py. */
 #include <math.h>
 
@@ -89,5 +89,50 @@ SF_EXPORT int sf_adjust(sf_context *context, const float *x, int64_t rows, int64
     if (sf_grow(context, bytes)) return SF_NO_MEMORY;
     adjust_job job = {x, rows, columns, a, out, (uint32_t *)context->memory};
     sf_run(threads, adjust_task, &job);
+    return SF_OK;
+}
+
+typedef struct {
+    const float *x;
+    int64_t rows, columns;
+    const uint32_t *bits; /* [][words] */
+    int64_t words;
+    const int64_t *mask; /* by row: its row of bits, -1 for none */
+    float *out;
+} mask_job;
+
+static void mask_task(void *argument) {
+    const mask_job *j = argument;
+    int64_t row, last;
+    sf_share(j->rows, &row, &last);
+    for (; row < last; row++) {
+        const float *x = j->x + row * j->columns;
+        float *y = j->out + row * j->columns;
+        if (j->mask[row] < 0) {
+            memcpy(y, x, (size_t)j->columns * 4);
+            continue;
+        }
+        const uint32_t *bits = j->bits + j->mask[row] * j->words;
+        for (int64_t i = 0; i < j->columns; i += 32) {
+            const uint32_t word = bits[i / 32];
+            const int size = j->columns - i < 32 ? (int)(j->columns - i) : 32;
+            if (size == 32)
+                for (int b = 0; b < 32; b++) y[i + b] = word >> b & 1 ? x[i + b] : -INFINITY;
+            else
+                for (int b = 0; b < size; b++) y[i + b] = word >> b & 1 ? x[i + b] : -INFINITY;
+        }
+    }
+}
+
+/* out = x [rows, columns] with -inf for the tokens whose bit is not set; words * 32 >= columns.
+ * SF_BAD_INDEX for a row of bits out of range. */
+SF_EXPORT int sf_mask(const float *x, int64_t rows, int64_t columns, const int32_t *bits,
+                      int64_t masks, int64_t words, const int64_t *mask, float *out, int threads) {
+    for (int64_t row = 0; row < rows; row++)
+        if (mask[row] >= masks) return SF_BAD_INDEX;
+    if (words * 32 < columns) return SF_BAD_INDEX;
+    if (rows == 1 || rows * columns < 1 << 14) threads = 1;
+    mask_job job = {x, rows, columns, (const uint32_t *)bits, words, mask, out};
+    sf_run(threads, mask_task, &job);
     return SF_OK;
 }

@@ -32,7 +32,7 @@ from surefoot.kernels.cpu.prepare import (
     prepare_layer,
 )
 from surefoot.kernels.cpu.structs import BAD_INDEX, ContextStruct, KVStruct
-from surefoot.kernels.draws import Adjustments, Draws
+from surefoot.kernels.draws import Adjustments, Draws, TokenMasks
 
 SERIAL_BELOW = 1 << 19
 
@@ -287,6 +287,10 @@ class NativeBackend(Backend):
         """See ``Backend.adjust``."""
         threads = self._threads()
         return sampling.adjust(self._library, self._context_address, logits, adjustments, threads)
+
+    def mask_tokens(self, logits: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
+        """See ``Backend.mask_tokens``."""
+        return sampling.mask(self._library, logits, masks, self._threads())
 
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         """See ``Backend.draw``; logits without NaN."""

@@ -188,6 +188,10 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ),
         "sf_argmax": (None, [pointer, int64, int64, pointer, pointer, pointer, int32]),
         "sf_adjust": (int32, [pointer, pointer, int64, int64, pointer, pointer, int32]),
+        "sf_mask": (
+            int32,
+            [pointer, int64, int64, pointer, int64, int64, pointer, pointer, int32],
+        ),
         "sf_draw": (int32, [pointer, pointer, int64, int64, pointer, pointer, int32]),
     }
     for name, (result, arguments) in signatures.items():

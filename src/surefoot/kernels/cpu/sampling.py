@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from surefoot.kernels.cpu.structs import BAD_INDEX, AdjustmentsStruct, DrawsStruct
-from surefoot.kernels.draws import Adjustments, Draws
+from surefoot.kernels.draws import Adjustments, Draws, TokenMasks
 
 ARGMAX_PART = 16384
 
@@ -87,6 +87,28 @@ def adjust(
     return out
 
 
+def mask(
+    library: ctypes.CDLL, logits: torch.Tensor, masks: TokenMasks, threads: int
+) -> torch.Tensor:
+    """float32 [M, V] -> a copy with -inf for forbidden tokens. IndexError for masks that are too
+    narrow or too few."""
+    logits = _matrix(logits)
+    out = torch.empty_like(logits)
+    if masks.row.shape[0] != logits.shape[0]:
+        raise IndexError(f"masks of {masks.row.shape[0]} rows for {logits.shape[0]}")
+    code = library.sf_mask(
+        logits.data_ptr(),
+        *logits.shape,
+        _address(masks.bits, torch.int32),
+        *masks.bits.shape,
+        _address(masks.row, torch.int64),
+        out.data_ptr(),
+        threads,
+    )
+    _check(code)
+    return out
+
+
 def _matrix(logits: torch.Tensor) -> torch.Tensor:
     if logits.shape[1] == 0:
         raise ValueError("logits of no columns")
@@ -101,6 +123,6 @@ def _address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
 
 def _check(code: int) -> None:
     if code == BAD_INDEX:
-        raise IndexError("a slot or a token id is out of range")
+        raise IndexError("a slot, a token id or a mask is out of range")
     if code:
         raise MemoryError("no memory to sample tokens")

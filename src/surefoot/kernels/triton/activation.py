@@ -6,6 +6,7 @@ import torch
 import triton.language as tl
 
 from surefoot.kernels.triton.launch import cdiv, jit
+from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 
 BLOCK = 1024
 
@@ -21,7 +22,9 @@ def silu_times(gate, up, dtype: tl.constexpr):
 
 
 @jit
-def silu_mul_kernel(packed_ptr, out_ptr, inner, BLOCK: tl.constexpr):
+def silu_mul_kernel(packed_ptr, out_ptr, inner, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    release_next(PDL)
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
@@ -35,5 +38,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``[N, 2 * inner]`` bf16 or fp32, contiguous, the gate first -> ``[N, inner]``."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, inner))
-    silu_mul_kernel[(rows, cdiv(inner, BLOCK))](gate_up, out, inner, BLOCK, num_warps=4)
+    silu_mul_kernel[(rows, cdiv(inner, BLOCK))](
+        gate_up, out, inner, BLOCK, num_warps=4, **pdl(gate_up.device)
+    )
     return out

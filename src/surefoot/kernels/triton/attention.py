@@ -15,7 +15,14 @@ import torch
 import triton.language as tl
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
-from surefoot.kernels.triton.launch import jit, next_power_of_2, processors
+from surefoot.kernels.triton.launch import (
+    DEFAULT_SHARED_MEMORY,
+    jit,
+    next_power_of_2,
+    processors,
+    shared_memory,
+)
+from surefoot.kernels.triton.pdl import await_inputs, pdl, prefetch, release_next
 from surefoot.kernels.triton.spans import span_table
 
 LOG2_E = 1 / math.log(2)
@@ -23,32 +30,53 @@ MAX_SPLITS = 64
 
 
 @jit
+def prefetch_keys(
+    kv_ptr, table_ptr, kv_head, low, high, value_offset,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The first BLOCK_N keys of a share and their values: old ones, but for the span's own."""
+    element: tl.constexpr = kv_ptr.dtype.element_ty.primitive_bitwidth // 8
+    index = tl.arange(0, 2 * BLOCK_N)
+    key = tl.maximum(tl.minimum(low + index % BLOCK_N, high - 1), 0)
+    block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
+    at = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD_DIM
+    at += index // BLOCK_N * value_offset
+    prefetch(kv_ptr + at, HEAD_DIM * element)
+
+
+@jit(do_not_specialize=["spans", "splits", "tiles"])
 def attention_kernel(
     q_ptr, kv_ptr, out_ptr, part_ptr, lse_ptr, first_row_ptr, rows_ptr, slot_ptr, spans,
-    tables_ptr, table_stride, start_ptr, key_index_ptr, mask_ptr, value_offset, scale, first_key,
+    tables_ptr, table_stride, start_ptr, key_index_ptr, mask_ptr, value_offset, scale,
+    splits, tiles, first_key,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, TILES: tl.constexpr, SPANS: tl.constexpr, MASKED: tl.constexpr,
+    SPLIT: tl.constexpr, SEARCH: tl.constexpr, SPANS: tl.constexpr, MASKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    release_next(PDL)
     group: tl.constexpr = HEADS // KV_HEADS
     rows_per_tile: tl.constexpr = BLOCK_M // group
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    if TILES > 0:
-        span = tl.program_id(0) // TILES
-        tile = tl.program_id(0) % TILES
+    if not SEARCH:
+        span = tl.program_id(0) // tiles
+        tile = tl.program_id(0) % tiles
     else:
         # Ragged spans: which of them the program's tile belongs to.
         every = tl.arange(0, SPANS)
         counts = tl.load(rows_ptr + every, mask=every < spans, other=0).to(tl.int32)
-        tiles = (counts + rows_per_tile - 1) // rows_per_tile
-        ends = tl.cumsum(tiles, axis=0)
+        needed = (counts + rows_per_tile - 1) // rows_per_tile
+        ends = tl.cumsum(needed, axis=0)
         span = tl.sum((ends <= tl.program_id(0)).to(tl.int32), axis=0)
         if span >= spans:
+            await_inputs(PDL)
             return
-        tile = tl.program_id(0) - tl.sum(tl.where(every == span, ends - tiles, 0), axis=0)
+        tile = tl.program_id(0) - tl.sum(tl.where(every == span, ends - needed, 0), axis=0)
     count = tl.load(rows_ptr + span)
     if tile * rows_per_tile >= count:
+        await_inputs(PDL)
         return
 
     slot = tl.load(slot_ptr + span)
@@ -60,11 +88,6 @@ def attention_kernel(
     place = row * HEADS + head
     column = tl.arange(0, WIDTH)
     in_head = column < HEAD_DIM
-    q = tl.load(
-        q_ptr + place[:, None] * HEAD_DIM + column[None, :],
-        mask=valid[:, None] & in_head[None, :],
-        other=0.0,
-    )
     last_key = tl.load(key_index_ptr + row, mask=valid, other=-1)
     length = tl.max(last_key, axis=0) + 1
     if MASKED:
@@ -73,18 +96,37 @@ def attention_kernel(
         start = tl.load(start_ptr + slot)
         length = tl.maximum(start + count, length)
 
-    share = tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
-    low = (split * share).to(tl.int32)
-    high = tl.minimum(low + share, length).to(tl.int32)
+    length = length.to(tl.int32)
+    low = 0
+    high = length
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
+        low = split * share
+        high = tl.minimum(low + share, length)
+    table = tables_ptr + slot * table_stride
+    key = low + tl.arange(0, BLOCK_N)
+    block = tl.load(table + key // BLOCK_SIZE, mask=key < high, other=0)
+    if PDL and HEAD_DIM % 8 == 0:
+        prefetch_keys(
+            kv_ptr, table, kv_head, low, high, value_offset,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N,
+        )  # fmt: skip
+    await_inputs(PDL)
+    q = tl.load(
+        q_ptr + place[:, None] * HEAD_DIM + column[None, :],
+        mask=valid[:, None] & in_head[None, :],
+        other=0.0,
+    )
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    for base in range(low, high, BLOCK_N):
-        key = base + tl.arange(0, BLOCK_N)
+    for _ in range(low, high, BLOCK_N):
         known = key < high
-        block = tl.load(tables_ptr + slot * table_stride + key // BLOCK_SIZE, mask=known, other=0)
         at = (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
         at = at * HEAD_DIM
+        # A step ahead: loads whose address waits for another load are pipelined badly.
+        following = key + BLOCK_N
+        next_block = tl.load(table + following // BLOCK_SIZE, mask=following < high, other=0)
         k = tl.load(
             kv_ptr + at[None, :] + column[:, None],
             mask=known[None, :] & in_head[:, None],
@@ -115,14 +157,16 @@ def attention_kernel(
         total = total * decay + tl.sum(weights, axis=1)
         acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         best = higher
+        key = following
+        block = next_block
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     whole = valid[:, None] & in_head[None, :]
-    if SPLITS == 1:
+    if not SPLIT:
         target = out_ptr + place[:, None] * HEAD_DIM + column[None, :]
         tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=whole)
     else:
-        part = place * SPLITS + split
+        part = place * splits + split
         tl.store(lse_ptr + part, best + tl.log2(total), mask=valid)
         tl.store(part_ptr + part[:, None] * HEAD_DIM + column[None, :], acc, mask=whole)
 
@@ -131,7 +175,10 @@ def attention_kernel(
 def combine_kernel(
     part_ptr, lse_ptr, out_ptr,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    release_next(PDL)
+    await_inputs(PDL)
     place = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, PADDED)
     column = tl.arange(0, WIDTH)
@@ -161,27 +208,40 @@ class AttentionPlan:
 
 
 def plan_attention(
-    rows: int, spans: int, max_rows: int, max_keys: int, shape: AttentionShape, sms: int
+    rows: int,
+    spans: int,
+    max_rows: int,
+    max_keys: int,
+    shape: AttentionShape,
+    sms: int,
+    itemsize: int = 2,
+    shared: int = DEFAULT_SHARED_MEMORY,
 ) -> AttentionPlan:
     """Sizes for ``rows`` rows in ``spans`` spans of at most ``max_rows``, over at most
-    ``max_keys`` keys, on ``sms`` multiprocessors.
+    ``max_keys`` keys, on ``sms`` multiprocessors with ``shared`` bytes of memory a program.
 
-    Keys are split only until there are about two programs for each multiprocessor, so that a
-    large batch pays nothing for it.
+    Keys are split only until there is a program for each multiprocessor, so that a large batch pays
+    nothing for it. A program alone on its multiprocessor keeps more keys in flight.
     """
     group = shape.heads // shape.kv_heads
     largest = min(max_rows, rows) * group
-    wide = 128 if shape.head_dim <= 128 else 64
-    block_m = next_power_of_2(max(group, min(largest, wide)), 16)
-    block_n = 64 if shape.head_dim <= 128 else 32
+    narrow = shape.head_dim <= 128
+    block_m = next_power_of_2(max(group, min(largest, 128 if narrow else 64)), 16)
     per_tile = block_m // group
     tiles = -(-min(max_rows, rows) // per_tile)
     # No partition of the rows into spans has more tiles than this.
     ragged = min(rows, (rows + spans * (per_tile - 1)) // per_tile)
     direct = tiles == 1 or spans * tiles <= ragged
     programs = spans * tiles if direct else ragged
-    wanted = round(2 * sms / (max(1, min(ragged, programs)) * shape.kv_heads))
-    splits = max(1, min(wanted, -(-max_keys // block_n), MAX_SPLITS))
+    unsplit = max(1, min(ragged, programs)) * shape.kv_heads
+    wanted = min(sms // unsplit, MAX_SPLITS)
+    block_n, stages = (64 if narrow else 32), 2
+    roomy = shared >= 160_000
+    if narrow and itemsize == 2 and (roomy or block_m <= 64):
+        if roomy and block_m < 64 and wanted < 8:
+            block_n = 128
+        stages = 3 if block_n == 64 or unsplit <= sms else 2
+    splits = max(1, min(wanted, -(-max_keys // block_n)))
     return AttentionPlan(
         block_m=block_m,
         block_n=block_n,
@@ -189,7 +249,7 @@ def plan_attention(
         tiles=tiles if direct else 0,
         programs=programs,
         num_warps=8 if block_m >= 128 else 4,
-        num_stages=3 if shape.head_dim <= 128 else 2,
+        num_stages=stages,
     )
 
 
@@ -210,7 +270,14 @@ def span_attention(
     rows, entries = q.shape[0], spans.rows.shape[0]
     if plan is None:
         plan = plan_attention(
-            rows, entries, spans.max_rows, batch.max_keys, shape, processors(q.device)
+            rows,
+            entries,
+            spans.max_rows,
+            batch.max_keys,
+            shape,
+            processors(q.device),
+            q.dtype.itemsize,
+            shared_memory(q.device),
         )
     out = torch.empty_like(q)
     part, lse = None, None
@@ -223,7 +290,8 @@ def span_attention(
     if plan.splits > 1:
         combine_kernel[(rows * shape.heads,)](
             part, lse, out,
-            shape.head_dim, width, plan.splits, next_power_of_2(plan.splits), num_warps=2,
+            shape.head_dim, width, plan.splits, next_power_of_2(plan.splits),
+            num_warps=2, **pdl(q.device),
         )  # fmt: skip
     return out
 
@@ -244,8 +312,10 @@ def _launch(
     attention_kernel[(plan.programs, shape.kv_heads, plan.splits)](
         q, kv, out, part, lse, spans.first_row, spans.rows, spans.slot, entries,
         batch.block_tables, batch.block_tables.stride(0), batch.span_start, batch.key_index,
-        batch.mask, kv.stride(0), shape.scale * LOG2_E, batch.first_key,
+        batch.mask, kv.stride(0), shape.scale * LOG2_E, plan.splits, plan.tiles, batch.first_key,
         shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3], width,
-        plan.block_m, plan.block_n, plan.splits, plan.tiles, next_power_of_2(entries),
-        batch.mask is not None, num_warps=plan.num_warps, num_stages=plan.num_stages,
+        plan.block_m, plan.block_n, plan.splits > 1, not plan.tiles,
+        1 if plan.tiles else next_power_of_2(entries),
+        batch.mask is not None,
+        num_warps=plan.num_warps, num_stages=plan.num_stages, **pdl(q.device),
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""The NVIDIA backend: Triton kernels, and cuBLAS (through torch) for many rows."""
+"""The NVIDIA backend: Triton kernels, and cuBLAS (through torch) where it is faster."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,17 +18,21 @@ from surefoot.kernels.backend import (
 )
 from surefoot.kernels.quant import QuantTensor
 from surefoot.kernels.reference import key_places
+from surefoot.kernels.triton import control
 from surefoot.kernels.triton.activation import silu_mul
 from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.attention import span_attention
 from surefoot.kernels.triton.draws import DrawSeam
-from surefoot.kernels.triton.launch import check_device
-from surefoot.kernels.triton.matmul import matmul
-from surefoot.kernels.triton.matmul_plan import GEMV_ROWS, MAX_ROWS
-from surefoot.kernels.triton.norm import add_rms_norm, rms_norm
+from surefoot.kernels.triton.launch import check_device, processors, shared_memory
+from surefoot.kernels.triton.matmul import matmul, multiply
+from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, plan_for
+from surefoot.kernels.triton.norm import add_rms_norm, rms_norm, sum_add_rms_norm
 from surefoot.kernels.triton.rope_kv import rope_and_write
 from surefoot.kernels.triton.slots import lay_out
 from surefoot.kernels.triton.verdict import judge_and_advance
+
+Norm = tuple[torch.Tensor, float]
+"""Weight [width] and epsilon of an RMSNorm."""
 
 
 @dataclass(frozen=True)
@@ -38,34 +42,53 @@ class TritonLinear:
     weight: torch.Tensor
     bias: torch.Tensor | None
 
+    def plan(self, x: torch.Tensor, gated: bool = False) -> MatmulPlan | None:
+        """How to multiply ``x`` [N, in]; None where cuBLAS does it better."""
+        if x.shape[0] > MAX_ROWS:
+            return None
+        outputs = self.weight.shape[0] // 2 if gated else self.weight.shape[0]
+        return plan_for(
+            x.shape[0], outputs, x.shape[1], gated, x.dtype.itemsize,
+            processors(x.device), shared_memory(x.device),
+        )  # fmt: skip
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[N, in] -> [N, out]."""
-        if x.shape[0] > MAX_ROWS:
+        plan = self.plan(x)
+        if plan is None:
             return linear(x, self.weight, self.bias)
-        return matmul(x, self.weight, self.bias)
-
-    def normed(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-        """The product with the RMSNorm of ``x``."""
-        if x.shape[0] > GEMV_ROWS:
-            return self(rms_norm(x, norm, eps))
-        return matmul(x, self.weight, self.bias, norm=(norm, eps))
+        return matmul(x, self.weight, self.bias, plan=plan)
 
     def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The product plus ``residual`` [N, out]."""
-        if x.shape[0] > MAX_ROWS:
+        plan = self.plan(x)
+        if plan is None:
             return linear(x, self.weight, self.bias).add_(residual)
-        return matmul(x, self.weight, self.bias, residual)
+        return matmul(x, self.weight, self.bias, residual, plan=plan)
 
-    def gated(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-        """SiLU(gate) * up of the RMSNorm of ``x`` [N, in] -> [N, out / 2]; at most 128 rows."""
-        if x.shape[0] > GEMV_ROWS:
-            return matmul(rms_norm(x, norm, eps), self.weight, self.bias, silu=True)
-        return matmul(x, self.weight, self.bias, silu=True, norm=(norm, eps))
+    def added_normed(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``added`` and its RMSNorm, [N, out] each."""
+        plan = self.plan(x)
+        if plan is not None and plan.split_k > 1:
+            shares = multiply(x, self.weight, None, None, False, None, plan)
+            assert shares is not None
+            return sum_add_rms_norm(shares, self.bias, residual, *norm)
+        return add_rms_norm(self(x), residual, *norm)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """SiLU(gate) * up: [N, in] -> [N, out / 2]."""
+        plan = self.plan(x, gated=True)
+        if plan is None:
+            return silu_mul(linear(x, self.weight, self.bias))
+        return matmul(x, self.weight, self.bias, silu=True, plan=plan)
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         """The product as float32, not rounded to the backend's dtype on the way."""
-        if x.shape[0] <= MAX_ROWS:
-            return matmul(x, self.weight, self.bias, dtype=torch.float32)
+        plan = self.plan(x)
+        if plan is not None:
+            return matmul(x, self.weight, self.bias, dtype=torch.float32, plan=plan)
         if x.is_cuda and x.dtype is not torch.float32:
             product = torch.mm(x, self.weight.T, out_dtype=torch.float32)
         else:
@@ -84,6 +107,7 @@ class TritonBackend(Backend):
     name = "triton"
     lay_out_spans = staticmethod(lay_out)
     judge_and_advance = staticmethod(judge_and_advance)
+    control = control
 
     def __init__(
         self, device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16
@@ -138,26 +162,59 @@ class TritonBackend(Backend):
         rope: RopeTable,
         inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Fewer rows, fewer kernels: norms, gating and additions move into the products as far as
-        ``matmul`` goes."""
         x = x.to(self.dtype).contiguous()
+        if inputs is None:
+            normed = rms_norm(x, weights.input_norm, weights.eps)
+        else:
+            normed = inputs.to(self.dtype).contiguous()
+        x, hidden = self._up_to_down(weights, x, normed, batch, kv, rope)
+        return weights.down.added(hidden, x)
+
+    def layers(
+        self,
+        weights: Sequence[LayerWeights],
+        x: torch.Tensor,
+        batch: FlatBatch,
+        kv: Sequence[torch.Tensor],
+        rope: RopeTable,
+        capture: Collection[int],
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """As the base class, but the end of a layer is one kernel with the norm of the next."""
+        features: dict[int, torch.Tensor] = {}
+        x = x.to(self.dtype).contiguous()
+        normed = rms_norm(x, weights[0].input_norm, weights[0].eps) if weights else x
+        for index, layer in enumerate(weights):
+            if index in capture:
+                features[index] = x
+            x, hidden = self._up_to_down(layer, x, normed, batch, kv[index], rope)
+            if index + 1 < len(weights):
+                following = weights[index + 1]
+                norm = following.input_norm, following.eps
+                x, normed = layer.down.added_normed(hidden, x, norm)
+            else:
+                x = layer.down.added(hidden, x)
+        if len(weights) in capture:
+            features[len(weights)] = x
+        return x, features
+
+    @staticmethod
+    def _up_to_down(
+        weights: LayerWeights,
+        x: torch.Tensor,
+        normed: torch.Tensor,
+        batch: FlatBatch,
+        kv: torch.Tensor,
+        rope: RopeTable,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer short of its last product: (residual stream, what ``down`` multiplies)."""
         norms = None
         if weights.q_norm is not None and weights.k_norm is not None:
             norms = (weights.q_norm, weights.k_norm)
         eps, shape = weights.eps, weights.shape
-        if inputs is None:
-            qkv = weights.qkv.normed(x, weights.input_norm, eps)
-        else:
-            qkv = weights.qkv(inputs.to(self.dtype).contiguous())
-        q = rope_and_write(qkv, kv, batch, shape, rope, norms, eps)
+        q = rope_and_write(weights.qkv(normed), kv, batch, shape, rope, norms, eps)
         attended = span_attention(q, kv, batch, shape).flatten(1)
-        if x.shape[0] <= MAX_ROWS:
-            x = weights.o.added(attended, x)
-            hidden = weights.gate_up.gated(x, weights.post_norm, eps)
-        else:
-            x, normed = add_rms_norm(weights.o(attended), x, weights.post_norm, eps)
-            hidden = silu_mul(weights.gate_up(normed))
-        return weights.down.added(hidden, x)
+        x, normed = weights.o.added_normed(attended, x, (weights.post_norm, eps))
+        return x, weights.gate_up.gated(normed)
 
     def write_keys(
         self,

@@ -15,6 +15,7 @@ jit: Any = triton.jit
 """The decorator, untyped: parameters of kernels are pointers and launch options come on top."""
 DTYPES = (torch.float32, torch.bfloat16)
 DEFAULT_PROCESSORS = 132  # of an H100 or H200 SXM; what the interpreter pretends to have
+DEFAULT_SHARED_MEMORY = 232_448
 
 
 def next_power_of_2(number: int, least: int = 1) -> int:
@@ -28,6 +29,16 @@ def cdiv(number: int, divisor: int) -> int:
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors of ``device``."""
     return _count(device) if device.type == "cuda" else DEFAULT_PROCESSORS
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of it that one program may have at most."""
+    return _shared(device) if device.type == "cuda" else DEFAULT_SHARED_MEMORY
+
+
+@functools.cache
+def _shared(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @functools.cache

@@ -1,20 +1,26 @@
 """y = x @ W^T for up to 128 rows: every weight is read once, and reading them is what it costs.
 
-Up to 4 rows go without tensor cores (``gemv``), and may start with the RMSNorm of x; more rows are
-one tile of ``tl.dot``. Epilogues: bias, SiLU gating, residual addition, rounded where separate
-operations would round, so that fusing changes no bit. Gate and up stay two halves of one matrix:
-a program reads the matching rows of both, which needs no interleaving, and leaves the matrix as
-cuBLAS wants it for many rows.
+A program multiplies a block of weight rows, the taller side of the tensor cores' tile, with all
+rows of x, the flatter one. One row costs what 16 do, and sums are the same for any number of rows.
+Tiles come through tensor descriptors (by the copy engine where there is one) where the matrix
+allows it. Epilogues: bias, SiLU gating, residual addition, rounded where separate operations would
+round, so that fusing changes no bit. Gate and up stay two halves of one matrix: a program reads the
+matching rows of both, which needs no interleaving, and leaves the matrix as cuBLAS wants it.
 """
 
 from __future__ import annotations
 
 import torch
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from surefoot.kernels.triton.activation import silu_times
-from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2, processors
-from surefoot.kernels.triton.matmul_plan import GEMV_ROWS, MAX_ROWS, MatmulPlan, plan_for
+from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2, processors, shared_memory
+from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, default_plan, rows_bucket
+from surefoot.kernels.triton.pdl import await_inputs, pdl, prefetch, release_next
+
+SHARE_UNIT = tl.constexpr(256)
+"""A share of the inputs is a multiple of this, and this one of every ``block_k``."""
 
 
 @jit
@@ -36,66 +42,108 @@ def finish(
 
 
 @jit
-def rows_kernel(
-    x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, part_ptr, rows, outputs, inputs,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr,
+def tile(
+    ptr, descriptor, first, low, count, high, stride,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.arange(0, BLOCK_M)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(1)
-    share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), SPLIT_K) * BLOCK_K
-    low = split * share
-    high = tl.minimum(low + share, inputs)
-    weights = w_ptr + column[None, :].to(tl.int64) * inputs
-    second = outputs.to(tl.int64) * inputs
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for base in range(low, high, BLOCK_K):
-        k = base + tl.arange(0, BLOCK_K)
-        x = tl.load(
-            x_ptr + row[:, None] * inputs + k[None, :],
-            mask=(row < rows)[:, None] & (k < high)[None, :],
-            other=0.0,
-            eviction_policy="evict_last",
-        )
-        needed = (column < outputs)[None, :] & (k < high)[:, None]
-        w = tl.load(weights + k[:, None], mask=needed, other=0.0, eviction_policy="evict_first")
-        acc = tl.dot(x, w, acc, input_precision="ieee")
-        if SILU:
-            w = tl.load(
-                weights + second + k[:, None],
-                mask=needed,
-                other=0.0,
-                eviction_policy="evict_first",
-            )
-            up = tl.dot(x, w, up, input_precision="ieee")
-    inside = (row < rows)[:, None] & (column < outputs)[None, :]
-    if SPLIT_K == 1:
-        finish(
-            acc, up, bias_ptr, residual_ptr, y_ptr, row[:, None], column[None, :], inside,
-            outputs, BIAS, RESIDUAL, SILU, y_ptr.dtype.element_ty,
-        )  # fmt: skip
+    """[HEIGHT, WIDTH] of a matrix from row ``first`` (of ``count``) and column ``low``, zero from
+    column ``high`` on."""
+    if DESCRIBED:
+        # Columns from ``high`` on lie outside the matrix here.
+        return descriptor.load([first, low])
+    row = first + tl.arange(0, HEIGHT)
+    column = low + tl.arange(0, WIDTH)
+    return tl.load(
+        ptr + row[:, None].to(tl.int64) * stride + column[None, :],
+        mask=(row < count)[:, None] & (column < high)[None, :],
+        other=0.0,
+    )
+
+
+@jit
+def prefetch_weights(
+    w_ptr, first, low, high, outputs, inputs, count, BLOCK_N: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """The first ``count`` inputs of a program's share, for each of its weight rows; without gating,
+    two threads share a row."""
+    element: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+    index = tl.arange(0, 2 * BLOCK_N)
+    if SILU:
+        row = tl.minimum(first + index % BLOCK_N, outputs - 1) + index // BLOCK_N * outputs
+        start, end = low, tl.minimum(high, low + count)
     else:
-        width = outputs * 2 if SILU else outputs
+        row = tl.minimum(first + index // 2, outputs - 1)
+        start = low + index % 2 * (count // 2)
+        end = tl.minimum(high, start + count // 2)
+    start = tl.minimum(start, high - 8)
+    prefetch(w_ptr + row.to(tl.int64) * inputs + start, tl.maximum(end - start, 8) * element)
+
+
+@jit(do_not_specialize=["rows", "splits", "ahead"])
+def rows_kernel(
+    x_ptr, x_tiles, w_ptr, w_tiles, bias_ptr, residual_ptr, y_ptr, part_ptr,
+    rows, outputs, inputs, splits, ahead,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr,
+    DESCRIBED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BLOCK_N
+    split = tl.program_id(1)
+    low = 0
+    high = inputs
+    if SPLIT:
+        # The same shares for every BLOCK_K, so that sums do not depend on it.
+        share = tl.cdiv(tl.cdiv(inputs, SHARE_UNIT), splits) * SHARE_UNIT
+        low = split * share
+        high = tl.minimum(low + share, inputs)
+    if PDL and DESCRIBED and (ahead > 0) & (low < high):
+        prefetch_weights(w_ptr, first, low, high, outputs, inputs, ahead, BLOCK_N, SILU)
+    await_inputs(PDL)
+    width = outputs * 2 if SILU else outputs
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for base in range(low, high, BLOCK_K):
+        x = tile(x_ptr, x_tiles, 0, base, rows, high, inputs, BLOCK_M, BLOCK_K, DESCRIBED)
+        w = tile(w_ptr, w_tiles, first, base, width, high, inputs, BLOCK_N, BLOCK_K, DESCRIBED)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+        if SILU:
+            w = tile(
+                w_ptr, w_tiles, outputs + first, base, width, high, inputs,
+                BLOCK_N, BLOCK_K, DESCRIBED,
+            )  # fmt: skip
+            up = tl.dot(w, tl.trans(x), up, input_precision="ieee")
+    # Not sooner: blocks that wait beside these cost more than they save (docs/log.md).
+    release_next(PDL)
+    row = tl.arange(0, BLOCK_M)
+    column = first + tl.arange(0, BLOCK_N)
+    inside = (row < rows)[:, None] & (column < outputs)[None, :]
+    acc, up = tl.trans(acc), tl.trans(up)
+    if SPLIT:
         place = (split * rows + row[:, None]).to(tl.int64) * width + column[None, :]
         tl.store(part_ptr + place, acc, mask=inside)
         if SILU:
             tl.store(part_ptr + place + outputs, up, mask=inside)
+    else:
+        finish(
+            acc, up, bias_ptr, residual_ptr, y_ptr, row[:, None], column[None, :], inside,
+            outputs, BIAS, RESIDUAL, SILU, y_ptr.dtype.element_ty,
+        )  # fmt: skip
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def reduce_kernel(
     part_ptr, bias_ptr, residual_ptr, y_ptr, rows, outputs,
     BLOCK: tl.constexpr, SPLIT_K: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    release_next(PDL)
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < outputs
     width = outputs * 2 if SILU else outputs
     acc = tl.zeros([BLOCK], tl.float32)
     up = tl.zeros([BLOCK], tl.float32)
+    await_inputs(PDL)
     for split in tl.static_range(SPLIT_K):
         place = (split * rows + row).to(tl.int64) * width + column
         acc += tl.load(part_ptr + place, mask=inside, other=0.0)
@@ -113,7 +161,6 @@ def matmul(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     silu: bool = False,
-    norm: tuple[torch.Tensor, float] | None = None,
     dtype: torch.dtype | None = None,
     plan: MatmulPlan | None = None,
 ) -> torch.Tensor:
@@ -121,34 +168,59 @@ def matmul(
     ``bias`` [out] of any float type -> [N, out] in ``dtype`` (default: x's).
 
     ``silu``: the weight's halves are gate and up, and the result is SiLU(gate) * up [N, out / 2].
-    ``residual`` [N, out] is added after rounding. ``norm`` = (weight [in], eps) takes the RMSNorm
-    of x first, for N <= 4 only. Sums are fp32. ValueError for more rows than that.
+    ``residual`` [N, out] is added after rounding. Sums are fp32. ValueError for more rows.
     """
-    rows, inputs = x.shape
-    outputs = weight.shape[0] // 2 if silu else weight.shape[0]
-    if rows > (MAX_ROWS if norm is None else GEMV_ROWS):
-        raise ValueError(f"a product of {rows} rows" + ("" if norm is None else " with its norm"))
+    rows, outputs = x.shape[0], weight.shape[0] // 2 if silu else weight.shape[0]
+    plan = plan or _default(x, weight, silu)
     y = x.new_empty((rows, outputs), dtype=dtype or x.dtype)
-    sms = processors(x.device)
-    plan = plan or plan_for(rows, outputs, inputs, silu, sms)
-    flags = (bias is not None, residual is not None, silu)
-    if rows <= GEMV_ROWS:
-        from surefoot.kernels.triton.gemv import launch_gemv
+    part = multiply(x, weight, bias, residual, silu, y, plan)
+    if part is not None:
+        block = min(1024, next_power_of_2(outputs))
+        reduce_kernel[(rows, cdiv(outputs, block))](
+            part, bias, residual, y, rows, outputs, block, plan.split_k,
+            bias is not None, residual is not None, silu, num_warps=4, **pdl(x.device),
+        )  # fmt: skip
+    return y
 
-        launch_gemv(x, weight, bias, residual, norm, y, plan, flags)
-        return y
+
+def _default(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> MatmulPlan:
+    outputs = weight.shape[0] // 2 if silu else weight.shape[0]
+    return default_plan(
+        x.shape[0], outputs, x.shape[1], silu, x.dtype.itemsize,
+        processors(x.device), shared_memory(x.device),
+    )  # fmt: skip
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    silu: bool,
+    y: torch.Tensor | None,
+    plan: MatmulPlan,
+) -> torch.Tensor | None:
+    """The product as ``matmul`` says it, into ``y``; or, where ``plan`` splits the inputs, sums of
+    its shares without any epilogue, fp32 [split_k, N, out]."""
+    rows, inputs = x.shape
+    if rows > MAX_ROWS:
+        raise ValueError(f"a product of {rows} rows")
+    outputs = weight.shape[0] // 2 if silu else weight.shape[0]
     part = None
     if plan.split_k > 1:
         size = (plan.split_k, rows, weight.shape[0])
         part = x.new_empty(size, dtype=torch.float32)
+    described = inputs * x.dtype.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+    x_tiles, w_tiles = None, None
+    block_m = rows_bucket(rows)
+    if described:
+        x_tiles = TensorDescriptor.from_tensor(x, [block_m, plan.block_k])
+        w_tiles = TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k])
     rows_kernel[(cdiv(outputs, plan.block_n), plan.split_k)](
-        x, weight, bias, residual, y, part, rows, outputs, inputs,
-        next_power_of_2(rows, 16), plan.block_n, plan.block_k, plan.split_k, *flags,
-        num_warps=plan.num_warps, num_stages=plan.num_stages,
+        x, x_tiles, weight, w_tiles, bias, residual, y, part,
+        rows, outputs, inputs, plan.split_k, plan.prefetch,
+        block_m, plan.block_n, plan.block_k, plan.split_k > 1,
+        bias is not None, residual is not None, silu, described,
+        num_warps=plan.num_warps, num_stages=plan.num_stages, **pdl(x.device),
     )  # fmt: skip
-    if part is not None:
-        block = min(1024, next_power_of_2(outputs))
-        reduce_kernel[(rows, cdiv(outputs, block))](
-            part, bias, residual, y, rows, outputs, block, plan.split_k, *flags, num_warps=4
-        )
-    return y
+    return part

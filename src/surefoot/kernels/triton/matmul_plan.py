@@ -4,56 +4,92 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GEMV_ROWS = 4
 MAX_ROWS = 128
+"""More rows than this are cuBLAS's."""
 
 
 @dataclass(frozen=True)
 class MatmulPlan:
-    """A program computes ``block_n`` outputs in steps of ``block_k`` inputs; ``split_k`` programs
-    share the inputs of the same outputs (only with a tensor-core product)."""
+    """A program computes ``block_n`` outputs of all rows in steps of ``block_k`` inputs;
+    ``split_k`` programs share the inputs of the same outputs.
+
+    ``prefetch``: inputs of each weight row that are asked for before the kernel ahead has ended.
+    """
 
     block_n: int
     block_k: int
     split_k: int = 1
     num_warps: int = 4
     num_stages: int = 4
+    prefetch: int = 0
 
 
-TUNED: dict[tuple[int, int, int], MatmulPlan] = {}
-"""(rows rounded up to a power of two, outputs, inputs) -> plan. For a gated product, outputs are
-those after gating. What is not here goes by ``default_plan``."""
+TUNED_ON = 132, 232_448
+"""Multiprocessors and shared memory of an H100 or H200 SXM."""
+TUNED: dict[tuple[int, int, int, bool], MatmulPlan | None] = {
+    (16, 6144, 2560, False): MatmulPlan(64, 256, 1, 4, 5, 512),
+    (16, 2560, 4096, False): MatmulPlan(64, 256, 3, 4, 5, 512),
+    (16, 9728, 2560, True): MatmulPlan(64, 128, 1, 4, 3, 256),
+    (16, 2560, 9728, False): MatmulPlan(64, 128, 3, 4, 5, 256),
+    (16, 151936, 2560, False): MatmulPlan(64, 256, 1, 4, 5, 512),
+    (32, 6144, 2560, False): MatmulPlan(64, 256, 1, 4, 4, 512),
+    (32, 2560, 4096, False): MatmulPlan(64, 256, 3, 4, 4, 512),
+    (32, 9728, 2560, True): MatmulPlan(128, 128, 1, 4, 3, 512),
+    (32, 2560, 9728, False): MatmulPlan(64, 256, 3, 4, 4, 512),
+    (32, 151936, 2560, False): MatmulPlan(64, 128, 1, 4, 4, 256),
+    (64, 6144, 2560, False): MatmulPlan(64, 128, 1, 4, 6, 512),
+    (64, 2560, 4096, False): MatmulPlan(64, 128, 3, 4, 6, 512),
+    (64, 9728, 2560, True): MatmulPlan(64, 64, 1, 4, 4, 512),
+    (64, 2560, 9728, False): MatmulPlan(64, 128, 3, 4, 6, 512),
+    (64, 151936, 2560, False): MatmulPlan(64, 128, 1, 4, 6, 512),
+    (128, 6144, 2560, False): MatmulPlan(64, 64, 1, 4, 8, 512),
+    (128, 2560, 4096, False): MatmulPlan(64, 128, 3, 4, 4, 512),
+    (128, 9728, 2560, True): MatmulPlan(128, 64, 1, 8, 4, 512),
+    (128, 2560, 9728, False): MatmulPlan(64, 128, 3, 4, 4, 512),
+    (128, 151936, 2560, False): MatmulPlan(64, 64, 1, 4, 8, 512),
+}
+"""(rows rounded up to a power of two >= 16, outputs, inputs, gated) -> plan, or None where cuBLAS
+measured clearly better. For a gated product, outputs are those after gating. Measured on an H100 by
+``python -m surefoot.bench.tune_cuda`` (Qwen3-4B's shapes); the rest goes by ``default_plan``.
+
+A shape has the same number of shares for any number of rows: then a row's sums are the same to the
+bit whoever shares the batch (as long as cuBLAS takes no part)."""
 
 
 def rows_bucket(rows: int) -> int:
-    return 1 << max(0, rows - 1).bit_length()
+    return max(16, 1 << max(0, rows - 1).bit_length())
 
 
-def plan_for(rows: int, outputs: int, inputs: int, gated: bool, sms: int) -> MatmulPlan:
-    """The plan for ``rows`` <= 128. ``gated``: two products share a program."""
-    tuned = TUNED.get((rows_bucket(rows), outputs, inputs))
-    return tuned or default_plan(rows, outputs, inputs, gated, sms)
+def plan_for(
+    rows: int, outputs: int, inputs: int, gated: bool, itemsize: int, sms: int, shared: int
+) -> MatmulPlan | None:
+    """The plan for ``rows`` <= 128 of ``itemsize`` bytes a number, on ``sms`` multiprocessors of
+    ``shared`` bytes of memory; None for cuBLAS. ``gated``: two products share a program."""
+    key = (rows_bucket(rows), outputs, inputs, gated)
+    if itemsize == 2 and (sms, shared) == TUNED_ON and key in TUNED:
+        return TUNED[key]
+    return default_plan(rows, outputs, inputs, gated, itemsize, sms, shared)
 
 
-def default_plan(rows: int, outputs: int, inputs: int, gated: bool, sms: int) -> MatmulPlan:
-    """Weights must stream on every multiprocessor: the widest block of outputs that leaves a
-    program for each, then shares of the inputs where even narrow blocks leave some idle."""
-    if rows <= GEMV_ROWS:
-        block_n = 2
-        while block_n < (4 if gated else 8) and outputs >= 8 * block_n * sms:
-            block_n *= 2
-        return MatmulPlan(block_n, 2048 // block_n if gated else 4096 // block_n, num_stages=3)
-    block_n = 16
-    widest = 64 if rows > 64 or gated else 128
-    while block_n < widest and outputs >= 2 * block_n * sms:
-        block_n *= 2
-    block_n = max(block_n, 32)
-    block_k = 128 if rows <= 64 and block_n <= 64 else 64
+def default_plan(
+    rows: int, outputs: int, inputs: int, gated: bool, itemsize: int, sms: int, shared: int
+) -> MatmulPlan:
+    """Weights must stream on every multiprocessor: shares of the inputs where blocks of outputs
+    leave some idle, and as many steps in flight as shared memory holds, of one program or of two.
+    """
+    bucket = rows_bucket(rows)
+    if itemsize == 4:  # No tensor cores: sizes that registers hold.
+        return MatmulPlan(32, 32, num_warps=4 if bucket <= 32 else 8, num_stages=2)
+    block_n, tiles = 64, 2 if gated else 1
     programs = -(-outputs // block_n)
-    split_k = 1
-    while split_k < 8 and 2 * programs * split_k <= sms and inputs >= 8 * split_k * block_k:
-        split_k *= 2
-    stages = 4 if rows <= 64 else 3
+    split_k = 1 if gated else max(1, min(8, sms // programs, inputs // 256))
+    alone = programs * split_k <= sms
+    block_k = 256 if alone and bucket <= 32 and not gated else 128 if bucket <= 64 else 64
+    stage = (block_n * tiles + bucket) * block_k * itemsize
+    room = shared - 24_000 if alone else shared // 2 - 3_000
+    while block_k > 64 and room // stage < 3:
+        block_k, stage = block_k // 2, stage // 2
+    stages = room // stage
     return MatmulPlan(
-        block_n, block_k, split_k, num_warps=4 if rows <= 64 else 8, num_stages=stages
+        block_n, block_k, split_k, num_stages=max(2, min(8, stages)), prefetch=min(inputs, 512)
     )

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, RopeTable
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
+from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 
 
 @jit
@@ -23,11 +24,11 @@ def rope_kv_kernel(
     position_ptr, key_index_ptr, row_slot_ptr, tables_ptr, table_stride, value_offset, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    release_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_slot_ptr + row)
-    if slot < 0:
-        return
     half: tl.constexpr = HEAD_DIM // 2
     total: tl.constexpr = HEADS + 2 * KV_HEADS
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
@@ -37,28 +38,36 @@ def rope_kv_kernel(
     is_query = (head < HEADS)[:, None]
     is_value = (head >= HEADS + KV_HEADS)[:, None]
 
+    # Everything but the product's result is older than the product (see ``pdl``).
+    known = (column < half)[None, :]
+    position = tl.load(position_ptr + row, mask=slot >= 0, other=0)
+    rotary = position * half + column[None, :]
+    cos = tl.load(cos_ptr + rotary, mask=known, other=1.0)
+    sin = tl.load(sin_ptr + rotary, mask=known, other=0.0)
+    key = tl.load(key_index_ptr + row, mask=slot >= 0, other=0)
+    page = tables_ptr + slot * table_stride + key // BLOCK_SIZE
+    block = tl.load(page, mask=slot >= 0, other=0).to(tl.int64)
+    if NORM:
+        low_q = tl.load(q_norm_ptr + column[None, :], mask=known, other=0.0).to(tl.float32)
+        low_k = tl.load(k_norm_ptr + column[None, :], mask=known, other=0.0).to(tl.float32)
+        high_q = tl.load(q_norm_ptr + half + column[None, :], mask=known, other=0.0)
+        high_k = tl.load(k_norm_ptr + half + column[None, :], mask=known, other=0.0)
+        high_q, high_k = high_q.to(tl.float32), high_k.to(tl.float32)
+    await_inputs(PDL)
+    if slot < 0:
+        return
+
     source = qkv_ptr + row * total * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         squares = tl.sum(first * first + second * second, axis=1)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        known = (column < half)[None, :]
-        low_q = tl.load(q_norm_ptr + column[None, :], mask=known, other=0.0).to(tl.float32)
-        low_k = tl.load(k_norm_ptr + column[None, :], mask=known, other=0.0).to(tl.float32)
-        high_q = tl.load(q_norm_ptr + half + column[None, :], mask=known, other=0.0)
-        high_k = tl.load(k_norm_ptr + half + column[None, :], mask=known, other=0.0)
-        high_q, high_k = high_q.to(tl.float32), high_k.to(tl.float32)
         normed_first = (first * scale * tl.where(is_query, low_q, low_k)).to(dtype)
         normed_second = (second * scale * tl.where(is_query, high_q, high_k)).to(dtype)
         first = tl.where(is_value, first, normed_first.to(tl.float32))
         second = tl.where(is_value, second, normed_second.to(tl.float32))
 
-    position = tl.load(position_ptr + row)
-    rotary = position * half + column[None, :]
-    known = (column < half)[None, :]
-    cos = tl.load(cos_ptr + rotary, mask=known, other=1.0)
-    sin = tl.load(sin_ptr + rotary, mask=known, other=0.0)
     rotated_first = tl.where(is_value, first, first * cos - second * sin).to(dtype)
     rotated_second = tl.where(is_value, second, second * cos + first * sin).to(dtype)
 
@@ -66,8 +75,6 @@ def rope_kv_kernel(
     tl.store(queries, rotated_first, mask=inside & is_query)
     tl.store(queries + half, rotated_second, mask=inside & is_query)
 
-    key = tl.load(key_index_ptr + row)
-    block = tl.load(tables_ptr + slot * table_stride + key // BLOCK_SIZE).to(tl.int64)
     kv_head = tl.where(is_value, head[:, None] - HEADS - KV_HEADS, head[:, None] - HEADS)
     place = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD_DIM
     place = place + tl.where(is_value, value_offset, 0) + column[None, :]
@@ -102,6 +109,6 @@ def rope_and_write(
         batch.block_tables, batch.block_tables.stride(0), kv.stride(0), eps,
         shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3],
         norms is not None, tile, next_power_of_2(shape.head_dim // 2),
-        num_warps=2,
+        num_warps=2, **pdl(qkv.device),
     )  # fmt: skip
     return q

@@ -1,8 +1,31 @@
 """Checkpoints from disk or the hub: ``load_checkpoint`` and what is known without loading."""
 
-from surefoot.models.loading.checkpoint import Checkpoint, load_checkpoint, load_tokenizer
-from surefoot.models.loading.summary import inspect_model, list_local_models, read_model_config
-from surefoot.models.loading.tokenizer import IncrementalDetokenizer, Tokenizer
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from surefoot.models.loading.checkpoint import Checkpoint, load_checkpoint
+    from surefoot.models.loading.summary import (
+        inspect_model,
+        list_local_models,
+        read_model_config,
+    )
+    from surefoot.models.loading.tokenizer import IncrementalDetokenizer, Tokenizer
+    from surefoot.models.loading.tokenizer_source import load_tokenizer
+
+# Loaded on first use, as a tokenizer needs no torch.
+_HOMES = {
+    "Checkpoint": "checkpoint",
+    "IncrementalDetokenizer": "tokenizer",
+    "Tokenizer": "tokenizer",
+    "inspect_model": "summary",
+    "list_local_models": "summary",
+    "load_checkpoint": "checkpoint",
+    "load_tokenizer": "tokenizer_source",
+    "read_model_config": "summary",
+}
 
 __all__ = [
     "Checkpoint",
@@ -14,3 +37,9 @@ __all__ = [
     "load_tokenizer",
     "read_model_config",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Surefoot's cache folder, and the dense weights of quantized GGUF files kept in it.
+"""The dense weights of quantized GGUF files, kept in Surefoot's cache folder.
 
 Dequantizing takes seconds; the result is written once as safetensors and mapped from then on. An
 entry is named after the identity of the GGUF file, the dtype and ``FORMAT``; one that is broken
@@ -9,52 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 
+from surefoot.models.loading.cache_folder import Progress, cache_root, replacing
 from surefoot.models.loading.gguf_container import GgufFile
 from surefoot.models.loading.lazy import LazyTensor, LazyWeights
 
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, how much of it is done, how much there is)."""
 FORMAT = 1
 SAFETENSORS_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16
-
-
-def cache_root() -> Path:
-    """``$SUREFOOT_CACHE``, else ``$XDG_CACHE_HOME/surefoot``, else ``~/.cache/surefoot``."""
-    own = os.environ.get("SUREFOOT_CACHE")
-    if own:
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "surefoot"
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that becomes ``path``, in one step, if the block succeeds; else nothing is
-    left. Raises OSError when the folder cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    name = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
-    try:
-        with name.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            name.unlink()
-        raise
 
 
 def cached_dense(

@@ -72,12 +72,3 @@ def load_checkpoint(
     return Checkpoint(
         source.name, config, weights, tokenizer, defaults, source.path, tokenizer.chat_template
     )
-
-
-def load_tokenizer(model: str, progress: Progress | None = None) -> tuple[str, Tokenizer]:
-    """A model's name and its tokenizer, for processes that need no weights. ``model``,
-    ``progress`` and errors as in ``load_checkpoint``."""
-    source = resolve_model(model, progress)
-    if not source.gguf:
-        return source.name, read_hf_tokenizer(source.path)
-    return source.name, read_gguf_tokenizer(GgufFile(source.path))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from surefoot.errors import SurefootError
-from surefoot.models.loading.cache import Progress, cache_root, replacing
+from surefoot.models.loading.cache_folder import Progress, cache_root, replacing
 
 CHUNK = 1 << 20
 POLL_SECONDS = 0.25

@@ -15,12 +15,14 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from surefoot.errors import SurefootError
+
+if TYPE_CHECKING:
+    import torch
 
 # GGUF value type -> (struct letter, numpy type)
 SCALARS = {
@@ -79,6 +81,9 @@ class GgufFile:
 
     def raw(self, tensor: GgufTensor) -> torch.Tensor:
         """The tensor's bytes, uint8 ``[rows, bytes per row]``, mapped, not copied."""
+        # Here, as processes that only read the tokenizer do without torch.
+        import torch
+
         flat = torch.frombuffer(
             self._map, dtype=torch.uint8, count=tensor.size, offset=tensor.offset
         )

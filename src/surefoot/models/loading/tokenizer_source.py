@@ -1,0 +1,19 @@
+"""A model's tokenizer alone: what processes load that run no model, and so need no torch."""
+
+from __future__ import annotations
+
+from surefoot.models.loading.cache_folder import Progress
+from surefoot.models.loading.gguf_container import GgufFile
+from surefoot.models.loading.gguf_tokenizer import read_gguf_tokenizer
+from surefoot.models.loading.hf_tokenizer import read_hf_tokenizer
+from surefoot.models.loading.resolve import resolve_model
+from surefoot.models.loading.tokenizer import Tokenizer
+
+
+def load_tokenizer(model: str, progress: Progress | None = None) -> tuple[str, Tokenizer]:
+    """A model's name and its tokenizer, for processes that need no weights. ``model``,
+    ``progress`` and errors as in ``load_checkpoint``."""
+    source = resolve_model(model, progress)
+    if not source.gguf:
+        return source.name, read_hf_tokenizer(source.path)
+    return source.name, read_gguf_tokenizer(GgufFile(source.path))

@@ -1,0 +1,239 @@
+"""Grammars over token ids: compiled once per text of a grammar, followed once per request.
+
+Compiling and masks are llguidance's (https://github.com/guidance-ai/llguidance). A token is
+allowed exactly if the text so far with the token's bytes behind it can still become a text of the
+grammar, however the text would be tokenised otherwise; an end token exactly if the text is one
+already. So the mask of a row is a pure function of the tokens before it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from surefoot.errors import SurefootError
+from surefoot.structured import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from surefoot.models.loading.tokenizer import Tokenizer
+
+CACHED_GRAMMARS = 64
+MAX_LEXER_STATES = 50_000
+"""Of one grammar, at 1 to 2 kB each; a text that needs more ends there."""
+_BITS = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
+MAX_ROW_ITEMS = 5_000
+"""An object with n optional members takes about 4 n. It bounds what a mask can cost a round."""
+# Without it, a mask holds only the one way in which the tokenizer would cut text that is certain.
+NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+# Where a library's message shows the grammar and points into it.
+_DRAWING = re.compile(r"\s*(\d+ \||\^|<state>|<non-verbose/>).*")
+_PLACE = re.compile(r"^at \d+\(\d+\): ")
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer; the latest are kept. Safe to call from any thread.
+
+    ``vocab_size`` counts the model's logits; ids that the tokenizer lacks are never allowed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.end_tokens = tuple(end_tokens)
+        self._lock = threading.Lock()
+        self._vocabulary: Any = None
+        self._compiled: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
+
+    def knows(self, wanted: StructuredOutputsParams) -> bool:
+        """Whether ``start`` has nothing to compile."""
+        with self._lock:
+            return wanted in self._compiled
+
+    def start(self, wanted: StructuredOutputsParams) -> GrammarState:
+        """The state before a text's first token. Raises SurefootError for what is no grammar, or
+        one that cannot be honoured."""
+        with self._lock:
+            compiled = self._compiled.get(wanted)
+            if compiled is not None:
+                self._compiled.move_to_end(wanted)
+        if compiled is None:
+            compiled = self._compile(wanted)
+            with self._lock:
+                self._compiled[wanted] = compiled
+                if len(self._compiled) > CACHED_GRAMMARS:
+                    self._compiled.popitem(last=False)
+        return GrammarState(compiled.deep_copy(), self.end_tokens)
+
+    def _compile(self, wanted: StructuredOutputsParams) -> Any:
+        if not self.end_tokens:
+            raise SurefootError(
+                "structured_outputs", "needs an end token, which this model does not name"
+            )
+        library = _library()
+        try:
+            grammar = grammar_text(wanted)
+        except ValueError as error:
+            raise SurefootError(wanted.option, _one_line(str(error))) from None
+        limits = library.LLParserLimits(
+            max_lexer_states=MAX_LEXER_STATES,
+            max_items_in_row=MAX_ROW_ITEMS,
+            verbose_errors=False,
+        )
+        matcher = library.LLMatcher(
+            self._load_vocabulary(library), grammar, log_level=0, limits=limits
+        )
+        problem = matcher.get_error() or GrammarState(matcher, self.end_tokens).problem
+        if problem:
+            problem = _one_line(problem)
+            if wanted.kind != "grammar":
+                # The place is one in what was made of it.
+                problem = _PLACE.sub("", problem)
+            raise SurefootError(wanted.option, problem)
+        return matcher
+
+    def _load_vocabulary(self, library: Any) -> Any:
+        with self._lock:
+            if self._vocabulary is None:
+                wrapper = library.TokenizerWrapper(_Vocabulary(self.tokenizer, self.end_tokens))
+                self._vocabulary = library.LLTokenizer(
+                    wrapper, n_vocab=self.vocab_size, eos_token=list(self.end_tokens)
+                )
+            return self._vocabulary
+
+
+def grammar_text(wanted: StructuredOutputsParams) -> str:
+    """In llguidance's own notation. ValueError for what is none."""
+    library = _library()
+    if wanted.kind in ("json", "json_object"):
+        schema: dict[str, Any] = json.loads(str(wanted.json)) if wanted.json else {"type": "object"}
+        if wanted.disable_any_whitespace:
+            options = schema.get("x-guidance", {})
+            schema["x-guidance"] = {**options, "whitespace_flexible": False}
+        return f"start: %json {json.dumps(schema)}{NO_FORCING}"
+    if wanted.kind == "regex":
+        [part] = json.loads(library.grammar_from("regex", wanted.regex))["grammars"]
+        return part["lark_grammar"] + NO_FORCING
+    if wanted.kind == "choice":
+        texts = (json.dumps(text, ensure_ascii=False) for text in wanted.choice or ())
+        return f"start: {' | '.join(texts)}{NO_FORCING}"
+    return library.grammar_from("grammar", wanted.grammar) + NO_FORCING
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise SurefootError(
+            "structured_outputs",
+            "needs the package llguidance, which is not installed",
+            "install surefoot[structured]",
+        ) from None
+    return llguidance
+
+
+def _one_line(message: str) -> str:
+    """A library's message without its drawing of the place."""
+    lines = [line for line in message.splitlines() if not _DRAWING.fullmatch(line)]
+    text = " ".join(" ".join(lines).split())
+    return text if len(text) <= 400 else text[:400] + " ..."
+
+
+class _Vocabulary:
+    """The tokenizer as llguidance asks for it."""
+
+    def __init__(self, tokenizer: Tokenizer, end_tokens: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self.tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+        self.eos_token_id = end_tokens[0]
+        self.bos_token_id = None
+        special = {*tokenizer.special_ids, *end_tokens}
+        self.special_token_ids = sorted(token for token in special if token < len(self.tokens))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+class GrammarState:
+    """Where one text stands in its grammar; implements ``structured.TextGrammar``.
+
+    A text that cannot go on, because the vocabulary lacks the bytes or the library gives up, may
+    only end; ``accepting`` is then false.
+    """
+
+    def __init__(self, matcher: Any, end_tokens: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._ends = list(end_tokens)
+        self._followed = 0
+
+    def sync(self, output: Sequence[int]) -> None:
+        """See ``TextGrammar.sync``. End tokens end the text, so nothing follows them."""
+        new = list(output[self._followed :])
+        self._followed = len(output)
+        text = self._before_end(new)
+        if text:
+            # A token that is not allowed leaves an error: from there, the text may only end.
+            self._matcher.consume_tokens(text)
+
+    def allowed_prefix(self, drafts: Sequence[int]) -> int:
+        """See ``TextGrammar.allowed_prefix``."""
+        text = self._before_end(drafts)
+        count = self._matcher.validate_tokens(text) if text else 0
+        if count == len(text) < len(drafts):
+            self._matcher.consume_tokens(text)
+            count += self.accepting
+            self._matcher.rollback(len(text))
+        return count
+
+    def write_masks(self, drafts: Sequence[int], bits: np.ndarray) -> None:
+        """See ``TextGrammar.write_masks``. Rows behind an end token allow end tokens only."""
+        text = self._before_end(drafts)
+        for row in range(len(text) + 1):
+            if row:
+                self._matcher.consume_token(text[row - 1])
+            self._write_mask(bits[row])
+        if text:
+            self._matcher.rollback(len(text))
+        bits[len(text) + 1 :] = 0
+        for token in self._ends:
+            bits[len(text) + 1 :, token // 32] |= _BITS[token % 32]
+
+    def _write_mask(self, row: np.ndarray) -> None:
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        for token in self._ends:
+            row[token // 32] &= ~_BITS[token % 32]
+        if self.accepting or not row.any():
+            for token in self._ends:
+                row[token // 32] |= _BITS[token % 32]
+
+    def _before_end(self, tokens: Sequence[int]) -> list[int]:
+        ends = [index for index, token in enumerate(tokens) if token in self._ends]
+        return list(tokens[: ends[0]] if ends else tokens)
+
+    @property
+    def accepting(self) -> bool:
+        """See ``TextGrammar.accepting``."""
+        return self._matcher.is_accepting()
+
+    @property
+    def problem(self) -> str:
+        """See ``TextGrammar.problem``."""
+        if self.accepting or not self._stuck():
+            return ""
+        problem = _one_line(self._matcher.get_error())
+        if not problem or problem.startswith("NoExtension"):
+            return "no token of the vocabulary fits here"
+        return problem
+
+    def _stuck(self) -> bool:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32).copy()
+        for token in self._ends:
+            bits[token // 32] &= ~_BITS[token % 32]
+        return not bits.any()

@@ -1,0 +1,288 @@
+"""A decoding round that needs no host: what a GPU captures once and replays.
+
+``SpeculativeRound`` is told by the host who drafts how much. Here the host says only how many
+spans and rows the round has room for; who is in it stands in static tensors, and the device splits
+the rows over the offers, accepts, commits, stops at ends and takes the next offers. So one recorded
+sequence of operations serves every round of its size, and the host may launch the next round before
+it has read this one: a request that ended is dead on the device at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
+from surefoot.sampling.params import Features
+from surefoot.sampling.sampler import SampleRows, sample_rows
+from surefoot.speculation.controller import Choice, fill_rows
+from surefoot.speculation.estimator import BINS, GLOBAL_DECAY, SLOT_DECAY, SLOT_PRIOR
+from surefoot.speculation.proposer import Commits, Drafts, Outlook
+from surefoot.speculation.round import SpeculativeRound, select_layers
+
+GREEDY = Features()
+DRAWN = Features(noise=True, min_p=True, top_k=1, top_p=True)
+ADJUSTED = Features(
+    noise=True, penalties=True, bias=True, min_tokens=True, min_p=True, top_k=1, top_p=True
+)
+"""The three kinds of sampling that rounds are recorded for; filters that a row does not have are
+told apart on the device."""
+
+
+LEAST = 1e-6
+"""The chance of what is offered, at least."""
+Override = Callable[[RoundSpans, RoundLayout, torch.Tensor], torch.Tensor]
+
+
+def kind_of(features: Features) -> Features:
+    """The recorded kind that serves these stages."""
+    if features.penalties or features.bias or features.min_tokens:
+        return ADJUSTED
+    return DRAWN if features.noise else GREEDY
+
+
+@dataclass(frozen=True)
+class Size:
+    """What tells recorded rounds apart; ``rows`` is at least ``spans``."""
+
+    spans: int
+    rows: int
+    kind: Features
+    proposers: tuple[int, ...]
+
+
+class ReplayRound:
+    """Binds a round's parts to static tensors. ``spans``: the most requests of a round.
+
+    The state's last slot is never a request's: unused entries of ``slots`` stand on it.
+    """
+
+    def __init__(self, round_: SpeculativeRound, spans: int) -> None:
+        self.round = round_
+        self.state = state = round_.state
+        self.controller = round_.controller
+        self.idle_slot = state.slots - 1
+        width, device = state.max_drafts, state.device
+        self.max_keys = state.history.shape[1]
+        self.slots = torch.full((spans,), self.idle_slot, dtype=torch.int64, device=device)
+        """int64 [spans]: the requests of the next round."""
+        self.alive = torch.zeros(state.slots, dtype=torch.int64, device=device)
+        """int64 [slots]: 1 until the request ends."""
+        self.tokens = torch.zeros((state.slots, width), dtype=torch.int64, device=device)
+        self.chances = torch.zeros((state.slots, width), device=device)
+        self.lengths = torch.zeros(state.slots, dtype=torch.int64, device=device)
+        self.proposer = torch.zeros(state.slots, dtype=torch.int64, device=device)
+        self.report = torch.zeros((spans, self.columns), dtype=torch.int32, device=device)
+        state.length[self.idle_slot] = 1
+        control = round_.decoder.backend.control
+        self.compiled = None if control is None else CompiledControl(self, control)
+        self.override: Override | None = None
+        """For measurements: replaces the sampled tokens."""
+
+    @property
+    def columns(self) -> int:
+        """Of a report: counts, accepted, ends, drafted, whose drafts, how many offered next, then
+        the tokens [max_drafts + 1], then the next offers' chances (float32 bits) [max_drafts]."""
+        return 6 + 2 * self.state.max_drafts + 1
+
+    def enter(self, slots: list[int]) -> None:
+        """Take over requests from rounds that the host planned: choose among their offers."""
+        self.alive.zero_()
+        if slots:
+            index = torch.tensor(slots, device=self.state.device)
+            self.alive[index] = 1
+            if self.controller.names and self.state.max_drafts:
+                self._keep(index, self.controller.choose(index))
+
+    def seat(self, slots: list[int]) -> None:
+        """Who is in the next round; the rest of the entries are unused."""
+        row = torch.full_like(self.slots, self.idle_slot, device="cpu")
+        row[: len(slots)] = torch.tensor(slots, dtype=torch.int64)
+        self.slots.copy_(row, non_blocking=True)
+
+    def __call__(self, size: Size) -> None:
+        """Run the round: updates the slots and leaves ``report``."""
+        state, round_ = self.state, self.round
+        slots = self.slots[: size.spans]
+        split = self._split_torch if self.compiled is None else self.compiled.split
+        known, drafts = split(slots, size)
+        spans = RoundSpans(slots, known, drafts, known)
+        backend = round_.decoder.backend
+        layout = backend.lay_out_spans(
+            spans, state.history, state.computed, state.block_tables,
+            size.rows, size.rows, self.max_keys, state.max_drafts + 1,
+        )  # fmt: skip
+        forward = round_.decoder.forward(layout.batch, round_.kv, round_.capture)
+        if size.kind == GREEDY:
+            sampled = round_.decoder.greedy(forward.hidden)
+        else:
+            rows = SampleRows(
+                layout.sample_slots, layout.sample_positions, state.history, self.max_keys
+            )
+            logits = round_.decoder.logits(forward.hidden)
+            sampled = sample_rows(logits, rows, state.params, size.kind, backend)
+        if self.override is not None:
+            sampled = self.override(spans, layout, sampled)
+        verdict = backend.judge_and_advance(
+            spans, layout.first_sample, sampled, state.history, state.length, state.computed,
+            state.limit, state.params.stop_ids, state.max_drafts,
+        )  # fmt: skip
+        for proposer, layers in round_.stateful:
+            own = select_layers(forward.features, round_.capture, layers)
+            proposer.catch_up(
+                Commits(slots, verdict.first, verdict.settled, layout.first_row, layout.batch, own)
+            )
+        if self.compiled is None:
+            self._finish_torch(slots, size, known, drafts, verdict)
+        else:
+            self.compiled.finish(slots, size, drafts, verdict)
+
+    def _split_torch(self, slots: torch.Tensor, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
+        """(Rows of known tokens, drafts to verify) of each span, int64 [B] each, within the rows
+        that the host gave."""
+        state = self.state
+        known = self.alive[slots]
+        if size.rows == size.spans or not size.proposers:
+            return known, torch.zeros_like(known)
+        drafts = fill_rows(self.chances[slots] * known.unsqueeze(1), size.rows - known.sum())
+        # Behind the committed tokens, as far as the offer goes; columns beyond the drafts that are
+        # verified are never read.
+        columns = state.length[slots].unsqueeze(1)
+        columns = columns + torch.arange(state.max_drafts, device=slots.device)
+        state.history[slots.unsqueeze(1), columns] = self.tokens[slots]
+        return known, drafts
+
+    def _finish_torch(
+        self,
+        slots: torch.Tensor,
+        size: Size,
+        known: torch.Tensor,
+        drafts: torch.Tensor,
+        verdict: RoundVerdict,
+    ) -> None:
+        """Judge earlier offers by the new tokens, take the offers for the next round, report."""
+        self.alive[slots] = known * (verdict.ends == 0)
+        whose = self.proposer[slots]
+        if size.proposers:
+            self.controller.learn(slots)
+            for index in size.proposers:
+                offers = self.propose(index, slots, size)
+                self.controller.offer(index, slots, offers)
+            self._keep(slots, self.controller.choose(slots))
+        offered = self.lengths[slots]
+        columns = [verdict.counts, verdict.accepted, verdict.ends, drafts, whose, offered]
+        packed = torch.cat((torch.stack(columns, dim=1), verdict.tokens), dim=1)
+        self.report[: size.spans, : packed.shape[1]] = packed.int()
+        if self.state.max_drafts:
+            self.report[: size.spans, packed.shape[1] :] = self.chances[slots].view(torch.int32)
+
+    def propose(self, index: int, slots: torch.Tensor, size: Size) -> Drafts:
+        """Proposer ``index``'s offers for ``slots`` [B]."""
+        proposer = self.round.proposers[index]
+        proposer.expect(Outlook(size.kind, self.max_keys, self.state.max_drafts))
+        return proposer.propose(slots)
+
+    def _keep(self, slots: torch.Tensor, choice: Choice) -> None:
+        self.tokens[slots] = choice.tokens
+        steps = torch.arange(self.state.max_drafts, device=slots.device)
+        offered = steps < choice.lengths.unsqueeze(1)
+        # What is offered has some chance: rows that nobody else wants are for it.
+        self.chances[slots] = torch.where(offered, choice.chances.clamp(min=LEAST), 0.0)
+        self.lengths[slots] = choice.lengths
+        self.proposer[slots] = choice.proposer
+
+
+class CompiledControl:
+    """The book-keeping of a ``ReplayRound`` by ``kernels.triton.control``: the same decisions in
+    three kernels."""
+
+    def __init__(self, replay: ReplayRound, control: Any) -> None:
+        self.replay = replay
+        self.kernels = control
+        controller, state = replay.controller, replay.state
+        count, width, device = len(controller.names), state.max_drafts, state.device
+        shape = (count, state.slots, BINS, width)
+        self.hits = torch.zeros(shape, device=device)
+        self.trials = torch.zeros(shape, device=device)
+        self.seen = torch.zeros((2, count, BINS, width), device=device)
+        self.news = torch.zeros_like(self.seen)
+        self.learners = []
+        for index, estimator in enumerate(controller.estimators):
+            estimator.live_in(self.hits[index], self.trials[index], self.seen[:, index])
+            self.learners.append(
+                control.Learner(
+                    estimator.watched,
+                    estimator.watched_bins,
+                    estimator.watched_length,
+                    estimator.watched_start,
+                    estimator.hits,
+                    estimator.trials,
+                    self.news[0, index],
+                    self.news[0].numel(),
+                    controller.allowed[index],
+                    controller.tokens[index],
+                    controller.lengths[index],
+                    controller.confidence[index],
+                )
+            )
+
+    def split(self, slots: torch.Tensor, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
+        """``ReplayRound._split_torch``, and enter what the round before taught."""
+        replay = self.replay
+        return self.kernels.split(
+            slots,
+            replay.idle_slot,
+            replay.alive,
+            replay.chances,
+            replay.tokens,
+            replay.state.history,
+            replay.state.length,
+            size.rows,
+            self.seen,
+            self.news,
+            math.log2(GLOBAL_DECAY),
+            size.rows > size.spans and bool(size.proposers),
+        )
+
+    def finish(
+        self, slots: torch.Tensor, size: Size, drafts: torch.Tensor, verdict: RoundVerdict
+    ) -> None:
+        """``ReplayRound._finish_torch``."""
+        replay, controller = self.replay, self.replay.controller
+        state = replay.state
+        for index in size.proposers:
+            offers = replay.propose(index, slots, size)
+            self.kernels.learn(
+                self.learners[index],
+                slots,
+                replay.idle_slot,
+                state.history,
+                state.length,
+                state.limit,
+                state.vocab_size,
+                controller.draft_limit,
+                (offers.tokens, offers.lengths, offers.confidence),
+                SLOT_DECAY,
+            )
+        self.kernels.keep(
+            slots,
+            replay.idle_slot,
+            (controller.tokens, controller.lengths, controller.confidence),
+            self.hits,
+            self.trials,
+            self.seen,
+            self.news,
+            math.log2(GLOBAL_DECAY),
+            SLOT_PRIOR,
+            LEAST,
+            (replay.tokens, replay.chances, replay.lengths, replay.proposer),
+            replay.report,
+            verdict,
+            drafts,
+            replay.alive,
+            bool(size.proposers),
+        )

@@ -1,0 +1,64 @@
+"""Set-ups of the certificate on a tiny model, shared by its tests."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from harness import VOCAB, random_weights, tiny_config, tiny_decoder
+from surefoot.certify.certificate import calibration_texts
+from surefoot.certify.compare import Judge
+from surefoot.certify.noise import measure_noise
+from surefoot.certify.prompts import default_prompts
+from surefoot.certify.sizes import QUICK, SCENARIOS
+from surefoot.certify.subject import Subject
+from surefoot.config import EngineConfig
+from surefoot.models.decoder import Decoder
+from surefoot.speculation import registry
+from surefoot.speculation.proposer import Proposer
+
+SMALL = replace(
+    QUICK,
+    greedy_jobs=4,
+    greedy_length=16,
+    sampled_jobs=3,
+    sampled_length=10,
+    scenarios=SCENARIOS[:1],
+    random_parameters=2,
+    parameter_length=8,
+    seeds=16,
+    sampled_positions=2,
+    offers=8,
+)
+
+
+def silent(label: str, done: int, total: int) -> None:
+    pass
+
+
+def make_subject(backend: str = "native", **options: Any) -> Subject:
+    decoder = native_decoder() if backend == "native" else tiny_decoder()
+    return Subject(decoder, EngineConfig(**options), default_prompts(VOCAB, 160))
+
+
+@functools.cache
+def native_decoder() -> Decoder:
+    """One thread: threads that wait for each other on busy cores take ten times as long."""
+    from surefoot.kernels.cpu.backend import NativeBackend
+
+    return Decoder(tiny_config(), random_weights(tiny_config()), NativeBackend(torch.float32, 1))
+
+
+def make_judge(subject: Subject) -> Judge:
+    return Judge(subject, measure_noise(subject.decoder, calibration_texts(subject)))
+
+
+def register(monkeypatch: pytest.MonkeyPatch, *proposers: type[Proposer]) -> None:
+    """Make proposers known for one test: what stays registered would show in other tests."""
+    monkeypatch.setattr(registry, "_PROPOSERS", dict(registry._PROPOSERS))
+    for proposer in proposers:
+        registry.register(proposer)

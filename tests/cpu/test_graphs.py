@@ -1,0 +1,35 @@
+"""Which recorded round serves how many rows, and what the controller is told of its cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness import make_engine, tiny_decoder
+from surefoot.engine.graphs import RoundGraphs
+from surefoot.sampling.params import Features
+from surefoot.speculation.replay import Size
+
+
+@pytest.fixture
+def graphs() -> RoundGraphs:
+    engine = make_engine(tiny_decoder(), True, max_num_seqs=6, max_draft_tokens=3)
+    assert engine.pipeline is not None
+    return engine.pipeline.graphs
+
+
+def test_sizes_cover_every_round(graphs: RoundGraphs) -> None:
+    assert graphs.spans == [1, 2, 4, 8]
+    for spans in graphs.spans:
+        rows = graphs.rows(spans)
+        assert rows[0] == spans and rows[-1] == spans * 4 and rows == sorted(set(rows))
+    assert graphs.plain(5, Features(), ()) == Size(8, 8, Features(), ())
+
+
+def test_a_larger_round_is_taken_where_it_costs_less(graphs: RoundGraphs) -> None:
+    base = graphs.plain(4, Features(), (0,))
+    rows = graphs.rows(4)
+    assert rows == [4, 5, 6, 8, 12, 16]
+    graphs.costs = {(4, r): cost for r, cost in zip(rows, (1, 2, 5, 5, 3, 4), strict=True)}
+    assert [graphs.holding(base, r).rows for r in (4, 5, 6, 8, 13)] == [4, 5, 12, 12, 16]
+    # 3 requests: no drafts fit the 4 rows of a plain round but one; 9 drafts are all there are.
+    assert graphs.table(base, 3).tolist() == [1, 1, 2, 3, 3, 3, 3, 3, 3, 3]

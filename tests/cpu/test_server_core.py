@@ -1,0 +1,133 @@
+"""The core's loop on a tiny engine, with the front's messages written down: what it takes between
+rounds, when it waits, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from harness import Job, make_engine, run_alone, tiny_decoder
+from surefoot.request import SamplingParams, SpeculationParams
+from surefoot.server.core import Core
+from surefoot.server.messages import (
+    Abort,
+    Accepted,
+    Add,
+    Refused,
+    Round,
+    Stop,
+    decode_to_core,
+    decode_to_front,
+    encode,
+)
+
+PROMPT = [5, 6, 7, 8] * 3
+
+
+class WrittenLink:
+    """Messages arrive after so many rounds. When the core waits, those that are next arrive; when
+    none are left, it is told to stop."""
+
+    def __init__(self, arrivals: Mapping[int, Sequence[Any]]) -> None:
+        self.sent: list[Any] = []
+        self.waits = 0
+        self._pending = [(at, m) for at in sorted(arrivals) for m in arrivals[at]]
+
+    @property
+    def rounds(self) -> list[Round]:
+        return [m for m in self.sent if isinstance(m, Round) and m.news]
+
+    def receive(self, wait: bool) -> Any:
+        due = self._pending and self._pending[0][0] <= len(self.rounds)
+        if not wait and not due:
+            return None
+        self.waits += wait
+        message = self._pending.pop(0)[1] if self._pending else Stop()
+        return decode_to_core(encode(message))
+
+    def send(self, message: Any) -> None:
+        self.sent.append(decode_to_front(encode(message)))
+
+    def tokens(self, name: str) -> list[int]:
+        return [t for r in self.rounds for news in r.news if news.id == name for t in news.tokens]
+
+
+def run(arrivals: Mapping[int, Sequence[Any]], **options: Any) -> tuple[Any, WrittenLink]:
+    engine = make_engine(tiny_decoder(), draft_policy="fixed", **options)
+    link: Any = WrittenLink(arrivals)
+    core = Core(engine, link)
+    core.run()
+    assert not core.requests and not engine.has_work
+    assert engine.kv.pool.num_free == engine.kv.pool.capacity, "blocks leaked"
+    return engine, link
+
+
+def add(*names: str, speculation: str = "auto", **params: Any) -> Add:
+    values = {"temperature": 1.0, "seed": 3, "max_tokens": 20, "ignore_eos": True, **params}
+    sampling = SamplingParams(**values, n=len(names))
+    return Add(list(names), PROMPT, sampling, SpeculationParams(speculation))
+
+
+def alone(**params: Any) -> list[int]:
+    values = {"temperature": 1.0, "seed": 3, "max_tokens": 20, "ignore_eos": True, **params}
+    return run_alone(tiny_decoder(), Job(tuple(PROMPT), SamplingParams(**values))).output
+
+
+def test_tokens_are_those_of_the_engine_alone() -> None:
+    _, link = run({0: [add("a"), add("b", seed=4)], 3: [add("c", "d", max_tokens=9)]})
+    assert link.tokens("a") == alone()
+    assert link.tokens("b") == alone(seed=4)
+    assert link.tokens("c") == alone(max_tokens=9) != link.tokens("d")
+    accepted = [m.ids for m in link.sent if isinstance(m, Accepted)]
+    assert accepted == [["a"], ["b"], ["c", "d"]]
+    ends = [(n.id, n.finish) for r in link.rounds for n in r.news if n.finish]
+    assert sorted(ends) == [(name, "length") for name in "abcd"]
+    drafted = [n for r in link.rounds for n in r.news if n.drafted]
+    assert drafted and all(n.accepted <= n.drafted and n.proposer == 0 for n in drafted)
+
+
+def test_an_abort_takes_effect_before_the_next_round() -> None:
+    engine, link = run({0: [add("a", "b"), add("c")], 4: [Abort(["a"]), Abort(["b", "x"])]})
+    last = max(i for i, r in enumerate(link.rounds) for n in r.news if n.id in "ab")
+    assert last == 3, "rounds were computed for nobody"
+    assert link.tokens("c") == alone()
+    assert engine.stats.rounds == len(link.rounds)
+
+
+def test_what_waits_can_be_aborted() -> None:
+    _, link = run({0: [add("a"), add("b")], 2: [Abort(["b"])]}, max_num_seqs=1)
+    assert link.tokens("a") == alone() and not link.tokens("b")
+
+
+def test_it_waits_only_when_there_is_nothing_to_do() -> None:
+    engine, link = run({0: [add("a", max_tokens=5)], 99: [add("b", max_tokens=5)]})
+    # Before each of the two, and before the stop.
+    assert link.waits == 3
+    assert engine.stats.rounds == len(link.rounds)
+    for last in link.rounds[-1], [r for r in link.rounds if r.news[0].id == "a"][-1]:
+        assert not last.totals.running and not last.totals.used_blocks
+
+
+def test_the_front_hears_that_an_abort_left_nothing_running() -> None:
+    _, link = run({0: [add("a")], 3: [Abort(["a"])], 4: [Abort(["a"])]})
+    resting = link.sent[-1]
+    assert isinstance(resting, Round) and not resting.news
+    assert not resting.totals.running and not resting.totals.used_blocks
+
+
+def test_a_refusal_names_the_option_and_takes_no_place() -> None:
+    bad = [add("a", max_tokens=999), add("b", logit_bias={999: 1.0}), add("c", speculation="x")]
+    _, link = run({0: [*bad, add("d")]})
+    refused = [m for m in link.sent if isinstance(m, Refused)]
+    assert [m.option for m in refused] == ["max_tokens", "logit_bias", "speculation.method"]
+    assert [m.ids for m in refused] == [["a"], ["b"], ["c"]]
+    assert link.tokens("d") == alone()
+
+
+def test_a_prompt_is_scored_once_for_all_choices() -> None:
+    _, link = run({0: [add("a", "b", prompt_logprobs=1, logprobs=2)]})
+    news = [n for r in link.rounds for n in r.news]
+    [scored] = [n for n in news if n.prompt_logprobs is not None]
+    assert scored.id == "a" and len(scored.prompt_logprobs) == len(PROMPT) - 1
+    for item in news:
+        assert item.logprobs is not None and len(item.logprobs) == len(item.tokens)

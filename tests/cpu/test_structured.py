@@ -1,0 +1,501 @@
+"""Structured output against brute force: masks, drafts, rollback and texts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from harness import (
+    VOCAB,
+    Job,
+    fresh_logits,
+    needs_native,
+    on_torch_alone,
+    run_jobs,
+    tiny_decoder,
+)
+from structured_harness import (
+    BYTES,
+    ENDS,
+    Language,
+    grammars,
+    params_with,
+    structured_engine,
+    structures,
+    text_of,
+    watch_drafts,
+)
+from surefoot import LLM
+from surefoot.engine import structured as engine_structured
+from surefoot.errors import SurefootError
+from surefoot.kernels.draws import TokenMasks, mask_tokens
+from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
+from surefoot.sampling.grammar import GrammarState
+from surefoot.speculation.proposer import Drafts
+from surefoot.structured import StructuredOutputsParams
+from tiny_models import tiny_hf_model
+
+TIE = 1e-4
+WORDS = -(-VOCAB // 32)
+several = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+def masks_behind(state: GrammarState, drafts: list[int]) -> list[set[int]]:
+    bits = np.full((len(drafts) + 1, WORDS), 0x5A5A5A5A, dtype=np.int32)
+    state.write_masks(drafts, bits)
+    flags = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
+    return [set(np.flatnonzero(row).tolist()) for row in flags]
+
+
+@several
+@given(structures(), st.data())
+def test_masks_are_those_of_brute_force(structure: Any, data: st.DataObject) -> None:
+    """On a random walk through the grammar, with drafts looked at and taken back at each step."""
+    options, language = structure
+    state = grammars().start(StructuredOutputsParams(**options))
+    output: list[int] = []
+    for _ in range(12):
+        state.sync(output)
+        allowed = language.allowed(output)
+        assert masks_behind(state, []) == [allowed]
+        assert state.accepting == (text_of(output) in language.texts)
+        tokens = st.integers(0, VOCAB - 1)
+        drafts = data.draw(st.lists(st.one_of(st.sampled_from(sorted(allowed)), tokens)))
+        right: list[int] = []
+        for draft in drafts:
+            if draft not in language.allowed([*output, *right]) or set(right) & set(ENDS):
+                break
+            right.append(draft)
+        assert state.allowed_prefix(drafts) == len(right)
+        before_end = [token for token in right if token not in ENDS]
+        expected = [language.allowed([*output, *right[:n]]) for n in range(len(before_end) + 1)]
+        assert masks_behind(state, right)[: len(expected)] == expected
+        # Looking ahead left no trace.
+        assert masks_behind(state, []) == [allowed]
+        token = data.draw(st.sampled_from(sorted(allowed)))
+        output.append(token)
+        if token in ENDS:
+            break
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[int, Language], dict[str, Any]]:
+    jobs, wanted = [], {}
+    for seed in range(draw(st.integers(1, 4))):
+        values: dict[str, Any] = {"seed": seed, "max_tokens": draw(st.integers(1, 25))}
+        values["temperature"] = draw(st.sampled_from([0.0, 0.7, 1.0, 3.0]))
+        extras: dict[str, st.SearchStrategy[Any]] = {
+            "top_k": st.sampled_from([1, 3]),
+            "top_p": st.sampled_from([0.3, 0.9]),
+            "min_p": st.sampled_from([0.05]),
+            "repetition_penalty": st.sampled_from([0.7, 1.5]),
+            "presence_penalty": st.sampled_from([-1.0, 0.8]),
+            "frequency_penalty": st.sampled_from([0.6]),
+            "logit_bias": st.just({2: 5.0, 7: -100.0, 12: 100.0}),
+            "stop_token_ids": st.lists(st.integers(2, 14), max_size=2),
+            "logprobs": st.integers(0, 4),
+            "prompt_logprobs": st.integers(0, 1),
+        }
+        for name in draw(st.sets(st.sampled_from(sorted(extras)), max_size=4)):
+            values[name] = draw(extras[name])
+        if draw(st.integers(0, 4)):
+            options, wanted[seed] = draw(structures())
+            params = params_with(options, **values)
+        else:
+            params = SamplingParams(**values)
+        method = draw(st.sampled_from(["auto", "ngram", "oracle", "saboteur", "meddler", "off"]))
+        jobs.append(
+            Job(
+                prompt=tuple(draw(st.lists(st.integers(2, 47), min_size=1, max_size=20))),
+                params=params,
+                speculation=SpeculationParams(method),
+                arrival=draw(st.integers(0, 6)),
+                cancel=draw(st.sampled_from([None, None, None, 9])),
+            )
+        )
+    longest = max(len(job.prompt) + (job.params.max_tokens or 0) for job in jobs)
+    tight = -(-longest // 4)
+    return jobs, wanted, {
+        "max_draft_tokens": draw(st.integers(1, 6)),
+        "kv_blocks": tight + draw(st.integers(0, tight)),
+        "max_num_seqs": draw(st.integers(1, 4)),
+        "max_num_batched_tokens": draw(st.sampled_from([4, 16, 64])),
+        "enable_prefix_caching": draw(st.booleans()),
+        "draft_policy": draw(st.sampled_from(["auto", "fixed", "fixed"])),
+        "calibration_seconds": 0.0,
+        "proposers": ("ngram", "oracle", "saboteur", "meddler"),
+    }  # fmt: skip
+
+
+def plain_run(backend: str, job: Job) -> Request:
+    engine = structured_engine(
+        tiny_decoder(backend),
+        max_draft_tokens=0,
+        max_num_batched_tokens=256,
+        enable_prefix_caching=False,
+    )
+    return run_jobs(engine, [replace(job, cancel=None, arrival=0, speculation=OFF)])[0]
+
+
+OFF = SpeculationParams("off")
+
+
+def check(backend: str, scenario: Any) -> None:
+    jobs, wanted, options = scenario
+    plain = [plain_run(backend, job) for job in jobs]
+    texts = {"texts": tuple((*request.prompt, *request.output) for request in plain)}
+    engine = structured_engine(
+        tiny_decoder(backend),
+        **options,
+        proposer_options={"oracle": texts, "meddler": texts},
+    )
+    if backend == "torch":
+        on_torch_alone(engine)
+    watch_drafts(engine, wanted)
+    for job, want, got in zip(jobs, plain, run_jobs(engine, jobs), strict=True):
+        cancelled = got.finish_reason is FinishReason.ABORT and job.cancel is not None
+        count = len(got.output)
+        assert got.output == (want.output[:count] if cancelled else want.output)
+        if not cancelled:
+            assert (got.finish_reason, got.stop_reason) == (want.finish_reason, want.stop_reason)
+        check_text(got, wanted.get(got.seed))
+        for left, right in zip(want.logprobs, got.logprobs, strict=False):
+            assert left.token_id == right.token_id
+            assert math.isclose(left.logprob, right.logprob, abs_tol=TIE)
+            for (_, a), (_, b) in zip(left.top, right.top, strict=True):
+                assert math.isclose(a, b, abs_tol=TIE)
+
+
+def check_text(request: Request, language: Language | None) -> None:
+    """Whole if it ended by itself, else the beginning of a text."""
+    if language is None:
+        return
+    text = text_of(request.output)
+    assert language.viable(text)
+    if request.finish_reason is FinishReason.STOP and request.output[-1] in ENDS:
+        assert text in language.texts and language.matches(text)
+
+
+@settings(several, max_examples=35)
+@given(scenarios())
+def test_texts_are_plain_decodings_and_fit_torch(scenario: Any) -> None:
+    check("torch", scenario)
+
+
+@needs_native
+@several
+@given(scenarios())
+def test_texts_are_plain_decodings_and_fit_native(scenario: Any) -> None:
+    check("native", scenario)
+
+
+def test_right_drafts_are_accepted_and_wrong_ones_cut() -> None:
+    """An oracle's drafts all pass, a saboteur's mostly do not, and both give the same text."""
+    structure = {"regex": r"(ab|a1|cab|é|1){14,20}"}
+    params = params_with(structure, temperature=1.0, seed=3, max_tokens=40)
+    want = plain_run("torch", Job((3, 4, 5), params))
+    stats = {}
+    for name in ("oracle", "meddler", "saboteur"):
+        texts = {"texts": ((*want.prompt, *want.output),)} if name != "saboteur" else {}
+        engine = structured_engine(
+            tiny_decoder(),
+            proposers=(name,),
+            proposer_options={name: texts},
+            draft_policy="fixed",
+            max_draft_tokens=4,
+        )
+        [got] = run_jobs(engine, [Job((3, 4, 5), params)])
+        assert got.output == want.output
+        stats[name] = got.stats
+    assert stats["oracle"].accepted == stats["oracle"].drafted >= len(want.output) // 2
+    assert 0 < stats["meddler"].accepted < stats["meddler"].drafted
+    assert stats["saboteur"].drafted < stats["saboteur"].offered / 2
+
+
+def test_rollback_right_after_rejections() -> None:
+    """Between rounds the state stands behind the committed tokens, whatever was drafted."""
+    structure: dict[str, Any] = {"regex": r"(ab|a1|cab|bc|1){14,20}"}
+    params = params_with(structure, temperature=1.0, seed=1, max_tokens=40)
+    want = plain_run("torch", Job((3,), params))
+    texts = {"texts": ((*want.prompt, *want.output),)}
+    engine = structured_engine(
+        tiny_decoder(),
+        proposers=("meddler",),
+        proposer_options={"meddler": texts},
+        draft_policy="fixed",
+    )
+    request = engine.make_request("r", (3,), params)
+    engine.add(request)
+    rejections = 0
+    while engine.has_work:
+        engine.step()
+        rejections += request.stats.drafted - request.stats.accepted
+        fresh = grammars().start(StructuredOutputsParams(**structure))
+        fresh.sync(request.output)
+        state: Any = request.grammar
+        state.sync(request.output)
+        if not set(request.output) & set(ENDS):
+            assert masks_behind(state, []) == masks_behind(fresh, [])
+    assert rejections and request.output == want.output
+
+
+def test_greedy_text_is_the_best_of_what_is_allowed() -> None:
+    """Logits of fresh prefills, and the allowed tokens by brute force."""
+    texts = frozenset(
+        b"".join(parts) for parts in itertools.product((b"ab", b"a", b"c1"), repeat=4)
+    )
+    language = Language("(ab|a|c1){4}", texts)
+    params = params_with({"regex": language.regex}, temperature=0)
+    engine = structured_engine(tiny_decoder(), proposers=("saboteur",), draft_policy="fixed")
+    [request] = run_jobs(engine, [Job((5, 6, 7), params)])
+    logits = fresh_logits(tiny_decoder(), request.tokens)[len(request.prompt) - 1 :]
+    for place, token in enumerate(request.output):
+        allowed = language.allowed(request.output[:place])
+        assert token == max(allowed, key=lambda item: float(logits[place, item]))
+    assert request.output[-1] in ENDS
+
+
+def test_what_is_cut_is_neither_offered_nor_watched() -> None:
+    engine = structured_engine(tiny_decoder(), proposers=("oracle", "saboteur"))
+    controller, slots = engine.controller, torch.tensor([2, 0])
+    tokens = torch.arange(16).view(2, 8)
+    for index in range(2):
+        controller.allowed[index, slots] = True
+        controller.draft_limit[slots] = 8
+        engine.state.limit[slots] = 99
+        drafts = Drafts(tokens, torch.tensor([5, 8]), torch.full((2, 8), 0.5))
+        controller.offer(index, slots, drafts)
+    controller.cut(slots, torch.tensor([[3, 9], [0, 8]]))
+    assert controller.lengths[:, slots].tolist() == [[3, 8], [0, 8]]
+    watched = [estimator.watched_length[slots].tolist() for estimator in controller.estimators]
+    assert watched == [[3, 8], [0, 8]]
+    # An older offer is still being watched: the cut was not its.
+    engine.state.length[slots] += 1
+    controller.cut(slots, torch.tensor([[1, 1], [0, 1]]))
+    assert controller.estimators[0].watched_length[slots].tolist() == [3, 8]
+
+
+def test_without_structure_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are compiled grammars, nor anything of the grammar library."""
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("a request without structure paid for it")
+
+    monkeypatch.setattr(engine_structured, "TokenMasks", never)
+    monkeypatch.setattr(engine_structured.np, "empty", never)
+    monkeypatch.setattr("surefoot.engine.runner.token_masks", never)
+    monkeypatch.setattr("surefoot.speculation.controller.Controller.cut", never)
+    monkeypatch.setattr("surefoot.sampling.grammar._library", never)
+    engine = structured_engine(tiny_decoder(), draft_policy="fixed")
+    jobs = [Job((3, 4, 3, 4), SamplingParams(temperature=t, max_tokens=12)) for t in (0.0, 1.0)]
+    assert all(len(request.output) for request in run_jobs(engine, jobs))
+
+
+def test_neighbours_without_structure_stay_free() -> None:
+    """In a mixed batch only the rows of a request with a grammar are masked."""
+    free = Job((3, 4, 5), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    bound = Job((3, 4, 5), params_with({"choice": ["abcab", "11"]}, temperature=0))
+    alone = plain_run("torch", free)
+    engine = structured_engine(tiny_decoder(), proposers=("saboteur",), draft_policy="fixed")
+    first, second = run_jobs(engine, [bound, free])
+    assert second.output == alone.output
+    assert text_of(first.output) in (b"abcab", b"11") and first.output[-1] in ENDS
+
+
+def test_choices_of_one_prompt_have_their_own_state() -> None:
+    engine = structured_engine(tiny_decoder())
+    params = params_with({"regex": "(a|b|c|1){6,9}"}, temperature=3.0, seed=1, n=4)
+    leader = engine.make_request("0", (3, 4), params)
+    group = [leader]
+    group += [engine.make_request(str(n), (3, 4), params, None, n, leader) for n in range(1, 4)]
+    for request in group:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    texts = {text_of(request.output) for request in group}
+    assert len(texts) > 1 and all(6 <= len(text) <= 9 for text in texts)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 1000])
+def test_masking_logits(rows: int, vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    words = -(-vocab // 32)
+    shape = (3, words)
+    bits = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64)
+    row = torch.randint(-1, 3, (rows,), generator=generator)
+    logits = torch.randn(rows, vocab, generator=generator)
+    before = logits.clone()
+    masks = TokenMasks(bits.to(torch.int32), row)
+    expected = logits.clone()
+    for index in range(rows):
+        for token in range(vocab):
+            word = int(bits[row[index], token // 32])
+            if row[index] >= 0 and not (word >> (token % 32)) & 1:
+                expected[index, token] = float("-inf")
+    assert torch.equal(mask_tokens(logits, masks), expected)
+    assert torch.equal(tiny_decoder("native").backend.mask_tokens(logits, masks), expected)
+    assert torch.equal(logits, before)
+
+
+def test_a_dead_end_is_told() -> None:
+    """The vocabulary has no "~": the text stops before it, and not as if it were whole."""
+    engine = structured_engine(tiny_decoder())
+    [request] = run_jobs(engine, [Job((3,), params_with({"regex": "aaa1~"}, temperature=0))])
+    assert text_of(request.output) == b"aaa1"
+    assert request.finish_reason is FinishReason.ABORT
+    assert "structured_outputs" in str(request.stop_reason)
+
+
+def test_a_grammar_in_lark_and_in_gbnf() -> None:
+    lark = 'start: "a" part+\npart: "b" start "c" | "1"\n'
+    gbnf = 'root ::= "a" part+\npart ::= "b" root "c" | "1"\n'
+    outputs = []
+    for grammar in (lark, gbnf):
+        engine = structured_engine(tiny_decoder())
+        params = params_with({"grammar": grammar}, temperature=1.0, seed=4, max_tokens=30)
+        [request] = run_jobs(engine, [Job((3,), params)])
+        outputs.append(request.output)
+        text = text_of(request.output).decode()
+        assert text.startswith("a") and set(text) <= set("abc1")
+    assert outputs[0] == outputs[1]
+
+
+BAD = [
+    ({}, "structured_outputs"),
+    ({"regex": "a", "choice": ["b"]}, "structured_outputs"),
+    ({"regex": "a("}, "structured_outputs.regex"),
+    ({"regex": "(?=a)b"}, "structured_outputs.regex"),
+    ({"regex": r"(a)\1"}, "structured_outputs.regex"),
+    ({"regex": "~"}, "structured_outputs.regex"),
+    ({"regex": 3}, "structured_outputs.regex"),
+    ({"choice": []}, "structured_outputs.choice"),
+    ({"choice": "ab"}, "structured_outputs.choice"),
+    ({"choice": [1]}, "structured_outputs.choice"),
+    ({"json": "{"}, "structured_outputs.json"),
+    ({"json": "[]"}, "structured_outputs.json"),
+    ({"json": {"type": "objct"}}, "structured_outputs.json"),
+    ({"json": {"enum": []}}, "structured_outputs.json"),
+    ({"json": {"not": {"type": "string"}}}, "structured_outputs.json"),
+    ({"json": {"$ref": "http://example.org/x"}}, "structured_outputs.json"),
+    ({"json": {"type": "array", "uniqueItems": True}}, "structured_outputs.json"),
+    ({"grammar": "start: nothing"}, "structured_outputs.grammar"),
+    ({"grammar": "root ::= ("}, "structured_outputs.grammar"),
+    ({"regex": "a", "disable_any_whitespace": True}, "structured_outputs.disable_any_whitespace"),
+    ({"pattern": "a"}, "structured_outputs.pattern"),
+]
+
+
+@pytest.mark.parametrize(("structure", "option"), BAD)
+def test_bad_grammars_are_refused_by_name(structure: Any, option: str) -> None:
+    engine = structured_engine(tiny_decoder())
+    with pytest.raises(SurefootError) as caught:
+        engine.make_request("r", (3,), params_with(structure))
+    assert caught.value.option == option
+    assert "\n" not in caught.value.problem and len(caught.value.problem) < 500
+
+
+@pytest.mark.parametrize("name", ["min_tokens", "ignore_eos"])
+def test_what_denies_a_grammar_its_end_is_refused(name: str) -> None:
+    with pytest.raises(SurefootError) as caught:
+        params_with({"choice": ["a"]}, **{name: 1 if name == "min_tokens" else True})
+    assert caught.value.option == name
+
+
+def test_a_grammar_is_compiled_once() -> None:
+    known = grammars()
+    wanted = StructuredOutputsParams(json={"type": "object"})
+    assert not known.knows(wanted)
+    known.start(wanted).sync([BYTES.index(b"{")])
+    assert known.knows(StructuredOutputsParams(json='{ "type": "object" }'))
+    # The first text's state is its own.
+    assert masks_behind(known.start(wanted), []) != [set()]
+    assert BYTES.index(b"{") in masks_behind(known.start(wanted), [])[0]
+
+
+@pytest.fixture(scope="module")
+def tiny_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """A random model with a real byte-level tokenizer; drafts are verified whether they pay or
+    not."""
+    folder = tiny_hf_model("llama", tmp_path_factory.mktemp("model"))
+    yield LLM(
+        str(folder), dtype="float32", threads=1, draft_policy="fixed",
+        max_num_seqs=50, max_model_len=256,
+    )  # fmt: skip
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "colour": {"enum": ["red", "green", None]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+        "code": {"type": "string", "pattern": "^[a-c]{2}-[0-9]{1,3}$"},
+        "next": {"anyOf": [{"const": 7}, {"type": "object", "additionalProperties": False}]},
+    },
+    "required": ["name", "age", "colour", "tags"],
+    "additionalProperties": False,
+}
+
+
+def test_200_of_200_sampled_texts_fit_their_schema(tiny_llm: LLM) -> None:
+    """By another library's judgement; with speculation and without it the same texts."""
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            seed=seed,
+            max_tokens=200,
+            logprobs=1,
+            structured_outputs=StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
+        )
+        for seed in range(200)
+    ]
+    prompts: Any = ['{"name":"the cat","age":12,"colour":"red","tags":[true,true],'] * 200
+    fast = tiny_llm.generate(prompts, params)
+    plain = tiny_llm.generate(prompts, params, speculation="off")
+    drafted = accepted = 0
+    for left, right in zip(fast, plain, strict=True):
+        [with_drafts], [without] = left.outputs, right.outputs
+        assert with_drafts.token_ids == without.token_ids
+        assert with_drafts.finish_reason == "stop"
+        jsonschema.validate(json.loads(with_drafts.text), SCHEMA)
+        for a, b in zip(with_drafts.logprobs or (), without.logprobs or (), strict=True):
+            assert math.isclose(a.logprob, b.logprob, abs_tol=TIE)
+        drafted += with_drafts.speculation.drafted
+        accepted += with_drafts.speculation.accepted
+    print(f"{len({output.outputs[0].text for output in fast})} texts, {accepted} of {drafted}")
+    assert drafted > 200 and 0 < accepted < drafted
+    assert len({output.outputs[0].text for output in fast}) > 100
+
+
+def test_stop_strings_streams_and_whole_objects(tiny_llm: LLM) -> None:
+    """A stop string cuts a text of a grammar like any other, also while it streams."""
+    structure = {"regex": "(ab|cd){3};(ab|cd){9}"}
+    params = params_with(structure, temperature=1.0, seed=1, stop=";", logprobs=0)
+    [output] = tiny_llm.generate("the cat", params)
+    assert re.fullmatch("(ab|cd){3}", output.outputs[0].text)
+    assert output.outputs[0].stop_reason == ";"
+    assert "".join(chunk.text for chunk in tiny_llm.stream("the cat", params)) == (
+        output.outputs[0].text
+    )
+    anything = params_with({"json_object": True}, temperature=0, max_tokens=20)
+    assert tiny_llm.generate("the cat", anything)[0].outputs[0].text.startswith("{")

@@ -1,0 +1,210 @@
+"""Structured output over HTTP: every way to ask for it, what is refused, and that a grammar which
+takes long to compile holds up nobody else."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from server_harness import Server, emoji_model, running_server
+from surefoot.errors import SurefootError
+from surefoot.request import SamplingParams, SpeculationParams
+from surefoot.server.compiling import Compiler
+from surefoot.server.messages import Add
+from surefoot.structured import StructuredOutputsParams
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "green"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 2},
+    },
+    "required": ["colour", "sizes"],
+    "additionalProperties": False,
+}
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running_server(emoji_model(tmp_path_factory.mktemp("model"))) as started:
+        yield started
+
+
+def fits(text: str) -> None:
+    value = json.loads(text)
+    assert value.keys() == {"colour", "sizes"} and value["colour"] in ("red", "green")
+    assert len(value["sizes"]) <= 2
+    assert all(isinstance(size, int) and size <= 99 for size in value["sizes"])
+
+
+def texts(server: Server, path: str, **body: Any) -> list[str]:
+    answer = server.post(path, seed=5, n=3, temperature=1.0, max_tokens=300, **body)
+    assert answer.status_code == 200, answer.text
+    choices = answer.json()["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["stop"] * 3
+    return [c["text"] if "text" in c else c["message"]["content"] for c in choices]
+
+
+COMPACT = {"json": {**SCHEMA, "x-guidance": {"whitespace_flexible": False}}}
+WAYS = [
+    {"guided_json": COMPACT["json"]},
+    {"guided_json": json.dumps(COMPACT["json"])},
+    {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+    {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "a", "schema": COMPACT["json"], "strict": True},
+        }
+    },
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_all_ways_to_give_a_schema_are_one(server: Server, path: str) -> None:
+    prompt: dict[str, Any] = {"prompt": "a"} if path == "/v1/completions" else CHAT
+    answers = [texts(server, path, **prompt, **way) for way in WAYS]
+    for text in answers[0]:
+        fits(text)
+    assert all(answer == answers[0] for answer in answers)
+    plain = texts(server, path, **prompt, **WAYS[0], speculation="off")
+    assert plain == answers[0]
+
+
+def test_regex_choice_and_grammar(server: Server) -> None:
+    for text in texts(server, "/v1/completions", prompt="a", guided_regex="[a-f]{3}🙂(x|é){2}"):
+        assert re.fullmatch("[a-f]{3}🙂(x|é){2}", text)
+    for text in texts(server, "/v1/completions", prompt="a", guided_choice=["🙂🙃", "no", 'a"b\\']):
+        assert text in ("🙂🙃", "no", 'a"b\\')
+    lark = 'start: "é" | "(" end ")"\nend: "é" | "[" "é" "]"\n'
+    for text in texts(server, "/v1/completions", prompt="a", guided_grammar=lark):
+        assert text in ("é", "(é)", "([é])")
+
+
+def test_openais_client_and_streams(server: Server) -> None:
+    client = OpenAI(base_url=server.url + "/v1", api_key="none")
+    form: Any = WAYS[3]["response_format"]
+    common: dict[str, Any] = {"model": "", "messages": CHAT["messages"], "seed": 8}
+    common["model"] = client.models.list().data[0].id
+    whole = client.chat.completions.create(**common, response_format=form)
+    text = whole.choices[0].message.content
+    assert text
+    fits(text)
+    stream = client.chat.completions.create(**common, response_format=form, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
+    anything = client.chat.completions.create(
+        **common, response_format={"type": "json_object"}, max_tokens=40
+    )
+    assert (anything.choices[0].message.content or "").startswith("{")
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"guided_regex": "a("}, "guided_regex"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_json": {"type": "objct"}}, "guided_json"),
+    ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json"),
+    ({"guided_grammar": "start: nothing"}, "guided_grammar"),
+    ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a("}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+        "response_format",
+    ),
+    ({"guided_regex": "a", "min_tokens": 1}, "min_tokens"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+]
+
+
+@pytest.mark.parametrize(("body", "field"), BAD)
+def test_what_cannot_be_honoured_is_named(server: Server, body: Any, field: str) -> None:
+    answer = server.post("/v1/completions", prompt="a", **body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == field
+
+
+def test_structure_does_not_go_with_tools(server: Server) -> None:
+    answer = server.post("/v1/chat/completions", **CHAT, tools=TOOLS, guided_regex="a")
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "guided_regex"
+    answer = server.post(
+        "/v1/chat/completions", **CHAT, tools=TOOLS, tool_choice="none", guided_regex="a"
+    )
+    assert answer.status_code == 200, answer.text
+
+
+class SlowGrammars:
+    """Takes as long as the test wants."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.started: list[str] = []
+
+    def knows(self, wanted: StructuredOutputsParams) -> bool:
+        return False
+
+    def start(self, wanted: StructuredOutputsParams) -> Any:
+        assert self.go.wait(10)
+        self.started.append(str(wanted.regex))
+        if wanted.regex == "bad":
+            raise SurefootError("structured_outputs.regex", "is bad")
+        return SimpleNamespace()
+
+
+def add(name: str, regex: str | None) -> Add:
+    structure = None if regex is None else StructuredOutputsParams(regex=regex)
+    params = SamplingParams(structured_outputs=structure)
+    return Add([name], [1], params, SpeculationParams())
+
+
+def test_compiling_is_waited_for_by_its_own_request_only() -> None:
+    grammars: Any = SlowGrammars()
+    woken = threading.Semaphore(0)
+    compiler = Compiler(grammars, woken.release)
+    assert compiler.defer(add("a", "x")) and compiler.defer(add("b", "bad"))
+    assert compiler.defer(add("left", "y"))
+    assert not compiler.defer(add("c", None)), "a request without a grammar waits"
+    assert compiler.ready() == []
+    compiler.drop(["left"])
+    grammars.go.set()
+    assert all(woken.acquire(timeout=10) for _ in range(3))
+    (first, no_error), (second, error) = compiler.ready()
+    assert (first.ids, no_error, second.ids) == (["a"], None, ["b"])
+    assert error is not None and error.option == "structured_outputs.regex"
+    assert grammars.started == ["x", "bad"], "a grammar was compiled that nobody waits for"
+    assert compiler.ready() == []
+
+
+def test_a_large_grammar_beside_a_stream(server: Server) -> None:
+    """A schema of 1,000 properties: the neighbour's tokens keep coming."""
+    properties = {
+        f"p{n}": {"type": "string", "pattern": f"^[a-z]{{1,{n % 40 + 1}}}$"} for n in range(1000)
+    }
+    body = {"prompt": "a", "guided_json": {"type": "object", "properties": properties}}
+    done: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: done.append(server.post("/v1/completions", **body, max_tokens=3))
+    )
+    thread.start()
+    gaps, before = [], time.monotonic()
+    while thread.is_alive():
+        server.complete(prompt="b", max_tokens=1)
+        gaps.append(time.monotonic() - before)
+        before = time.monotonic()
+    thread.join()
+    print(f"{len(gaps)} neighbours, longest wait {max(gaps):.3f} s")
+    assert done[0].status_code in (200, 400), done[0].text
+    assert len(gaps) > 2

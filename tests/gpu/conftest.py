@@ -1,0 +1,39 @@
+"""Runs the interpreter's checks on the device: they are imported from tests/cpu."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+
+
+class OnDevice(TorchFunctionMode):
+    """New tensors are made on the GPU; those drawn with a generator on the CPU are moved there, so
+    that numbers are the same as without a GPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _device_constructors() or kwargs.get("device") is not None:
+            return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            return func(*args, **kwargs).cuda()
+        return func(*args, **kwargs, device="cuda")
+
+
+@pytest.fixture(autouse=True)
+def on_device() -> Iterator[None]:
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    with OnDevice():
+        yield
+    torch.cuda.synchronize()

@@ -1,0 +1,13 @@
+"""The checks that tests/cpu run in Triton's interpreter, compiled."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from test_triton_kernels import *  # noqa: F403
+from test_triton_sampling import *  # noqa: F403
+from test_triton_slots import *  # noqa: F403
+
+pytestmark = pytest.mark.gpu
