@@ -58,7 +58,9 @@ class Bush(Proposer):
                 if token not in taken.setdefault(parent, set()):
                     right.append(len(nodes))
             else:
-                token = self.random.randrange(VOCAB)
+                # Often a token of the text, which a grammar may allow here too.
+                often = future and self.random.random() < 0.6
+                token = self.random.choice(future) if often else self.random.randrange(VOCAB)
                 parent = self.random.randint(-1, len(nodes) - 1)
                 # The right token may come along by chance too.
                 if parent == right[-1] and depth < len(future) and token == future[depth]:
