@@ -24,7 +24,7 @@ test: lint
 
 # The Triton kernels on an NVIDIA GPU: compiling them keeps several processes busy.
 test-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q -n 8 tests/gpu
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q -n 12 tests/gpu
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests

@@ -71,14 +71,14 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _whole(self, name, 0, MAX_LOGPROBS)
         for token, bias in (self.logit_bias or {}).items():
-            if not isinstance(token, int) or token < 0:
+            if not isinstance(token, int) or not 0 <= token <= MAX_SEED:
                 raise SurefootError("logit_bias", f"{token!r} is no token id", "use whole numbers")
             if not isinstance(bias, int | float) or not -100 <= bias <= 100:
                 raise SurefootError("logit_bias", f"bias {bias!r} is outside -100 to 100")
         if any(not isinstance(text, str) or not text for text in self.stop_strings):
             raise SurefootError("stop", "stop strings must be non-empty text")
         for token in self.stop_token_ids or ():
-            if not isinstance(token, int) or token < 0:
+            if not isinstance(token, int) or not 0 <= token <= MAX_SEED:
                 raise SurefootError("stop_token_ids", f"{token!r} is no token id")
 
     def _check_structure(self) -> None:
@@ -127,7 +127,8 @@ def _number(params: Any, name: str, low: float, high: float, open_low: bool = Fa
 def _whole(params: Any, name: str, low: int, high: int | None) -> None:
     value = getattr(params, name)
     good = isinstance(value, int) and not isinstance(value, bool)
-    if not good or value < low or (high is not None and value > high):
+    # Beyond 64 bits nothing is a number any more to a tensor or a message between processes.
+    if not good or not low <= value <= (MAX_SEED if high is None else high):
         limit = f"from {low}" + (f" to {high}" if high is not None else "")
         raise SurefootError(name, f"{value!r} is out of range", f"use a whole number {limit}")
 
@@ -219,7 +220,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One text being generated: a choice of a user's prompt, with its own seed and choice index.
 

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from surefoot import LLM, SamplingParams
-from tiny_models import SPECIALS, tiny_hf_model
+from tiny_models import SPECIALS, tiny_weights, write_tokenizer
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -41,11 +41,34 @@ LIMIT = 120.0
 LOOP = "the cat sat on the mat and the cat sat on the mat and the cat"
 
 
-def emoji_model(folder: Path, **overrides: Any) -> Path:
-    """A random model with ``write_emoji_tokenizer``'s tokenizer; it has more rows than that has
-    tokens. ``overrides`` are keys of its config."""
-    path = tiny_hf_model("llama", folder, **overrides)
+def emoji_model(folder: Path, max_positions: int = 512) -> Path:
+    """A random Llama with ``write_emoji_tokenizer``'s tokenizer; it has more rows than that has
+    tokens. Returns its folder. (Written without transformers, which takes seconds to import.)"""
+    from safetensors.torch import save_file
+
+    path = write_tokenizer(folder / "llama-0")
     write_emoji_tokenizer(path)
+    config, weights = tiny_weights("llama", vocab_size=288, max_positions=max_positions)
+    save_file(weights, path / "model.safetensors")
+    settings = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_ids[0],
+        "tie_word_embeddings": config.tied_embeddings,
+    }
+    (path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     return path
 
 

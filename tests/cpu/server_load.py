@@ -274,7 +274,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--max-queue", type=int, default=64)
-    parser.add_argument("--kv-cache-memory", default="24MiB")
+    parser.add_argument("--kv-cache-memory", default="12MiB")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--throughput", type=int, metavar="STREAMS")

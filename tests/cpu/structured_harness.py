@@ -118,12 +118,29 @@ languages = st.recursive(
 ).filter(lambda language: len(language.texts) <= _MOST and language.texts != {b""})
 
 
+_chunk = st.text(alphabet="abc1", min_size=1, max_size=3)
+# Texts of up to 40 letters in a few variants, which tokens of one to three letters make up in very
+# many ways: drafts that are allowed and wrong, and requests that live long enough to be preempted.
+long_languages = st.builds(
+    lambda parts, forks: _sequence(
+        [Language(chunk, frozenset({chunk.encode()})) for chunk in parts]
+        + [
+            _either([Language(chunk, frozenset({chunk.encode()})) for chunk in fork])
+            for fork in forks
+        ]
+        + [Language(chunk, frozenset({chunk.encode()})) for chunk in reversed(parts)]
+    ),
+    st.lists(_chunk, min_size=4, max_size=9),
+    st.lists(st.lists(_chunk, min_size=2, max_size=2), max_size=6),
+)
+
+
 @st.composite
 def structures(draw: st.DrawFn) -> tuple[dict[str, Any], Language]:
     """``structured_outputs``, and its language."""
-    language = draw(languages)
+    language = draw(st.one_of(languages, long_languages, long_languages))
     texts = sorted(text.decode() for text in language.texts if text)
-    if draw(st.booleans()):
+    if draw(st.integers(0, 3)):
         return {"regex": language.regex}, language
     choice = draw(st.lists(st.sampled_from(texts), min_size=1, max_size=6, unique=True))
     regex = "|".join(re.escape(text) for text in choice)
@@ -140,10 +157,16 @@ class Meddler(Oracle):
         if not hasattr(self, "generator"):
             self.generator = torch.Generator().manual_seed(5)
         drafts = super().propose(slots)
-        spoilt = torch.rand(drafts.tokens.shape, generator=self.generator) < 0.25
-        # Letters, so that the grammar often allows what is wrong all the same.
-        others = torch.randint(0, 14, drafts.tokens.shape, generator=self.generator)
-        return Drafts(torch.where(spoilt, others, drafts.tokens), drafts.lengths, drafts.confidence)
+        spoilt = torch.rand(drafts.tokens.shape, generator=self.generator) < 0.35
+        picks = torch.randint(0, 60, drafts.tokens.shape, generator=self.generator)
+        # A token that begins with the same letter: another way to write what is right, often.
+        others = drafts.tokens.clone()
+        for place, token in enumerate(drafts.tokens.flatten().tolist()):
+            alike = [t for t in range(VOCAB) if BYTES[t][:1] == BYTES[token][:1] and t != token]
+            if alike:
+                others.view(-1)[place] = alike[int(picks.flatten()[place]) % len(alike)]
+        tokens = torch.where(spoilt, others, drafts.tokens)
+        return Drafts(tokens, drafts.lengths, drafts.confidence)
 
 
 registry.register(Meddler)

@@ -74,3 +74,21 @@ def test_sound_sampling_is_not_rejected_and_the_power_is_reported() -> None:
     # Under the null hypothesis about half of the p-values are above one half.
     high = sum(test["p"] > 0.5 for test in tests)
     assert 0.25 < high / len(tests) < 0.75
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@needs_native
+def test_noise_shared_by_every_other_pair_is_found(offset: int) -> None:
+    """Wherever the pairs begin: the prompt's length must not decide it."""
+
+    def sabotage(engine: Engine, speculative: bool) -> None:
+        def repeated(logits: Any, rows: Any, *rest: Any) -> torch.Tensor:
+            positions = rows.positions - (rows.positions + offset) % 2
+            return sample_rows(logits, replace(rows, positions=positions), *rest)
+
+        sample_with(engine, repeated)
+
+    judge = make_judge(make_subject())
+    judge = replace(judge, subject=judge.subject.broken(sabotage, breaks_plain=True))
+    section = run_distribution(judge, QUICK, silent, stop_at_first=True)
+    assert any("neighbouring positions" in problem for problem in section.problems)

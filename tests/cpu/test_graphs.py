@@ -33,3 +33,12 @@ def test_a_larger_round_is_taken_where_it_costs_less(graphs: RoundGraphs) -> Non
     assert [graphs.holding(base, r).rows for r in (4, 5, 6, 8, 13)] == [4, 5, 12, 12, 16]
     # 3 requests: no drafts fit the 4 rows of a plain round but one; 9 drafts are all there are.
     assert graphs.table(base, 3).tolist() == [1, 1, 2, 3, 3, 3, 3, 3, 3, 3]
+
+
+def test_blocks_that_change_in_the_middle_reach_the_device() -> None:
+    state = make_engine(tiny_decoder(), True, max_num_seqs=2).state
+    for blocks in ([1, 2, 3], [1, 4, 3], [1, 4], [5], [5, 6, 7, 8]):
+        state.set_blocks(0, blocks)
+        state.set_all_blocks([(1, blocks)])
+        for slot in (0, 1):
+            assert state.block_tables[slot, : len(blocks)].tolist() == blocks

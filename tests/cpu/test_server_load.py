@@ -8,7 +8,6 @@ from pathlib import Path
 
 from server_harness import emoji_model, offline, running_server
 from server_load import Tally, make_cases, storm, throughput
-from tiny_models import tiny_hf_model
 
 SECONDS = float(os.environ.get("SUREFOOT_LOAD_SECONDS", "20"))
 CLIENTS = int(os.environ.get("SUREFOOT_LOAD_CLIENTS", "16"))
@@ -33,7 +32,7 @@ def test_a_crowd_gets_the_offline_texts_and_leaves_nothing_behind(tmp_path: Path
 
 
 def test_serving_costs_little(tmp_path: Path) -> None:
-    model = tiny_hf_model("llama", tmp_path)
+    model = emoji_model(tmp_path)
     speeds = throughput(str(model), 32, 40, 2)
     # CPU time, as neighbours on a shared machine change the clock's: with a CPU each for core and
     # front, the server reaches 0.8 times the speed in process when both of these hold.

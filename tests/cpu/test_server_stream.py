@@ -7,7 +7,7 @@ import asyncio
 import codecs
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +210,8 @@ def test_tool_calls_as_the_openai_client_reads_them(
     options: Any = {"model": "scripted", "messages": [{"role": "user", "content": "?"}]}
 
     async def use(client: httpx.AsyncClient, core: ScriptedCore) -> Any:
-        api = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=client)
+        http: Any = client
+        api = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http)
         whole = await api.chat.completions.create(**options, tools=TOOLS)
         streamed: dict[int, list[str]] = {}
         said, reasons = "", []
@@ -352,7 +353,7 @@ def test_key_origin_and_size(tokenizer: Tokenizer) -> None:
         typed = {**right, "content-type": "application/json"}
         assert (await client.post(path, content=large, headers=typed)).status_code == 413
 
-        async def chunks() -> Any:
+        async def chunks() -> AsyncIterator[bytes]:
             for at in range(0, len(large), 100):
                 yield large[at : at + 100]
 

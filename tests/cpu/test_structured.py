@@ -99,8 +99,11 @@ def test_masks_are_those_of_brute_force(structure: Any, data: st.DataObject) -> 
 @st.composite
 def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[int, Language], dict[str, Any]]:
     jobs, wanted = [], {}
-    for seed in range(draw(st.integers(1, 4))):
-        values: dict[str, Any] = {"seed": seed, "max_tokens": draw(st.integers(1, 25))}
+    for seed in range(draw(st.integers(2, 5))):
+        values: dict[str, Any] = {
+            "seed": seed,
+            "max_tokens": draw(st.sampled_from([3, 20, 40, 40])),
+        }
         values["temperature"] = draw(st.sampled_from([0.0, 0.7, 1.0, 3.0]))
         extras: dict[str, st.SearchStrategy[Any]] = {
             "top_k": st.sampled_from([1, 3]),
@@ -116,18 +119,19 @@ def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[int, Language], dict[str
         }
         for name in draw(st.sets(st.sampled_from(sorted(extras)), max_size=4)):
             values[name] = draw(extras[name])
-        if draw(st.integers(0, 4)):
+        if draw(st.sampled_from([True, True, True, False])):
             options, wanted[seed] = draw(structures())
             params = params_with(options, **values)
         else:
             params = SamplingParams(**values)
-        method = draw(st.sampled_from(["auto", "ngram", "oracle", "saboteur", "meddler", "off"]))
+        methods = ["auto", "ngram", "oracle", "saboteur", "meddler", "meddler", "meddler", "off"]
+        method = draw(st.sampled_from(methods))
         jobs.append(
             Job(
-                prompt=tuple(draw(st.lists(st.integers(2, 47), min_size=1, max_size=20))),
+                prompt=tuple(draw(st.lists(st.integers(2, 47), min_size=1, max_size=9))),
                 params=params,
                 speculation=SpeculationParams(method),
-                arrival=draw(st.integers(0, 6)),
+                arrival=draw(st.integers(0, 2)),
                 cancel=draw(st.sampled_from([None, None, None, 9])),
             )
         )
@@ -135,12 +139,13 @@ def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[int, Language], dict[str
     tight = -(-longest // 4)
     return jobs, wanted, {
         "max_draft_tokens": draw(st.integers(1, 6)),
-        "kv_blocks": tight + draw(st.integers(0, tight)),
-        "max_num_seqs": draw(st.integers(1, 4)),
+        "kv_blocks": tight + draw(st.sampled_from([0, 0, 1, 4])),
+        "max_num_seqs": draw(st.integers(2, 4)),
         "max_num_batched_tokens": draw(st.sampled_from([4, 16, 64])),
         "enable_prefix_caching": draw(st.booleans()),
         "draft_policy": draw(st.sampled_from(["auto", "fixed", "fixed"])),
         "calibration_seconds": 0.0,
+        "ahead": draw(st.booleans()),
         "proposers": ("ngram", "oracle", "saboteur", "meddler"),
     }  # fmt: skip
 
@@ -162,6 +167,9 @@ def check(backend: str, scenario: Any) -> None:
     jobs, wanted, options = scenario
     plain = [plain_run(backend, job) for job in jobs]
     texts = {"texts": tuple((*request.prompt, *request.output) for request in plain)}
+    if backend == "native":
+        # Rounds that are launched ahead are the torch twins of a GPU's.
+        options = {**options, "ahead": None}
     engine = structured_engine(
         tiny_decoder(backend),
         **options,
@@ -194,14 +202,14 @@ def check_text(request: Request, language: Language | None) -> None:
         assert text in language.texts and language.matches(text)
 
 
-@settings(several, max_examples=35)
+@settings(several, max_examples=25)
 @given(scenarios())
 def test_texts_are_plain_decodings_and_fit_torch(scenario: Any) -> None:
     check("torch", scenario)
 
 
 @needs_native
-@several
+@settings(several, max_examples=40)
 @given(scenarios())
 def test_texts_are_plain_decodings_and_fit_native(scenario: Any) -> None:
     check("native", scenario)
@@ -255,6 +263,28 @@ def test_rollback_right_after_rejections() -> None:
         if not set(request.output) & set(ENDS):
             assert masks_behind(state, []) == masks_behind(fresh, [])
     assert rejections and request.output == want.output
+
+
+def test_preempted_texts_go_on_where_they_stood() -> None:
+    structure = {"regex": r"(ab|a1|cab|bc|1){20}"}
+    jobs = [
+        Job((3, 4, 5 + seed), params_with(structure, temperature=1.0, seed=seed, max_tokens=45))
+        for seed in range(4)
+    ]
+    plain = [plain_run("torch", job) for job in jobs]
+    texts = {"texts": tuple((*request.prompt, *request.output) for request in plain)}
+    engine = structured_engine(
+        tiny_decoder(),
+        proposers=("meddler",),
+        proposer_options={"meddler": texts},
+        draft_policy="fixed",
+        kv_blocks=16,
+    )
+    requests = run_jobs(engine, jobs)
+    assert sum(request.preemptions for request in requests) >= 2
+    assert sum(request.stats.drafted - request.stats.accepted for request in requests) > 5
+    for want, got in zip(plain, requests, strict=True):
+        assert got.output == want.output and got.finish_reason == want.finish_reason
 
 
 def test_greedy_text_is_the_best_of_what_is_allowed() -> None:

@@ -25,6 +25,8 @@ from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.attention import AttentionPlan
 from surefoot.kernels.triton.backend import TritonBackend
 from surefoot.kernels.triton.matmul_plan import TUNED, TUNED_ON, MatmulPlan, default_plan, plan_for
+from surefoot.kernels.triton.qkv import project_qkv
+from surefoot.kernels.triton.rope_kv import rope_and_write
 from test_native_backend import LAYOUTS, Layout, Row, Runner, chain, difference, row_errors, tree
 from triton_interpreter import DEVICE
 
@@ -112,6 +114,7 @@ def test_plans_keep_every_processor_reading(outputs: int, gated: bool, shared: i
         stage = (plan.block_n * (1 + gated) + max(16, rows)) * plan.block_k * 2
         assert stage * plan.num_stages <= shared - 5_000, "shared memory of a processor"
         assert plan_for(rows, outputs, 4096, gated, 2, 132, shared) == plan
+        assert default_plan(rows, outputs, 40, gated, 2, 132, shared).prefetch == 32
         shares.add(plan.split_k)
     assert len(shares) == 1, "sums depend on the number of rows"
 
@@ -197,6 +200,27 @@ def test_layers_in_one_go_are_the_same_layers(rows: int) -> None:
     assert kept.keys() == each.keys() == capture
     for index in capture:
         close(kept[index], each[index])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_kernel_projects_rotates_and_writes(bias: bool, dtype: torch.dtype) -> None:
+    """As the product, then the norm, the rotation and the write."""
+    torch.manual_seed(4)
+    layout = Layout(40, 24, 3, 1, 16, dtype=dtype, bias=bias, qk_norm=not bias)
+    runner = TypedRunner(layout, TritonBackend(DEVICE, dtype))
+    weights, shape = runner.weights, layout.shape
+    norms = None if bias else (weights.q_norm, weights.k_norm)
+    rows = [*chain(1, 13, 17), Row(-1, 0), *chain(0, 3, 5)]
+    batch, x = runner.batch(rows, {}), torch.randn(len(rows), 40).to(dtype)
+    caches = [torch.full_like(runner.kv[0], 7.0) for _ in "12"]
+    rest = batch, shape, runner.rope, norms, 1e-3
+    linear, plan = weights.qkv, MatmulPlan(16, 32)
+    found = project_qkv(x, linear.weight, linear.bias, caches[0], *rest, plan=plan)
+    expected = rope_and_write(linear(x), caches[1], *rest)
+    close(found[:4], expected[:4])
+    close(found[5:], expected[5:])
+    close(*caches)
 
 
 def test_a_tree_equals_the_torch_backend() -> None:

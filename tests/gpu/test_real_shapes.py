@@ -13,13 +13,15 @@ pytest.importorskip("triton")
 from surefoot.bench.kernels_cuda import BLOCK, QWEN3_4B, RandomWeights, make_batch
 from surefoot.kernels import reference as ops
 from surefoot.kernels.attention import torch_paged
-from surefoot.kernels.backend import AttentionShape, FlatBatch
+from surefoot.kernels.backend import AttentionShape, FlatBatch, RopeTable
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.triton import pdl
 from surefoot.kernels.triton.attention import span_attention
 from surefoot.kernels.triton.backend import TritonBackend, TritonLinear
 from surefoot.kernels.triton.matmul import matmul
 from surefoot.kernels.triton.matmul_plan import TUNED_ON, default_plan, plan_for
+from surefoot.kernels.triton.qkv import project_qkv
+from surefoot.kernels.triton.rope_kv import rope_and_write
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
 
@@ -88,6 +90,32 @@ def test_a_row_s_product_does_not_depend_on_the_others(name: str) -> None:
     for rows in (2, 5, 16, 17, 40, 64, 128):
         if plan_for(rows, width, inputs, gated, 2, *TUNED_ON) is not None:
             assert torch.equal(product(rows)[:1], alone), rows
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "kv_heads", "width"), [(576, 9, 3, 64), (2560, 32, 8, 128)]
+)
+def test_one_kernel_projects_rotates_and_writes(
+    hidden: int, heads: int, kv_heads: int, width: int
+) -> None:
+    """As torch's product and the kernel for the rest; a row's bits are its own."""
+    shape = AttentionShape(heads, kv_heads, width, 1.0)
+    weight = torch.randn((heads + 2 * kv_heads) * width, hidden, dtype=bf16) * 0.05
+    norms = (torch.rand(width, dtype=bf16) + 0.5, torch.rand(width, dtype=bf16) + 0.5)
+    angles = torch.rand(4096, width // 2) * 6
+    rest = RopeTable(angles.cos(), angles.sin()), norms, 1e-6
+    x, alone = torch.randn(128, hidden, dtype=bf16), None
+    for rows in (1, 5, 16, 31, 64, 128):
+        batch = ragged(make_batch(rows, 1, 900, 1000), 900)
+        pools = [torch.zeros(2, rows * 57 + 1, kv_heads, BLOCK, width, dtype=bf16) for _ in "12"]
+        found = project_qkv(x[:rows], weight, None, pools[0], batch, shape, *rest)
+        product = (x[:rows].float() @ weight.float().T).to(bf16)
+        expected = rope_and_write(product, pools[1], batch, shape, *rest)
+        assert relative(found, expected) < 6e-3
+        assert relative(*(pool.view(1, -1) for pool in pools)) < 6e-3
+        assert pools[0].count_nonzero() == pools[1].count_nonzero()
+        alone = found[:1] if alone is None else alone
+        assert torch.equal(found[:1], alone), rows  # Its position is always the same.
 
 
 # --- attention ----------------------------------------------------------------------------------

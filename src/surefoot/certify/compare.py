@@ -12,8 +12,9 @@ from surefoot.certify.jobs import PLAIN, Job, Outcome, run_jobs
 from surefoot.certify.noise import Noise
 from surefoot.certify.prefill import logits_of
 from surefoot.certify.regret import Row, adjusted, regret, tie_bound
+from surefoot.certify.structure import allowed_tokens
 from surefoot.certify.subject import Subject
-from surefoot.request import TokenLogprobs
+from surefoot.request import SamplingParams, TokenLogprobs
 
 PLAIN_BATCH = 16
 SHOWN_CONTEXT = 24
@@ -52,7 +53,8 @@ class Judge:
     def compare(self, section: Section, where: str, job: Job, want: Outcome, got: Outcome) -> None:
         """Enter every difference between ``got`` and plain decoding's ``want`` into ``section``."""
         section.texts += 1
-        cancelled = got.finish == "abort"
+        # A grammar that cannot go on aborts plain decoding too.
+        cancelled = got.finish == "abort" != want.finish
         at = len(job.start)
         first_tie: int | None = None
         while (found := _first_difference(want.tokens, got.tokens, at)) is not None:
@@ -158,7 +160,16 @@ class Judge:
         params = job.params
         ends = () if params.ignore_eos else self.subject.decoder.config.eos_token_ids
         stops = tuple(dict.fromkeys((*ends, *(params.stop_token_ids or ()))))
-        return Row(job.prompt, list(output), params, job.choice, stops)
+        allowed = self._allowed(params, output)
+        return Row(job.prompt, list(output), params, job.choice, stops, allowed)
+
+    def _allowed(self, params: SamplingParams, output: Sequence[int]) -> torch.Tensor | None:
+        """From a grammar's state that never saw a draft."""
+        if params.structured_outputs is None or self.subject.grammars is None:
+            return None
+        state = self.subject.grammars.start(params.structured_outputs)
+        state.sync(output)
+        return allowed_tokens(state, self.subject.decoder.config.vocab_size)
 
     def _difference(
         self, where: str, job: Job, plain: Sequence[int], token: int, at: int
@@ -207,4 +218,6 @@ def _first_difference(left: Sequence[int], right: Sequence[int], start: int) -> 
 def _decade(gap: float) -> int:
     if gap <= 0:
         return -12
+    if gap == float("inf"):
+        return 3  # A grammar left one token.
     return max(-12, min(3, int(torch.tensor(gap).log10().floor())))

@@ -11,6 +11,7 @@ every number distinct, so that shared noise cannot hide behind a peaked distribu
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -245,10 +246,11 @@ def _tests(name: str, draws: dict[str, Draws], size: Size) -> list[Test]:
         everything = list(values.values())
         enter(f"all tokens follow their distribution, {way}", len(everything), _uniform(everything))
         steps = {"positions": (0, 0, 1), "seeds": (1, 0, 0), "choices": (0, 1, 0)}
-        for what, step in steps.items():
-            pairs = _pairs(values, step)
+        for (what, step), first in itertools.product(steps.items(), (0, 1)):
+            pairs = _pairs(values, step, first)
             result = statistics.independent(pairs) if pairs else (1.0, 0)
-            enter(f"neighbouring {what} are independent, {way}", len(pairs), result)
+            words = f"neighbouring {what} are independent, from {('even', 'odd')[first]} ones"
+            enter(f"{words}, {way}", len(pairs), result)
     # Equal seeds give equal texts, so each side brings other seeds.
     on = Counter(t for (seed, _), t in draws["on"].first_tokens.items() if seed % 2)
     off = Counter(t for (seed, _), t in draws["off"].first_tokens.items() if not seed % 2)
@@ -266,12 +268,16 @@ def _uniform(values: Sequence[float]) -> tuple[float, int]:
 
 
 def _pairs(
-    values: dict[tuple[int, int, int], float], step: tuple[int, int, int]
+    values: dict[tuple[int, int, int], float], step: tuple[int, int, int], first: int
 ) -> list[tuple[float, float]]:
+    """Neighbours along ``step``, the first of each pair even (``first`` 0) or odd (1): a defect may
+    tie every other pair only."""
     pairs = []
     for (seed, choice, position), value in values.items():
         # Disjoint pairs, so that the pairs are independent of each other.
-        if any(size and key % 2 for key, size in zip((seed, choice, position), step, strict=True)):
+        if any(
+            s and key % 2 != first for key, s in zip((seed, choice, position), step, strict=True)
+        ):
             continue
         other = values.get((seed + step[0], choice + step[1], position + step[2]))
         if other is not None:

@@ -14,11 +14,20 @@ from surefoot.certify.findings import Section
 from surefoot.certify.jobs import PLAIN, Job, Outcome, run_jobs
 from surefoot.certify.parity import Progress
 from surefoot.certify.sizes import Size
+from surefoot.certify.structure import STRUCTURES, fits
 from surefoot.certify.subject import PROBE_NAMES
+from surefoot.errors import SurefootError
 from surefoot.request import SamplingParams
+from surefoot.structured import StructuredOutputsParams
 
 SAMPLED = {"temperature": 1.0}
 GREEDY = {"temperature": 0.0}
+MIXED: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.2, "top_p": 0.8, "repetition_penalty": 1.2},
+    {"temperature": 1.5, "top_k": 20, "logprobs": 2},
+    {"temperature": 0.7, "min_p": 0.05, "presence_penalty": 0.5},
+)
+"""What grammars are combined with."""
 SINGLES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.05},
     {"temperature": 2.0},
@@ -61,12 +70,14 @@ def run_parameters(
     """``stop_at_first``: end with the first batch that shows a defect."""
     section = Section("sampling parameters")
     started = time.perf_counter()
-    jobs = parameter_jobs(judge, size)
+    structures = _structures(judge, section)
+    jobs = parameter_jobs(judge, size, structures)
     if judge.subject.tokenizer is None:
         section.notes.append("stop strings were not tested: the model came without a tokenizer")
     passes = 2
     progress(section.name, 0, passes + 1)
     wanted = judge.plain_texts(jobs)
+    _check_structures(judge, section, jobs, wanted)
     if not stop_at_first:
         judge.anchor(section, *_unstopped(jobs, wanted))
     for turn in range(passes):
@@ -112,14 +123,51 @@ def _run_batch(
         judge.compare(section, where, job, want, outcome)
 
 
-def parameter_jobs(judge: Judge, size: Size) -> list[Job]:
-    """The single parameters, those that need to know a text, and random combinations."""
+def _structures(judge: Judge, section: Section) -> list[StructuredOutputsParams]:
+    """The structured output that this model and installation can give."""
+    grammars = judge.subject.grammars
+    found: list[StructuredOutputsParams] = []
+    if grammars is None:
+        section.notes.append("structured output was not tested: the model came without a tokenizer")
+        return found
+    for item in STRUCTURES:
+        try:
+            grammars.start(item.params)
+            found.append(item.params)
+        except SurefootError as error:
+            section.notes.append(f"{item.params.kind} was not tested: {error}")
+    return found
+
+
+def _check_structures(
+    judge: Judge, section: Section, jobs: Sequence[Job], outcomes: Sequence[Outcome]
+) -> None:
+    """Finished texts must fit their grammar, by Python's own parsers."""
+    tokenizer = judge.subject.tokenizer
+    for job, outcome in zip(jobs, outcomes, strict=True):
+        structure = job.params.structured_outputs
+        if structure is None or tokenizer is None or outcome.finish != "stop":
+            continue
+        tokens = outcome.tokens
+        ended = tokens[-1] in judge.subject.decoder.config.eos_token_ids
+        text = tokenizer.decode(tokens[:-1] if ended else tokens)
+        if not fits(structure, text):
+            section.problem(f"plain decoding of {job.label}: {text!r} does not fit")
+
+
+def parameter_jobs(
+    judge: Judge, size: Size, structures: Sequence[StructuredOutputsParams] = ()
+) -> list[Job]:
+    """The single parameters, those that need to know a text, grammars, random combinations."""
     random = Random(7)
     jobs: list[Job] = []
     for values in SINGLES:
         _add(jobs, judge, size, values)
     for values in _from_text(judge, size):
         _add(jobs, judge, size, values)
+    for number, structure in enumerate(structures):
+        for base in (GREEDY, SAMPLED, MIXED[number % len(MIXED)]):
+            _add(jobs, judge, size, {**base, "structured_outputs": structure, "ignore_eos": False})
     for _ in range(size.random_parameters):
         names = random.sample(sorted(RANDOM), random.randint(3, len(RANDOM)))
         values = {"temperature": 1.0} | {name: random.choice(RANDOM[name]) for name in names}

@@ -29,6 +29,8 @@ class Row:
     params: SamplingParams
     choice: int
     ends: Sequence[int]
+    allowed: torch.Tensor | None = None
+    """Tokens that the request's grammar allows here, bool [vocab]."""
 
     @property
     def plain_greedy(self) -> bool:
@@ -47,8 +49,10 @@ def tie_bound(noise: Noise, row: Row) -> float:
 
 
 def adjusted(logits: torch.Tensor, row: Row) -> torch.Tensor:
-    """Logits [vocab] after penalties, bias and the mask of early ends, float64."""
+    """Logits [vocab] after grammar, penalties, bias and the mask of early ends, float64."""
     params, scores = row.params, logits.double().clone()
+    if row.allowed is not None:
+        scores[~row.allowed] = float("-inf")
     seen = torch.tensor(sorted({*row.prompt, *row.output}))
     if params.repetition_penalty != 1:
         old = scores[seen]

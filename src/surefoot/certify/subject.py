@@ -12,6 +12,7 @@ from surefoot.engine.engine import Engine
 from surefoot.errors import SurefootError
 from surefoot.models.decoder import Decoder
 from surefoot.models.loading.tokenizer import Tokenizer
+from surefoot.sampling.grammar import Grammars
 from surefoot.speculation import registry
 from surefoot.speculation.proposer import Proposer, read_options
 
@@ -68,11 +69,17 @@ class Subject:
     sabotage: Sabotage | None = None
     cache: dict[Any, Any] = field(default_factory=dict)
     """Plain texts by job, shared by the sections and by the self-test."""
+    grammars: Grammars | None = None
+    """What structured output is compiled by; of the tokenizer, if there is one."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
             raise SurefootError("prompts", "are none", "give at least one")
         check(self.config)
+        if self.grammars is None and self.tokenizer is not None:
+            model = self.decoder.config
+            grammars = Grammars(self.tokenizer, model.vocab_size, model.eos_token_ids)
+            object.__setattr__(self, "grammars", grammars)
 
     @property
     def proposers(self) -> tuple[str, ...]:
@@ -107,6 +114,7 @@ class Subject:
             **options,
         }
         engine = ProbedEngine(self.decoder, replace(self.config, **values), texts)
+        engine.grammars = self.grammars
         if self.sabotage is not None:
             self.sabotage(engine, drafts > 0)
         return engine

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from surefoot.config import EngineConfig
@@ -14,7 +13,7 @@ from surefoot.engine.memory import MemoryPlan, plan_memory
 from surefoot.engine.pipeline import IN_FLIGHT, Pipeline
 from surefoot.engine.runner import Runner
 from surefoot.engine.scheduler import Scheduler
-from surefoot.engine.stats import Drafting, EngineStats
+from surefoot.engine.stats import EngineStats, Progress
 from surefoot.engine.structured import dead_end
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
@@ -40,15 +39,6 @@ from surefoot.structured import TextGrammar
 
 DEFAULT_KV_BYTES = 1 << 30
 _END_REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH}
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a round gave one request: its new tokens, already part of ``request.output``."""
-
-    request: Request
-    tokens: Sequence[int]
-    drafting: Drafting
 
 
 def model_length(config: EngineConfig, model: ModelConfig) -> int:
@@ -304,16 +294,18 @@ class Engine:
         costs = pipeline.graphs.costs
         self.stats.count_replay(
             size.rows,
-            [item.drafting for item in landed],
+            [progress.drafting for progress, _ in landed],
             costs.get((size.spans, size.spans), 0.0),
             costs.get((size.spans, size.rows), 0.0),
         )
-        for item in landed:
-            self.runner.offered[item.request.request_id] = item.drafting.offered
-            if item.end:
-                stop = item.tokens[-1] if item.end == 1 else None
-                self.finish(item.request, _END_REASONS[item.end], stop)
-        return [Progress(item.request, item.tokens, item.drafting) for item in landed]
+        offered = self.runner.offered
+        for progress, end in landed:
+            request = progress.request
+            offered[request.request_id] = progress.drafting.offered
+            if end:
+                stop = progress.tokens[-1] if end == 1 else None
+                self.finish(request, _END_REASONS[end], stop)
+        return [progress for progress, _ in landed]
 
     def check_integrity(self) -> None:
         """Assert that scheduler, KV and slots agree (tests call it after every step)."""

@@ -21,7 +21,8 @@ class RoundGraphs:
         self.spans = _powers(spans)
         self.width = replay.state.max_drafts
         self.costs: dict[tuple[int, int], float] = {}
-        """Seconds by (spans, rows), measured; missing ones are read off their neighbours."""
+        """Seconds by (spans, rows), measured."""
+        self._tables_by: dict[tuple[int, int], torch.Tensor] = {}
 
     def plain(self, requests: int, kind: Features, proposers: tuple[int, ...]) -> Size:
         """The smallest round that holds so many requests without drafts."""
@@ -43,6 +44,9 @@ class RoundGraphs:
 
     def table(self, base: Size, requests: int) -> torch.Tensor:
         """float32 [n + 1]: seconds of a round of so many requests with 0 .. n drafts."""
+        known = self._tables_by.get((base.spans, requests))
+        if known is not None:
+            return known
         padded = self.rows(base.spans)
         costs = [self.costs.get((base.spans, rows), 1.0) for rows in padded]
         for at in reversed(range(len(costs) - 1)):
@@ -52,7 +56,8 @@ class RoundGraphs:
             while padded[at] < rows:
                 at += 1
             table.append(costs[at])
-        return torch.tensor(table)
+        known = self._tables_by[base.spans, requests] = torch.tensor(table)
+        return known
 
     def launch(self, size: Size) -> tuple[torch.Tensor, Callable[[], None]]:
         """Run a round; its report [spans, columns], and what waits for it."""

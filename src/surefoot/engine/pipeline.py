@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from surefoot.engine.graphs import RoundGraphs
-from surefoot.engine.stats import Drafting
+from surefoot.engine.stats import Drafting, Progress
 from surefoot.kv.transaction import KVManager
 from surefoot.request import Request
 from surefoot.sampling.params import Features
@@ -31,22 +31,27 @@ class Flight:
     """A launched round: who is in it, by span, and where its report will be."""
 
     size: Size
-    requests: list[Request]
-    members: frozenset[int]
-    """Their identities."""
+    longest: int
+    """Positions that it may write for a request, at most."""
+    company: Company
     report: torch.Tensor
     landed: Callable[[], None]
     """Waits until ``report`` is there."""
 
 
-@dataclass(frozen=True)
-class Landed:
-    """What a round gave one request."""
+@dataclass(eq=False)
+class Company:
+    """Requests that decode together, and what follows from who they are."""
 
-    request: Request
-    tokens: list[int]
-    end: int
-    drafting: Drafting
+    requests: list[Request]
+    members: frozenset[int]
+    """Their identities."""
+    fits: bool
+    """Whether their rounds need nothing that only the host can do."""
+    kind: Features
+    proposers: tuple[int, ...]
+    most_drafts: int
+    """The largest of their own limits."""
 
 
 class Pipeline:
@@ -66,117 +71,165 @@ class Pipeline:
         self.kv = kv
         self.state = state
         self.flights: deque[Flight] = deque()
-        self._seated: list[int] | None = None
-        self._offers: dict[str, list[float]] = {}
-        self._table: dict[Size, torch.Tensor] = {}
+        self._company: Company | None = None
+        self._seated: Company | None = None
+        self._offers: tuple[Company, torch.Tensor] | None = None
+        """Chances of the last report's offers, float32 [B, K]."""
+
+    # --- who ----------------------------------------------------------------------------------
 
     def fits(self, running: Sequence[Request]) -> bool:
         """Whether a round of these requests needs nothing that only the host can do."""
-        return all(
-            not r.prefilling and r.params.logprobs is None and r.grammar is None for r in running
+        return bool(running) and self._gather(running).fits
+
+    def _gather(self, running: Sequence[Request]) -> Company:
+        # Between arrivals and ends nothing changes; every round asks.
+        company = self._company
+        if company is None or company.requests != running or not company.fits:
+            company = self._company = self._meet(list(running))
+        return company
+
+    def _meet(self, requests: list[Request]) -> Company:
+        methods = {request.speculation.method for request in requests}
+        names = self.controller.names if self.state.max_drafts else ()
+        width = self.state.max_drafts
+        limits = [request.speculation.max_draft_tokens for request in requests]
+        return Company(
+            requests=requests,
+            members=frozenset(map(id, requests)),
+            fits=all(
+                not r.prefilling and r.params.logprobs is None and r.grammar is None
+                for r in requests
+            ),
+            kind=kind_of(Features.of(request.params for request in requests)),
+            proposers=tuple(i for i, name in enumerate(names) if methods & {"auto", name}),
+            most_drafts=max(width if limit is None else limit for limit in limits),
         )
 
     def leave(self) -> None:
         """The host plans the next rounds itself; nothing is in flight."""
         assert not self.flights
-        self._seated = None
-        self._offers.clear()
+        self._company = self._seated = self._offers = None
+
+    # --- launching ----------------------------------------------------------------------------
 
     def launch(self, running: Sequence[Request]) -> bool:
         """Launch a round of ``running``. False if the KV pool cannot hold what may result, or if
         every request will have ended before it."""
         if all(self._ends_in_flight(request) for request in running):
             return False
-        size = self._size(running)
-        if not self._reserve(running, size):
+        company = self._gather(running)
+        size = self._size(company)
+        # Rows of requests that ended on the device go to the others: one may draft all it can.
+        longest = 1 + (self.state.max_drafts if size.rows > size.spans else 0)
+        if not self._reserve(company, longest):
             return False
-        slots = [request.slot for request in running]
-        if self._seated is None:
-            self.replay.enter(slots)
-        if self._seated != slots:
+        if self._seated is not company:
+            slots = [request.slot for request in running]
+            if self._seated is None:
+                self.replay.enter(slots)
             self.replay.seat(slots)
-            self._seated = slots
+            self._seated = company
         report, landed = self.graphs.launch(size)
-        members = frozenset(map(id, running))
-        self.flights.append(Flight(size, list(running), members, report, landed))
+        self.flights.append(Flight(size, longest, company, report, landed))
         return True
 
     def _ends_in_flight(self, request: Request) -> bool:
-        flying = sum(id(request) in flight.members for flight in self.flights)
+        flying = sum(id(request) in flight.company.members for flight in self.flights)
         return request.length + flying >= request.max_length
 
-    def _reserve(self, running: Sequence[Request], size: Size) -> bool:
-        wanted = {}
-        for request in running:
-            reach = self._reach(request) + self._longest(size)
-            most = request.max_length - request.computed
-            wanted[request.request_id] = min(reach, most)
-        if not self.kv.transaction().reserve(wanted):
+    def _reserve(self, company: Company, longest: int) -> bool:
+        """Blocks for what launched rounds and this one may write; the new ones are copied to the
+        device."""
+        kv, leases = self.kv, self.kv.leases
+        reach, wanted = self._reaches(company), {}
+        for request, ahead in zip(company.requests, reach, strict=True):
+            lease = leases[request.request_id]
+            positions = min(ahead + longest, request.max_length - request.computed)
+            if lease.committed + positions > len(lease.blocks) * kv.block_size:
+                wanted[request.request_id] = positions
+        if not wanted and self._seated is company:
+            return True
+        if wanted and not kv.transaction().reserve(wanted):
             return False
-        self.state.set_all_blocks([(r.slot, self.kv.leases[r.request_id].blocks) for r in running])
+        self.state.set_all_blocks(
+            [
+                (request.slot, leases[request.request_id].blocks)
+                for request in company.requests
+                if request.request_id in wanted or self._seated is not company
+            ]
+        )
         return True
 
-    def _reach(self, request: Request) -> int:
-        """Positions beyond the committed ones that launched rounds may write for a request."""
-        return sum(self._longest(f.size) for f in self.flights if id(request) in f.members)
+    def _reaches(self, company: Company) -> list[int]:
+        """Positions beyond the committed ones that launched rounds may write, by request."""
+        count = len(company.requests)
+        if all(flight.company is company for flight in self.flights):
+            return [sum(flight.longest for flight in self.flights)] * count
+        return [
+            sum(f.longest for f in self.flights if id(request) in f.company.members)
+            for request in company.requests
+        ]
 
-    def _longest(self, size: Size) -> int:
-        return 1 + min(self.state.max_drafts, size.rows - size.spans)
-
-    # --- how many rows ------------------------------------------------------------------------
-
-    def _size(self, running: Sequence[Request]) -> Size:
+    def _size(self, company: Company) -> Size:
         """The next round's: spans and rows for what the last report offers."""
-        kind = kind_of(Features.of(request.params for request in running))
-        methods = {request.speculation.method for request in running}
-        names = self.controller.names if self.state.max_drafts else ()
-        proposers = tuple(i for i, name in enumerate(names) if methods & {"auto", name})
-        base = self.graphs.plain(len(running), kind, proposers)
-        if not proposers:
+        count = len(company.requests)
+        base = self.graphs.plain(count, company.kind, company.proposers)
+        if not company.proposers:
             return base
-        width = self.state.max_drafts
         if self.controller.policy == "fixed":
-            limits = [request.speculation.max_draft_tokens for request in running]
-            most = max(width if limit is None else limit for limit in limits)
-            return self.graphs.holding(base, base.spans * (1 + most))
-        chances = [self._offers.get(request.request_id) for request in running]
-        if not any(chances):
+            return self.graphs.holding(base, base.spans * (1 + company.most_drafts))
+        offered = self._offered(company)
+        if offered is None:
             return base
-        offered = torch.tensor([row or [0.0] * width for row in chances])
-        counts = split_rows(offered, self.graphs.table(base, len(running)))
-        return self.graphs.holding(base, len(running) + int(counts.sum()))
+        drafts = split_rows(offered, self.graphs.table(base, count)).sum()
+        return self.graphs.holding(base, count + int(drafts))
+
+    def _offered(self, company: Company) -> torch.Tensor | None:
+        """The last report's chances, float32 [B, K]; zeros for who was not in it."""
+        if self._offers is None:
+            return None
+        before, chances = self._offers
+        if before is company:
+            return chances
+        rows = {id(request): row for row, request in enumerate(before.requests)}
+        places = [rows.get(id(request), len(rows)) for request in company.requests]
+        return torch.nn.functional.pad(chances, (0, 0, 0, 1))[places]
 
     # --- landing ------------------------------------------------------------------------------
 
-    def land(self) -> list[Landed]:
-        """Read the oldest round: commit its tokens to the leases of requests still running.
-        The caller ends those whose ``end`` says so before it launches another."""
+    def land(self) -> list[tuple[Progress, int]]:
+        """Read the oldest round: commit its tokens to the leases of requests still running. Returns
+        what each got and how it ended (0: it did not). The caller ends those before it launches
+        another round."""
         flight = self.flights.popleft()
         flight.landed()
-        width = self.state.max_drafts
-        rows = flight.report[: len(flight.requests)]
-        chances = rows[:, 7 + width :].contiguous().view(torch.float32).tolist()
-        self._offers = {
-            r.request_id: row for r, row in zip(flight.requests, chances, strict=True) if any(row)
-        }
-        out = []
-        for request, row in zip(flight.requests, rows.tolist(), strict=True):
-            count, accepted, end, drafted, whose, offered, *tokens = row
+        width, company = self.state.max_drafts, flight.company
+        report = flight.report[: len(company.requests)]
+        if width and company.proposers:
+            self._offers = company, report[:, 7 + width :].contiguous().view(torch.float32)
+        ahead = self._reaches(company)
+        names, out = self.controller.names, []
+        transaction = self.kv.transaction()
+        rows = report[:, : 7 + width].tolist()
+        for request, row, reach in zip(company.requests, rows, ahead, strict=True):
+            count, accepted, end, drafted, whose, offered = row[:6]
             if request.finished or not count:
                 continue
-            tokens = tokens[:count]
-            name = self.controller.names[whose] if drafted else None
+            tokens = row[6 : 6 + count]
+            output = request.output
+            current = output[-1] if output else request.prompt[-1]
+            output += tokens
+            # What the next launch will probably want stays, too.
+            transaction.commit(request.request_id, [current, *tokens[:-1]], reach + flight.longest)
+            request.computed += count
             drafts = min(accepted, count)
+            name = names[whose] if drafted else None
             request.stats.count(name, offered, drafted, drafts)
-            request.proposed_by += [name] * drafts + [None] * (count - drafts)
-            self._commit(request, tokens)
-            out.append(Landed(request, tokens, end, Drafting(name, offered, drafted, drafts)))
+            if drafts:
+                request.proposed_by += [name] * drafts
+            if count > drafts:
+                request.proposed_by.append(None)
+            drafting = Drafting(name, offered, drafted, drafts)
+            out.append((Progress(request, tokens, drafting), end))
         return out
-
-    def _commit(self, request: Request, tokens: list[int]) -> None:
-        current = request.output[-1] if request.output else request.prompt[-1]
-        request.output.extend(tokens)
-        settled = [current, *tokens[:-1]]
-        ahead = self._reach(request)
-        self.kv.transaction().commit(request.request_id, settled, ahead)
-        request.computed += len(settled)

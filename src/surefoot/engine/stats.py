@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from surefoot.engine.scheduler import Plan
+    from surefoot.request import Request
     from surefoot.speculation.cost import CostModel
 
 
-@dataclass(frozen=True)
-class Drafting:
+class Drafting(NamedTuple):
     """What one round did with one request's drafts: whose were verified (None for no drafts), how
     many were on offer for the next round, verified, and accepted."""
 
@@ -20,6 +20,14 @@ class Drafting:
     offered: int = 0
     drafted: int = 0
     accepted: int = 0
+
+
+class Progress(NamedTuple):
+    """What a round gave one request: its new tokens, already part of ``request.output``."""
+
+    request: Request
+    tokens: Sequence[int]
+    drafting: Drafting
 
 
 @dataclass

@@ -47,6 +47,8 @@ class Grammars:
         self.vocab_size = vocab_size
         self.end_tokens = tuple(end_tokens)
         self._lock = threading.Lock()
+        # Its own: reading a large vocabulary takes a second, and nobody waits for it in ``knows``.
+        self._loading = threading.Lock()
         self._vocabulary: Any = None
         self._compiled: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
 
@@ -98,7 +100,7 @@ class Grammars:
         return matcher
 
     def _load_vocabulary(self, library: Any) -> Any:
-        with self._lock:
+        with self._loading:
             if self._vocabulary is None:
                 wrapper = library.TokenizerWrapper(_Vocabulary(self.tokenizer, self.end_tokens))
                 self._vocabulary = library.LLTokenizer(

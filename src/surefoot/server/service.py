@@ -86,6 +86,7 @@ class Service:
 
     def _ids(self, prompt: str | list[int], request: CompletionRequest) -> list[int]:
         if not isinstance(prompt, str):
+            self._check_ids("prompt", prompt)
             return prompt
         return self.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
 

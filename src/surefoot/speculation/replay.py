@@ -25,9 +25,10 @@ from surefoot.speculation.proposer import Commits, Drafts, Outlook
 from surefoot.speculation.round import SpeculativeRound, select_layers
 
 GREEDY = Features()
-DRAWN = Features(noise=True, min_p=True, top_k=1, top_p=True)
+ANY_TOP_K = 1 << 30
+DRAWN = Features(noise=True, min_p=True, top_k=ANY_TOP_K, top_p=True)
 ADJUSTED = Features(
-    noise=True, penalties=True, bias=True, min_tokens=True, min_p=True, top_k=1, top_p=True
+    noise=True, penalties=True, bias=True, min_tokens=True, min_p=True, top_k=ANY_TOP_K, top_p=True
 )
 """The three kinds of sampling that rounds are recorded for; filters that a row does not have are
 told apart on the device."""

@@ -77,11 +77,11 @@ class SlotState:
         """How many of a lease's leading blocks the device has already; the rest is noted as
         written."""
         written = self._blocks_written[slot]
-        if len(written) == len(blocks) and written[-1:] == blocks[-1:]:
+        if written == blocks:
             return len(blocks)
-        common = min(len(written), len(blocks))
-        # Blocks are only ever appended to or popped from the end of a lease.
-        while common and written[common - 1] != blocks[common - 1]:
-            common -= 1
+        # Given back and reserved again, blocks may change in the middle and end the same.
+        pairs = enumerate(zip(written, blocks, strict=False))
+        shorter = min(len(written), len(blocks))
+        common = next((at for at, (old, new) in pairs if old != new), shorter)
         self._blocks_written[slot] = list(blocks)
         return common

@@ -45,7 +45,7 @@ def prefetch_keys(
     prefetch(kv_ptr + at, HEAD_DIM * element)
 
 
-@jit(do_not_specialize=["spans", "splits", "tiles"])
+@jit(do_not_specialize=["spans", "splits", "tiles", "first_key"])
 def attention_kernel(
     q_ptr, kv_ptr, out_ptr, part_ptr, lse_ptr, first_row_ptr, rows_ptr, slot_ptr, spans,
     tables_ptr, table_stride, start_ptr, key_index_ptr, mask_ptr, value_offset, scale,
@@ -238,7 +238,8 @@ def plan_attention(
     block_n, stages = (64 if narrow else 32), 2
     roomy = shared >= 160_000
     if narrow and itemsize == 2 and (roomy or block_m <= 64):
-        if roomy and block_m < 64 and wanted < 8:
+        # Both borders are where measurements changed sides on an H100 (docs/log.md).
+        if roomy and block_m < 64 and wanted < 8 and unsplit < 6 * sms:
             block_n = 128
         stages = 3 if block_n == 64 or unsplit <= sms else 2
     splits = max(1, min(wanted, -(-max_keys // block_n)))

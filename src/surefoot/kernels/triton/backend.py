@@ -27,6 +27,7 @@ from surefoot.kernels.triton.launch import check_device, processors, shared_memo
 from surefoot.kernels.triton.matmul import matmul, multiply
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, plan_for
 from surefoot.kernels.triton.norm import add_rms_norm, rms_norm, sum_add_rms_norm
+from surefoot.kernels.triton.qkv import fits, project_qkv
 from surefoot.kernels.triton.rope_kv import rope_and_write
 from surefoot.kernels.triton.slots import lay_out
 from surefoot.kernels.triton.verdict import judge_and_advance
@@ -211,7 +212,11 @@ class TritonBackend(Backend):
         if weights.q_norm is not None and weights.k_norm is not None:
             norms = (weights.q_norm, weights.k_norm)
         eps, shape = weights.eps, weights.shape
-        q = rope_and_write(weights.qkv(normed), kv, batch, shape, rope, norms, eps)
+        qkv = weights.qkv
+        if fits(x.shape[0], shape, x.dtype):
+            q = project_qkv(normed, qkv.weight, qkv.bias, kv, batch, shape, rope, norms, eps)
+        else:
+            q = rope_and_write(qkv(normed), kv, batch, shape, rope, norms, eps)
         attended = span_attention(q, kv, batch, shape).flatten(1)
         x, normed = weights.o.added_normed(attended, x, (weights.post_norm, eps))
         return x, weights.gate_up.gated(normed)

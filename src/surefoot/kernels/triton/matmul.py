@@ -64,8 +64,8 @@ def tile(
 def prefetch_weights(
     w_ptr, first, low, high, outputs, inputs, count, BLOCK_N: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """The first ``count`` inputs of a program's share, for each of its weight rows; without gating,
-    two threads share a row."""
+    """The first ``count`` inputs (a multiple of 16) of a program's share, for each of its weight
+    rows; without gating, two threads share a row."""
     element: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
     index = tl.arange(0, 2 * BLOCK_N)
     if SILU:
@@ -73,8 +73,8 @@ def prefetch_weights(
         start, end = low, tl.minimum(high, low + count)
     else:
         row = tl.minimum(first + index // 2, outputs - 1)
-        start = low + index % 2 * (count // 2)
-        end = tl.minimum(high, start + count // 2)
+        start = low + index % 2 * (count // 16 * 8)
+        end = tl.minimum(high, start + count // 16 * 8)
     start = tl.minimum(start, high - 8)
     prefetch(w_ptr + row.to(tl.int64) * inputs + start, tl.maximum(end - start, 8) * element)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 MAX_ROWS = 128
 """More rows than this are cuBLAS's."""
+PREFETCH = 512
+"""Inputs of a weight row; between 256 and 1024 it hardly mattered (docs/log.md)."""
 
 
 @dataclass(frozen=True)
@@ -13,7 +15,8 @@ class MatmulPlan:
     """A program computes ``block_n`` outputs of all rows in steps of ``block_k`` inputs;
     ``split_k`` programs share the inputs of the same outputs.
 
-    ``prefetch``: inputs of each weight row that are asked for before the kernel ahead has ended.
+    ``prefetch``: inputs of each weight row, a multiple of 16, that are asked for before the kernel
+    ahead has ended.
     """
 
     block_n: int
@@ -90,6 +93,5 @@ def default_plan(
     while block_k > 64 and room // stage < 3:
         block_k, stage = block_k // 2, stage // 2
     stages = room // stage
-    return MatmulPlan(
-        block_n, block_k, split_k, num_stages=max(2, min(8, stages)), prefetch=min(inputs, 512)
-    )
+    ahead = min(inputs, PREFETCH) // 16 * 16
+    return MatmulPlan(block_n, block_k, split_k, num_stages=max(2, min(8, stages)), prefetch=ahead)

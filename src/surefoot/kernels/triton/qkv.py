@@ -1,0 +1,141 @@
+"""The qkv product of few rows with norm, rotation and KV write as its epilogue: ``matmul`` and
+``rope_kv`` in one kernel. A program computes one head of all rows, so that a head's norm and the
+pairs that RoPE turns stay inside it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from surefoot.kernels.backend import AttentionShape, FlatBatch, RopeTable
+from surefoot.kernels.triton.launch import jit, shared_memory
+from surefoot.kernels.triton.matmul import prefetch_weights, tile
+from surefoot.kernels.triton.matmul_plan import MAX_ROWS, PREFETCH, MatmulPlan, rows_bucket
+from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
+
+
+@jit(do_not_specialize=["rows", "ahead"])
+def qkv_kernel(
+    x_ptr, x_tiles, w_ptr, w_tiles, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    q_ptr, kv_ptr, position_ptr, key_index_ptr, row_slot_ptr, tables_ptr, table_stride,
+    value_offset, eps, rows, inputs, ahead,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+    DESCRIBED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    half: tl.constexpr = HEAD_DIM // 2
+    outputs: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    dtype: tl.constexpr = w_ptr.dtype.element_ty
+    head = tl.program_id(0)
+    first = head * HEAD_DIM
+    if PDL and DESCRIBED and ahead > 0:
+        prefetch_weights(w_ptr, first, 0, inputs, outputs, inputs, ahead, HEAD_DIM, False)
+    # The batch is older than the kernel ahead, which is a norm behind a product (see ``pdl``).
+    row = tl.arange(0, BLOCK_M)
+    slot = tl.load(row_slot_ptr + row, mask=row < rows, other=-1)
+    valid = slot >= 0
+    position = tl.load(position_ptr + row, mask=valid, other=0)
+    key = tl.load(key_index_ptr + row, mask=valid, other=0)
+    page = tables_ptr + slot * table_stride + key // BLOCK_SIZE
+    block = tl.load(page, mask=valid, other=0).to(tl.int64)
+    await_inputs(PDL)
+
+    acc = tl.zeros([HEAD_DIM, BLOCK_M], tl.float32)
+    for base in range(0, inputs, BLOCK_K):
+        x = tile(x_ptr, x_tiles, 0, base, rows, inputs, inputs, BLOCK_M, BLOCK_K, DESCRIBED)
+        w = tile(w_ptr, w_tiles, first, base, outputs, inputs, inputs, HEAD_DIM, BLOCK_K, DESCRIBED)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+    release_next(PDL)
+
+    is_value = head >= HEADS + KV_HEADS
+    column = tl.arange(0, HEAD_DIM)
+    if BIAS:
+        acc += tl.load(bias_ptr + first + column).to(tl.float32)[:, None]
+    acc = acc.to(dtype).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(acc * acc, axis=0) / HEAD_DIM + eps)
+        weight = tl.load(q_norm_ptr + column, mask=(column >= 0) & (head < HEADS), other=0.0)
+        weight += tl.load(k_norm_ptr + column, mask=(column >= 0) & (head >= HEADS), other=0.0)
+        normed = acc * scale[None, :] * weight.to(tl.float32)[:, None]
+        acc = tl.where(is_value, acc, normed.to(dtype).to(tl.float32))
+    low, high = tl.split(tl.permute(tl.reshape(acc, [2, half, BLOCK_M]), (1, 2, 0)))
+    pair = tl.arange(0, half)[:, None]
+    rotary = position[None, :] * half + pair
+    cos = tl.where(is_value, 1.0, tl.load(cos_ptr + rotary))
+    sin = tl.where(is_value, 0.0, tl.load(sin_ptr + rotary))
+    rotated_low = (low * cos - high * sin).to(dtype)
+    rotated_high = (high * cos + low * sin).to(dtype)
+
+    inside = (pair >= 0) & valid[None, :]
+    if head < HEADS:
+        query = q_ptr + (row[None, :] * HEADS + head) * HEAD_DIM + pair
+        tl.store(query, rotated_low, mask=inside)
+        tl.store(query + half, rotated_high, mask=inside)
+    else:
+        kv_head = (head - HEADS) % KV_HEADS
+        place = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE)[None, :] * HEAD_DIM
+        place += tl.where(is_value, value_offset, 0) + pair
+        tl.store(kv_ptr + place, rotated_low, mask=inside)
+        tl.store(kv_ptr + place + half, rotated_high, mask=inside)
+
+
+def fits(rows: int, shape: AttentionShape, dtype: torch.dtype) -> bool:
+    """Whether ``project_qkv`` is the faster way. It works for all heads of a power of two; but
+    blocks of 128 outputs stream weights a little worse than narrower ones, which is what the saved
+    launch gained (docs/log.md)."""
+    return rows <= MAX_ROWS and shape.head_dim == 64 and dtype == torch.bfloat16
+
+
+def plan_qkv(rows: int, inputs: int, head_dim: int, itemsize: int, shared: int) -> MatmulPlan:
+    """One program to a multiprocessor, and what its memory holds in flight."""
+    bucket = rows_bucket(rows)
+    block_k = 128 if bucket <= 64 else 64
+    stage = (head_dim + bucket) * block_k * itemsize
+    return MatmulPlan(
+        head_dim,
+        block_k,
+        num_warps=max(4, head_dim // 16),  # for any number of rows: a norm's sum has one order
+        num_stages=max(2, min(8, (shared - 8_000) // stage)),
+        prefetch=min(inputs, PREFETCH) // 16 * 16,
+    )
+
+
+def project_qkv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    kv: torch.Tensor,
+    batch: FlatBatch,
+    shape: AttentionShape,
+    rope: RopeTable,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+    plan: MatmulPlan | None = None,
+) -> torch.Tensor:
+    """``rope_and_write`` of ``x`` [N, in] (N <= 128) times ``weight``
+    [(heads + 2 * kv_heads) * head_dim, in] plus ``bias``; see there. The product is rounded to
+    x's dtype before it is normed."""
+    rows, inputs = x.shape
+    if rows > MAX_ROWS:
+        raise ValueError(f"a product of {rows} rows")
+    plan = plan or plan_qkv(rows, inputs, shape.head_dim, x.dtype.itemsize, shared_memory(x.device))
+    q = x.new_empty((rows, shape.heads, shape.head_dim))
+    block_m = rows_bucket(rows)
+    described = inputs * x.dtype.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+    x_tiles, w_tiles = None, None
+    if described:
+        x_tiles = TensorDescriptor.from_tensor(x, [block_m, plan.block_k])
+        w_tiles = TensorDescriptor.from_tensor(weight, [shape.head_dim, plan.block_k])
+    q_norm, k_norm = norms if norms is not None else (None, None)
+    qkv_kernel[(shape.heads + 2 * shape.kv_heads,)](
+        x, x_tiles, weight, w_tiles, bias, q_norm, k_norm, rope.cos, rope.sin,
+        q, kv, batch.positions, batch.key_index, batch.row_slot,
+        batch.block_tables, batch.block_tables.stride(0), kv.stride(0), eps,
+        rows, inputs, plan.prefetch,
+        block_m, plan.block_k, shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3],
+        bias is not None, norms is not None, described,
+        num_warps=plan.num_warps, num_stages=plan.num_stages, **pdl(x.device),
+    )  # fmt: skip
+    return q
