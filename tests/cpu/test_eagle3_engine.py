@@ -99,6 +99,34 @@ def test_every_offer_is_that_of_the_formulas(kind: str, backend: str) -> None:
         assert all(found == expected for found in offers.by_text[text]), text
 
 
+def test_rounds_launched_ahead_offer_the_same() -> None:
+    """Rounds as a GPU replays them: entries of slots that ended, verdicts read one round late."""
+    own = {"eagle3": {"path": folder("skilled"), "draft_tokens": 4}}
+    engine = make_engine(
+        target(), True, draft_policy="fixed", proposers=("eagle3",), proposer_options=own,
+        max_draft_tokens=4, max_num_batched_tokens=7, max_num_seqs=3,
+    )  # fmt: skip
+    assert engine.pipeline is not None
+    propose, idle = engine.proposers[0].propose, engine.pipeline.replay.idle_slot
+    offers: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+
+    def watched(slots: torch.Tensor) -> Drafts:
+        drafts = propose(slots)
+        for slot, tokens in zip(slots.tolist(), drafts.tokens.tolist(), strict=True):
+            if slot != idle:
+                text = tuple(engine.state.history[slot, : int(engine.state.length[slot])].tolist())
+                offers.setdefault(text, set()).add(tuple(tokens))
+        return drafts
+
+    engine.proposers[0].propose = watched  # type: ignore[method-assign]
+    jobs = crowd(5)
+    for job, request in zip(jobs, run_jobs(engine, jobs), strict=True):
+        assert request.output == run_alone(target(), job).output
+    assert len(offers) > 30
+    for text, found in list(offers.items())[::2]:
+        assert found == {by_formulas("skilled", text)}
+
+
 @pytest.mark.parametrize("kind", ["random", "skilled"])
 def test_acceptance_is_that_of_an_offline_loop(kind: str) -> None:
     [request] = run_jobs(eagle_engine(kind), [Job((7, 4, 11, 30, 2), GREEDY)])
@@ -219,11 +247,13 @@ def some(examples: int) -> settings:
     )
 
 
-def check(backend: str, scenario: tuple[list[Job], dict[str, Any]], kind: str) -> None:
+def check(backend: str, scenario: tuple[list[Job], dict[str, Any]], kind: str, tree: bool) -> None:
     work, options = scenario
     decoder = target(backend)
     if options["proposers"]:
         own = {"path": folder(kind), "draft_tokens": 1 + len(work)}
+        if tree:
+            own |= {"top_k": 1 + len(work), "depth": 2 + len(work[0].prompt) % 3}
         options = {
             **options,
             "proposers": ("ngram", "eagle3"),
@@ -251,13 +281,13 @@ def compare(backend: str, want: Request, got: Request) -> None:
 
 
 @some(12)
-@given(scenarios(), st.sampled_from(["random", "skilled"]))
-def test_any_scenario_gives_the_plain_text(scenario: Any, kind: str) -> None:
-    check("torch", scenario, kind)
+@given(scenarios(), st.sampled_from(["random", "skilled"]), st.booleans())
+def test_any_scenario_gives_the_plain_text(scenario: Any, kind: str, tree: bool) -> None:
+    check("torch", scenario, kind, tree)
 
 
 @needs_native
 @some(40)
-@given(scenarios(), st.sampled_from(["random", "skilled"]))
-def test_any_scenario_gives_the_plain_text_native(scenario: Any, kind: str) -> None:
-    check("native", scenario, kind)
+@given(scenarios(), st.sampled_from(["random", "skilled"]), st.booleans())
+def test_any_scenario_gives_the_plain_text_native(scenario: Any, kind: str, tree: bool) -> None:
+    check("native", scenario, kind, tree)

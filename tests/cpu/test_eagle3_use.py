@@ -106,10 +106,13 @@ def test_mistakes_name_their_option(
     assert re.search(message, result.stderr)
 
 
-@pytest.mark.parametrize("kind", ["random", "skilled"])
-def test_the_certificate_finds_no_stale_state(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [("random", {}), ("skilled", {}), ("skilled", {"top_k": 3, "depth": 3, "draft_tokens": 6})],
+)
+def test_the_certificate_finds_no_stale_state(kind: str, own: dict[str, int]) -> None:
     """Spells without verification and without proposals, preemption, prefix hits."""
-    config = EngineConfig(proposers=(f"eagle3={folder(kind)}",))
+    config = EngineConfig(proposers=(f"eagle3={folder(kind)}",), proposer_options={"eagle3": own})
     subject = Subject(target(), config, default_prompts(VOCAB, 160))
     noise = measure_noise(subject.decoder, calibration_texts(subject))
     size = replace(QUICK, greedy_jobs=5, greedy_length=30)

@@ -98,12 +98,17 @@ def test_no_host_read_inside_a_round_with_every_option() -> None:
     assert watched_rounds(EVERY_OPTION).reads == []
 
 
+@pytest.mark.parametrize("own", [{}, {"top_k": 3, "depth": 3}], ids=["chain", "tree"])
 @pytest.mark.parametrize(
     "params", [SamplingParams(temperature=0, max_tokens=12), EVERY_OPTION], ids=["greedy", "every"]
 )
-def test_no_host_read_while_a_network_drafts(params: SamplingParams) -> None:
-    proposers = ("ngram", f"eagle3={folder('random')}")
-    assert watched_rounds(params, proposers=proposers).reads == []
+def test_no_host_read_while_a_network_drafts(params: SamplingParams, own: dict[str, int]) -> None:
+    watch = watched_rounds(
+        params,
+        proposers=("ngram", f"eagle3={folder('random')}"),
+        proposer_options={"eagle3": own},
+    )
+    assert watch.reads == []
 
 
 def test_the_watch_sees_host_reads() -> None:

@@ -87,7 +87,8 @@ class Engine:
         max_rows = config.max_num_batched_tokens + config.max_num_seqs * config.max_draft_tokens
         cost = CostModel([1], [1.0], max_rows)
         names = [proposer.name for proposer in self.proposers]
-        self.controller = Controller(self.state, names, cost, config.draft_policy)
+        trees = [proposer.needs().trees for proposer in self.proposers]
+        self.controller = Controller(self.state, names, cost, config.draft_policy, trees)
         self.round = SpeculativeRound(
             decoder, kv_pools, self.state, self.proposers, self.controller
         )
@@ -95,7 +96,8 @@ class Engine:
         self.stats = EngineStats()
         if self.proposers and config.draft_policy == "auto":
             self.controller.cost = measure_cost(self, max_rows, config.calibration_seconds)
-        self.pipeline = self._build_pipeline(on_gpu) if ahead else None
+        # Recorded rounds verify chains only; trees are verified in rounds that the host plans.
+        self.pipeline = self._build_pipeline(on_gpu) if ahead and not any(trees) else None
 
     def _build_pipeline(self, on_gpu: bool) -> Pipeline:
         spans = self.config.max_num_seqs

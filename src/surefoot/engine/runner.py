@@ -181,12 +181,7 @@ class Runner:
         if names == wanted:
             return choice
         index = torch.tensor([names.index(name) for name in wanted], device=self.state.device)
-        return Choice(
-            choice.proposer[index],
-            choice.tokens[index],
-            choice.lengths[index],
-            choice.chances[index],
-        )
+        return choice.of(index)
 
     def _wanted(self, spans: Sequence[Span], plan: RoundPlan) -> Wanted:
         # Between arrivals and ends, decoding rounds all want the same.

@@ -11,6 +11,7 @@ from surefoot.engine.scheduler import Span
 from surefoot.kernels.draws import TokenMasks
 from surefoot.request import Request
 from surefoot.speculation.controller import Choice, Controller
+from surefoot.structured import TextGrammar
 
 
 def cut_offers(controller: Controller, requests: Sequence[Request]) -> None:
@@ -22,21 +23,51 @@ def cut_offers(controller: Controller, requests: Sequence[Request]) -> None:
     slots = torch.tensor([r.slot for r in structured], device=controller.lengths.device)
     lengths = controller.lengths[:, slots].tolist()
     tokens = controller.tokens[:, slots].tolist()
+    chains = [[list(range(-1, len(row) - 1)) for row in offers] for offers in tokens]
+    parents = chains if controller.parents is None else controller.parents[:, slots].tolist()
     kept = [
-        [
-            _allowed(request, drafts[:length])
-            for request, drafts, length in zip(structured, offers, ends, strict=True)
-        ]
-        for offers, ends in zip(tokens, lengths, strict=True)
+        [_allowed(*offer) for offer in zip(structured, *offers, strict=True)]
+        for offers in zip(tokens, parents, lengths, strict=True)
     ]
     controller.cut(slots, torch.tensor(kept, device=slots.device))
 
 
-def _allowed(request: Request, drafts: Sequence[int]) -> int:
-    if not drafts or request.grammar is None:
+def _allowed(request: Request, drafts: Sequence[int], parents: Sequence[int], length: int) -> int:
+    """How many leading drafts of an offer the grammar allows."""
+    if not length or request.grammar is None:
         return 0
     request.grammar.sync(request.output)
-    return request.grammar.allowed_prefix(drafts)
+    if list(parents[:length]) == list(range(-1, length - 1)):
+        return request.grammar.allowed_prefix(drafts[:length])
+    for node in range(length):
+        path = _path(drafts, parents, node)
+        if request.grammar.allowed_prefix(path) < len(path):
+            return node
+    return length
+
+
+def _path(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
+    """The drafts from the first to ``node`` of a tree."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(tokens[node])
+        node = parents[node]
+    return path[::-1]
+
+
+def _write_masks(
+    grammar: TextGrammar, drafts: Sequence[int], parents: Sequence[int], bits: np.ndarray
+) -> None:
+    """The masks of a span's rows: the current token's, and those behind each draft's own path."""
+    if list(parents) == list(range(-1, len(parents) - 1)):
+        grammar.write_masks(drafts, bits)
+        return
+    grammar.write_masks([], bits[:1])
+    for node in range(len(drafts)):
+        path = _path(drafts, parents, node)
+        rows = np.empty((len(path) + 1, bits.shape[1]), dtype=bits.dtype)
+        grammar.write_masks(path, rows)
+        bits[1 + node] = rows[-1]
 
 
 def token_masks(
@@ -56,6 +87,11 @@ def token_masks(
     drafts = [] if choice is None else choice.tokens.tolist()
     drafts = [[]] * first_decoding + drafts
     offers = dict(zip(map(id, spans), drafts, strict=False))
+    if choice is None or choice.parents is None:
+        parents = [list(range(-1, len(row) - 1)) for row in drafts]
+    else:
+        parents = [[]] * first_decoding + choice.parents.tolist()
+    branches = dict(zip(map(id, spans), parents, strict=False))
     counts = [1 + span.drafts if span.request.grammar else 0 for span in sampling]
     bits = np.empty((sum(counts), -(-vocab_size // 32)), dtype=np.int32)
     row: list[int] = []
@@ -67,7 +103,8 @@ def token_masks(
             continue
         grammar.sync(span.request.output)
         tokens = offers[id(span)][: span.drafts] if span.drafts else []
-        grammar.write_masks(tokens, bits[first : first + count])
+        above = branches[id(span)][: span.drafts] if span.drafts else []
+        _write_masks(grammar, tokens, above, bits[first : first + count])
         row += range(first, first + count)
         first += count
     return TokenMasks(torch.from_numpy(bits).to(device), torch.tensor(row, device=device))

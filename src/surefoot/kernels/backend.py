@@ -137,6 +137,14 @@ class Backend(ABC):
         """Of a block only the rows' keys and values, from ``inputs`` as in ``layer``."""
 
     @abstractmethod
+    def move_keys(
+        self, kv: Any, tables: torch.Tensor, source: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        """Copy keys and values of one layer from key index ``source`` to ``target``, int64 [B, n],
+        of the requests whose block tables are ``tables`` int32 [B, blocks]. Targets rise along a
+        row and are not above their sources; equal ones change nothing."""
+
+    @abstractmethod
     def linear(self, linear: Any, x: torch.Tensor) -> torch.Tensor:
         """A packed linear by itself: [N, in] -> [N, out] in the backend's activation type."""
 

@@ -30,9 +30,9 @@ class FlatBatch:
 
     Row r belongs to request ``row_slot[r]`` and sees the keys of that request whose index is
     below ``span_start[row_slot[r]]``, and of the span's own rows those that ``mask`` allows:
-    bit j of ``mask[r]`` stands for the span's row j (a tree; all of the span's own bits for no
-    mask at all; -1 is reserved). Without ``mask`` the span is causal: row r sees keys
-    0 .. ``key_index[r]``.
+    bit j of ``mask[r]`` stands for the key j places on, the span's row j (a tree; all of the
+    span's own bits for no mask at all). Without ``mask``, and where it is -1, the row is causal:
+    it sees keys 0 .. ``key_index[r]``.
     All keys of the batch are written before any is read.
     """
 

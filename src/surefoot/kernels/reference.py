@@ -32,6 +32,15 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+def key_places(
+    tables: torch.Tensor, keys: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block ids and places within, int64 [B * n] each, of key indices [B, n] under block tables
+    int32 [B, blocks]."""
+    blocks = tables.gather(1, keys // block_size)
+    return blocks.flatten().long(), (keys % block_size).flatten()
+
+
 def key_visibility(batch: FlatBatch, keys: int) -> torch.Tensor:
     """bool [N, keys]: which of its request's first ``keys`` keys each row sees (see FlatBatch)."""
     index = torch.arange(keys, device=batch.tokens.device)
@@ -41,4 +50,6 @@ def key_visibility(batch: FlatBatch, keys: int) -> torch.Tensor:
     offset = index - start
     in_span = (offset >= 0) & (offset < 64)
     bit = (batch.mask.unsqueeze(1) >> offset.clamp(0, 63)) & 1
-    return ((offset < 0) | (in_span & (bit == 1))) & (index >= batch.first_key)
+    causal = (batch.mask == -1).unsqueeze(1) & (index <= batch.key_index.unsqueeze(1))
+    in_tree = (batch.mask != -1).unsqueeze(1) & ((offset < 0) | (in_span & (bit == 1)))
+    return (causal | in_tree) & (index >= batch.first_key)

@@ -108,6 +108,13 @@ class TorchBackend(Backend):
             k = ops.rms_norm(k, weights.k_norm, weights.eps)
         write_kv(kv, ops.apply_rope(k, batch.positions, rope), v, batch)
 
+    def move_keys(
+        self, kv: torch.Tensor, tables: torch.Tensor, source: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        from_block, from_place = ops.key_places(tables, source, kv.shape[2])
+        to_block, to_place = ops.key_places(tables, target, kv.shape[2])
+        kv[:, to_block, to_place] = kv[:, from_block, from_place]
+
     def linear(self, linear: DenseLinear, x: torch.Tensor) -> torch.Tensor:
         return linear(x)
 

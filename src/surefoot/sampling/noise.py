@@ -51,7 +51,27 @@ def gumbel(
     words = philox(
         (quads, rows[0] & _MASK, rows[1] & _MASK, zero), (rows[2] & _MASK, (rows[2] >> 32) & _MASK)
     )
-    bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :vocab_size]
+    return _variates(
+        torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :vocab_size]
+    )
+
+
+def gumbel_at(
+    seeds: torch.Tensor, choices: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """The noise of some tokens only: ``ids`` int64 [rows, n] -> float32 [rows, n], equal to the
+    columns ``ids`` of ``gumbel``."""
+    rows = [tensor.unsqueeze(1) for tensor in (positions, choices, seeds)]
+    words = philox(
+        (ids // 4, rows[0] & _MASK, rows[1] & _MASK, torch.zeros_like(ids)),
+        (rows[2] & _MASK, (rows[2] >> 32) & _MASK),
+    )
+    stacked = torch.stack(torch.broadcast_tensors(*words), dim=-1)
+    return _variates(stacked.gather(2, (ids % 4).unsqueeze(2)).squeeze(2))
+
+
+def _variates(bits: torch.Tensor) -> torch.Tensor:
+    """32-bit words as standard Gumbel variates."""
     # v is uniform in (0, 1), finest near 0, where large noise comes from; it stays below 1 after
     # rounding to float32, so that the smallest noise is finite too.
     v = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -66,6 +67,14 @@ class SlotParams:
         self.stop_ids = torch.full((slots, 4), -1, dtype=torch.int64, device=device)
         self.bias_ids = torch.full((slots, 1), -1, dtype=torch.int64, device=device)
         self.bias = torch.zeros((slots, 1), dtype=torch.float32, device=device)
+
+    def spread(self, slots: torch.Tensor) -> SlotParams:
+        """The parameters of ``slots`` int64 [M], one entry each."""
+        spread = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                setattr(spread, name, value[slots])
+        return spread
 
     def write(self, slot: int, request: Request) -> None:
         """Enter a request's parameters into its slot."""

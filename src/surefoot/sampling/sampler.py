@@ -31,6 +31,14 @@ class SampleRows:
     """int64 [slots, width]: token history by slot, tentative drafts in place. Only the first
     ``max_history`` columns are read."""
     max_history: int
+    history_by_row: bool = False
+    """``history`` is [M, width]: each row has its own (drafts in a tree)."""
+
+    @property
+    def texts(self) -> torch.Tensor:
+        """int64 [M, max_history]."""
+        first = slice(None) if self.history_by_row else self.slots
+        return self.history[first, : self.max_history]
 
 
 def sample_rows(
@@ -79,8 +87,11 @@ def adjust(
 
 def adjustments_of(rows: SampleRows, params: SlotParams, features: Features) -> Adjustments:
     """The rows' adjustments, as a backend wants them."""
+    slots = rows.slots
+    if rows.history_by_row:
+        slots, params = torch.arange(len(slots), device=slots.device), params.spread(slots)
     return Adjustments(
-        slots=rows.slots,
+        slots=slots,
         positions=rows.positions,
         penalties=features.penalties,
         biased=features.bias,
@@ -116,7 +127,7 @@ def apply_penalties(logits: torch.Tensor, rows: SampleRows, params: SlotParams) 
     """Repetition penalty over prompt and output (CTRL, Keskar et al., 2019), then frequency and
     presence penalties over the output (OpenAI)."""
     slots = rows.slots
-    tokens = rows.history[slots, : rows.max_history]
+    tokens = rows.texts
     index = torch.arange(tokens.shape[1], device=tokens.device)
     before = index < rows.positions.unsqueeze(1)
     in_output = before & (index >= params.prompt_length[slots].unsqueeze(1))

@@ -20,6 +20,8 @@ from surefoot.speculation.estimator import AcceptanceEstimator
 from surefoot.speculation.native import split_rows_native
 from surefoot.speculation.proposer import Drafts
 from surefoot.speculation.state import SlotState
+from surefoot.speculation.tree_estimator import TreeEstimator
+from surefoot.speculation.trees import ancestors, chain_parents
 
 MIN_PACE = 0.95
 MIN_GAIN = 1.02
@@ -40,6 +42,18 @@ class Choice:
     """int64 [B]."""
     chances: torch.Tensor
     """float32 [B, K]: that a draft and all before it are accepted; never rises along a row."""
+    parents: torch.Tensor | None = None
+    """int64 [B, K] where some offer may be a tree (see ``Drafts``)."""
+
+    def of(self, index: torch.Tensor) -> Choice:
+        """The choices of some of the slots, in the order of ``index`` int64 [n]."""
+        return Choice(
+            self.proposer[index],
+            self.tokens[index],
+            self.lengths[index],
+            self.chances[index],
+            None if self.parents is None else self.parents[index],
+        )
 
 
 def split_rows(
@@ -105,13 +119,22 @@ class Controller:
     """Keeps every proposer's offers and estimates; sizes each round."""
 
     def __init__(
-        self, state: SlotState, proposers: Sequence[str], cost: CostModel, policy: str = "auto"
+        self,
+        state: SlotState,
+        proposers: Sequence[str],
+        cost: CostModel,
+        policy: str = "auto",
+        trees: Sequence[bool] = (),
     ) -> None:
+        """``trees``: which of the proposers offer trees."""
         self.state = state
         self.names = tuple(proposers)
         self.cost = cost
         self.policy = policy
-        self.estimators = [AcceptanceEstimator(state) for _ in self.names]
+        self.trees = tuple(trees) or (False,) * len(self.names)
+        self.estimators = [
+            TreeEstimator(state) if tree else AcceptanceEstimator(state) for tree in self.trees
+        ]
         self.idle_rounds = 0
         self.probes = 0
         self.draft_seconds: dict[int, float] = {}
@@ -121,6 +144,10 @@ class Controller:
         self.tokens = torch.zeros((count, slots, width), dtype=torch.int64, device=device)
         self.lengths = torch.zeros((count, slots), dtype=torch.int64, device=device)
         self.confidence = torch.zeros((count, slots, width), device=device)
+        self.parents: torch.Tensor | None = None
+        if any(self.trees):
+            self.parents = chain_parents(count * slots, width, device).reshape(count, slots, width)
+            self.parents = self.parents.clone()
         self.allowed = torch.zeros((count, slots), dtype=torch.bool, device=device)
         self.draft_limit = torch.zeros(slots, dtype=torch.int64, device=device)
 
@@ -141,6 +168,8 @@ class Controller:
         self.tokens[index, slots] = drafts.tokens
         self.lengths[index, slots] = drafts.lengths
         self.confidence[index, slots] = drafts.confidence
+        if self.parents is not None and drafts.parents is not None:
+            self.parents[index, slots] = drafts.parents
         self.estimators[index].watch(slots, drafts)
         return drafts.lengths
 
@@ -150,10 +179,13 @@ class Controller:
 
     def sanitise(self, index: int, slots: torch.Tensor, drafts: Drafts) -> Drafts:
         """The part of proposer ``index``'s offers that can be verified."""
-        if drafts.parents is not None:
+        if (drafts.parents is not None) != self.trees[index]:
+            kind = "a chain" if drafts.parents is None else "a tree"
             raise SurefootError(
-                "proposers", f"{self.names[index]!r} offers a tree", "offer a chain"
+                "proposers", f"{self.names[index]!r} offers {kind}", "its needs() say otherwise"
             )
+        if drafts.parents is not None:
+            return self._sanitise_tree(index, slots, drafts, drafts.parents)
         state, width = self.state, self.state.max_drafts
         if state.native is not None:
             return Drafts(
@@ -180,6 +212,28 @@ class Controller:
         lengths = torch.where(self.allowed[index, slots], lengths, 0)
         return Drafts(tokens.clamp(0, state.vocab_size - 1), lengths, confidence)
 
+    def _sanitise_tree(
+        self, index: int, slots: torch.Tensor, drafts: Drafts, parents: torch.Tensor
+    ) -> Drafts:
+        """Nodes up to the first that is no token, or deeper than the request can still get."""
+        state, width = self.state, self.state.max_drafts
+        tokens, confidence = drafts.tokens[:, :width], drafts.confidence[:, :width]
+        parents = parents[:, :width]
+        if tokens.shape[1] < width:
+            missing = (0, width - tokens.shape[1])
+            tokens = torch.nn.functional.pad(tokens, missing, value=-1)
+            confidence = torch.nn.functional.pad(confidence, missing)
+            parents = torch.nn.functional.pad(parents, missing, value=-1)
+        order = torch.arange(width, device=state.device)
+        parents = torch.minimum(parents, order - 1).clamp(min=-1)
+        room = (state.limit[slots] - state.length[slots] - 1).unsqueeze(1)
+        valid = (tokens >= 0) & (tokens < state.vocab_size)
+        valid = valid & (ancestors(parents)[1][:, 1:] <= room)
+        lengths = torch.minimum(drafts.lengths, valid.long().cumprod(dim=1).sum(dim=1))
+        lengths = torch.minimum(lengths, self.draft_limit[slots]).clamp(min=0)
+        lengths = torch.where(self.allowed[index, slots], lengths, 0)
+        return Drafts(tokens.clamp(0, state.vocab_size - 1), lengths, confidence, parents)
+
     def cut(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
         """Keep of the offers for ``slots`` [B] only ``lengths`` [proposers, B] drafts: a grammar
         forbids what follows."""
@@ -198,7 +252,8 @@ class Controller:
         if len(self.names) == 1:
             offers = self._offers(0, slots)
             chances = self.estimators[0].chances(slots, offers)
-            return Choice(torch.zeros_like(slots), offers.tokens, offers.lengths, chances)
+            proposer = torch.zeros_like(slots)
+            return Choice(proposer, offers.tokens, offers.lengths, chances, offers.parents)
         chances = torch.stack(
             [
                 estimator.chances(slots, self._offers(index, slots))
@@ -208,11 +263,21 @@ class Controller:
         proposer = chances.sum(dim=2).argmax(dim=0)
         chosen = proposer, slots
         batch = torch.arange(len(slots), device=slots.device)
-        return Choice(proposer, self.tokens[chosen], self.lengths[chosen], chances[proposer, batch])
+        return Choice(
+            proposer,
+            self.tokens[chosen],
+            self.lengths[chosen],
+            chances[proposer, batch],
+            None if self.parents is None else self.parents[chosen],
+        )
 
     def _offers(self, index: int, slots: torch.Tensor) -> Drafts:
+        parents = self.parents if self.trees[index] else None
         return Drafts(
-            self.tokens[index, slots], self.lengths[index, slots], self.confidence[index, slots]
+            self.tokens[index, slots],
+            self.lengths[index, slots],
+            self.confidence[index, slots],
+            None if parents is None else parents[index, slots],
         )
 
     def split(self, choice: Choice, base_rows: int) -> torch.Tensor:

@@ -28,6 +28,7 @@ class Needs:
     """What a proposer takes from the engine, budgeted before the KV pool is sized."""
 
     longest_draft: int
+    """Drafts in a row: of a tree, its depth."""
     captured_layers: tuple[int, ...] = ()
     """Layer indices whose entering residual stream it reads (see ``Decoder.forward``)."""
     kv_bytes_per_token: int = 0
@@ -36,6 +37,8 @@ class Needs:
     """Bytes besides: weights, state of the slots, scratch."""
     context_limit: int | None = None
     """Requests longer than this lose its drafts, not service."""
+    trees: bool = False
+    """Whether its offers are trees."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,9 @@ class Drafts:
     """float32 [B, K] in 0..1: the proposer's own idea of a draft's chance, which the controller
     calibrates against what happens."""
     parents: torch.Tensor | None = None
-    """int64 [B, K] for a tree: index of each draft's parent, -1 for the current token; parents
-    come first. None: a chain."""
+    """int64 [B, K] for a tree: index of each draft's parent, -1 for the current token. Parents come
+    first, more promising drafts before others, and siblings differ: any number of leading drafts
+    is a tree that can be verified. None: a chain."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,12 @@ class Commits:
     """The flat batch itself: N rows, those of rejected drafts and of padding included."""
     features: torch.Tensor
     """[N, captured * hidden]: the layers of ``Needs.captured_layers`` side by side."""
+    before: torch.Tensor | None = None
+    """int64 [N]: the flat row of the position before each row's, -1 for a span's first. None: the
+    row's neighbour."""
+    last: torch.Tensor | None = None
+    """int64 [B]: the flat row of each slot's last settled position. None: the last of ``counts``
+    neighbours."""
 
 
 class Proposer(ABC):

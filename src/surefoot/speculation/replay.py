@@ -257,8 +257,6 @@ class CompiledControl:
         state = replay.state
         for index in size.proposers:
             offers = replay.propose(index, slots, size)
-            if offers.parents is not None:
-                controller.sanitise(index, slots, offers)  # refuses it
             self.kernels.learn(
                 self.learners[index],
                 slots,

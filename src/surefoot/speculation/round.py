@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,17 @@ from surefoot.speculation.controller import Choice, Controller
 from surefoot.speculation.layout import Layout, RoundPlan, lay_out
 from surefoot.speculation.proposer import Commits, Outlook, Proposer
 from surefoot.speculation.state import SlotState
+from surefoot.speculation.trees import (
+    Paths,
+    Trees,
+    accept_paths,
+    committed_logprobs,
+    key_moves,
+    lay_out_trees,
+    path_histories,
+    plant,
+    settle,
+)
 
 PROMPT_LOGPROB_ROWS = 64
 
@@ -97,11 +108,24 @@ class SpeculativeRound:
         if choice is not None:
             write_drafts(state, plan.slots[plan.first_decoding :], choice)
         layout = lay_out(state, plan)
+        trees = None
+        if choice is not None and choice.parents is not None:
+            trees = plant(plan, choice.tokens, choice.parents)
+            layout = lay_out_trees(layout, plan, trees)
         forward = self.decoder.forward(layout.batch, self.kv, self.capture)
-        sampled, logprobs = self.sample(plan, layout, forward.hidden, wanted)
-        tokens, accepted, counts, ends = self.judge(plan, layout, choice, sampled)
+        sampled, logprobs = self.sample(plan, layout, forward.hidden, wanted, trees)
+        paths = None
+        if trees is None:
+            tokens, accepted, counts, ends = self.judge(plan, layout, choice, sampled)
+        else:
+            paths, tokens, counts, ends = self.judge_trees(plan, layout, trees, sampled)
+            accepted = paths.lengths
+            self.gather_paths(plan, paths)
+            if logprobs is not None:
+                logprobs = committed_logprobs(logprobs, layout, paths)
         settled = self.advance(plan, tokens, counts)
-        self.catch_up(plan, layout, settled, forward.features)
+        grown = None if trees is None or paths is None else (trees, paths)
+        self.catch_up(plan, layout, settled, forward.features, grown)
         return Verdict(
             counts=counts,
             accepted=accepted,
@@ -114,7 +138,12 @@ class SpeculativeRound:
         )
 
     def sample(
-        self, plan: RoundPlan, layout: Layout, hidden: torch.Tensor, wanted: Wanted
+        self,
+        plan: RoundPlan,
+        layout: Layout,
+        hidden: torch.Tensor,
+        wanted: Wanted,
+        trees: Trees | None = None,
     ) -> tuple[torch.Tensor, RowLogprobs | None]:
         """The token of every row that samples, int64 [M], and its logprobs if wanted."""
         state = self.state
@@ -129,6 +158,9 @@ class SpeculativeRound:
         rows = SampleRows(
             layout.sample_slots, layout.sample_positions, state.history, plan.max_keys
         )
+        if trees is not None and wanted.features.penalties:
+            texts = path_histories(state, layout, trees, plan.max_keys)
+            rows = replace(rows, history=texts, history_by_row=True)
         backend = self.decoder.backend
         sampled = sample_rows(logits, rows, state.params, wanted.features, backend, wanted.masks)
         if wanted.logprobs is None:
@@ -167,6 +199,28 @@ class SpeculativeRound:
         counts, ends = cut_at_end(tokens, counts, room, state.params.stop_ids[slots])
         return tokens, accepted, counts, ends
 
+    def judge_trees(
+        self, plan: RoundPlan, layout: Layout, trees: Trees, sampled: torch.Tensor
+    ) -> tuple[Paths, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``judge`` for drafts in trees: (paths, tokens, committed counts, end codes)."""
+        state, slots = self.state, plan.slots
+        steps = torch.arange(state.max_drafts + 1, device=state.device)
+        index = (layout.first_sample.unsqueeze(1) + steps).clamp(max=len(sampled) - 1)
+        paths = accept_paths(trees, sampled[index], plan.drafts)
+        tokens = sampled[index].gather(1, paths.rows)
+        samples = torch.arange(len(slots), device=state.device) >= plan.first_sampling
+        counts = torch.where(samples, paths.lengths + 1, 0)
+        room = state.limit[slots] - state.length[slots]
+        counts, ends = cut_at_end(tokens, counts, room, state.params.stop_ids[slots])
+        return paths, tokens, counts, ends
+
+    def gather_paths(self, plan: RoundPlan, paths: Paths) -> None:
+        """Bring the target's keys of the accepted paths together, before ``advance``."""
+        source, target = key_moves(paths, self.state.computed[plan.slots])
+        tables = self.state.block_tables[plan.slots]
+        for layer in self.kv:
+            self.decoder.backend.move_keys(layer, tables, source, target)
+
     def advance(
         self, plan: RoundPlan, tokens: torch.Tensor, counts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,14 +247,16 @@ class SpeculativeRound:
         layout: Layout,
         settled: tuple[torch.Tensor, torch.Tensor],
         features: torch.Tensor,
+        grown: tuple[Trees, Paths] | None = None,
     ) -> None:
         """Tell the proposers what was settled."""
         first, counts = settled
         for proposer, layers in self.stateful:
             own = select_layers(features, self.capture, layers)
-            proposer.catch_up(
-                Commits(plan.slots, first, counts, layout.first_row, layout.batch, own)
-            )
+            commits = Commits(plan.slots, first, counts, layout.first_row, layout.batch, own)
+            if grown is not None:
+                commits = settle(commits, layout, plan, *grown)
+            proposer.catch_up(commits)
 
     def draft(self, plan: RoundPlan, wanted: Wanted) -> torch.Tensor:
         """Judge earlier offers by the new tokens, and take the offers for the next round."""

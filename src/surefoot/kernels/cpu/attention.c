@@ -49,6 +49,41 @@ void sf_write_row(const sf_layer_weights *w, const sf_batch *batch, const sf_kv 
     }
 }
 
+/* Of one layer: keys and values from `source` to `target` [count][moves], request by request. A
+ * row's targets rise and are not above their sources, so that no source is overwritten too soon. */
+SF_EXPORT void sf_move_keys(const sf_kv *kv, int64_t kv_heads, int64_t head_dim, int64_t bytes,
+                            const int32_t *tables, int64_t stride, const int64_t *source,
+                            const int64_t *target, int64_t count, int64_t moves) {
+    const int64_t half = SF_LANES * head_dim * bytes;
+    for (int64_t i = 0; i < count * moves; i++) {
+        if (source[i] == target[i]) continue;
+        const int64_t end[2] = {source[i], target[i]};
+        for (int64_t head = 0; head < kv_heads; head++) {
+            uint8_t *tile[2];
+            int64_t lane[2];
+            for (int e = 0; e < 2; e++) {
+                const int64_t offset = end[e] % kv->block_size;
+                const int64_t id = tables[i / moves * stride + end[e] / kv->block_size];
+                tile[e] = kv->data +
+                          ((id * kv_heads + head) * kv->tiles + offset / SF_LANES) * 2 * half;
+                lane[e] = offset % SF_LANES;
+            }
+            for (int64_t d = 0; d < head_dim; d++) {
+                int64_t k[2], v[2];
+                for (int e = 0; e < 2; e++) {
+                    k[e] = bytes == 2 ? d / 2 * 32 + lane[e] * 2 + (d & 1) : d * 16 + lane[e];
+                    v[e] = bytes == 2
+                               ? d / 16 * 256 + lane[e] / 2 * 32 + d % 16 * 2 + (lane[e] & 1)
+                               : d / 16 * 256 + lane[e] * 16 + d % 16;
+                }
+                memcpy(tile[1] + k[1] * bytes, tile[0] + k[0] * bytes, (size_t)bytes);
+                memcpy(tile[1] + half + v[1] * bytes, tile[0] + half + v[0] * bytes,
+                       (size_t)bytes);
+            }
+        }
+    }
+}
+
 /* What one row sees. */
 typedef struct {
     int64_t limit; /* keys from here on are invisible */

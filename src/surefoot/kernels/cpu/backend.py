@@ -204,6 +204,25 @@ class NativeBackend(Backend):
         ):
             raise MemoryError("no memory for the keys of a layer")
 
+    def move_keys(
+        self, kv: NativeKV, tables: torch.Tensor, source: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        """See ``Backend.move_keys``."""
+        tables, source, target = tables.contiguous(), source.contiguous(), target.contiguous()
+        if tables.dtype is not torch.int32:
+            raise ValueError(f"tables are {tables.dtype}, expected int32")
+        self._library.sf_move_keys(
+            kv.address,
+            kv.shape.kv_heads,
+            kv.shape.head_dim,
+            self.dtype.itemsize,
+            tables.data_ptr(),
+            tables.shape[1],
+            source.data_ptr(),
+            target.data_ptr(),
+            *source.shape,
+        )
+
     def _prepared_batch(self, batch: FlatBatch) -> PreparedBatch:
         """Kept for the next layer over the same batch."""
         prepared = self._batch

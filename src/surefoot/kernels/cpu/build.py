@@ -136,6 +136,10 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "sf_pack": (None, [int32, pointer, int64, int64, pointer, int32]),
         "sf_embed": (int32, [pointer, pointer, int64, pointer, int32]),
         "sf_layer": (int32, [pointer, pointer, pointer, pointer, pointer, pointer, int32]),
+        "sf_move_keys": (
+            None,
+            [pointer, int64, int64, int64, pointer, int64, pointer, pointer, int64, int64],
+        ),
         "sf_write_keys": (int32, [pointer, pointer, pointer, pointer, pointer, int32]),
         "sf_head": (
             int32,

@@ -88,13 +88,13 @@ def attention_kernel(
     place = row * HEADS + head
     column = tl.arange(0, WIDTH)
     in_head = column < HEAD_DIM
+    last_key = tl.load(key_index_ptr + row, mask=valid, other=-1)
+    length = tl.max(last_key, axis=0) + 1
     if MASKED:
+        # A tree may grow over several passes, and a row may see keys after its own.
         bits = tl.load(mask_ptr + row, mask=valid, other=0)
         start = tl.load(start_ptr + slot)
-        length = start + count
-    else:
-        last_key = tl.load(key_index_ptr + row, mask=valid, other=-1)
-        length = tl.max(last_key, axis=0) + 1
+        length = tl.maximum(start + count, length)
 
     length = length.to(tl.int32)
     low = 0
@@ -136,7 +136,9 @@ def attention_kernel(
         if MASKED:
             offset = key - start
             bit = (bits[:, None] >> tl.minimum(tl.maximum(offset, 0), 63)[None, :]) & 1
-            visible = (offset < 0)[None, :] | ((offset < 64)[None, :] & (bit == 1))
+            in_tree = (offset < 0)[None, :] | ((offset < 64)[None, :] & (bit == 1))
+            causal = key[None, :] <= last_key[:, None]
+            visible = tl.where((bits == -1)[:, None], causal, in_tree)
         else:
             visible = key[None, :] <= last_key[:, None]
         visible = visible & (known & (key >= first_key))[None, :]

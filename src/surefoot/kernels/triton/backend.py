@@ -17,6 +17,7 @@ from surefoot.kernels.backend import (
     Weight,
 )
 from surefoot.kernels.quant import QuantTensor
+from surefoot.kernels.reference import key_places
 from surefoot.kernels.triton import control
 from surefoot.kernels.triton.activation import silu_mul
 from surefoot.kernels.triton.argmax import argmax
@@ -232,6 +233,13 @@ class TritonBackend(Backend):
         projected = weights.kv(inputs.to(self.dtype).contiguous())
         shape = replace(weights.shape, heads=0)
         rope_and_write(projected, kv, batch, shape, rope, norms, weights.eps)
+
+    def move_keys(
+        self, kv: torch.Tensor, tables: torch.Tensor, source: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        from_block, from_place = key_places(tables, source, kv.shape[3])
+        to_block, to_place = key_places(tables, target, kv.shape[3])
+        kv[:, to_block, :, to_place] = kv[:, from_block, :, from_place]
 
     def linear(self, linear: TritonLinear, x: torch.Tensor) -> torch.Tensor:
         return linear(x.to(self.dtype).contiguous())

@@ -43,7 +43,8 @@ class Eagle3Drafter:
         again = sum(tensors[f"{LAYER}self_attn.{name}_proj.weight"].numel() for name in ("k", "v"))
         floats = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
         self.weight_bytes = (floats + again) * backend.dtype.itemsize
-        positions = min(layer.max_positions, target.rope.cos.shape[0])
+        # Drafts reach beyond the last position that the target runs.
+        positions = min(layer.max_positions, target.rope.cos.shape[0] + 64)
         self.rope = rope_table(layer, positions, backend.device)
         self.shape = AttentionShape(
             layer.heads, layer.kv_heads, layer.head_dim, layer.head_dim**-0.5
@@ -98,6 +99,11 @@ class Eagle3Drafter:
         an earlier step -> hidden states [N, hidden]. May overwrite ``features``."""
         inputs, residual = self._inputs(features, batch.tokens)
         return self.backend.layer(self.layer, residual, batch, kv, self.rope, inputs)
+
+    def rotary(self, keys: torch.Tensor) -> torch.Tensor:
+        """RoPE positions of the entries at ``keys``: those of the features. Beyond the drafter's
+        context nothing is offered, and any position does."""
+        return (keys - 1).clamp(0, self.rope.cos.shape[0] - 1)
 
     def _inputs(
         self, features: torch.Tensor, tokens: torch.Tensor

@@ -1,0 +1,188 @@
+"""Rounds whose drafts are trees: from parents to masks, positions, histories and KV moves.
+
+A span's row 0 is the current token (the root), row j + 1 its draft j; parents come first. Keys lie
+in the order of the rows, RoPE positions count depth. Once the round knows which path was accepted,
+the path's keys move together behind the root, and the span looks as if a chain had been verified.
+All of it is tensor operations; a chain is the tree whose parents count up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from surefoot.sampling.logprobs import RowLogprobs
+    from surefoot.speculation.layout import Layout, RoundPlan
+    from surefoot.speculation.proposer import Commits
+    from surefoot.speculation.state import SlotState
+
+CAUSAL = -1
+"""Mask of a row that sees all keys up to its own (``FlatBatch.mask``)."""
+
+
+@dataclass(frozen=True)
+class Trees:
+    """Drafts of B spans as trees; prefill chunks have none."""
+
+    tokens: torch.Tensor
+    """int64 [B, K]."""
+    parents: torch.Tensor
+    """int64 [B, K]: draft index, -1 for the root."""
+    masks: torch.Tensor
+    """int64 [B, K + 1]: bit i of row j: row i is row j or an ancestor of it."""
+    depths: torch.Tensor
+    """int64 [B, K + 1]: 0 for the root."""
+
+
+@dataclass(frozen=True)
+class Paths:
+    """What was accepted of B trees: ``lengths`` int64 [B] drafts; ``rows`` int64 [B, K + 1]: the
+    span's row at each depth of the accepted path, 0 beyond it."""
+
+    lengths: torch.Tensor
+    rows: torch.Tensor
+
+
+def chain_parents(batch: int, width: int, device: torch.device) -> torch.Tensor:
+    """The parents of ``batch`` chains: -1, 0, 1 ..."""
+    return (torch.arange(width, device=device) - 1).expand(batch, width)
+
+
+def ancestors(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masks and depths, int64 [B, K + 1] each as in ``Trees``, of parents int64 [B, K]."""
+    up = torch.cat((torch.zeros_like(parents[:, :1]), parents + 1), dim=1)
+    width = up.shape[1]
+    bits = torch.arange(width, device=parents.device)
+    masks = (torch.ones_like(bits) << bits).expand_as(up)
+    # Everyone's parent is asked, then the grandparent's grandparent, and so on: the jumps double.
+    for _ in range((width - 1).bit_length()):
+        masks = masks | masks.gather(1, up)
+        up = up.gather(1, up)
+    return masks, ((masks.unsqueeze(2) >> bits) & 1).sum(dim=2) - 1
+
+
+def plant(plan: RoundPlan, tokens: torch.Tensor, parents: torch.Tensor) -> Trees:
+    """The trees of a round from those of its decoding spans, ``tokens`` and ``parents`` int64
+    [spans from ``first_decoding`` on, K]."""
+    missing, width = plan.first_decoding, tokens.shape[1]
+    parents = torch.cat((chain_parents(missing, width, tokens.device), parents))
+    tokens = torch.cat((tokens.new_zeros((missing, width)), tokens))
+    return Trees(tokens, parents, *ancestors(parents))
+
+
+def _span_of_rows(layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the span of each flat row int64 [N], its index within the span)."""
+    index = torch.arange(layout.batch.tokens.shape[0], device=layout.first_row.device)
+    owner = (torch.searchsorted(layout.first_row, index, right=True) - 1).clamp(min=0)
+    return owner, index - layout.first_row[owner]
+
+
+def lay_out_trees(layout: Layout, plan: RoundPlan, trees: Trees) -> Layout:
+    """A layout of chains with its drafts arranged as trees: positions, masks, and the positions of
+    what is sampled. Rows of prefill chunks stay causal."""
+    owner, offset = _span_of_rows(layout)
+    inside = owner, offset.clamp(max=trees.masks.shape[1] - 1)
+    decoding = owner >= plan.first_decoding
+    batch = layout.batch
+    depth = torch.where(decoding, trees.depths[inside], offset)
+    positions = batch.positions - offset + depth
+    masks = torch.where(decoding, trees.masks[inside], CAUSAL)
+    batch = replace(batch, positions=positions, mask=masks)
+    sampled = positions[layout.sample_index] + 1
+    return replace(layout, batch=batch, sample_positions=sampled)
+
+
+def path_histories(
+    state: SlotState, layout: Layout, trees: Trees, max_history: int
+) -> torch.Tensor:
+    """The text before each sampled row, drafts on its own path included: int64 [M, max_history +
+    1]. Columns from the row's position on mean nothing."""
+    owner, offset = _span_of_rows(layout)
+    owner = owner[layout.sample_index]
+    inside = owner, offset[layout.sample_index].clamp(max=trees.masks.shape[1] - 1)
+    histories = torch.nn.functional.pad(
+        state.history[layout.sample_slots, :max_history], (0, 1), value=0
+    )
+    nodes = torch.arange(1, trees.masks.shape[1], device=owner.device)
+    on_path = (trees.masks[inside].unsqueeze(1) >> nodes) & 1
+    columns = state.length[layout.sample_slots].unsqueeze(1) + trees.depths[owner][:, 1:] - 1
+    columns = torch.where(on_path == 1, columns, max_history).clamp(max=max_history)
+    return histories.scatter_(1, columns, trees.tokens[owner])
+
+
+def accept_paths(trees: Trees, sampled: torch.Tensor, drafts: torch.Tensor) -> Paths:
+    """Walk from the root to the child that equals what its parent's row sampled.
+
+    ``sampled`` int64 [B, K + 1]: by row of the span; ``drafts`` int64 [B]: drafts verified. Among
+    equal siblings, which no proposer should offer, the first counts.
+    """
+    width = trees.tokens.shape[1]
+    index = torch.arange(width + 1, device=drafts.device)
+    right = sampled.gather(1, trees.parents + 1) == trees.tokens
+    right = right & (index[:width] < drafts.unsqueeze(1))
+    bits = (right.long() << index[1:]).sum(dim=1, keepdim=True) | 1
+    reached = (trees.masks & ~bits) == 0
+    last = torch.where(reached, trees.depths, -1).argmax(dim=1, keepdim=True)
+    on_path = (trees.masks.gather(1, last) >> index) & 1
+    rows = torch.zeros((len(drafts), width + 2), dtype=torch.int64, device=drafts.device)
+    columns = torch.where(on_path == 1, trees.depths, width + 1)
+    rows.scatter_(1, columns, index.expand_as(columns))
+    return Paths(trees.depths.gather(1, last).squeeze(1), rows[:, : width + 1])
+
+
+def key_moves(paths: Paths, start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which keys to copy where, int64 [B, K] each, to bring the accepted paths together behind
+    the roots, whose keys are ``start`` [B]. Entries with nothing to move name the root twice."""
+    depth = torch.arange(1, paths.rows.shape[1], device=start.device)
+    moved = depth <= paths.lengths.unsqueeze(1)
+    start = start.unsqueeze(1)
+    return start + torch.where(moved, paths.rows[:, 1:], 0), start + torch.where(moved, depth, 0)
+
+
+def committed_logprobs(scores: RowLogprobs, layout: Layout, paths: Paths) -> RowLogprobs:
+    """Rows in a new order: each span's accepted path, root included, comes first."""
+    count = len(scores.chosen)
+    depth = torch.arange(paths.rows.shape[1], device=layout.first_sample.device)
+    first = layout.first_sample.unsqueeze(1)
+    kept = depth <= paths.lengths.unsqueeze(1)
+    order = torch.arange(count + 1, device=first.device)
+    places = torch.where(kept, first + depth, count).clamp(max=count)
+    order[places.flatten()] = (first + paths.rows).clamp(max=count - 1).flatten()
+    order = order[:count]
+    return replace(
+        scores,
+        chosen=scores.chosen[order],
+        ranks=scores.ranks[order],
+        top_ids=scores.top_ids[order],
+        top=scores.top[order],
+    )
+
+
+def settle(
+    commits: Commits, layout: Layout, plan: RoundPlan, trees: Trees, paths: Paths
+) -> Commits:
+    """A round's commits as proposers see them: the rows of the accepted paths under the keys that
+    they have now, all other drafts as padding, and which row comes before each."""
+    owner, offset = _span_of_rows(layout)
+    inside = owner, offset.clamp(max=trees.masks.shape[1] - 1)
+    decoding = owner >= plan.first_decoding
+    depth = torch.where(decoding, trees.depths[inside], offset)
+    on_path = paths.rows[owner, depth.clamp(max=paths.rows.shape[1] - 1)] == offset
+    on_path = on_path & (depth <= paths.lengths[owner])
+    batch = commits.batch
+    batch = replace(
+        batch,
+        key_index=batch.key_index - offset + depth,
+        row_slot=torch.where(on_path | ~decoding, batch.row_slot, -1),
+        mask=None,
+    )
+    parents = torch.where(decoding, trees.parents[owner, inside[1].clamp(min=1) - 1], offset - 2)
+    before = torch.where(offset > 0, layout.first_row[owner] + parents + 1, -1)
+    tail = (commits.counts - 1).clamp(min=0)
+    spans = torch.arange(len(tail), device=tail.device)
+    end = paths.rows.gather(1, tail.clamp(max=paths.rows.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    last = commits.rows + torch.where(spans >= plan.first_decoding, end, tail)
+    return replace(commits, batch=batch, before=before, last=last)

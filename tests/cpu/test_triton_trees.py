@@ -1,0 +1,78 @@
+"""What trees and networks that draft ask of the Triton kernels, against the torch twins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton_interpreter  # isort: skip
+
+from surefoot.kernels.attention import torch_paged
+from surefoot.kernels.backend import AttentionShape, FlatBatch
+from surefoot.kernels.torch_backend import TorchBackend
+from surefoot.kernels.triton import attention
+from surefoot.kernels.triton.attention import AttentionPlan
+from surefoot.kernels.triton.backend import TritonBackend
+from test_triton_kernels import attention_case, close_attention
+
+pytestmark = [
+    pytest.mark.skipif(triton_interpreter.ON_GPU, reason="tests/gpu run the same checks compiled"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+SHAPE = AttentionShape(4, 2, 16, 0.25)
+
+
+def check(q: torch.Tensor, kv: torch.Tensor, batch: FlatBatch, plan: AttentionPlan | None) -> None:
+    own = kv.transpose(2, 3).contiguous()
+    found = attention.span_attention(q, own, batch, SHAPE, plan)
+    close_attention(found[:-2], torch_paged.span_attention(q, kv, batch, SHAPE)[:-2])
+
+
+@pytest.mark.parametrize("first_key", [0, 1])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_trees_beside_causal_chunks(splits: int, first_key: int) -> None:
+    """A mask of -1 is causal however long the span is."""
+    torch.manual_seed(splits)
+    q, kv, batch = attention_case([(1, 70), (20, 9), (4, 1)], SHAPE, torch.float32, True)
+    assert batch.mask is not None
+    mask = torch.where(batch.row_slot == 1, batch.mask, -1)
+    batch = replace(batch, mask=mask, first_key=first_key)
+    tiles = -(-70 // 8) + 2 + 1
+    check(q, kv, batch, AttentionPlan(16, 32, splits, 0, tiles, 4, 2))
+
+
+def test_a_tree_that_grows_over_several_passes() -> None:
+    """Rows see keys of the tree that earlier passes wrote, and none of their siblings'."""
+    torch.manual_seed(5)
+    q, kv, batch = attention_case([(40, 4), (33, 4)], SHAPE, torch.float32, True)
+    # The tree began 8 and 12 keys before these rows.
+    start = torch.tensor([32, 21])
+    own = torch.ones_like(batch.key_index) << (batch.key_index - start[batch.row_slot])
+    before = torch.randint(0, 255, own.shape)
+    check(q, kv, replace(batch, span_start=start, mask=own | before), None)
+
+
+def test_an_empty_first_key_is_seen_by_nobody() -> None:
+    q, kv, batch = attention_case([(3, 5), (80, 1)], SHAPE, torch.float32, False)
+    batch = replace(batch, first_key=1)
+    check(q, kv, batch, None)
+    loud = kv.clone()
+    loud[:, batch.block_tables[:, 0].long(), 0] = 50.0
+    own = loud.transpose(2, 3).contiguous()
+    found = attention.span_attention(q, own, batch, SHAPE)
+    close_attention(found[:-2], torch_paged.span_attention(q, kv, batch, SHAPE)[:-2])
+
+
+def test_keys_move_as_on_torch() -> None:
+    kv = torch.randn(2, 9, 4, SHAPE.kv_heads, SHAPE.head_dim)
+    own = kv.transpose(2, 3).contiguous()
+    tables = torch.tensor([[3, 1, 7, 2], [8, 4, 6, 5]], dtype=torch.int32)
+    source = torch.tensor([[3, 6, 9, 13], [2, 2, 2, 2]])
+    target = torch.tensor([[3, 4, 5, 6], [2, 2, 2, 2]])
+    TorchBackend("cpu", torch.float32).move_keys(kv, tables, source, target)
+    TritonBackend("cpu", torch.float32).move_keys(own, tables, source, target)
+    assert torch.equal(own.transpose(2, 3), kv)
