@@ -77,6 +77,17 @@ class EngineConfig:
                 f"{self.max_num_batched_tokens} is below max_num_seqs = {self.max_num_seqs}",
                 "every running request needs a row in each round",
             )
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise SurefootError(
+                "gpu_memory_utilization", f"{share!r} is out of range", "use a share, 0 < x <= 1"
+            )
+        for option, given in (
+            ("enforce_eager", self.enforce_eager),
+            ("gpu_memory_utilization", share != 0.9),
+        ):
+            if given and not self.device.startswith("cuda"):
+                raise SurefootError(option, "is for NVIDIA GPUs only", "add --device cuda")
         if self.weights == "native" and self.backend == "torch":
             raise SurefootError(
                 "weights", "native blocks need the native backend", "drop backend=torch"

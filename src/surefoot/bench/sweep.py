@@ -6,12 +6,21 @@ the first that ends: tokens a second and the time of a round; and end to end, pr
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
+from surefoot.bench import synthetic
+from surefoot.config import DEFAULT_MODEL, EngineConfig
+from surefoot.engine.build import build_engine, choose_backend
 from surefoot.engine.engine import Engine
+from surefoot.models.decoder import Decoder
+from surefoot.models.dummy import DummyWeights
+from surefoot.models.loading.hf_config import read_hf_config
 from surefoot.request import SamplingParams, SpeculationParams
 
 Mode = int | str
@@ -100,3 +109,71 @@ def sweep(
         for concurrency in concurrencies
         for mode in modes
     ]
+
+
+def main() -> None:
+    """``python -m surefoot.bench.sweep``: an engine on one GPU, with random weights or a model's;
+    a table on stdout, then one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="a model, as for surefoot generate")
+    parser.add_argument(
+        "--dummy-weights", metavar="FOLDER", help="random weights for its config.json"
+    )
+    parser.add_argument("--synthetic-acceptance", metavar="R1,R2,…", help="unconditional rates")
+    parser.add_argument("--concurrency", default="1,4,8,16,32,64,128")
+    parser.add_argument("--modes", default="0,4,auto", help="fixed numbers of drafts, or auto")
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--max-draft-tokens", type=int, default=4)
+    parser.add_argument("--device", default="cuda")
+    arguments = parser.parse_args()
+    if (arguments.model is None) == (arguments.dummy_weights is None):
+        parser.error("give either --model or --dummy-weights")
+    counts = [int(count) for count in arguments.concurrency.split(",")]
+    modes: list[Mode] = [m if m == "auto" else int(m) for m in arguments.modes.split(",")]
+    rates = [float(rate) for rate in (arguments.synthetic_acceptance or "").split(",") if rate]
+    if rates:
+        synthetic.register()
+    config = EngineConfig(
+        model=arguments.model or DEFAULT_MODEL,
+        device=arguments.device,
+        max_model_len=arguments.prompt + arguments.output,
+        max_num_seqs=max(counts),
+        max_num_batched_tokens=max(2048, *counts),
+        max_draft_tokens=arguments.max_draft_tokens,
+        proposers=(synthetic.NAME,) if rates else None,
+        enable_prefix_caching=False,
+    )
+    engine = _engine(config, arguments.dummy_weights)
+    pipeline = engine.pipeline
+    if rates and pipeline is None:
+        parser.error("--synthetic-acceptance needs recorded rounds, so a GPU")
+    if rates and pipeline is not None:
+        pipeline.graphs.forget()
+        replay = pipeline.replay
+        replay.override = synthetic.SyntheticAcceptance(replay, [rates])
+    points = []
+    for concurrency in counts:
+        for mode in modes:
+            point = run_point(engine, concurrency, mode, arguments.prompt, arguments.output)
+            points.append(asdict(point))
+            print(
+                f"{concurrency:4} {mode!s:>5} {point.tokens_per_s:9.0f} tokens/s "
+                f"{point.round_ms:7.2f} ms a round, accepted length {point.accepted_length:.2f}, "
+                f"end to end {point.end_to_end_per_s:.0f}",
+                flush=True,
+            )
+    print(json.dumps({"config": asdict(config), "rates": rates, "points": points}))
+
+
+def _engine(config: EngineConfig, dummy: str | None) -> Engine:
+    if dummy is None:
+        return build_engine(config)[0]
+    backend = choose_backend(config)
+    shape = read_hf_config(Path(dummy))
+    weights = DummyWeights(shape, backend.device, backend.dtype)
+    return Engine(Decoder(shape, weights, backend, config.max_model_len), config)
+
+
+if __name__ == "__main__":
+    main()

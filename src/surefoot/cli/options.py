@@ -51,7 +51,17 @@ def engine_options(
         _engine(help="auto, native (GGUF blocks stay packed) or dense. (default: auto)"),
     ] = None,
     backend: Annotated[
-        str | None, _engine(help="auto, native (compiled) or torch. (default: auto)")
+        str | None,
+        _engine(help="auto, native (compiled, CPU), triton (NVIDIA) or torch. (default: auto)"),
+    ] = None,
+    device: Annotated[str | None, _engine(help="cpu, cuda or cuda:N. (default: cpu)")] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        _engine(help="Share of the GPU's memory to take, KV included. (default: 0.9)"),
+    ] = None,
+    enforce_eager: Annotated[
+        bool | None,
+        _engine("--enforce-eager", help="On a GPU: record no rounds as CUDA graphs."),
     ] = None,
     threads: Annotated[int | None, _engine(help="Threads. (default: one per core)")] = None,
     max_model_len: Annotated[
@@ -86,6 +96,9 @@ def engine_options(
         "dtype": dtype,
         "weights": weights,
         "backend": backend,
+        "device": device,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "enforce_eager": enforce_eager,
         "threads": threads,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,

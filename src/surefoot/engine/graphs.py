@@ -64,6 +64,9 @@ class RoundGraphs:
         self.replay(size)
         return self.replay.report.clone(), _nothing
 
+    def forget(self) -> None:
+        """Record every round anew: what it does has changed."""
+
     def measure(self) -> None:
         """Fill ``costs``. Here: guesses of a device on which rows are nearly free."""
         for spans in self.spans:
@@ -108,14 +111,17 @@ class CudaRoundGraphs(RoundGraphs):
         event.record()
         return report, event.synchronize
 
+    def forget(self) -> None:
+        torch.cuda.synchronize()
+        self.graphs.clear()
+
     def graph(self, size: Size) -> torch.cuda.CUDAGraph:
         """The recorded round of a size, recorded now if need be."""
         params = self.replay.state.params
         tables = (params.stop_ids.data_ptr(), params.bias_ids.data_ptr())
         if tables != self._tables:
             # A wider request moved these tables: what was recorded reads the old ones.
-            torch.cuda.synchronize()
-            self.graphs.clear()
+            self.forget()
             self._tables = tables
         if size not in self.graphs:
             self.graphs[size] = self._capture(size)
