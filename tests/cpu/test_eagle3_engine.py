@@ -280,14 +280,14 @@ def compare(backend: str, want: Request, got: Request) -> None:
         assert (got.finish_reason, got.stop_reason) == (want.finish_reason, want.stop_reason)
 
 
-@some(12)
+@some(6)
 @given(scenarios(), st.sampled_from(["random", "skilled"]), st.booleans())
 def test_any_scenario_gives_the_plain_text(scenario: Any, kind: str, tree: bool) -> None:
     check("torch", scenario, kind, tree)
 
 
 @needs_native
-@some(40)
+@some(24)
 @given(scenarios(), st.sampled_from(["random", "skilled"]), st.booleans())
 def test_any_scenario_gives_the_plain_text_native(scenario: Any, kind: str, tree: bool) -> None:
     check("native", scenario, kind, tree)

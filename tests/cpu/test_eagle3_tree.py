@@ -147,11 +147,10 @@ def tree_engine(kind: str, backend: str = "torch", **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["random", "skilled"])
-def test_the_best_branch_is_the_chain_of_the_formulas(kind: str, backend: str) -> None:
+def test_the_best_branch_is_the_chain_of_the_formulas(backend: str) -> None:
     """Through prefix hits, preemption and accepted paths off the first branch: every tree holds
     the greedy draft that a recomputation of the whole text gives, as its likeliest children."""
-    engine = tree_engine(kind, backend, kv_blocks=30, max_num_batched_tokens=9, max_num_seqs=3)
+    engine = tree_engine("skilled", backend, kv_blocks=30, max_num_batched_tokens=9, max_num_seqs=3)
     trees: dict[tuple[int, ...], tuple[list[int], list[int]]] = {}
     inner = engine.controller.offer
 
@@ -166,18 +165,18 @@ def test_the_best_branch_is_the_chain_of_the_formulas(kind: str, backend: str) -
     jobs = [Job(start + tuple(range(3 + i, 6 + 2 * i)), GREEDY, arrival=2 * i) for i in range(6)]
     requests = run_jobs(engine, jobs)
     assert engine.stats.preemptions and any(request.cached for request in requests)
-    assert sum(request.stats.accepted for request in requests) > (80 if kind == "skilled" else -1)
-    for text in list(trees)[:: 1 if kind == "skilled" else 3]:
+    assert sum(request.stats.accepted for request in requests) > 80
+    for text in list(trees):
         tokens, parents = trees[text]
         node = -1
-        for token in by_formulas(kind, text, 2):
+        for token in by_formulas("skilled", text, 2):
             children = [place for place, parent in enumerate(parents) if parent == node]
             # Best first, so the first child is the likeliest.
             if not children:
                 break
             node = children[0]
             assert tokens[node] == token, text
-        assert tokens[0] == by_formulas(kind, text, 1)[0]
+        assert tokens[0] == by_formulas("skilled", text, 1)[0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -108,7 +108,7 @@ def test_mistakes_name_their_option(
 
 @pytest.mark.parametrize(
     ("kind", "own"),
-    [("random", {}), ("skilled", {}), ("skilled", {"top_k": 3, "depth": 3, "draft_tokens": 6})],
+    [("skilled", {}), ("skilled", {"top_k": 3, "depth": 3, "draft_tokens": 6})],
 )
 def test_the_certificate_finds_no_stale_state(kind: str, own: dict[str, int]) -> None:
     """Spells without verification and without proposals, preemption, prefix hits."""

@@ -207,14 +207,14 @@ def check(backend: str, scenario: tuple[list[Job], dict[str, Any]], seed: int) -
         compare(backend, job, want, got)
 
 
-@some(25)
+@some(12)
 @given(scenarios(), st.integers(0, 99))
 def test_any_scenario_gives_the_plain_text(scenario: Any, seed: int) -> None:
     check("torch", scenario, seed)
 
 
 @needs_native
-@some(50)
+@some(40)
 @given(scenarios(), st.integers(0, 99))
 def test_any_scenario_gives_the_plain_text_native(scenario: Any, seed: int) -> None:
     check("native", scenario, seed)

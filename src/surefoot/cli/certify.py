@@ -17,6 +17,7 @@ from surefoot.cli.terminal import progress_bars
 from surefoot.cli.verb import verb
 from surefoot.config import DEFAULT_MODEL, EngineConfig
 from surefoot.errors import SurefootError
+from surefoot.speculation.registry import DRAFTERS
 
 if TYPE_CHECKING:
     from surefoot.certify.certificate import Certificate
@@ -152,6 +153,7 @@ def _no_certificate(error: SurefootError) -> typer.Exit:
     spellings |= {"proposer": "--proposer", "proposer_option": "--proposer-option"}
     spellings |= {"quick": "--quick", "self_test": "--no-self-test"}
     spellings |= {"json": "--json", "html": "--html"}
+    spellings |= {name: f"--{name}" for name in DRAFTERS}
     report(error, spellings)
     return typer.Exit(NO_CERTIFICATE)
 

@@ -207,7 +207,8 @@ class Eagle3Proposer(Proposer):
 
     def _live_rows(self, slots: torch.Tensor) -> FlatBatch:
         """The current tokens of ``slots`` [B], one row each, over keys that end in scratch."""
-        state, current = self.state, self.state.length[slots] - 1
+        # The slot that nobody has is one token long: at key 0 it would see nothing at all.
+        state, current = self.state, (self.state.length[slots] - 1).clamp(min=1)
         row = torch.arange(len(slots), device=slots.device)
         tables = self._scratch_tables(slots, current)
         return FlatBatch(
