@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -60,6 +62,7 @@ def skilled_tensors() -> dict[str, torch.Tensor]:
 def folder(kind: str) -> str:
     """A checkpoint's folder: ``random`` or ``skilled``."""
     path = Path(tempfile.mkdtemp(prefix=f"surefoot-{kind}-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
     if kind == "random":
         random_checkpoint(path, RANDOM)
     else:

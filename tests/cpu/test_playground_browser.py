@@ -132,7 +132,7 @@ def test_chat_shows_the_text_and_where_it_comes_from(
     assert shown(page, ".message.user .text") == MARKUP
     assert shown(page, ".message.assistant .text") == content
     # Tokens without a text of their own are not shown.
-    assert "🙂" in content
+    assert max(content) > "\uffff", "no character of several tokens"
     assert tokens(page, ".message.assistant") == [text for text, _ in expected if text]
     drafted = page.locator(".message.assistant .t:not(.target)")
     assert drafted.count() == sum(bool(text and name) for text, name in expected) > 0
