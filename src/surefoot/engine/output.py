@@ -99,11 +99,11 @@ class TextStream:
                 self._cut_at_stop(before)
 
     def _cut_at_stop(self, before: int) -> None:
-        longest = max(map(len, self._stops))
+        # A stop string ends in the new text: one that ended within ``min_tokens`` has gone out.
         found = [
             (at, -len(stop), stop)
             for stop in self._stops
-            if (at := self.text.find(stop, max(0, before - longest + 1))) >= 0
+            if (at := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0
         ]
         if found:
             at, _, stop = min(found)
