@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from harness import make_engine, tiny_decoder
 from surefoot.engine.graphs import RoundGraphs
 from surefoot.sampling.params import Features
-from surefoot.speculation.replay import Size
+from surefoot.speculation.replay import ADJUSTED, DRAWN, GREEDY, Size
 
 
 @pytest.fixture
@@ -42,3 +43,17 @@ def test_blocks_that_change_in_the_middle_reach_the_device() -> None:
         state.set_all_blocks([(1, blocks)])
         for slot in (0, 1):
             assert state.block_tables[slot, : len(blocks)].tolist() == blocks
+
+
+@pytest.mark.parametrize("kind", [GREEDY, DRAWN, ADJUSTED])
+def test_a_round_in_which_everybody_has_ended_writes_nothing(kind: Features) -> None:
+    """The host launches it before it has read that they ended; all its rows are padding."""
+    engine = make_engine(tiny_decoder(), True, max_num_seqs=4, max_draft_tokens=3)
+    assert engine.pipeline is not None
+    replay, state = engine.pipeline.replay, engine.state
+    replay.enter([])
+    replay.seat([0, 1, 2])
+    before = state.length.clone(), state.computed.clone()
+    engine.pipeline.graphs.launch(Size(4, 8, kind, (0,)))
+    assert replay.report[:3, 0].tolist() == [0, 0, 0]
+    assert torch.equal(state.length, before[0]) and torch.equal(state.computed, before[1])

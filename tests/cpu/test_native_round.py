@@ -102,7 +102,7 @@ def test_a_round_commits_the_same(data: Any, seed: int) -> None:
     outcomes = []
     for state, function in zip(states, (lay_out, lay_out_reference), strict=True):
         if choice is not None:
-            write_drafts(state, plan.slots[plan.first_decoding :], choice)
+            write_drafts(state, plan.slots[plan.first_decoding :], choice.tokens)
         layout = function(state, plan)
         round_ = SpeculativeRound.__new__(SpeculativeRound)
         round_.state = state

@@ -16,12 +16,13 @@ import torch
 from surefoot.certify.subject import Sabotage
 from surefoot.engine.engine import Engine
 from surefoot.kernels.backend import FlatBatch
+from surefoot.kernels.rounds import RoundLayout
 from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.sampling.params import Features, SlotParams
 from surefoot.sampling.sampler import SampleRows, adjust, apply_penalties, sample_rows
 from surefoot.speculation import round as round_module
 from surefoot.speculation.controller import Choice
-from surefoot.speculation.layout import Layout, RoundPlan
+from surefoot.speculation.layout import RoundPlan
 
 WRONG_ACCEPTANCE = 0.01
 LEAK = 0.25
@@ -47,7 +48,7 @@ def accept_wrong_drafts(engine: Engine, speculative: bool) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def lenient(
-        plan: RoundPlan, layout: Layout, choice: Choice | None, sampled: torch.Tensor
+        plan: RoundPlan, layout: RoundLayout, choice: Choice | None, sampled: torch.Tensor
     ) -> Any:
         if choice is not None:
             draft, is_draft = drafts_of(engine, plan, layout)
@@ -58,7 +59,9 @@ def accept_wrong_drafts(engine: Engine, speculative: bool) -> None:
     _override(engine.round, "judge", lenient)
 
 
-def drafts_of(engine: Engine, plan: RoundPlan, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+def drafts_of(
+    engine: Engine, plan: RoundPlan, layout: RoundLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Per sampled row [M]: the token that stands where it samples, and whether that is a draft."""
     history = engine.state.history
     tokens = history[layout.sample_slots, layout.sample_positions]
@@ -121,7 +124,7 @@ def leak_rejected_kv(engine: Engine, speculative: bool) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def watching(
-        plan: RoundPlan, layout: Layout, choice: Choice | None, sampled: torch.Tensor
+        plan: RoundPlan, layout: RoundLayout, choice: Choice | None, sampled: torch.Tensor
     ) -> Any:
         tokens, accepted, counts, ends = judge(plan, layout, choice, sampled)
         for slot, right, drafted in zip(

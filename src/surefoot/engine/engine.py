@@ -270,20 +270,23 @@ class Engine:
                 continue
             drafting = outcome.drafting[request.request_id]
             progress.append(Progress(request, tokens, drafting))
-            end = outcome.ends[request.request_id]
-            if end:
-                stop = tokens[-1] if end == 1 else None
-                reason = _END_REASONS[end]
-                if problem := dead_end(request):
-                    reason, stop = FinishReason.ABORT, f"structured_outputs: {problem}"
-                self.finish(request, reason, stop)
+            self._end(request, tokens, outcome.ends[request.request_id])
         return progress
+
+    def _end(self, request: Request, tokens: Sequence[int], end: int) -> None:
+        """Finish a request whose round committed ``tokens`` and says so (0: it goes on)."""
+        if not end:
+            return
+        reason, stop = _END_REASONS[end], tokens[-1] if end == 1 else None
+        if problem := dead_end(request):
+            reason, stop = FinishReason.ABORT, f"structured_outputs: {problem}"
+        self.finish(request, reason, stop)
 
     def _step_ahead(self, pipeline: Pipeline) -> list[Progress] | None:
         """Launch what can be launched and read the oldest round; None where the host has to plan
         the next one."""
         running = self.scheduler.running
-        if running and pipeline.fits(running) and not self.scheduler.can_admit():
+        if pipeline.fits(running) and not self.scheduler.can_admit():
             while len(pipeline.flights) < IN_FLIGHT and pipeline.launch(running):
                 pass
         if not pipeline.flights:
@@ -302,9 +305,7 @@ class Engine:
         for progress, end in landed:
             request = progress.request
             offered[request.request_id] = progress.drafting.offered
-            if end:
-                stop = progress.tokens[-1] if end == 1 else None
-                self.finish(request, _END_REASONS[end], stop)
+            self._end(request, progress.tokens, end)
         return [progress for progress, _ in landed]
 
     def check_integrity(self) -> None:

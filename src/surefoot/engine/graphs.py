@@ -13,8 +13,8 @@ from surefoot.speculation.replay import ReplayRound, Size
 
 
 class RoundGraphs:
-    """Round sizes are padded to few: spans to powers of two, rows to one more draft a span at a
-    time and two steps between. Without a GPU the same rounds run as they are called."""
+    """Round sizes are padded to few: spans to powers of two, rows to steps that widen with the
+    drafts a span. Without a GPU the same rounds run as they are called."""
 
     def __init__(self, replay: ReplayRound, spans: int) -> None:
         self.replay = replay
@@ -86,7 +86,7 @@ def _powers(most: int) -> list[int]:
 
 
 class CudaRoundGraphs(RoundGraphs):
-    """Records each size on first use (all of them with ``capture_all``), in one memory pool."""
+    """Records each size on first use, in one memory pool; ``measure`` uses the greedy ones."""
 
     def __init__(self, replay: ReplayRound, spans: int) -> None:
         super().__init__(replay, spans)

@@ -31,7 +31,9 @@ class RoundSpans:
 
 @dataclass(frozen=True)
 class RoundLayout:
-    """As ``speculation.layout.Layout``; the batch has its span table."""
+    """``first_row`` int64 [B]: each span's first row. ``sample_index`` int64 [M]: flat rows to
+    sample, span by span; ``sample_slots`` and ``sample_positions`` int64 [M]: whose they are and
+    where the sampled token would stand; ``first_sample`` int64 [B]: each span's first among M."""
 
     batch: FlatBatch
     first_row: torch.Tensor

@@ -54,9 +54,10 @@ class SlotParams:
 
         self.temperature = column(torch.float32)
         self.min_p = column(torch.float32)
-        self.top_p = column(torch.float32)
-        self.top_k = column(torch.int64)
-        self.repetition = column(torch.float32)
+        # A slot that nobody has is sampled too, as padding: its entries must be valid.
+        self.top_p = torch.ones(slots, dtype=torch.float32, device=device)
+        self.top_k = torch.full((slots,), vocab_size, dtype=torch.int64, device=device)
+        self.repetition = torch.ones(slots, dtype=torch.float32, device=device)
         self.presence = column(torch.float32)
         self.frequency = column(torch.float32)
         self.seed = column(torch.int64)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from surefoot.kernels.backend import FlatBatch
+from surefoot.kernels.batch import FlatBatch
+from surefoot.kernels.rounds import RoundLayout, RoundSpans, lay_out_spans
 from surefoot.speculation.state import SlotState
 
 
@@ -34,21 +35,7 @@ class RoundPlan:
     """The rows to sample are all rows of the flat batch, in its order."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """``first_row`` int64 [B]: each span's first row. ``sample_index`` int64 [M]: flat rows to
-    sample, span by span; ``sample_slots`` and ``sample_positions`` int64 [M]: whose they are and
-    where the sampled token would stand; ``first_sample`` int64 [B]: each span's first among M."""
-
-    batch: FlatBatch
-    first_row: torch.Tensor
-    sample_index: torch.Tensor
-    sample_slots: torch.Tensor
-    sample_positions: torch.Tensor
-    first_sample: torch.Tensor
-
-
-def lay_out(state: SlotState, plan: RoundPlan) -> Layout:
+def lay_out(state: SlotState, plan: RoundPlan) -> RoundLayout:
     """Build the flat batch from the slots; drafts already stand in ``state.history``."""
     if state.native is None:
         return lay_out_reference(state, plan)
@@ -65,48 +52,19 @@ def lay_out(state: SlotState, plan: RoundPlan) -> Layout:
         span_start=state.computed,
         max_keys=plan.max_keys,
     )
-    return Layout(batch, first_row, index, sample_slots, sample_positions, first)
+    return RoundLayout(batch, first_row, index, sample_slots, sample_positions, first)
 
 
-def lay_out_reference(state: SlotState, plan: RoundPlan) -> Layout:
+def lay_out_reference(state: SlotState, plan: RoundPlan) -> RoundLayout:
     """``lay_out`` in plain torch, on any device."""
-    slots, device = plan.slots, state.device
-    counts = plan.known + plan.drafts
-    start = state.computed[slots]
-    owner, offset, valid, ends = _ragged(counts, plan.rows)
-    row_slot = slots[owner]
-    positions = start[owner] + offset
-    batch = FlatBatch(
-        tokens=state.history[row_slot, positions],
-        positions=positions,
-        key_index=positions,
-        row_slot=torch.where(valid, row_slot, -1),
-        block_tables=state.block_tables,
-        span_start=state.computed,
-        max_keys=plan.max_keys,
+    samples = torch.arange(len(plan.slots), device=state.device) >= plan.first_sampling
+    return lay_out_spans(
+        RoundSpans(plan.slots, plan.known, plan.drafts, samples.long()),
+        state.history,
+        state.computed,
+        state.block_tables,
+        plan.rows,
+        plan.sampled_rows,
+        plan.max_keys,
+        plan.rows,
     )
-    samples = torch.arange(len(slots), device=device) >= plan.first_sampling
-    sampled = torch.where(samples, plan.drafts + 1, 0)
-    s_owner, s_offset, _, s_ends = _ragged(sampled, plan.sampled_rows)
-    within = (counts - sampled)[s_owner] + s_offset
-    return Layout(
-        batch=batch,
-        first_row=ends - counts,
-        sample_index=(ends - counts)[s_owner] + within,
-        sample_slots=slots[s_owner],
-        sample_positions=start[s_owner] + within + 1,
-        first_sample=s_ends - sampled,
-    )
-
-
-def _ragged(
-    counts: torch.Tensor, total: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Spread ``total`` rows over ragged counts [B]: (owner [total], offset within it, whether the
-    row belongs to anyone, running ends [B]). Rows beyond the sum repeat the last one."""
-    ends = counts.cumsum(0)
-    index = torch.arange(total, device=counts.device)
-    valid = index < ends[-1]
-    index = torch.minimum(index, ends[-1] - 1).clamp(min=0)
-    owner = torch.searchsorted(ends, index, right=True).clamp(max=len(counts) - 1)
-    return owner, index - (ends - counts)[owner], valid, ends

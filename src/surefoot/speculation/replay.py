@@ -22,7 +22,7 @@ from surefoot.sampling.sampler import SampleRows, sample_rows
 from surefoot.speculation.controller import Choice, fill_rows
 from surefoot.speculation.estimator import BINS, GLOBAL_DECAY, SLOT_DECAY, SLOT_PRIOR
 from surefoot.speculation.proposer import Commits, Drafts, Outlook
-from surefoot.speculation.round import SpeculativeRound, select_layers
+from surefoot.speculation.round import SpeculativeRound, select_layers, write_drafts
 
 GREEDY = Features()
 ANY_TOP_K = 1 << 30
@@ -152,9 +152,7 @@ class ReplayRound:
         drafts = fill_rows(self.chances[slots] * known.unsqueeze(1), size.rows - known.sum())
         # Behind the committed tokens, as far as the offer goes; columns beyond the drafts that are
         # verified are never read.
-        columns = state.length[slots].unsqueeze(1)
-        columns = columns + torch.arange(state.max_drafts, device=slots.device)
-        state.history[slots.unsqueeze(1), columns] = self.tokens[slots]
+        write_drafts(state, slots, self.tokens[slots])
         return known, drafts
 
     def _finish_torch(

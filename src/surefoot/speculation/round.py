@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from surefoot.kernels.draws import TokenMasks
+from surefoot.kernels.rounds import RoundLayout
 from surefoot.models.decoder import Decoder
 from surefoot.sampling.acceptance import accept_chain, cut_at_end
 from surefoot.sampling.logprobs import RowLogprobs, row_logprobs
 from surefoot.sampling.params import Features
 from surefoot.sampling.sampler import SampleRows, sample_rows
 from surefoot.speculation.controller import Choice, Controller
-from surefoot.speculation.layout import Layout, RoundPlan, lay_out
+from surefoot.speculation.layout import RoundPlan, lay_out
 from surefoot.speculation.proposer import Commits, Outlook, Proposer
 from surefoot.speculation.state import SlotState
 from surefoot.speculation.trees import (
@@ -106,7 +107,7 @@ class SpeculativeRound:
         state = self.state
         self.controller.draft_seconds.clear()
         if choice is not None:
-            write_drafts(state, plan.slots[plan.first_decoding :], choice)
+            write_drafts(state, plan.slots[plan.first_decoding :], choice.tokens)
         layout = lay_out(state, plan)
         trees = None
         if choice is not None and choice.parents is not None:
@@ -140,7 +141,7 @@ class SpeculativeRound:
     def sample(
         self,
         plan: RoundPlan,
-        layout: Layout,
+        layout: RoundLayout,
         hidden: torch.Tensor,
         wanted: Wanted,
         trees: Trees | None = None,
@@ -168,7 +169,7 @@ class SpeculativeRound:
         return sampled, row_logprobs(logits, sampled, wanted.logprobs)
 
     def judge(
-        self, plan: RoundPlan, layout: Layout, choice: Choice | None, sampled: torch.Tensor
+        self, plan: RoundPlan, layout: RoundLayout, choice: Choice | None, sampled: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Accept the drafts that equal what their rows sampled, and cut at ends.
 
@@ -200,7 +201,7 @@ class SpeculativeRound:
         return tokens, accepted, counts, ends
 
     def judge_trees(
-        self, plan: RoundPlan, layout: Layout, trees: Trees, sampled: torch.Tensor
+        self, plan: RoundPlan, layout: RoundLayout, trees: Trees, sampled: torch.Tensor
     ) -> tuple[Paths, torch.Tensor, torch.Tensor, torch.Tensor]:
         """``judge`` for drafts in trees: (paths, tokens, committed counts, end codes)."""
         state, slots = self.state, plan.slots
@@ -244,7 +245,7 @@ class SpeculativeRound:
     def catch_up(
         self,
         plan: RoundPlan,
-        layout: Layout,
+        layout: RoundLayout,
         settled: tuple[torch.Tensor, torch.Tensor],
         features: torch.Tensor,
         grown: tuple[Trees, Paths] | None = None,
@@ -278,7 +279,7 @@ class SpeculativeRound:
         return offered
 
     def score_prompt(
-        self, layout: Layout, hidden: torch.Tensor, wanted: Wanted
+        self, layout: RoundLayout, hidden: torch.Tensor, wanted: Wanted
     ) -> list[RowLogprobs]:
         """Logprobs of prompt tokens, each under the row before it, a few rows at a time."""
         if wanted.prompt_rows is None:
@@ -305,11 +306,11 @@ def select_layers(
     return torch.cat([features[:, at * hidden : (at + 1) * hidden] for at in places], dim=1)
 
 
-def write_drafts(state: SlotState, slots: torch.Tensor, choice: Choice) -> None:
-    """Put the chosen drafts behind the committed tokens of ``slots`` [B]."""
+def write_drafts(state: SlotState, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Put drafts [B, K] behind the committed tokens of ``slots`` [B]."""
     if state.native is not None:
-        state.native.write_drafts(slots, choice.tokens)
+        state.native.write_drafts(slots, tokens)
         return
     columns = state.length[slots].unsqueeze(1)
-    columns = columns + torch.arange(choice.tokens.shape[1], device=state.device)
-    state.history[slots.unsqueeze(1), columns] = choice.tokens
+    columns = columns + torch.arange(tokens.shape[1], device=state.device)
+    state.history[slots.unsqueeze(1), columns] = tokens

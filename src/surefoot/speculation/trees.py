@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from surefoot.kernels.rounds import RoundLayout
     from surefoot.sampling.logprobs import RowLogprobs
-    from surefoot.speculation.layout import Layout, RoundPlan
+    from surefoot.speculation.layout import RoundPlan
     from surefoot.speculation.proposer import Commits
     from surefoot.speculation.state import SlotState
 
@@ -73,14 +74,14 @@ def plant(plan: RoundPlan, tokens: torch.Tensor, parents: torch.Tensor) -> Trees
     return Trees(tokens, parents, *ancestors(parents))
 
 
-def _span_of_rows(layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+def _span_of_rows(layout: RoundLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """(the span of each flat row int64 [N], its index within the span)."""
     index = torch.arange(layout.batch.tokens.shape[0], device=layout.first_row.device)
     owner = (torch.searchsorted(layout.first_row, index, right=True) - 1).clamp(min=0)
     return owner, index - layout.first_row[owner]
 
 
-def lay_out_trees(layout: Layout, plan: RoundPlan, trees: Trees) -> Layout:
+def lay_out_trees(layout: RoundLayout, plan: RoundPlan, trees: Trees) -> RoundLayout:
     """A layout of chains with its drafts arranged as trees: positions, masks, and the positions of
     what is sampled. Rows of prefill chunks stay causal."""
     owner, offset = _span_of_rows(layout)
@@ -96,7 +97,7 @@ def lay_out_trees(layout: Layout, plan: RoundPlan, trees: Trees) -> Layout:
 
 
 def path_histories(
-    state: SlotState, layout: Layout, trees: Trees, max_history: int
+    state: SlotState, layout: RoundLayout, trees: Trees, max_history: int
 ) -> torch.Tensor:
     """The text before each sampled row, drafts on its own path included: int64 [M, max_history +
     1]. Columns from the row's position on mean nothing."""
@@ -142,7 +143,7 @@ def key_moves(paths: Paths, start: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return start + torch.where(moved, paths.rows[:, 1:], 0), start + torch.where(moved, depth, 0)
 
 
-def committed_logprobs(scores: RowLogprobs, layout: Layout, paths: Paths) -> RowLogprobs:
+def committed_logprobs(scores: RowLogprobs, layout: RoundLayout, paths: Paths) -> RowLogprobs:
     """Rows in a new order: each span's accepted path, root included, comes first."""
     count = len(scores.chosen)
     depth = torch.arange(paths.rows.shape[1], device=layout.first_sample.device)
@@ -162,7 +163,7 @@ def committed_logprobs(scores: RowLogprobs, layout: Layout, paths: Paths) -> Row
 
 
 def settle(
-    commits: Commits, layout: Layout, plan: RoundPlan, trees: Trees, paths: Paths
+    commits: Commits, layout: RoundLayout, plan: RoundPlan, trees: Trees, paths: Paths
 ) -> Commits:
     """A round's commits as proposers see them: the rows of the accepted paths under the keys that
     they have now, all other drafts as padding, and which row comes before each."""
