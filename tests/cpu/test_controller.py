@@ -319,5 +319,5 @@ def test_compiled_book_keeping_equals_the_reference(data: Any) -> None:
             append(state, slot, *data.draw(st.lists(token, max_size=3)))
         compiled.learn(slots)
         reference.learn_reference(slots)
-        for name in ("hits", "trials", "all_hits", "all_trials", "watched_length"):
+        for name in ("hits", "trials", "seen", "watched_length"):
             assert torch.allclose(getattr(compiled, name), getattr(reference, name), atol=1e-4)

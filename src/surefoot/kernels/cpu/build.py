@@ -152,7 +152,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "sf_learn": (
             None,
             [pointer, int64, pointer, pointer, int64, *([pointer] * 4), int64, int64]
-            + [pointer] * 4
+            + [pointer] * 3
             + [ctypes.c_float] * 2,
         ),
         "sf_watch": (
@@ -179,8 +179,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "sf_chances": (
             None,
             [pointer, int64, pointer, pointer, int64, int64]
-            + [pointer] * 4
-            + [ctypes.c_float, pointer],
+            + [pointer] * 3
+            + [ctypes.c_float, ctypes.c_float, pointer],
         ),
         "sf_split": (
             None,

@@ -130,11 +130,13 @@ SF_EXPORT void sf_sanitise(const slot_state *state, const int64_t *slots, int64_
     }
 }
 
-/* Chance that each offered draft and all before it are accepted, [count][drafts]. */
+/* Chance that each offered draft and all before it are accepted, [count][drafts]: the twin of
+ * AcceptanceEstimator.chances_reference. */
 SF_EXPORT void sf_chances(const int64_t *slots, int64_t count, const int64_t *lengths,
                           const float *confidence, int64_t drafts, int64_t bins, const float *hits,
-                          const float *trials, const float *all_hits, const float *all_trials,
-                          float prior, float *chances) {
+                          const float *trials, const float *seen, float least_prior,
+                          float largest_prior, float *chances) {
+    const int64_t part = bins * drafts;
     for (int64_t i = 0; i < count; i++) {
         const int64_t cells = slots[i] * bins * drafts;
         float chance = 1.0f;
@@ -142,7 +144,11 @@ SF_EXPORT void sf_chances(const int64_t *slots, int64_t count, const int64_t *le
             int64_t bin = (int64_t)(confidence[i * drafts + j] * (float)bins);
             bin = bin < 0 ? 0 : bin >= bins ? bins - 1 : bin;
             const int64_t cell = bin * drafts + j;
-            const float all = all_hits[cell] / all_trials[cell];
+            const float all = seen[part + cell] / seen[cell];
+            const float together = seen[2 * part + cell] / seen[3 * part + cell];
+            float prior = all * (1.0f - all) / (together > 1e-6f ? together : 1e-6f) - 1.0f;
+            if (prior < least_prior) prior = least_prior;
+            if (prior > largest_prior) prior = largest_prior;
             chance *= (hits[cells + cell] + prior * all) / (trials[cells + cell] + prior);
             if (j >= lengths[i]) chance = 0.0f;
             chances[i * drafts + j] = chance;
