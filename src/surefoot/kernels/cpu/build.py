@@ -184,7 +184,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ),
         "sf_split": (
             None,
-            [pointer, int64, int64, pointer, int64, ctypes.c_float, ctypes.c_float] + [pointer] * 2,
+            [pointer, int64, int64, pointer, int64, ctypes.c_float, ctypes.c_float] + [pointer] * 3,
         ),
         "sf_argmax": (None, [pointer, int64, int64, pointer, pointer, pointer, int32]),
         "sf_adjust": (int32, [pointer, pointer, int64, int64, pointer, pointer, int32]),
