@@ -344,3 +344,14 @@ def test_the_compiled_split_of_many_offers_equals_the_reference(batch: int) -> N
         assert torch.equal(counts, split_rows_reference(chances, table, MIN_GAIN, MIN_PACE))
         taken += int(counts.sum())
     assert taken > 60 * batch
+
+
+def test_rows_within_a_time_are_those_predicted_to_fit() -> None:
+    cost = CostModel([1, 4, 8, 16], [1.0, 1.0, 3.0, 2.0], 64)
+    for seconds in (0.5, 1.0, 1.7, 3.0, 3.5, 99.0):
+        rows = cost.rows_within(seconds)
+        assert rows == max((r for r in range(1, 65) if cost.predict(r) <= seconds), default=1)
+    slope = CostModel([1, 4, 8], [1.0, 1.5, 3.0], 40)
+    for seconds in (0.5, 1.0, 1.2, 1.5, 2.0, 3.0, 8.0, 99.0):
+        rows = slope.rows_within(seconds)
+        assert rows == max((r for r in range(1, 41) if slope.predict(r) <= seconds), default=1)
