@@ -189,7 +189,10 @@ def some(examples: int) -> settings:
     )
 
 
-def check(backend: str, scenario: tuple[list[Job], dict[str, Any]], seed: int) -> None:
+def check(
+    backend: str, scenario: tuple[list[Job], dict[str, Any]], seed: int, ahead: bool = False
+) -> int:
+    """Returns how many drafts were accepted."""
     work, options = scenario
     decoder = tiny_decoder(backend)
     expected = [run_alone(decoder, job) for job in work]
@@ -201,10 +204,11 @@ def check(backend: str, scenario: tuple[list[Job], dict[str, Any]], seed: int) -
         method = {"oracle": "bush", "saboteur": "auto"}.get(job.speculation.method)
         if method:
             job.speculation = SpeculationParams(method, job.speculation.max_draft_tokens)
-    engine = make_engine(decoder, **options)
+    engine = make_engine(decoder, ahead, **options)
     actual = run_jobs(on_torch_alone(engine) if backend == "torch" else engine, work)
     for job, want, got in zip(work, expected, actual, strict=True):
         compare(backend, job, want, got)
+    return sum(request.stats.accepted for request in actual)
 
 
 @some(12)
@@ -218,3 +222,9 @@ def test_any_scenario_gives_the_plain_text(scenario: Any, seed: int) -> None:
 @given(scenarios(), st.integers(0, 99))
 def test_any_scenario_gives_the_plain_text_native(scenario: Any, seed: int) -> None:
     check("native", scenario, seed)
+
+
+@some(60)
+@given(scenarios(), st.integers(0, 99))
+def test_any_scenario_gives_the_plain_text_launched_ahead(scenario: Any, seed: int) -> None:
+    check("torch", scenario, seed, ahead=True)
