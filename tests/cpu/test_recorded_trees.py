@@ -13,11 +13,12 @@ import tree_proposers  # noqa: F401 - registers
 from eagle3_engines import folder, target
 from harness import Job, make_engine, on_torch_alone, run_alone, run_jobs
 from surefoot.engine.engine import Engine
-from surefoot.request import Request, SamplingParams, SpeculationParams
+from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.proposer import Drafts
 from surefoot.speculation.replay import Size
 from test_eagle3_engine import crowd
 from test_round import EVERY_OPTION, Watch
+from test_trees import greedy_trees
 
 TREE = {"top_k": 3, "depth": 3}
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -115,6 +116,25 @@ def test_requests_choose_their_proposers(policy: str) -> None:
     assert "off" not in verified or not verified["off"]
     assert verified["eagle3"] == {"eagle3"} and verified["ngram"] <= {"ngram"}
     assert verified["auto"]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.8, "seed": 5, "min_tokens": 30, "ignore_eos": False},
+        {"repetition_penalty": 1.6, "frequency_penalty": 0.8, "presence_penalty": -0.5},
+    ],
+    ids=["greedy", "drawn", "penalties"],
+)
+def test_paths_anywhere_in_the_tree_change_nothing(params: dict[str, Any]) -> None:
+    """Keys that lie in the order of rows, positions and penalties that follow paths."""
+    accepted = 0
+    for seed in range(5):
+        want, got = greedy_trees(seed, params, ahead=True, max_draft_tokens=9)
+        assert got.output == want.output
+        accepted += got.stats.accepted
+    assert accepted > 60
 
 
 # --- memory -------------------------------------------------------------------------------------
