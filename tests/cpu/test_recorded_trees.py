@@ -70,9 +70,9 @@ def test_a_request_alone_takes_the_rounds_that_the_host_would_plan(names: tuple[
         torch.testing.assert_close(left, right)
 
 
-def watch_offers(engine: Engine) -> dict[tuple[int, ...], set[Any]]:
-    """By text: (tokens, parents) of what the first proposer offers after it."""
-    found: dict[tuple[int, ...], set[Any]] = {}
+def watch_offers(engine: Engine) -> dict[tuple[int, ...], list[Drafts]]:
+    """By text: what the first proposer offers after it."""
+    found: dict[tuple[int, ...], list[Drafts]] = {}
     state, propose = engine.state, engine.proposers[0].propose
 
     def watched(slots: torch.Tensor) -> Drafts:
@@ -82,28 +82,36 @@ def watch_offers(engine: Engine) -> dict[tuple[int, ...], set[Any]]:
             # A recorded round's last slot is nobody's.
             if slot < engine.config.max_num_seqs:
                 text = tuple(state.history[slot, : int(state.length[slot])].tolist())
-                offer = tuple(drafts.tokens[row].tolist()), tuple(drafts.parents[row].tolist())
-                found.setdefault(text, set()).add(offer)
+                parts = drafts.tokens, drafts.lengths, drafts.confidence, drafts.parents
+                found.setdefault(text, []).append(Drafts(*(part[row] for part in parts)))
         return drafts
 
     engine.proposers[0].propose = watched  # type: ignore[method-assign]
     return found
 
 
-def test_offers_are_those_of_a_slot_that_was_never_used() -> None:
+@pytest.mark.parametrize("kind", ["skilled", "random"])
+def test_offers_are_those_of_a_slot_that_was_never_used(kind: str) -> None:
     """What trees leave behind in the drafter's state: as if the text had been read at once."""
-    engine = tree_engine(True, max_num_seqs=3, max_num_batched_tokens=7)
+    own = {"top_k": 6, "draft_tokens": 15}
+    options: dict[str, Any] = {"max_draft_tokens": 15, "own": own, "proposers": ("eagle3",)}
+    engine = tree_engine(True, kind, max_num_seqs=3, max_num_batched_tokens=7, **options)
     found = watch_offers(engine)
     requests = run_jobs(engine, crowd(4))
-    assert sum(request.stats.accepted for request in requests) > 30
-    texts = list(found)[::2]
+    assert sum(request.stats.accepted for request in requests) > (30 if kind == "skilled" else 3)
+    texts = list(found)[:: 2 if kind == "skilled" else 4]
     assert len(texts) > 12
     for text in texts:
-        fresh = tree_engine(False)
+        fresh = tree_engine(False, kind, **options)
         offers = watch_offers(fresh)
         fresh.add(fresh.make_request("fresh", text[:-1], replace(GREEDY, max_tokens=99)))
         fresh.step()
-        assert offers == {text: found[text]}
+        [[want]] = offers.values()
+        assert set(offers) == {text}
+        for got in found[text]:
+            for name in ("tokens", "parents"):
+                assert torch.equal(getattr(got, name), getattr(want, name)), text
+            torch.testing.assert_close(got.confidence, want.confidence, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["fixed", "auto"])
