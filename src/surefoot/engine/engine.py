@@ -102,8 +102,7 @@ class Engine:
         if self.proposers and config.draft_policy == "auto":
             self.controller.cost = measure_cost(self, max_rows, config.calibration_seconds)
             self.scheduler.chunk_rows = self._chunk_rows
-        # Recorded rounds verify chains only; trees are verified in rounds that the host plans.
-        self.pipeline = self._build_pipeline(on_gpu) if ahead and not any(trees) else None
+        self.pipeline = self._build_pipeline(on_gpu) if ahead else None
 
     def _build_pipeline(self, on_gpu: bool) -> Pipeline:
         spans = self.config.max_num_seqs

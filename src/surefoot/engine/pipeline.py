@@ -143,9 +143,13 @@ class Pipeline:
         device."""
         kv, leases = self.kv, self.kv.leases
         reach, wanted = self._reaches(company), {}
+        # A tree no deeper than what a request may still write can have more nodes than that.
+        trees = any(self.controller.trees[index] for index in company.proposers)
+        beyond = self.state.max_drafts if trees else 0
         for request, ahead in zip(company.requests, reach, strict=True):
             lease = leases[request.request_id]
-            positions = min(ahead + longest, request.max_length - request.computed)
+            room = request.max_length + beyond - request.computed
+            positions = min(ahead + longest, room)
             if lease.committed + positions > len(lease.blocks) * kv.block_size:
                 wanted[request.request_id] = positions
         if not wanted and self._seated is company:
