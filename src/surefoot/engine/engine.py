@@ -103,7 +103,7 @@ class Engine:
         spans = self.config.max_num_seqs
         replay = ReplayRound(self.round, spans)
         graphs = (CudaRoundGraphs if on_gpu else RoundGraphs)(replay, spans)
-        graphs.measure()
+        graphs.measure(self.kv_blocks)
         return Pipeline(replay, graphs, self.controller, self.kv, self.state)
 
     def _pool_size(self, backend: Backend) -> int:
