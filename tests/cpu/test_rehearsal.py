@@ -65,7 +65,7 @@ def test_rehearsed_rounds_verify_every_draft_of_everybody() -> None:
             assert (replay.report[:4, 0] >= 1).all()
         seat(2)
         replay(Size(4, 8, GREEDY, (0,)))
-        assert replay.report[2:4, 0].tolist() == [0, 0]
+        assert (replay.report[:4, 0] >= 1).tolist() == [True, True, False, False]
 
 
 def test_rehearsing_requests_read_blocks_of_their_own() -> None:
