@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from harness import Job, make_engine, run_jobs, tiny_decoder
+from harness import Job, make_engine, random_weights, run_jobs, tiny_config, tiny_decoder
 from surefoot.engine.engine import Engine
 from surefoot.engine.rehearsal import rehearsal
+from surefoot.kernels.torch_backend import TorchBackend
+from surefoot.models.decoder import Decoder
 from surefoot.request import SamplingParams
 from surefoot.speculation.replay import GREEDY, Size
 
@@ -89,3 +91,28 @@ def test_requests_after_a_rehearsal_get_the_text_that_they_got_before() -> None:
         seat(3)
         engine.pipeline.replay(Size(4, 16, GREEDY, (0,)))
     assert run_jobs(engine, [job])[0].output == expected.output
+
+
+def test_rehearsals_stay_within_the_longest_text() -> None:
+    """There are rotations for so many positions only."""
+    decoder = tiny_decoder()
+    for longest in (3, 12, 40):
+        engine = make_engine(
+            decoder, True, max_num_seqs=2, max_draft_tokens=8, max_model_len=longest
+        )
+        assert engine.pipeline is not None
+        replay, state = engine.pipeline.replay, engine.state
+        with rehearsal(replay, engine.kv_blocks, 1024) as seat:
+            seat(2)
+            context = int(state.length[0])
+            replay(Size(2, 18, GREEDY, (0,)))
+            drafts = replay.report[:2, 3]
+            assert 1 <= context <= max(1, longest // 2)
+            assert (context + drafts <= longest).all()
+
+
+def test_costs_are_measured_within_the_longest_text() -> None:
+    config = tiny_config()
+    decoder = Decoder(config, random_weights(config), TorchBackend("cpu", torch.float32), 20)
+    engine = make_engine(decoder, max_model_len=20, max_draft_tokens=8, calibration_seconds=5)
+    assert engine.controller.cost.predict(20) > 0

@@ -150,8 +150,7 @@ class CudaRoundGraphs(RoundGraphs):
         context, every draft verified. The engine must be idle; it is as before afterwards."""
         replay = self.replay
         proposers = tuple(range(len(replay.controller.names))) if self.width else ()
-        context = min(1024, replay.state.history.shape[1] // 2)
-        with rehearsal(replay, blocks, context) as seat:
+        with rehearsal(replay, blocks, context=1024) as seat:
             for spans in self.spans:
                 for rows in self.rows(spans):
                     graph = self.graph(Size(spans, rows, Features(), proposers))
