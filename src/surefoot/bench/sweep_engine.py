@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,15 @@ from surefoot.bench.prompts import BenchPrompt
 from surefoot.config import DEFAULT_MODEL, EngineConfig
 from surefoot.engine.build import ProgressCallback, build_engine, choose_backend
 from surefoot.engine.engine import Engine
+from surefoot.engine.rehearsal import rehearsal
 from surefoot.errors import SurefootError
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
 from surefoot.models.dummy import DummyWeights
 from surefoot.models.loading import load_tokenizer
 from surefoot.models.loading.hf_config import read_hf_config
-from surefoot.speculation.replay import Override, ReplayRound
+from surefoot.sampling.params import Features
+from surefoot.speculation.replay import Override, ReplayRound, Size
 
 GPU_BATCHED_TOKENS = 2048
 
@@ -99,7 +102,7 @@ def build_subject(
             Decoder(shape, weights, backend, config.max_model_len), config, ahead, override
         )
     if ahead:
-        _believe_measured_costs(engine)
+        _measure_called_rounds(engine, config.max_model_len or 1024)
     return engine
 
 
@@ -107,15 +110,23 @@ def _acceptance(rates: Sequence[float]) -> Callable[[ReplayRound], Override]:
     return lambda replay: synthetic.SyntheticAcceptance(replay, [rates])
 
 
-def _believe_measured_costs(engine: Engine) -> None:
-    """Without a GPU rounds that run ahead have guessed costs: replace them by those that were
-    measured of rounds which the host plans."""
+def _measure_called_rounds(engine: Engine, context: int) -> None:
+    """Without a GPU, rounds that run ahead have guessed costs: time each size, after one that does
+    not count. The engine must be idle."""
     pipeline = engine.pipeline
     assert pipeline is not None
-    graphs, cost = pipeline.graphs, engine.controller.cost
-    graphs.costs = {
-        (spans, rows): cost.predict(rows) for spans in graphs.spans for rows in graphs.rows(spans)
-    }
+    graphs, replay = pipeline.graphs, pipeline.replay
+    proposers = tuple(range(len(engine.proposers)))
+    with rehearsal(replay, engine.kv_blocks, context) as seat:
+        for spans in graphs.spans:
+            for rows in graphs.rows(spans):
+                times = []
+                for _ in range(3):
+                    seat(spans)
+                    begun = time.perf_counter()
+                    replay(Size(spans, rows, Features(), proposers))
+                    times.append(time.perf_counter() - begun)
+                graphs.costs[spans, rows] = min(times)
 
 
 def tokenize(options: Mapping[str, Any], prompts: Sequence[BenchPrompt]) -> list[list[int]]:
