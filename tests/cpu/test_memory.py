@@ -62,9 +62,10 @@ def test_pools_beyond_what_is_left_are_refused() -> None:
 def test_the_table_tells_limits_and_recorded_rounds() -> None:
     found = plan(GIB).with_kv(GIB, 1000, 4096)
     text = "\n".join(found.lines())
-    assert "1000 tokens of at most 4096" in text and "reserved for recorded rounds" in text
-    done = MemoryPlan(**{**vars(found), "recorded_rounds": 53, "recording_seconds": 31.6})
-    assert "53 rounds recorded in 31.6 s" in "\n".join(done.lines())
+    assert "1000 tokens of at most 4096" in text
+    measured = {"recorded_rounds": 53, "recording_seconds": 31.6, "recorded_bytes": 700 << 20}
+    done = MemoryPlan(**{**vars(found), **measured})
+    assert "53 rounds recorded in 31.6 s hold 700 MiB" in "\n".join(done.lines())
     assert "weights 8.0" in done.summary() and "53 rounds" in done.summary()
 
 

@@ -126,8 +126,8 @@ class Engine:
         if self.memory is not None and isinstance(graphs, CudaRoundGraphs):
             self.memory = replace(
                 self.memory,
-                recorded=self._taken.reserved() - before,
                 recorded_rounds=len(graphs.graphs),
+                recorded_bytes=self._taken.reserved() - before,
                 recording_seconds=graphs.capture_seconds,
             )
         return Pipeline(replay, graphs, self.controller, self.kv, self.state)

@@ -32,7 +32,8 @@ class MemoryPlan:
     rounds: int
     """Activations, logits and sampler scratch of the largest round that the host plans."""
     recorded: int
-    """The same again for recorded rounds, which share one pool: reserved, then as measured."""
+    """The same again for recorded rounds, which share one pool. Some are recorded later, when first
+    needed."""
     other: int
     kv: int
     """Up to here left for the KV pools (drafters' included), then what they take."""
@@ -41,6 +42,8 @@ class MemoryPlan:
     """Tokens of ``max_num_seqs`` requests of ``max_model_len``."""
     recorded_rounds: int = 0
     """How many sizes of rounds were recorded at the start."""
+    recorded_bytes: int = 0
+    """What these made torch's allocator hold."""
     recording_seconds: float = 0.0
 
     def bytes_by_part(self) -> dict[str, int]:
@@ -52,9 +55,8 @@ class MemoryPlan:
         """The plan as a table for people."""
         notes = {
             "rounds": "activations and sampling of the largest round",
-            "recorded": f"{self.recorded_rounds} rounds recorded in {self.recording_seconds:.1f} s"
-            if self.recorded_rounds
-            else "reserved for recorded rounds",
+            "recorded": f"reserved; {self.recorded_rounds} rounds recorded in "
+            f"{self.recording_seconds:.1f} s hold {self.recorded_bytes / 2**20:.0f} MiB",
             "kv": f"{self.kv_tokens} tokens of at most {self.full_contexts} "
             "(max_num_seqs x max_model_len)",
         }
