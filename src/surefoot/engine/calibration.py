@@ -25,7 +25,7 @@ def measure_cost(engine: Engine, max_rows: int, seconds: float) -> CostModel:
     correct the curve later.
     """
     state, kv = engine.state, engine.kv
-    room = min(kv.pool.capacity * kv.block_size, state.history.shape[1] - 1)
+    room = min(kv.pool.capacity * kv.block_size, engine.max_model_len)
     started = time.perf_counter()
     knots: list[int] = []
     times: list[float] = []
