@@ -64,7 +64,6 @@ def _step(engine: Engine, requests: Sequence[Request], rounds: int) -> None:
 
 def _by_kernel(engine: Engine, run: Callable[[], None]) -> dict[str, float]:
     import torch
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     device = engine.decoder.backend.device
@@ -76,7 +75,7 @@ def _by_kernel(engine: Engine, run: Callable[[], None]) -> dict[str, float]:
         [
             (event.name, event.time_range.start / 1000, event.time_range.end / 1000)
             for event in profiler.events() or ()
-            if event.device_type == DeviceType.CUDA
+            if event.device_type.name == "CUDA"
         ]
     )
 

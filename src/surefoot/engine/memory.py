@@ -34,8 +34,8 @@ class MemoryPlan:
     rounds: int
     """Activations, logits and sampler scratch of the largest round that the host plans."""
     recorded: int
-    """Twice that for recorded rounds, which share one pool: each runs once on a stream of its own,
-    with memory of that stream, before it is recorded. Some are recorded later, when first needed."""
+    """Twice that for recorded rounds, which share one pool: before it is recorded, each runs once
+    on a stream of its own, with memory of that stream. Some are recorded when first needed."""
     other: int
     kv: int
     """Up to here left for the KV pools (drafters' included), then what they take."""
