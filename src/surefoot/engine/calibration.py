@@ -14,7 +14,7 @@ from surefoot.speculation.round import Wanted
 if TYPE_CHECKING:
     from surefoot.engine.engine import Engine
 
-_KNOTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_KNOTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
 _REPEATS = 3
 
 

@@ -39,6 +39,11 @@ from surefoot.speculation.state import SlotState
 from surefoot.structured import TextGrammar
 
 DEFAULT_KV_BYTES = 1 << 30
+LONGEST_STALL = 4.0
+"""How much longer than a plain round one with a prefill chunk may take: running requests get their
+tokens at a quarter of their pace at worst."""
+MIN_CHUNK = 64
+"""Prefill rows of a round, at least, where so many are wanted: a prompt must end."""
 _END_REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH}
 
 
@@ -108,10 +113,8 @@ class Engine:
         self.stats = EngineStats()
         if self.proposers and config.draft_policy == "auto":
             self.controller.cost = measure_cost(self, max_rows, config.calibration_seconds)
-        # Recorded rounds verify chains only; trees are verified in rounds that the host plans.
-        self.pipeline: Pipeline | None = None
-        if ahead and not any(trees):
-            self.pipeline = self._build_pipeline(on_gpu, override)
+            self.scheduler.chunk_rows = self._chunk_rows
+        self.pipeline = self._build_pipeline(on_gpu, override) if ahead else None
 
     def _build_pipeline(
         self, on_gpu: bool, override: Callable[[ReplayRound], Override] | None
@@ -131,6 +134,13 @@ class Engine:
                 recording_seconds=graphs.capture_seconds,
             )
         return Pipeline(replay, graphs, self.controller, self.kv, self.state)
+
+    def _chunk_rows(self, decoding: int) -> int:
+        """Prefill rows that make a round at most ``LONGEST_STALL`` times as long as a plain one,
+        by its measured cost."""
+        cost = self.controller.cost
+        plain = cost.predict(decoding)
+        return max(cost.rows_within(LONGEST_STALL * plain) - decoding, MIN_CHUNK)
 
     def _pool_size(self, backend: Backend) -> int:
         """Blocks in the KV pool, the unused block 0 included."""
