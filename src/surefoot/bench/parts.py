@@ -18,11 +18,13 @@ GROUPS = {
     "norm and rope": r"^rms_norm_kernel|^rope_kv_kernel|^silu_mul_kernel",
     "sampling": r"argmax|^narrow_kernel|^limit_kernel|^draw_kernel|^penalties_kernel"
     r"|^bias_and_ends_kernel|softmax",
-    "control": r"^(split|learn|keep|lay_out|span_table|verdict|lookup)_kernel",
+    "control": r"^(split|learn|keep|lay_out|span_table|verdict|lookup|move)_kernel",
+    "drafter": r"^(entry_inputs|live_rows|shift|replace|(partial|final)_likeliest)_kernel",
     "products": r"^rows_kernel|^reduce_kernel|^qkv_kernel|gemm|gemv|nvjet|cutlass|splitk|xmma",
 }
 """Regular expressions on kernels' names, the first that is found counts. ``products`` include the
-sums, norms and rotations that are fused with them, and the head; what matches none is ``other``."""
+sums, norms and rotations that are fused with them, the head, and a drafter's products; ``drafter``
+is what only drafting needs; what matches none is ``other``."""
 
 
 def group_of(kernel: str) -> str:
