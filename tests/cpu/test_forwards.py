@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,7 @@ SLOTS, BLOCK, PAGES = 4, 4, 20
 def test_sizes_waste_less_than_half(most: int) -> None:
     counts = row_counts(most)
     assert counts == sorted(set(counts)) and counts[-1] == most
-    assert all(after <= 1.5 * before for before, after in zip(counts, counts[1:], strict=False))
+    assert all(after <= 1.5 * before for before, after in itertools.pairwise(counts))
 
 
 class World:
