@@ -67,12 +67,10 @@ def jobs(params: SamplingParams) -> list[Job]:
 
 def plainly(decoder: Decoder, work: list[Job]) -> list[Request]:
     """Each by itself, without drafts and without recorded rounds."""
-    options = dict(max_draft_tokens=0, enforce_eager=True, enable_prefix_caching=False)
-    engine = make_engine(decoder, kv_blocks=200, **options)
-    return [
-        run_jobs(engine, [replace(job, speculation=SpeculationParams("off"), arrival=0)])[0]
-        for job in work
-    ]
+    options: dict[str, Any] = {"max_draft_tokens": 0, "enable_prefix_caching": False}
+    engine = make_engine(decoder, False, kv_blocks=200, **options)
+    alone = [replace(job, speculation=SpeculationParams("off"), arrival=0) for job in work]
+    return [run_jobs(engine, [job])[0] for job in alone]
 
 
 @pytest.mark.parametrize(
