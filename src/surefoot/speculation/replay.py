@@ -20,7 +20,7 @@ from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
 from surefoot.sampling.params import Features
 from surefoot.sampling.sampler import SampleRows, sample_rows
 from surefoot.speculation.controller import Choice, fill_rows
-from surefoot.speculation.estimator import BINS, GLOBAL_DECAY, SLOT_DECAY, SLOT_PRIOR
+from surefoot.speculation.estimator import BINS, GLOBAL_DECAY, PRIOR_RANGE, SLOT_DECAY
 from surefoot.speculation.proposer import Commits, Drafts, Outlook
 from surefoot.speculation.round import SpeculativeRound, write_drafts
 from surefoot.speculation.trees import (
@@ -272,7 +272,7 @@ class CompiledControl:
         shape = (count, state.slots, BINS, width)
         self.hits = torch.zeros(shape, device=device)
         self.trials = torch.zeros(shape, device=device)
-        self.seen = torch.zeros((2, count, BINS, width), device=device)
+        self.seen = torch.zeros((4, count, BINS, width), device=device)
         self.news = torch.zeros_like(self.seen)
         self.learners = []
         for index, estimator in enumerate(controller.estimators):
@@ -285,6 +285,7 @@ class CompiledControl:
                     estimator.watched_start,
                     estimator.hits,
                     estimator.trials,
+                    self.seen[0, index],
                     self.news[0, index],
                     self.news[0].numel(),
                     controller.allowed[index],
@@ -341,7 +342,7 @@ class CompiledControl:
             self.seen,
             self.news,
             math.log2(GLOBAL_DECAY),
-            SLOT_PRIOR,
+            PRIOR_RANGE,
             LEAST,
             (replay.tokens, replay.chances, replay.lengths, replay.proposer),
             replay.report,
