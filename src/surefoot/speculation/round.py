@@ -115,7 +115,7 @@ class SpeculativeRound:
         if choice is not None and choice.parents is not None:
             trees = plant(plan, choice.tokens, choice.parents)
             grown = node_rows(layout, trees, plan.first_decoding), trees
-            layout = lay_out_trees(layout, *grown)
+            layout = lay_out_trees(layout, grown[0])
         forward = self.decoder.forward(layout.batch, self.kv, self.capture)
         sampled, logprobs = self.sample(plan, layout, forward.hidden, wanted, grown)
         if grown is None:
