@@ -118,7 +118,7 @@ class SpeculativeRound:
         if choice is not None and choice.parents is not None:
             trees = plant(plan, choice.tokens, choice.parents)
             grown = node_rows(layout, trees, plan.first_decoding), trees
-            layout = lay_out_trees(layout, *grown)
+            layout = lay_out_trees(layout, grown[0])
         forward = self.forward(layout.batch)
         sampled, logprobs = self.sample(plan, layout, forward.hidden, wanted, grown)
         if grown is None:
