@@ -103,7 +103,8 @@ class Engine:
         spans = self.config.max_num_seqs
         replay = ReplayRound(self.round, spans)
         graphs = (CudaRoundGraphs if on_gpu else RoundGraphs)(replay, spans)
-        graphs.measure()
+        if self.config.draft_policy == "auto" or self.config.calibration_seconds:
+            graphs.measure()
         return Pipeline(replay, graphs, self.controller, self.kv, self.state)
 
     def _pool_size(self, backend: Backend) -> int:
