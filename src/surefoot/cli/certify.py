@@ -259,6 +259,11 @@ def _setup(llm: LLM, subject: Subject) -> dict[str, Any]:
     from surefoot.bench.hardware import describe_hardware
 
     backend = llm.engine.decoder.backend
+    gpu = None
+    if backend.device.type == "cuda":
+        import torch
+
+        gpu = torch.cuda.get_device_name(backend.device)
     weights = subject.config.weights
     if weights == "auto":
         weights = "native" if backend.name == "native" else "dense"
@@ -267,6 +272,7 @@ def _setup(llm: LLM, subject: Subject) -> dict[str, Any]:
         "model": subject.config.model,
         "backend": backend.name,
         "device": str(backend.device),
+        "gpu": gpu,
         "dtype": str(backend.dtype).removeprefix("torch."),
         "weights": weights,
         "proposer_options": {k: dict(v) for k, v in subject.config.proposer_options.items()},
