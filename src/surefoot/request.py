@@ -194,14 +194,13 @@ class SpeculationStats:
         """Enter a round that committed tokens; ``name`` proposed the drafts, None for none."""
         self.rounds += 1
         self.offered += offered
-        self.drafted += drafted
-        self.accepted += accepted
         if name is not None:
-            for counts, more in (
-                (self.drafted_by_proposer, drafted),
-                (self.accepted_by_proposer, accepted),
-            ):
-                counts[name] = counts.get(name, 0) + more
+            self.drafted += drafted
+            self.accepted += accepted
+            by_proposer = self.drafted_by_proposer
+            by_proposer[name] = by_proposer.get(name, 0) + drafted
+            by_proposer = self.accepted_by_proposer
+            by_proposer[name] = by_proposer.get(name, 0) + accepted
 
     @property
     def accepted_length(self) -> float:

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from surefoot.errors import SurefootError
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.speculation import estimator
-from surefoot.speculation.controller import MIN_GAIN, MIN_PACE, PROBE_EVERY, Controller, split_rows
+from surefoot.speculation.controller import (
+    MIN_GAIN,
+    MIN_PACE,
+    PROBE_EVERY,
+    Controller,
+    split_rows,
+    split_rows_reference,
+)
 from surefoot.speculation.cost import CostModel
 from surefoot.speculation.estimator import AcceptanceEstimator
 from surefoot.speculation.proposer import Drafts
@@ -319,5 +326,32 @@ def test_compiled_book_keeping_equals_the_reference(data: Any) -> None:
             append(state, slot, *data.draw(st.lists(token, max_size=3)))
         compiled.learn(slots)
         reference.learn_reference(slots)
-        for name in ("hits", "trials", "all_hits", "all_trials", "watched_length"):
+        for name in ("hits", "trials", "seen", "watched_length"):
             assert torch.allclose(getattr(compiled, name), getattr(reference, name), atol=1e-4)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 40])
+def test_the_compiled_split_of_many_offers_equals_the_reference(batch: int) -> None:
+    """Ties included: chances are of few values, whose sums are exact."""
+    torch.manual_seed(batch)
+    taken = 0
+    for _ in range(60):
+        chances = 0.5 ** torch.randint(0, 3, (batch, 5)).float().cumsum(dim=1)
+        chances[torch.rand(batch, 5).cumsum(dim=1) > 2] = 0
+        entries = int(torch.randint(1, batch * 5 + 4, (1,)))
+        table = 1 + 0.1 * (1 + torch.rand(entries) * 0.05).cumsum(0) / batch
+        counts = split_rows(chances, table)
+        assert torch.equal(counts, split_rows_reference(chances, table, MIN_GAIN, MIN_PACE))
+        taken += int(counts.sum())
+    assert taken > 60 * batch
+
+
+def test_rows_within_a_time_are_those_predicted_to_fit() -> None:
+    cost = CostModel([1, 4, 8, 16], [1.0, 1.0, 3.0, 2.0], 64)
+    for seconds in (0.5, 1.0, 1.7, 3.0, 3.5, 99.0):
+        rows = cost.rows_within(seconds)
+        assert rows == max((r for r in range(1, 65) if cost.predict(r) <= seconds), default=1)
+    slope = CostModel([1, 4, 8], [1.0, 1.5, 3.0], 40)
+    for seconds in (0.5, 1.0, 1.2, 1.5, 2.0, 3.0, 8.0, 99.0):
+        rows = slope.rows_within(seconds)
+        assert rows == max((r for r in range(1, 41) if slope.predict(r) <= seconds), default=1)

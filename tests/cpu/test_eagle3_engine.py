@@ -247,7 +247,13 @@ def some(examples: int) -> settings:
     )
 
 
-def check(backend: str, scenario: tuple[list[Job], dict[str, Any]], kind: str, tree: bool) -> None:
+def check(
+    backend: str,
+    scenario: tuple[list[Job], dict[str, Any]],
+    kind: str,
+    tree: bool,
+    ahead: bool = False,
+) -> None:
     work, options = scenario
     decoder = target(backend)
     if options["proposers"]:
@@ -263,7 +269,7 @@ def check(backend: str, scenario: tuple[list[Job], dict[str, Any]], kind: str, t
         method = {"oracle": "eagle3", "saboteur": "auto"}.get(job.speculation.method)
         if method:
             job.speculation = SpeculationParams(method, job.speculation.max_draft_tokens)
-    engine = make_engine(decoder, **options)
+    engine = make_engine(decoder, ahead, **options)
     actual = run_jobs(on_torch_alone(engine) if backend == "torch" else engine, work)
     for job, got in zip(work, actual, strict=True):
         compare(backend, run_alone(decoder, job), got)
@@ -291,3 +297,11 @@ def test_any_scenario_gives_the_plain_text(scenario: Any, kind: str, tree: bool)
 @given(scenarios(), st.sampled_from(["random", "skilled"]), st.booleans())
 def test_any_scenario_gives_the_plain_text_native(scenario: Any, kind: str, tree: bool) -> None:
     check("native", scenario, kind, tree)
+
+
+@some(24)
+@given(scenarios(), st.sampled_from(["random", "skilled"]))
+def test_any_scenario_gives_the_plain_text_with_trees_launched_ahead(
+    scenario: Any, kind: str
+) -> None:
+    check("torch", scenario, kind, True, ahead=True)

@@ -102,8 +102,8 @@ def words(path: Path) -> set[str]:
 def test_proposers_are_named_in_their_own_file_only() -> None:
     for proposer in registry.names():
         own = Path(sys.modules[registry.find(proposer).__module__].__file__ or "")
-        if SOURCES not in own.parents:
-            continue  # Another test registered it.
+        if SOURCES / "speculation" not in own.parents:
+            continue  # Another test registered it, or a benchmark did.
         # A proposer of several files is a package of its name.
         package = own.parent if own.parent.name == proposer else own
         for path in FILES:

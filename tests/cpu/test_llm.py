@@ -325,7 +325,13 @@ def test_text_does_not_depend_on_how_tokens_are_grouped(llm: LLM, data: Any) -> 
     stops = data.draw(
         st.lists(st.sampled_from([decoded[i : i + 3] or "x" for i in range(0, 20, 3)]), max_size=2)
     )
-    params = SamplingParams(stop=stops or None, min_tokens=data.draw(st.integers(0, 3)))
+    params = SamplingParams(
+        stop=stops or None,
+        min_tokens=data.draw(st.integers(0, 3)),
+        include_stop_str_in_output=data.draw(st.booleans()),
+        skip_special_tokens=data.draw(st.booleans()),
+    )
+    reason = data.draw(st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]))
 
     def texts(sizes: list[int]) -> tuple[str, str, int, str | None]:
         request = Request("r", (1,), params, SpeculationParams(), 0, 99)
@@ -337,7 +343,7 @@ def test_text_does_not_depend_on_how_tokens_are_grouped(llm: LLM, data: Any) -> 
             request.output += group
             last = start >= len(tokens)
             if last:
-                request.finish(FinishReason.LENGTH)
+                request.finish(reason)
             stream.push(group, last=last)
             done = last or stream.stopped_by is not None
             taken += "".join(text for text, _ in stream.take(final=done))
@@ -350,8 +356,15 @@ def test_text_does_not_depend_on_how_tokens_are_grouped(llm: LLM, data: Any) -> 
     grouped = texts(sizes)
     assert one_by_one == grouped
     assert grouped[0] == grouped[1]
-    if not stops:
-        assert grouped[0] == decoded
+    if stops:
+        return
+    hidden = reason is FinishReason.STOP and not params.include_stop_str_in_output
+    shown = tokens[: len(tokens) - hidden]
+    assert grouped[0] == llm.tokenizer.decode(shown, params.skip_special_tokens)
+    request = Request("r", (1,), params, SpeculationParams(), 0, 99, output=tokens)
+    request.finish(reason)
+    whole = TextStream.whole(request, llm.tokenizer)
+    assert (whole.text, whole.kept) == (grouped[0], grouped[2])
 
 
 def test_a_stop_string_within_min_tokens_stops_nothing_later(llm: LLM) -> None:

@@ -64,6 +64,19 @@ def test_a_long_prompt_is_chunked_beside_running_requests() -> None:
     assert plans == [{"b": 7, "a": 1}, {"b": 7, "a": 1}, {"b": 6, "a": 1}, {"b": 1, "a": 1}]
 
 
+def test_a_prefill_chunk_leaves_running_requests_their_pace() -> None:
+    machine = scheduler(rows=8)
+    machine.chunk_rows = lambda decoding: 4 - decoding
+    machine.add(request("a", 8, 9))
+    machine.add(request("b", 3, 9))
+    # Nobody waits for the first token beside the first prompt.
+    assert rows_of(step(machine)) == {"a": 8}
+    assert rows_of(step(machine)) == {"b": 3, "a": 1}
+    machine.add(request("c", 7, 9))
+    chunks = [rows_of(step(machine))["c"] for _ in range(4)]
+    assert chunks == [2, 2, 2, 1]
+
+
 def test_drafts_join_the_same_round_as_prefill_and_plain_requests() -> None:
     machine = scheduler()
     for name in "ab":
@@ -162,6 +175,7 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
         "sizes": draw(
             st.lists(st.tuples(st.integers(1, 20), st.integers(1, 15)), min_size=1, max_size=7)
         ),
+        "chunk": draw(st.none() | st.integers(-2, 8)),
         "seed": draw(st.integers(0, 10**6)),
     }
 
@@ -173,6 +187,8 @@ def test_every_request_ends_whole_and_in_bounded_time(world: dict[str, Any]) -> 
     longest = max(prompt + room for prompt, room in world["sizes"])
     blocks = -(-longest // world["block_size"]) + world["extra_blocks"]
     machine = scheduler(blocks, world["block_size"], world["seqs"], world["rows"], world["cache"])
+    if (chunk := world["chunk"]) is not None:
+        machine.chunk_rows = lambda decoding: chunk
     every = [request(f"r{i}", *size) for i, size in enumerate(world["sizes"])]
     todo = list(every)
     steps = 0

@@ -163,13 +163,26 @@ METRIC = re.compile(r"\b(?:surefoot_|vllm:)[a-zA-Z0-9_:]+")
 def exported() -> tuple[set[str], set[str]]:
     """Names of a metrics page's samples, with their bare names (no suffix of a counter's or
     histogram's)."""
-    ready = Ready("", 64, 64, 2, 3, 99, (2,), ["ngram"], saving_known=True)
+    sizes = {"total": 9, "weights": 4}
+    ready = Ready("", 64, 64, 2, 3, 99, (2,), ["ngram"], saving_known=True, memory=sizes)
     metrics = Metrics(ready)
     metrics.drafts["ngram"].count(2, 1)
     page = Exposition(metrics, "model").page().decode()
     families = list(text_string_to_metric_families(page))
     samples = {sample.name for family in families for sample in family.samples}
     return samples, samples | {family.name for family in families}
+
+
+def test_memory_is_exported_by_part() -> None:
+    def samples(sizes: dict[str, int]) -> dict[str, float]:
+        ready = Ready("", 64, 64, 2, 3, 99, (2,), [], saving_known=True, memory=sizes)
+        page = Exposition(Metrics(ready), "model").page().decode()
+        families = text_string_to_metric_families(page)
+        [found] = [f for f in families if f.name == "surefoot_memory_bytes"] or [None]
+        return {s.labels["part"]: s.value for s in found.samples} if found else {}
+
+    assert samples({"total": 9 << 30, "weights": 4}) == {"total": float(9 << 30), "weights": 4.0}
+    assert samples({}) == {}
 
 
 def test_the_dashboard_reads_what_is_exported() -> None:

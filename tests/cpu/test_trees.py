@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,14 +127,17 @@ def test_attention_sees_moved_keys_where_they_are_now(name: str, block_size: int
     assert name == "torch" or torch.equal(found, expected)
 
 
-def greedy_trees(seed: int, params: dict[str, Any] | None = None, **options: Any) -> Any:
+def greedy_trees(
+    seed: int, params: dict[str, Any] | None = None, ahead: bool = False, **options: Any
+) -> Any:
     plain = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
-    job = Job((3, 9, 4, 7, 2, 11), SamplingParams(**plain, **(params or {})))
+    job = Job((3, 9, 4, 7, 2, 11), SamplingParams(**{**plain, **(params or {})}))
     want = run_alone(tiny_decoder(), job)
     texts = ((*want.prompt, *want.output),)
     own = {"bush": {"texts": texts, "seed": seed}}
     values: dict[str, Any] = {"max_draft_tokens": 8, "draft_policy": "fixed", **options}
-    engine = make_engine(tiny_decoder(), proposers=("bush",), proposer_options=own, **values)
+    values |= {"proposers": ("bush",), "proposer_options": own}
+    engine = make_engine(tiny_decoder(), ahead, **values)
     [got] = run_jobs(on_torch_alone(engine), [job])
     return want, got
 
@@ -189,7 +193,17 @@ def some(examples: int) -> settings:
     )
 
 
-def check(backend: str, scenario: tuple[list[Job], dict[str, Any]], seed: int) -> None:
+def record(work: list[Job], drafts: int) -> None:
+    """Take from the jobs what the host would have to plan their rounds for, and most limits."""
+    for job in work:
+        limit = 3 if job.speculation.max_draft_tokens == 0 and drafts > 3 else None
+        job.params = replace(job.params, logprobs=None)
+        job.speculation = replace(job.speculation, max_draft_tokens=limit)
+
+
+def check(
+    backend: str, scenario: tuple[list[Job], dict[str, Any]], seed: int, ahead: bool = False
+) -> None:
     work, options = scenario
     decoder = tiny_decoder(backend)
     expected = [run_alone(decoder, job) for job in work]
@@ -201,7 +215,7 @@ def check(backend: str, scenario: tuple[list[Job], dict[str, Any]], seed: int) -
         method = {"oracle": "bush", "saboteur": "auto"}.get(job.speculation.method)
         if method:
             job.speculation = SpeculationParams(method, job.speculation.max_draft_tokens)
-    engine = make_engine(decoder, **options)
+    engine = make_engine(decoder, ahead, **options)
     actual = run_jobs(on_torch_alone(engine) if backend == "torch" else engine, work)
     for job, want, got in zip(work, expected, actual, strict=True):
         compare(backend, job, want, got)
@@ -218,3 +232,11 @@ def test_any_scenario_gives_the_plain_text(scenario: Any, seed: int) -> None:
 @given(scenarios(), st.integers(0, 99))
 def test_any_scenario_gives_the_plain_text_native(scenario: Any, seed: int) -> None:
     check("native", scenario, seed)
+
+
+@some(40)
+@given(scenarios(), st.integers(0, 99))
+def test_any_scenario_gives_the_plain_text_launched_ahead(scenario: Any, seed: int) -> None:
+    work, options = scenario
+    record(work, options["max_draft_tokens"])
+    check("torch", scenario, seed, ahead=True)

@@ -66,7 +66,7 @@ def guess_costs(engines: list[Engine]) -> None:
     """Measured times differ on a device, and with them the sizes of rounds."""
     for engine in engines:
         assert engine.pipeline is not None
-        RoundGraphs.measure(engine.pipeline.graphs)
+        RoundGraphs.measure(engine.pipeline.graphs, engine.kv_blocks)
         engine.pipeline.graphs._tables_by.clear()
 
 
@@ -120,7 +120,7 @@ def test_rows_go_to_the_most_likely_drafts(spans: int, width: int) -> None:
     history = torch.zeros((spans + 2, 10 + width), dtype=torch.int64)
     length = torch.randint(1, 9, (spans + 2,))
     tokens = torch.randint(1, 99, (spans + 2, width))
-    seen, news = torch.ones(2, 8 * width), torch.ones(2, 8 * width)
+    seen, news = torch.ones(4, 8 * width), torch.ones(4, 8 * width)
     for rows in (spans, spans + 1, spans * 2, spans * (1 + width)):
         known, drafts = control.split(
             slots, -1, alive, chances, tokens, history, length, rows, seen, news, -0.5, True

@@ -66,12 +66,24 @@ def test_an_empty_first_key_is_seen_by_nobody() -> None:
     close_attention(found[:-2], torch_paged.span_attention(q, kv, batch, SHAPE)[:-2])
 
 
-def test_keys_move_as_on_torch() -> None:
-    kv = torch.randn(2, 9, 4, SHAPE.kv_heads, SHAPE.head_dim)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("moves", "head_dim"), [(4, 16), (7, 24), (63, 8)])
+def test_keys_move_as_on_torch(moves: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Targets rise and are not above their sources; a place may be both. Some requests move
+    nothing."""
+    torch.manual_seed(moves)
+    pages = (moves + 20) // 4 + 1
+    kv = torch.randn(2, 5 * pages + 1, 4, 3, head_dim).to(dtype)
     own = kv.transpose(2, 3).contiguous()
-    tables = torch.tensor([[3, 1, 7, 2], [8, 4, 6, 5]], dtype=torch.int32)
-    source = torch.tensor([[3, 6, 9, 13], [2, 2, 2, 2]])
-    target = torch.tensor([[3, 4, 5, 6], [2, 2, 2, 2]])
+    tables = (1 + torch.randperm(5 * pages)).view(5, pages).int()
+    start = torch.randint(0, 18, (5, 1))
+    ways = [torch.randperm(moves)[: moves // 2].sort().values + 1 for _ in range(5)]
+    depth = torch.arange(1, moves // 2 + 1)
+    source, target = start.repeat(1, moves), start.repeat(1, moves)
+    for row in (0, 2, 3):
+        source[row, : len(depth)] += ways[row]
+        target[row, : len(depth)] += depth
+    assert moves == 4 or set((source - start)[0].tolist()) & set((target - start)[0].tolist())
     TorchBackend("cpu", torch.float32).move_keys(kv, tables, source, target)
     TritonBackend("cpu", torch.float32).move_keys(own, tables, source, target)
     assert torch.equal(own.transpose(2, 3), kv)

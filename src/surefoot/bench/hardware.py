@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 
-def describe_hardware() -> dict[str, Any]:
-    """CPU name, usable cores, memory, system; JSON-ready."""
+def describe_hardware(device: str = "cpu") -> dict[str, Any]:
+    """CPU name, usable cores, memory, system, and the GPU if ``device`` is one; JSON-ready."""
     import torch
 
-    return {
+    hardware: dict[str, Any] = {
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "memory_gib": memory_gib(),
@@ -20,6 +22,38 @@ def describe_hardware() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+    if device.startswith("cuda"):
+        hardware["gpu"] = describe_gpu(device)
+    return hardware
+
+
+def describe_gpu(device: str) -> dict[str, Any]:
+    """Name, memory, and the versions that its speed depends on."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    try:
+        compiler = version("triton")
+    except PackageNotFoundError:
+        compiler = None
+    return {
+        "name": properties.name,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "driver": gpu_driver(),
+        "cuda": torch.version.cuda,
+        "triton": compiler,
+    }
+
+
+def gpu_driver() -> str | None:
+    """Version of NVIDIA's kernel driver; None where the system does not tell."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return found[0] if found else None
 
 
 def cpu_name() -> str:

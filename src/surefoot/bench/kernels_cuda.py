@@ -128,9 +128,9 @@ def seconds(run: Callable[[], Any], repeats: int = 20, graph: bool = True) -> fl
     return statistics.median(times[3:])
 
 
-def bandwidth() -> dict[str, float]:
-    """TB/s of a copy (read + written) and of a read-only sum, over 4 GB."""
-    data = torch.empty(2 << 30, dtype=torch.bfloat16, device="cuda").normal_()
+def bandwidth(size: int = 4 << 30) -> dict[str, float]:
+    """TB/s of a copy (read + written) and of a read-only sum, over ``size`` bytes."""
+    data = torch.empty(size // 4 * 2, dtype=torch.bfloat16, device="cuda").normal_()
     other = torch.empty_like(data)
     words = data.view(torch.int32)
     return {

@@ -1,179 +1,252 @@
 """Throughput against concurrency on one engine: plain, fixed draft lengths, auto.
 
-Each point keeps ``c`` requests decoding and measures from the round in which all of them decode to
-the first that ends: tokens a second and the time of a round; and end to end, prefill included.
+A pass keeps ``c`` requests decoding and measures from the round in which all of them decode to the
+first that ends: tokens a second and the time of a round; and end to end, prefill included. A point
+is several passes of one mode. Passes that are not counted come first: they record what was not
+recorded yet and teach ``auto`` what it will know in a server that has run for a while.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
 
-from surefoot.bench import synthetic
-from surefoot.config import DEFAULT_MODEL, EngineConfig
-from surefoot.engine.build import build_engine, choose_backend
 from surefoot.engine.engine import Engine
-from surefoot.models.decoder import Decoder
-from surefoot.models.dummy import DummyWeights
-from surefoot.models.loading.hf_config import read_hf_config
-from surefoot.request import SamplingParams, SpeculationParams
+from surefoot.errors import SurefootError
+from surefoot.request import Request, SamplingParams, SpeculationParams
 
 Mode = int | str
 """A fixed number of drafts, or ``auto``; 0 is plain decoding without proposers."""
+PLAIN: Mode = 0
+SETTLING = 4
+"""Rounds before the clock runs: the last prompts' chunks are still being read."""
+_ids = itertools.count()
+
+
+def mode_name(mode: Mode) -> str:
+    return "plain" if mode == PLAIN else str(mode)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What requests ask for: the prompts in turn, always up to ``max_tokens``."""
+
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output."""
+        return max(map(len, self.prompts)) + (self.params.max_tokens or 0)
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """``repeats`` passes of every mode, in turn, after ``warmup`` that are not counted."""
+
+    concurrency: tuple[int, ...]
+    modes: tuple[Mode, ...]
+    repeats: int = 1
+    warmup: int = 1
+
+    def __post_init__(self) -> None:
+        for name, low in (("repeats", 1), ("warmup", 0)):
+            if getattr(self, name) < low:
+                raise SurefootError(name, f"{getattr(self, name)} is below {low}")
+
+    @property
+    def passes(self) -> int:
+        return len(self.concurrency) * len(self.modes) * (self.repeats + self.warmup)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One run of ``concurrency`` requests. The steady numbers are None where some request ended
+    before all had been decoding for a while."""
+
+    end_to_end_per_s: float
+    tokens_per_s: float | None = None
+    round_ms: float | None = None
+    """Mean time between verdicts."""
+    accepted_length: float | None = None
+    drafts_per_round: float | None = None
+    context: float | None = None
+    """Tokens of all requests together, on average."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: ``round_ms`` is the mean time between verdicts in the steady state."""
+    """A mode at a concurrency: medians of its passes, and the lowest and highest speed of any."""
 
     concurrency: int
     mode: str
-    tokens_per_s: float
-    round_ms: float
-    accepted_length: float
-    drafts_per_round: float
-    end_to_end_per_s: float
+    median: Pass
+    lowest: Pass
+    highest: Pass
+    passes: tuple[Pass, ...]
 
 
-def run_point(
-    engine: Engine, concurrency: int, mode: Mode, prompt: int, output: int, seed: int = 0
-) -> Point:
-    """``concurrency`` random prompts of ``prompt`` tokens, ``output`` greedy tokens each."""
+def random_prompts(vocab: int, count: int, length: int, seed: int = 0) -> list[list[int]]:
+    """Token ids drawn evenly."""
     chooser = random.Random(seed)
-    vocab = engine.decoder.config.vocab_size
-    params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
-    if mode == "auto":
-        engine.controller.policy, wish = "auto", SpeculationParams()
-    elif mode == 0:
-        engine.controller.policy, wish = "auto", SpeculationParams("off")
-    else:
-        engine.controller.policy, wish = "fixed", SpeculationParams("auto", int(mode))
-    requests = [
-        engine.make_request(
-            f"{mode}-{concurrency}-{seed}-{index}",
-            [chooser.randrange(vocab) for _ in range(prompt)],
-            params,
-            wish,
-        )
-        for index in range(concurrency)
-    ]
-    begun = time.perf_counter()
-    for request in requests:
-        engine.add(request)
-    while any(not request.output for request in requests):
-        engine.step()
-    # The first rounds record what was not recorded yet.
-    for _ in range(4):
-        engine.step()
+    return [[chooser.randrange(vocab) for _ in range(length)] for _ in range(count)]
+
+
+def run_pass(engine: Engine, concurrency: int, mode: Mode, load: Load) -> Pass:
+    """Submit ``concurrency`` requests at once and run them to their end."""
+    with drafting(engine, mode) as wish:
+        begun = time.perf_counter()
+        requests = submit(engine, concurrency, load, wish)
+        until_all_decode(engine, requests)
+        for _ in range(SETTLING):
+            if not any(request.finished for request in requests):
+                engine.step()
+        steady = _steady(engine, requests)
+        while engine.has_work:
+            engine.step()
+        seconds = time.perf_counter() - begun
+    tokens = sum(len(request.output) for request in requests)
+    return replace(steady, end_to_end_per_s=tokens / seconds)
+
+
+def _steady(engine: Engine, requests: Sequence[Request]) -> Pass:
+    """Up to the last round before a request ends."""
+    count, stats = len(requests), engine.stats
     before = sum(len(request.output) for request in requests)
-    counted = [engine.stats.rounds, engine.stats.draft_rows]
-    started = time.perf_counter()
-    now, tokens, rounds, drafts = started, 0, 0, 0
+    length = sum(request.length for request in requests)
+    counted = stats.rounds, stats.draft_rows
+    started = now = time.perf_counter()
+    tokens = rounds = drafts = 0
     while not any(request.finished for request in requests):
         engine.step()
         if not any(request.finished for request in requests):
             now = time.perf_counter()
             tokens = sum(len(request.output) for request in requests) - before
-            rounds = engine.stats.rounds - counted[0]
-            drafts = engine.stats.draft_rows - counted[1]
-    while engine.has_work:
-        engine.step()
-    ended = time.perf_counter()
-    seconds, rounds = max(now - started, 1e-9), max(rounds, 1)
-    return Point(
-        concurrency=concurrency,
-        mode=str(mode),
-        tokens_per_s=tokens / seconds,
-        round_ms=1000 * seconds / rounds,
-        accepted_length=tokens / rounds / concurrency,
+            rounds = stats.rounds - counted[0]
+            drafts = stats.draft_rows - counted[1]
+    if not rounds:
+        return Pass(0.0)
+    return Pass(
+        end_to_end_per_s=0.0,
+        tokens_per_s=tokens / (now - started),
+        round_ms=1000 * (now - started) / rounds,
+        accepted_length=tokens / rounds / count,
         drafts_per_round=drafts / rounds,
-        end_to_end_per_s=concurrency * output / (ended - begun),
+        context=length + tokens / 2,
     )
+
+
+def submit(engine: Engine, concurrency: int, load: Load, wish: SpeculationParams) -> list[Request]:
+    """Make the requests and add them to the engine."""
+    prompts = itertools.islice(itertools.cycle(load.prompts), concurrency)
+    requests = [
+        engine.make_request(f"sweep-{next(_ids)}", prompt, load.params, wish) for prompt in prompts
+    ]
+    for request in requests:
+        engine.add(request)
+    return requests
+
+
+def until_all_decode(engine: Engine, requests: Sequence[Request]) -> None:
+    while any(not request.output for request in requests):
+        engine.step()
+
+
+@contextmanager
+def drafting(engine: Engine, mode: Mode) -> Iterator[SpeculationParams]:
+    """Set the engine's policy for a mode; what its requests have to say for it."""
+    controller, runner = engine.controller, engine.runner
+    before = controller.policy, runner.thrift
+    controller.policy = "auto" if mode in ("auto", PLAIN) else "fixed"
+    if controller.policy == "fixed":
+        # A drafter that does not pay drafts all the same.
+        runner.thrift = {}
+    try:
+        if mode == "auto":
+            yield SpeculationParams()
+        elif mode == PLAIN:
+            yield SpeculationParams("off")
+        else:
+            yield SpeculationParams("auto", int(mode))
+    finally:
+        controller.policy, runner.thrift = before
 
 
 def sweep(
     engine: Engine,
-    concurrencies: Sequence[int],
-    modes: Sequence[Mode],
-    prompt: int = 512,
-    output: int = 256,
+    settings: SweepSettings,
+    load: Load,
+    on_point: Callable[[Point], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Point]:
-    """Every mode at every concurrency."""
-    return [
-        run_point(engine, concurrency, mode, prompt, output)
-        for concurrency in concurrencies
-        for mode in modes
-    ]
+    """Every mode at every concurrency. Modes take turns, the other way round every other time, so
+    that a machine that slows down harms all alike. ``on_point`` gets each result as it is there,
+    ``on_progress`` (passes done, passes in all)."""
+    _check(engine, settings, load)
+    points: list[Point] = []
+    done = 0
+    for concurrency in settings.concurrency:
+        passes: dict[Mode, list[Pass]] = {mode: [] for mode in settings.modes}
+        for turn in range(-settings.warmup, settings.repeats):
+            for mode in settings.modes[:: -1 if turn % 2 else 1]:
+                result = run_pass(engine, concurrency, mode, load)
+                if turn >= 0:
+                    passes[mode].append(result)
+                done += 1
+                if on_progress is not None:
+                    on_progress(done, settings.passes)
+        for mode, results in passes.items():
+            points.append(summarise(concurrency, mode, results))
+            if on_point is not None:
+                on_point(points[-1])
+    return points
 
 
-def main() -> None:
-    """``python -m surefoot.bench.sweep``: an engine on one GPU, with random weights or a model's;
-    a table on stdout, then one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="a model, as for surefoot generate")
-    parser.add_argument(
-        "--dummy-weights", metavar="FOLDER", help="random weights for its config.json"
-    )
-    parser.add_argument("--synthetic-acceptance", metavar="R1,R2,…", help="unconditional rates")
-    parser.add_argument("--concurrency", default="1,4,8,16,32,64,128")
-    parser.add_argument("--modes", default="0,4,auto", help="fixed numbers of drafts, or auto")
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--output", type=int, default=256)
-    parser.add_argument("--max-draft-tokens", type=int, default=4)
-    parser.add_argument("--device", default="cuda")
-    arguments = parser.parse_args()
-    if (arguments.model is None) == (arguments.dummy_weights is None):
-        parser.error("give either --model or --dummy-weights")
-    counts = [int(count) for count in arguments.concurrency.split(",")]
-    modes: list[Mode] = [m if m == "auto" else int(m) for m in arguments.modes.split(",")]
-    rates = [float(rate) for rate in (arguments.synthetic_acceptance or "").split(",") if rate]
-    if rates:
-        synthetic.register()
-    config = EngineConfig(
-        model=arguments.model or DEFAULT_MODEL,
-        device=arguments.device,
-        max_model_len=arguments.prompt + arguments.output,
-        max_num_seqs=max(counts),
-        max_num_batched_tokens=max(2048, *counts),
-        max_draft_tokens=arguments.max_draft_tokens,
-        proposers=(synthetic.NAME,) if rates else None,
-        enable_prefix_caching=False,
-    )
-    engine = _engine(config, arguments.dummy_weights)
-    pipeline = engine.pipeline
-    if rates and pipeline is None:
-        parser.error("--synthetic-acceptance needs recorded rounds, so a GPU")
-    if rates and pipeline is not None:
-        pipeline.graphs.forget()
-        replay = pipeline.replay
-        replay.override = synthetic.SyntheticAcceptance(replay, [rates])
-    points = []
-    for concurrency in counts:
-        for mode in modes:
-            point = run_point(engine, concurrency, mode, arguments.prompt, arguments.output)
-            points.append(asdict(point))
-            print(
-                f"{concurrency:4} {mode!s:>5} {point.tokens_per_s:9.0f} tokens/s "
-                f"{point.round_ms:7.2f} ms a round, accepted length {point.accepted_length:.2f}, "
-                f"end to end {point.end_to_end_per_s:.0f}",
-                flush=True,
+def _check(engine: Engine, settings: SweepSettings, load: Load) -> None:
+    """Everything that could be refused later, before anything runs."""
+    most = max(settings.concurrency)
+    if most > engine.config.max_num_seqs:
+        raise SurefootError(
+            "concurrency",
+            f"{most} is above the engine's {engine.config.max_num_seqs}",
+            "raise max_num_seqs",
+        )
+    names = {proposer.name for proposer in engine.proposers}
+    for mode in settings.modes:
+        if mode != PLAIN and not names:
+            raise SurefootError("modes", f"{mode_name(mode)} needs drafts, and none are allowed")
+        if isinstance(mode, int) and mode > engine.config.max_draft_tokens:
+            raise SurefootError(
+                "modes",
+                f"{mode} drafts are above the engine's {engine.config.max_draft_tokens}",
+                "raise max_draft_tokens",
             )
-    print(json.dumps({"config": asdict(config), "rates": rates, "points": points}))
+    for prompt in load.prompts:
+        engine.make_request("check", prompt, load.params)
+    blocks = -(-load.longest // engine.config.block_size)
+    if most * blocks > engine.kv.pool.capacity:
+        raise SurefootError(
+            "concurrency",
+            f"{most} requests of up to {load.longest} tokens exceed the KV pool, which holds "
+            f"{engine.kv_tokens}: some would wait",
+            "lower it, or raise kv_cache_memory",
+        )
 
 
-def _engine(config: EngineConfig, dummy: str | None) -> Engine:
-    if dummy is None:
-        return build_engine(config)[0]
-    backend = choose_backend(config)
-    shape = read_hf_config(Path(dummy))
-    weights = DummyWeights(shape, backend.device, backend.dtype)
-    return Engine(Decoder(shape, weights, backend, config.max_model_len), config)
-
-
-if __name__ == "__main__":
-    main()
+def summarise(concurrency: int, mode: Mode, passes: Sequence[Pass]) -> Point:
+    """Medians, lows and highs, each number by itself."""
+    by: dict[str, list[float]] = {
+        name: [value for item in passes if (value := getattr(item, name)) is not None]
+        for name in vars(passes[0])
+    }
+    speeds = by.pop("end_to_end_per_s")
+    low, middle, high = (
+        Pass(pick(speeds), **{name: pick(values) for name, values in by.items() if values})
+        for pick in (min, median, max)
+    )
+    return Point(concurrency, mode_name(mode), middle, low, high, tuple(passes))

@@ -1,7 +1,9 @@
-"""``surefoot bench``: speculation against plain decoding, in one process, on one engine."""
+"""``surefoot bench``: speculation against plain decoding, in one process, on one engine; or, with
+--concurrency, throughput by the number of requests (``sweep``)."""
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -10,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surefoot import __version__
-from surefoot.cli.options import engine_options, speculation_option
+from surefoot.cli.options import engine_options, option, speculation_option
+from surefoot.cli.sweep import refuse_other_kind, run_sweep
 from surefoot.cli.terminal import DraftPainter, load, progress_bars
 from surefoot.cli.verb import OTHER_ERROR, verb
 from surefoot.request import SamplingParams
@@ -27,6 +30,9 @@ go. Only what it would have written anyway is kept, so the text is exactly the m
 prompt now runs without speculation and with it, in turn; confirmed guesses are marked."""
 
 
+_sweep = functools.partial(option, panel="Sweep over --concurrency")
+
+
 @verb(engine=engine_options, speculation=speculation_option)
 def bench(
     engine: dict[str, Any],
@@ -36,7 +42,7 @@ def bench(
         typer.Option(
             metavar="FILE",
             help='JSON lines with "prompt", "messages" or "turns" (the first is asked), and an '
-            'optional "category". Without it: three built-in samples.',
+            'optional "category". Without it: three built-in samples; in a sweep, random tokens.',
             show_default=False,
         ),
     ] = None,
@@ -48,18 +54,29 @@ def bench(
         int | None, typer.Option(help="The first N of each category.", show_default=False)
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of each answer.")] = 128,
-    repeats: Annotated[int, typer.Option(help="Runs of each prompt, each way.")] = 3,
-    batch_size: Annotated[int, typer.Option(help="Prompts that run at once.")] = 1,
-    warmup: Annotated[int, typer.Option(help="Short runs each way that are not counted.")] = 1,
+    repeats: Annotated[
+        int | None, typer.Option(help="Runs of each prompt, each way. (default: 3; in a sweep 1)")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Prompts that run at once. (default: 1)")
+    ] = None,
+    warmup: Annotated[
+        int | None,
+        typer.Option(
+            help="Runs each way that are not counted: short ones; in a sweep whole passes. "
+            "(default: 1)"
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
+    seed: Annotated[int, typer.Option(help="For temperatures above 0, and random prompts.")] = 0,
     prefix_caching: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--prefix-caching/--no-prefix-caching",
-            help="With it, all but the first run of a prompt skip its prefill.",
+            help="With it, all but the first run of a prompt skip its prefill. (default: no)",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
     show_drafts: Annotated[
         bool, typer.Option("--show-drafts", help="Print the texts, coloured by who proposed them.")
     ] = False,
@@ -67,6 +84,46 @@ def bench(
         bool,
         typer.Option("--json/--no-json", help="End stdout with one line of JSON: all results."),
     ] = True,
+    concurrency: Annotated[
+        str | None,
+        _sweep(
+            metavar="N1,N2,…",
+            help="Measure throughput with so many requests at once, plain and with drafts.",
+        ),
+    ] = None,
+    modes: Annotated[
+        str | None,
+        _sweep(
+            metavar="A,B,…",
+            help="plain, auto, and numbers of drafts that are always verified. "
+            "(default: plain,4,auto)",
+        ),
+    ] = None,
+    dummy_weights: Annotated[
+        Path | None,
+        _sweep(metavar="CONFIG", help="Random weights for this config.json, or a folder's."),
+    ] = None,
+    synthetic_acceptance: Annotated[
+        str | None,
+        _sweep(
+            metavar="R1,R2,…",
+            help="Drafts 1, 2, … are right in this share of all rounds, whatever the model: for "
+            "measuring speed, the texts mean nothing.",
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, _sweep(help="Length of the random prompts. (default: 512)")
+    ] = None,
+    parts: Annotated[
+        bool | None,
+        _sweep(
+            "--parts/--no-parts", help="Also take rounds apart: time by kernel. (default: parts)"
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        _sweep(metavar="FILE", help="Draw throughput against concurrency (png, svg, …)."),
+    ] = None,
 ) -> None:
     """Measure how much faster speculation is, and check that the text stays the same.
 
@@ -74,16 +131,33 @@ def bench(
     are generated tokens per second, from submission to the last token, prefill included; "without
     prefill" counts from the first token on. The ratio is that of the medians; beside it stand the
     lowest and highest ratio of single pairs of runs. Exit code 1 means that texts differed.
+
+    With --concurrency it is a sweep instead: tokens per second while all of so many requests
+    decode, and end to end, for every mode; texts are not compared.
     """
+    given = dict(locals())
     from surefoot.bench.prompts import builtin_prompts, load_prompts, select
 
+    refuse_other_kind(concurrency, given)
     names = None if categories is None else [name.strip() for name in categories.split(",")]
-    chosen = builtin_prompts() if prompts is None else load_prompts(prompts)
-    chosen = select(chosen, names, per_category)
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    settings = _settings(params, speculation, repeats, batch_size, warmup)
-    engine.setdefault("max_num_seqs", max(batch_size, 32))
-    llm = load(engine, enable_prefix_caching=prefix_caching)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        ignore_eos=concurrency is not None,
+    )
+    chosen = None
+    if prompts is not None:
+        chosen = select(load_prompts(prompts), names, per_category)
+    if concurrency is not None:
+        run_sweep(engine, params, chosen, given)
+        return
+    chosen = chosen or select(builtin_prompts(), names, per_category)
+    size = 1 if batch_size is None else batch_size
+    runs, warm = 3 if repeats is None else repeats, 1 if warmup is None else warmup
+    settings = _settings(params, speculation, runs, size, warm)
+    engine.setdefault("max_num_seqs", max(size, 32))
+    llm = load(engine, enable_prefix_caching=bool(prefix_caching))
     results, lines = _run(llm, chosen, settings, show_drafts)
     print_report(lines)
     if with_json:
@@ -172,7 +246,7 @@ def _everything(llm: LLM, settings: Settings, results: list[Measured]) -> dict[s
     return {
         "surefoot": __version__,
         "model": llm.config.model,
-        "hardware": describe_hardware(),
+        "hardware": describe_hardware(llm.config.device),
         "engine": {
             **asdict(llm.config),
             "backend": backend.name,
@@ -182,6 +256,7 @@ def _everything(llm: LLM, settings: Settings, results: list[Measured]) -> dict[s
             "max_model_len": llm.engine.max_model_len,
         },
         "settings": asdict(settings),
+        "memory": asdict(llm.engine.memory) if llm.engine.memory else None,
         **to_json(results),
     }
 

@@ -18,20 +18,22 @@ _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def _option(*names: str, panel: str, **settings: Any) -> Any:
-    return typer.Option(*names, rich_help_panel=panel, show_default=False, **settings)
+def option(*names: str, panel: str, **settings: Any) -> Any:
+    """An option among those of ``panel``; defaults are shown where ``show_default`` says so."""
+    settings = {"show_default": False, **settings}
+    return typer.Option(*names, rich_help_panel=panel, **settings)
 
 
 def _engine(*names: str, **settings: Any) -> Any:
-    return _option(*names, panel="Engine", **settings)
+    return option(*names, panel="Engine", **settings)
 
 
 def _sampling(*names: str, **settings: Any) -> Any:
-    return _option(*names, panel="Sampling", **settings)
+    return option(*names, panel="Sampling", **settings)
 
 
 def _structure(*names: str, **settings: Any) -> Any:
-    return _option(*names, panel="Structured output", **settings)
+    return option(*names, panel="Structured output", **settings)
 
 
 @with_drafters
@@ -217,7 +219,7 @@ def _read(option: str, path: Path) -> str:
 def speculation_option(
     speculation: Annotated[
         str,
-        _option(
+        option(
             panel="Speculation",
             metavar="METHOD",
             help="auto, off, or the name of a proposer; the text is the same. (default: auto)",

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Annotated, Any
 
 import typer
 
-from surefoot.cli.options import engine_options, read_size
+from surefoot.cli.options import engine_options, option, read_size
 from surefoot.cli.terminal import progress_bars
 from surefoot.cli.verb import verb
 from surefoot.config import EngineConfig
 from surefoot.errors import SurefootError
 
-PANEL = "Server"
+_server = functools.partial(option, panel="Server")
 
 
 @verb(engine=engine_options)
@@ -23,63 +24,49 @@ def serve(
         str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=PANEL)
+        str, _server(help="Address to listen on; 0.0.0.0 for all.", show_default=True)
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(help="Port to listen on; 0 takes a free one.", rich_help_panel=PANEL)
+        int, _server(help="Port to listen on; 0 takes a free one.", show_default=True)
     ] = 8000,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(
+        _server(
             metavar="NAME",
             help="What requests call the model (repeatable). (default: its own name)",
-            show_default=False,
-            rich_help_panel=PANEL,
         ),
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(
+        _server(
             envvar="SUREFOOT_API_KEY",
             help="Ask for this key. Better set the variable: arguments are seen by all users.",
-            show_default=False,
-            rich_help_panel=PANEL,
         ),
     ] = None,
     cors_origin: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="ORIGIN",
-            help="Let pages of this origin call the server (repeatable).",
-            show_default=False,
-            rich_help_panel=PANEL,
-        ),
+        _server(metavar="ORIGIN", help="Let pages of this origin call the server (repeatable)."),
     ] = None,
     max_queue: Annotated[
-        int, typer.Option(help="Most texts that wait; more get 429.", rich_help_panel=PANEL)
+        int, _server(help="Most texts that wait; more get 429.", show_default=True)
     ] = 256,
     max_body: Annotated[
-        str, typer.Option(metavar="SIZE", help="Largest request.", rich_help_panel=PANEL)
+        str, _server(metavar="SIZE", help="Largest request.", show_default=True)
     ] = "8MiB",
     request_timeout: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="End requests that take longer. (default: never)",
-            show_default=False,
-            rich_help_panel=PANEL,
-        ),
+        _server(metavar="SECONDS", help="End requests that take longer. (default: never)"),
     ] = None,
     shutdown_timeout: Annotated[
         float,
-        typer.Option(
+        _server(
             metavar="SECONDS",
             help="On SIGTERM, how long to wait for what runs.",
-            rich_help_panel=PANEL,
+            show_default=True,
         ),
     ] = 30.0,
     access_log: Annotated[
-        bool, typer.Option("--access-log", help="Log every request.", rich_help_panel=PANEL)
+        bool, _server("--access-log", help="Log every request.", show_default=True)
     ] = False,
 ) -> None:
     """Serve a model over HTTP, as OpenAI does.
@@ -90,7 +77,7 @@ def serve(
         if "model" in engine:
             raise SurefootError("model", "is given twice", "drop one of them")
         engine["model"] = model_name
-    serve_, ServerConfig = _server()
+    serve_, ServerConfig = _load_server()
     config = ServerConfig(
         host=host,
         port=port,
@@ -110,7 +97,7 @@ def serve(
     raise typer.Exit(status)
 
 
-def _server() -> tuple[Any, Any]:
+def _load_server() -> tuple[Any, Any]:
     try:
         from surefoot.server.serve import ServerConfig, serve
     except ImportError as error:

@@ -40,13 +40,16 @@ def progress_bars() -> Iterator[ProgressCallback]:
 
 
 def load(options: Mapping[str, Any], **more: Any) -> LLM:
-    """Load a model and print, on stderr, what was chosen and the limits that hold."""
+    """Load a model and print, on stderr, what was chosen and the limits that hold; on a GPU also
+    who gets its memory."""
     with progress_bars() as progress:
         progress("Starting", 0, 0)
         from surefoot.engine.llm import LLM
 
         llm = LLM(progress=progress, **options, **more)
     print(describe(llm), file=sys.stderr)
+    if llm.engine.memory is not None:
+        print(llm.engine.memory.summary(), file=sys.stderr)
     return llm
 
 

@@ -14,7 +14,7 @@ from surefoot.speculation.round import Wanted
 if TYPE_CHECKING:
     from surefoot.engine.engine import Engine
 
-_KNOTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_KNOTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
 _REPEATS = 3
 
 
@@ -25,7 +25,7 @@ def measure_cost(engine: Engine, max_rows: int, seconds: float) -> CostModel:
     correct the curve later.
     """
     state, kv = engine.state, engine.kv
-    room = min(kv.pool.capacity * kv.block_size, state.history.shape[1] - 1)
+    room = min(kv.pool.capacity * kv.block_size, engine.max_model_len)
     started = time.perf_counter()
     knots: list[int] = []
     times: list[float] = []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from surefoot.config import EngineConfig
 from surefoot.engine.calibration import measure_cost
 from surefoot.engine.graphs import CudaRoundGraphs, RoundGraphs
-from surefoot.engine.memory import MemoryPlan, plan_memory
+from surefoot.engine.memory import Allocations, MemoryPlan, plan_memory
 from surefoot.engine.pipeline import IN_FLIGHT, Pipeline
 from surefoot.engine.runner import Runner
 from surefoot.engine.scheduler import Scheduler
@@ -32,12 +33,17 @@ from surefoot.speculation import registry
 from surefoot.speculation.controller import Controller
 from surefoot.speculation.cost import CostModel
 from surefoot.speculation.proposer import Proposer, read_options
-from surefoot.speculation.replay import ReplayRound
+from surefoot.speculation.replay import Override, ReplayRound
 from surefoot.speculation.round import SpeculativeRound
 from surefoot.speculation.state import SlotState
 from surefoot.structured import TextGrammar
 
 DEFAULT_KV_BYTES = 1 << 30
+LONGEST_STALL = 4.0
+"""How much longer than a plain round one with a prefill chunk may take: running requests get their
+tokens at a quarter of their pace at worst."""
+MIN_CHUNK = 64
+"""Prefill rows of a round, at least, where so many are wanted: a prompt must end."""
 _END_REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH}
 
 
@@ -54,9 +60,16 @@ def model_length(config: EngineConfig, model: ModelConfig) -> int:
 class Engine:
     """Runs requests on a decoder. Single-threaded: call its methods from one thread."""
 
-    def __init__(self, decoder: Decoder, config: EngineConfig, ahead: bool | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: EngineConfig,
+        ahead: bool | None = None,
+        override: Callable[[ReplayRound], Override] | None = None,
+    ) -> None:
         """``ahead``: whether decoding rounds are launched before the one before is read; None: on
-        a GPU, unless ``config.enforce_eager``."""
+        a GPU, unless ``config.enforce_eager``. ``override`` makes ``ReplayRound.override``, part of
+        the rounds from the first one measured."""
         self.decoder = decoder
         self.config = config
         self.grammars: Grammars | None = None
@@ -65,6 +78,8 @@ class Engine:
         self.max_model_len = model_length(config, decoder.config)
         self.memory: MemoryPlan | None = None
         on_gpu = backend.device.type == "cuda"
+        self._taken = Allocations(backend.device)
+        self._taken.enter("weights")
         if ahead is None:
             ahead = on_gpu and not config.enforce_eager
         self.state = SlotState(
@@ -75,7 +90,9 @@ class Engine:
             decoder.config.vocab_size,
             backend.device,
         )
+        self._taken.enter("slots")
         self.proposers = self._load_proposers()
+        self._taken.enter("drafters")
         self.kv_blocks = self._pool_size(backend)
         for proposer in self.proposers:
             proposer.allocate(self.kv_blocks)
@@ -96,40 +113,61 @@ class Engine:
         self.stats = EngineStats()
         if self.proposers and config.draft_policy == "auto":
             self.controller.cost = measure_cost(self, max_rows, config.calibration_seconds)
-        # Recorded rounds verify chains only; trees are verified in rounds that the host plans.
-        self.pipeline = self._build_pipeline(on_gpu) if ahead and not any(trees) else None
+            self.scheduler.chunk_rows = self._chunk_rows
+        self.pipeline = self._build_pipeline(on_gpu, override) if ahead else None
 
-    def _build_pipeline(self, on_gpu: bool) -> Pipeline:
+    def _build_pipeline(
+        self, on_gpu: bool, override: Callable[[ReplayRound], Override] | None
+    ) -> Pipeline:
         spans = self.config.max_num_seqs
         replay = ReplayRound(self.round, spans)
+        if override is not None:
+            replay.override = override(replay)
         graphs = (CudaRoundGraphs if on_gpu else RoundGraphs)(replay, spans)
+        before = self._taken.reserved()
         if self.config.draft_policy == "auto" or self.config.calibration_seconds:
-            graphs.measure()
+            graphs.measure(self.kv_blocks)
+        if self.memory is not None and isinstance(graphs, CudaRoundGraphs):
+            self.memory = replace(
+                self.memory,
+                recorded_rounds=len(graphs.graphs),
+                recorded_bytes=self._taken.reserved() - before,
+                recording_seconds=graphs.capture_seconds,
+            )
         return Pipeline(replay, graphs, self.controller, self.kv, self.state)
+
+    def _chunk_rows(self, decoding: int) -> int:
+        """Prefill rows that make a round at most ``LONGEST_STALL`` times as long as a plain one,
+        by its measured cost."""
+        cost = self.controller.cost
+        plain = cost.predict(decoding)
+        return max(cost.rows_within(LONGEST_STALL * plain) - decoding, MIN_CHUNK)
 
     def _pool_size(self, backend: Backend) -> int:
         """Blocks in the KV pool, the unused block 0 included."""
         config, model = self.config, self.decoder.config
         if config.kv_blocks is not None:
-            blocks = config.kv_blocks + 1
-        else:
-            per_block = backend.kv_bytes_per_block(config.block_size, self.decoder.shape)
-            per_block *= model.layers
-            per_block += config.block_size * sum(
-                proposer.needs().kv_bytes_per_token for proposer in self.proposers
-            )
-            memory = config.kv_cache_memory
-            if memory is None and backend.device.type == "cuda":
-                self.memory = plan_memory(self.decoder, config)
-                memory = self.memory.kv
-            blocks = (memory or DEFAULT_KV_BYTES) // per_block
-            span = self.max_model_len + config.max_draft_tokens
-            enough = config.max_num_seqs * -(-span // config.block_size) + 1
-            blocks = min(blocks, enough)
+            return config.kv_blocks + 1
+        needs = [proposer.needs() for proposer in self.proposers]
+        per_block = backend.kv_bytes_per_block(config.block_size, self.decoder.shape)
+        per_block *= model.layers
+        per_block += config.block_size * sum(need.kv_bytes_per_token for need in needs)
+        memory = config.kv_cache_memory
+        if backend.device.type == "cuda":
+            self.memory = plan_memory(self.decoder, config, self._taken, needs)
+            memory = memory or self.memory.kv
+        blocks = (memory or DEFAULT_KV_BYTES) // per_block
+        span = self.max_model_len + config.max_draft_tokens
+        enough = config.max_num_seqs * -(-span // config.block_size) + 1
+        blocks = min(blocks, enough)
         if blocks < 2:
             raise SurefootError(
                 "kv_cache_memory", "holds not even one block", "give it more memory"
             )
+        if self.memory is not None:
+            tokens = (blocks - 1) * config.block_size
+            most = config.max_num_seqs * self.max_model_len
+            self.memory = self.memory.with_kv(blocks * per_block, tokens, most)
         return blocks
 
     def _load_proposers(self) -> list[Proposer]:
@@ -179,8 +217,8 @@ class Engine:
                 if token >= vocab:
                     raise SurefootError(option, f"token id {token} is outside 0 to {vocab - 1}")
         room = min(self.max_model_len, self.kv_tokens) - len(prompt)
+        what = "max_model_len" if self.max_model_len <= self.kv_tokens else "the KV pool"
         if room < 1:
-            what = "max_model_len" if self.max_model_len <= self.kv_tokens else "the KV pool"
             raise SurefootError(
                 "prompt",
                 f"has {len(prompt)} tokens, which with one more exceeds {what}, "
@@ -190,7 +228,8 @@ class Engine:
         if params.max_tokens is not None and params.max_tokens > room:
             raise SurefootError(
                 "max_tokens",
-                f"{params.max_tokens} after a prompt of {len(prompt)} tokens exceeds the context",
+                f"{params.max_tokens} after a prompt of {len(prompt)} tokens exceeds {what}, "
+                f"{min(self.max_model_len, self.kv_tokens)}",
                 f"use at most {room}",
             )
         speculation = speculation or SpeculationParams()

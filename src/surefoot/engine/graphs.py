@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from surefoot.engine.rehearsal import rehearsal
 from surefoot.sampling.params import Features
 from surefoot.speculation.replay import ReplayRound, Size
 
@@ -67,8 +68,9 @@ class RoundGraphs:
     def forget(self) -> None:
         """Record every round anew: what it does has changed."""
 
-    def measure(self) -> None:
-        """Fill ``costs``. Here: guesses of a device on which rows are nearly free."""
+    def measure(self, blocks: int) -> None:
+        """Fill ``costs``; ``blocks``: those of the KV pool. Here: guesses of a device on which rows
+        are nearly free."""
         for spans in self.spans:
             for rows in self.rows(spans):
                 self.costs[spans, rows] = 1.0 + 0.001 * rows
@@ -143,36 +145,22 @@ class CudaRoundGraphs(RoundGraphs):
         self.capture_seconds += time.perf_counter() - started
         return graph
 
-    def measure(self) -> None:
+    def measure(self, blocks: int) -> None:
         """Record greedy rounds of every size with all proposers, and time them at a middling
-        context. The engine must be idle."""
-        state, replay = self.replay.state, self.replay
+        context, every draft verified. The engine must be idle; it is as before afterwards."""
+        replay = self.replay
         proposers = tuple(range(len(replay.controller.names))) if self.width else ()
-        context = min(1024, state.history.shape[1] // 2)
-        replay.alive.zero_()
-        for spans in self.spans:
-            for rows in self.rows(spans):
-                size = Size(spans, rows, Features(), proposers)
-                graph = self.graph(size)
-                replay.slots[: min(spans, state.slots - 1)] = torch.arange(
-                    min(spans, state.slots - 1), device=self.device
-                )
-                times = []
-                for _ in range(4):
-                    state.length.fill_(context)
-                    state.computed.fill_(context - 1)
-                    state.limit.fill_(state.history.shape[1])
-                    replay.alive.fill_(1)
-                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    begin.record()
-                    graph.replay()
-                    end.record()
-                    end.synchronize()
-                    times.append(begin.elapsed_time(end) / 1000)
-                self.costs[spans, rows] = min(times)
-        replay.slots.fill_(replay.idle_slot)
-        for tensor in (replay.alive, state.length, state.computed, state.limit):
-            tensor.zero_()
-        for tensor in (replay.tokens, replay.chances, replay.lengths, replay.proposer):
-            tensor.zero_()
-        state.length[replay.idle_slot] = 1
+        with rehearsal(replay, blocks, context=1024) as seat:
+            for spans in self.spans:
+                for rows in self.rows(spans):
+                    graph = self.graph(Size(spans, rows, Features(), proposers))
+                    times = []
+                    for _ in range(4):
+                        seat(spans)
+                        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                        begin.record()
+                        graph.replay()
+                        end.record()
+                        end.synchronize()
+                        times.append(begin.elapsed_time(end) / 1000)
+                    self.costs[spans, rows] = min(times)

@@ -55,14 +55,17 @@ class LLM:
         streams = {}
         for group in groups:
             for request in group[1]:
-                streams[request.request_id] = TextStream(request, self.tokenizer)
+                if request.params.stop_strings:
+                    streams[request.request_id] = TextStream(request, self.tokenizer)
                 self.engine.add(request)
         done = 0
         try:
             while any(not request.finished for _, group in groups for request in group):
                 self._step(streams)
+                if on_progress is None:
+                    continue
                 finished = sum(all(r.finished for r in group) for _, group in groups)
-                if on_progress is not None and finished > done:
+                if finished > done:
                     done = finished
                     on_progress(done, len(groups))
         except BaseException:
@@ -177,7 +180,8 @@ class LLM:
         scores = None
         if first.params.prompt_logprobs is not None:
             scores = [None, *first.prompt_logprobs]
-        outputs: list[CompletionOutput] = [streams[r.request_id].output() for r in group]
+        texts = [streams.get(r.request_id) or TextStream.whole(r, self.tokenizer) for r in group]
+        outputs: list[CompletionOutput] = [text.output() for text in texts]
         return RequestOutput(
             request_id=first.request_id.rsplit("-", 1)[0],
             prompt=text,

@@ -74,6 +74,20 @@ class TextStream:
         self._sources: list[tuple[int, str | None]] = []
         self._emitted = 0
 
+    @classmethod
+    def whole(cls, request: Request, tokenizer: Tokenizer) -> TextStream:
+        """The text of a finished request without stop strings, made at once. Without offsets."""
+        stream = cls(request, tokenizer)
+        shown = request.output[:-1] if stream._hides_last() else request.output
+        stream.kept = len(request.output)
+        stream.text = tokenizer.decode(shown, request.params.skip_special_tokens)
+        return stream
+
+    def _hides_last(self) -> bool:
+        """Whether the last token ended the text and is no part of it."""
+        ended = self.request.finish_reason is FinishReason.STOP
+        return ended and not self.request.params.include_stop_str_in_output
+
     def push(self, tokens: Sequence[int], last: bool) -> None:
         """Enter committed tokens; ``last`` when the request ended with them. Sets ``stopped_by``
         when a stop string occurs; later tokens are ignored."""
@@ -83,14 +97,9 @@ class TextStream:
                 return
             self.kept += 1
             ends = last and index == len(tokens) - 1
-            hide = (
-                ends
-                and request.finish_reason is FinishReason.STOP
-                and not params.include_stop_str_in_output
-            )
             before = len(self.text)
             self.offsets.append(before)
-            if not hide:
+            if not (ends and self._hides_last()):
                 self.text += self._detokenizer.push(token)
             if ends:
                 self.text += self._detokenizer.flush()

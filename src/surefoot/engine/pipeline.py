@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from surefoot.engine.graphs import RoundGraphs
-from surefoot.engine.stats import Drafting, Progress
+from surefoot.engine.stats import NO_DRAFTING, Drafting, Progress
 from surefoot.kv.transaction import KVManager
-from surefoot.request import Request
+from surefoot.request import Request, Status
 from surefoot.sampling.params import Features
 from surefoot.speculation.controller import Controller, split_rows
 from surefoot.speculation.replay import ReplayRound, Size, kind_of
@@ -143,9 +143,13 @@ class Pipeline:
         device."""
         kv, leases = self.kv, self.kv.leases
         reach, wanted = self._reaches(company), {}
+        # A tree no deeper than what a request may still write can have more nodes than that.
+        trees = any(self.controller.trees[index] for index in company.proposers)
+        beyond = self.state.max_drafts if trees else 0
         for request, ahead in zip(company.requests, reach, strict=True):
             lease = leases[request.request_id]
-            positions = min(ahead + longest, request.max_length - request.computed)
+            room = request.max_length + beyond - request.computed
+            positions = min(ahead + longest, room)
             if lease.committed + positions > len(lease.blocks) * kv.block_size:
                 wanted[request.request_id] = positions
         if not wanted and self._seated is company:
@@ -210,26 +214,29 @@ class Pipeline:
             self._offers = company, report[:, 7 + width :].contiguous().view(torch.float32)
         ahead = self._reaches(company)
         names, out = self.controller.names, []
-        transaction = self.kv.transaction()
+        commit, far = self.kv.transaction().commit, flight.longest
         rows = report[:, : 7 + width].tolist()
+        # Hundreds of requests pass here every few milliseconds.
         for request, row, reach in zip(company.requests, rows, ahead, strict=True):
             count, accepted, end, drafted, whose, offered = row[:6]
-            if request.finished or not count:
+            if not count or request.status is Status.FINISHED:
                 continue
-            tokens = row[6 : 6 + count]
-            output = request.output
+            tokens, output = row[6 : 6 + count], request.output
             current = output[-1] if output else request.prompt[-1]
             output += tokens
             # What the next launch will probably want stays, too.
-            transaction.commit(request.request_id, [current, *tokens[:-1]], reach + flight.longest)
+            commit(request.request_id, [current, *tokens[:-1]], reach + far)
             request.computed += count
-            drafts = min(accepted, count)
-            name = names[whose] if drafted else None
+            name, drafts, drafting = None, 0, NO_DRAFTING
+            if drafted:
+                name, drafts = names[whose], min(accepted, count)
+            if drafted or offered:
+                drafting = Drafting(name, offered, drafted, drafts)
             request.stats.count(name, offered, drafted, drafts)
+            sources = request.proposed_by
             if drafts:
-                request.proposed_by += [name] * drafts
+                sources += [name] * drafts
             if count > drafts:
-                request.proposed_by.append(None)
-            drafting = Drafting(name, offered, drafted, drafts)
+                sources.append(None)
             out.append((Progress(request, tokens, drafting), end))
         return out

@@ -17,6 +17,8 @@ from surefoot.request import FinishReason, Request, Status
 
 DraftSizer = Callable[[Sequence[Request], int], Mapping[str, int]]
 """(requests with a current token, rows of the round without drafts) -> drafts by request id."""
+ChunkSizer = Callable[[int], int]
+"""Requests with a current token -> the most rows of a prefill chunk beside them."""
 
 
 @dataclass
@@ -52,6 +54,8 @@ class Scheduler:
         self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.chunk_rows: ChunkSizer | None = None
+        """Keeps chunks so short that running requests keep their pace; None: nothing is known."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -95,6 +99,8 @@ class Scheduler:
         plan = Plan(self.kv.transaction())
         decoding = [request for request in self.running if not request.prefilling]
         budget = self.max_num_batched_tokens - len(decoding)
+        if decoding and self.chunk_rows is not None and self._prefill_is_due():
+            budget = min(budget, max(1, self.chunk_rows(len(decoding))))
         chunks = []
         for request in self.running:
             if request.prefilling and budget > 0:
@@ -118,6 +124,9 @@ class Scheduler:
             span.drafts = drafts.get(span.request.request_id, 0)
         self._reserve(plan)
         return plan
+
+    def _prefill_is_due(self) -> bool:
+        return bool(self.waiting) or any(request.prefilling for request in self.running)
 
     def _admit(self, budget: int, needed: int) -> list[Request]:
         """Start waiting requests whose whole known text fits beside what the round needs."""

@@ -22,6 +22,9 @@ class Drafting(NamedTuple):
     accepted: int = 0
 
 
+NO_DRAFTING = Drafting()
+
+
 class Progress(NamedTuple):
     """What a round gave one request: its new tokens, already part of ``request.output``."""
 

@@ -6,6 +6,7 @@ Plain Python, no tensors: block ids index whatever pools the target and the draf
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Hash of a full block given the hash of the block before it (``b""`` for the first), so that
     equal hashes mean equal token prefixes."""
     digest = hashlib.blake2b(parent, digest_size=16)
-    digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
+    digest.update(struct.pack(f"<{len(tokens)}I", *tokens))
     return digest.digest()
 
 

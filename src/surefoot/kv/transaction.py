@@ -110,25 +110,26 @@ class Transaction:
         stay."""
         kv, lease = self.kv, self.kv.leases[request]
         lease.committed += len(tokens)
-        if kv.blocks_for(lease.committed) > len(lease.blocks):
+        size, blocks = kv.block_size, lease.blocks
+        if lease.committed > len(blocks) * size:
             raise RuntimeError(f"{request}: committed beyond its reservation")
-        keep = kv.blocks_for(lease.committed + ahead)
-        while len(lease.blocks) > keep:
-            kv.pool.release(lease.blocks.pop())
-        self._blocks_before.pop(request, None)
+        keep = lease.committed + ahead
+        while (len(blocks) - 1) * size >= keep:
+            kv.pool.release(blocks.pop())
+        if self._blocks_before:
+            self._blocks_before.pop(request, None)
         if kv.prefix_caching:
             self._register(lease, tokens)
 
     def _register(self, lease: Lease, tokens: Sequence[int]) -> None:
-        size = self.kv.block_size
-        partial = [*lease.partial, *tokens]
+        size, partial = self.kv.block_size, lease.partial
+        partial += tokens
         while len(partial) >= size:
             parent = lease.hashes[-1] if lease.hashes else b""
             content = chain_hash(parent, partial[:size])
             self.kv.pool.register(lease.blocks[len(lease.hashes)], content)
             lease.hashes.append(content)
-            partial = partial[size:]
-        lease.partial = partial
+            del partial[:size]
 
     def __enter__(self) -> Transaction:
         return self

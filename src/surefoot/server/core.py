@@ -197,6 +197,7 @@ def ready(engine: Engine) -> Ready:
         end_tokens=tuple(engine.decoder.config.eos_token_ids),
         proposers=[item.name for item in engine.proposers],
         saving_known=bool(engine.proposers) and config.draft_policy == "auto",
+        memory=engine.memory.bytes_by_part() if engine.memory else {},
     )
 
 
@@ -214,6 +215,7 @@ def describe(engine: Engine, backend: Backend) -> str:
             f"max_num_seqs {config.max_num_seqs} requests at once",
             f"kv_cache_memory {memory / (1 << 20):.0f} MiB for {engine.kv_tokens} tokens: "
             f"{engine.kv_tokens / engine.max_model_len:.1f} full contexts",
+            *(engine.memory.lines() if engine.memory else ()),
         )
     )
 

@@ -83,6 +83,14 @@ class _Exporter(Collector):
             ("probe_rounds", "Rounds that verified drafts to test a belief.", totals.probes),
         ):
             yield from self._counter(name, help_, [({}, value)])
+        memory = self.metrics.ready.memory
+        if memory:
+            about = "The GPU's memory, and what each part takes of it."
+            labels = ["model_name", "part"]
+            family = GaugeMetricFamily("surefoot_memory_bytes", about, labels=labels)
+            for part, size in memory.items():
+                family.add_metric([self.model, part], size)
+            yield family
 
     def _speculation(self) -> Iterator[Metric]:
         drafts = self.metrics.drafts

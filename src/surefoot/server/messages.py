@@ -62,6 +62,8 @@ class Ready(_Message):
     proposers: list[str]
     saving_known: bool
     """Whether rounds were measured, so that ``saved_seconds`` means something."""
+    memory: dict[str, int] = {}
+    """Bytes of a GPU by part (``MemoryPlan``); empty without one."""
 
 
 class Failed(_Message):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -45,6 +45,17 @@ class CostModel:
         right, share = self._place(rows)
         curve = list(accumulate(self._raw, max))
         return curve[right] if share == 1 else curve[right - 1] * (1 - share) + curve[right] * share
+
+    def rows_within(self, seconds: float) -> int:
+        """The most rows whose round is predicted to take no longer; at least 1."""
+        curve = list(accumulate(self._raw, max))
+        right = bisect_right(curve, seconds)
+        if right == len(curve):
+            return self.max_rows
+        if right == 0:
+            return 1
+        left, share = right - 1, (seconds - curve[right - 1]) / (curve[right] - curve[right - 1])
+        return int(self.rows[left] + share * (self.rows[right] - self.rows[left]))
 
     def observe(self, rows: int, seconds: float) -> None:
         """Enter a round that took ``seconds``. Single outliers move the curve little."""

@@ -4,6 +4,11 @@ Sampling is a pure function of the text, so the text that follows an offer tells
 its drafts would have been accepted, verified or not. Every slot keeps one offer of each proposer
 in view until the text has contradicted or confirmed it all, then enters the outcome and takes the
 next. Acceptance is thus known for requests that never draft, at no cost.
+
+A request's own record is short, so it is weighed against that of all requests, by how much
+requests differ: where a trial says nothing about the request's other trials, they are alike, and
+the common rate holds for each (empirical Bayes, beta-binomial). Otherwise the least likely of many
+requests would always look bad by chance, and hold back the drafts of the whole batch.
 """
 
 from __future__ import annotations
@@ -19,8 +24,11 @@ BINS = 8
 SLOT_DECAY = 0.92
 GLOBAL_DECAY = 0.998
 SLOT_PRIOR = 3.0
-"""Weight of what all requests taught against what this one did, in trials."""
+"""Weight of what all requests taught against what this one did, in trials, until it is known how
+much requests differ; then it is within ``PRIOR_RANGE``."""
+PRIOR_RANGE = 0.5, 64.0
 _FIRST_PRIOR = 4.0
+_FIRST_WEIGHT = 50.0
 
 
 class AcceptanceEstimator:
@@ -32,9 +40,17 @@ class AcceptanceEstimator:
         width, device = state.max_drafts, state.device
         self.hits = torch.zeros((state.slots, BINS, width), device=device)
         self.trials = torch.zeros_like(self.hits)
-        centres = (torch.arange(BINS, device=device) + 0.5) / BINS
-        self.all_trials = torch.full((BINS, width), _FIRST_PRIOR, device=device)
-        self.all_hits = centres.unsqueeze(1) * self.all_trials
+        rates = (((torch.arange(BINS, device=device) + 0.5) / BINS).unsqueeze(1)).expand(-1, width)
+        self._see(
+            torch.stack(
+                (
+                    torch.full_like(rates, _FIRST_PRIOR),
+                    rates * _FIRST_PRIOR,
+                    rates * (1 - rates) / (SLOT_PRIOR + 1) * _FIRST_WEIGHT,
+                    torch.full_like(rates, _FIRST_WEIGHT),
+                )
+            )
+        )
         self.watched = torch.zeros((state.slots, width), dtype=torch.int64, device=device)
         self.watched_bins = torch.zeros_like(self.watched)
         self.watched_length = torch.zeros(state.slots, dtype=torch.int64, device=device)
@@ -42,13 +58,27 @@ class AcceptanceEstimator:
         self._index = torch.arange(width, device=device)
         self._native = load_native() if device.type == "cpu" and width else None
 
+    def _see(self, seen: torch.Tensor) -> None:
+        """``seen`` float32 [4, BINS, K], of all requests: trials, hits, and the sum and the weight
+        of how a request's trials agree with its earlier ones."""
+        self.seen = seen
+        self.all_trials, self.all_hits, self.all_agreement, self.all_weight = seen
+
     def live_in(self, hits: torch.Tensor, trials: torch.Tensor, seen: torch.Tensor) -> None:
         """Move what was learnt into parts of larger tables: ``hits`` and ``trials`` float32
-        [slots, BINS, K], ``seen`` float32 [2, BINS, K] (trials, then hits, of all requests)."""
+        [slots, BINS, K], ``seen`` float32 [4, BINS, K]."""
         self.hits = hits.copy_(self.hits)
         self.trials = trials.copy_(self.trials)
-        self.all_trials = seen[0].copy_(self.all_trials)
-        self.all_hits = seen[1].copy_(self.all_hits)
+        self._see(seen.copy_(self.seen))
+
+    def prior_weight(self) -> torch.Tensor:
+        """float32 [BINS, K]: how many of a request's own trials the common rate outweighs.
+
+        Trials of one request have the covariance that rates have between requests; of a beta
+        distribution with mean m and weight w that is m (1 - m) / (w + 1)."""
+        mean = self.all_hits / self.all_trials
+        covariance = (self.all_agreement / self.all_weight).clamp(min=1e-6)
+        return (mean * (1 - mean) / covariance - 1).clamp(*PRIOR_RANGE)
 
     def admit(self, slot: int) -> None:
         self.hits[slot] = 0
@@ -114,8 +144,7 @@ class AcceptanceEstimator:
             BINS,
             self.hits.data_ptr(),
             self.trials.data_ptr(),
-            self.all_hits.data_ptr(),
-            self.all_trials.data_ptr(),
+            self.seen.data_ptr(),
             SLOT_DECAY,
             GLOBAL_DECAY,
         )
@@ -136,14 +165,14 @@ class AcceptanceEstimator:
         in_bin = torch.arange(BINS, device=slots.device).view(1, BINS, 1) == bins
         tried_in = (in_bin & tried.unsqueeze(1)).float()
         hit_in = (in_bin & hit.unsqueeze(1)).float()
+        own_trials, mean = self.trials[slots], self.all_hits / self.all_trials
+        agreement = tried_in * (hit_in - mean) * (self.hits[slots] - own_trials * mean)
         decay = 1 - (1 - SLOT_DECAY) * tried_in
+        new = torch.stack((tried_in, hit_in, agreement, tried_in * own_trials)).sum(dim=1)
         self.trials[slots] = self.trials[slots] * decay + tried_in
         self.hits[slots] = self.hits[slots] * decay + hit_in
-        new_trials, new_hits = tried_in.sum(dim=0), hit_in.sum(dim=0)
-        forget = GLOBAL_DECAY**new_trials
         # In place: a recorded round reads and writes these very tensors.
-        self.all_trials.mul_(forget).add_(new_trials)
-        self.all_hits.mul_(forget).add_(new_hits)
+        self.seen.mul_(GLOBAL_DECAY ** new[0]).add_(new)
         self.watched_length[slots] = torch.where(settled, 0, length)
 
     def chances(self, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
@@ -162,9 +191,8 @@ class AcceptanceEstimator:
             BINS,
             self.hits.data_ptr(),
             self.trials.data_ptr(),
-            self.all_hits.data_ptr(),
-            self.all_trials.data_ptr(),
-            SLOT_PRIOR,
+            self.seen.data_ptr(),
+            *PRIOR_RANGE,
             out.data_ptr(),
         )
         return out
@@ -173,7 +201,8 @@ class AcceptanceEstimator:
         """``chances`` in plain torch, on any device."""
         bins = confidence_bins(drafts.confidence).unsqueeze(1)
         prior = (self.all_hits / self.all_trials).unsqueeze(0)
-        rates = (self.hits[slots] + SLOT_PRIOR * prior) / (self.trials[slots] + SLOT_PRIOR)
+        weight = self.prior_weight()
+        rates = (self.hits[slots] + weight * prior) / (self.trials[slots] + weight)
         rate = rates.gather(1, bins).squeeze(1)
         offered = self._index < drafts.lengths.unsqueeze(1)
         return (rate * offered).cumprod(dim=1)

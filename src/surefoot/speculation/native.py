@@ -191,7 +191,7 @@ def split_rows_native(
     """``controller.split_rows``."""
     chances, table = chances.contiguous(), table.contiguous()
     batch, width = chances.shape
-    counts, gains = _integers(batch), torch.empty(batch)
+    counts, gains, scratch = _integers(batch), torch.empty(batch), _integers(batch)
     library.sf_split(
         chances.data_ptr(),
         batch,
@@ -202,5 +202,6 @@ def split_rows_native(
         min_pace,
         counts.data_ptr(),
         gains.data_ptr(),
+        scratch.data_ptr(),
     )
     return counts

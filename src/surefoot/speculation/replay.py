@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,21 @@ from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
 from surefoot.sampling.params import Features
 from surefoot.sampling.sampler import SampleRows, sample_rows
 from surefoot.speculation.controller import Choice, fill_rows
-from surefoot.speculation.estimator import BINS, GLOBAL_DECAY, SLOT_DECAY, SLOT_PRIOR
+from surefoot.speculation.estimator import BINS, GLOBAL_DECAY, PRIOR_RANGE, SLOT_DECAY
 from surefoot.speculation.proposer import Commits, Drafts, Outlook
-from surefoot.speculation.round import SpeculativeRound, select_layers, write_drafts
+from surefoot.speculation.round import SpeculativeRound, write_drafts
+from surefoot.speculation.trees import (
+    NodeRows,
+    Paths,
+    Trees,
+    ancestors,
+    chain_parents,
+    lay_out_trees,
+    node_rows,
+    path_histories,
+    settle,
+    walk,
+)
 
 GREEDY = Features()
 ANY_TOP_K = 1 << 30
@@ -77,10 +89,16 @@ class ReplayRound:
         self.chances = torch.zeros((state.slots, width), device=device)
         self.lengths = torch.zeros(state.slots, dtype=torch.int64, device=device)
         self.proposer = torch.zeros(state.slots, dtype=torch.int64, device=device)
+        self.parents: torch.Tensor | None = None
+        """int64 [slots, max_drafts]: of ``tokens``, where some proposer offers trees."""
+        if self.controller.parents is not None:
+            self.parents = chain_parents(state.slots, width, device).clone()
         self.report = torch.zeros((spans, self.columns), dtype=torch.int32, device=device)
         state.length[self.idle_slot] = 1
         control = round_.decoder.backend.control
-        self.compiled = None if control is None else CompiledControl(self, control)
+        trees = self.parents is not None
+        # The kernels for the book-keeping know chains only.
+        self.compiled = None if control is None or trees else CompiledControl(self, control)
         self.override: Override | None = None
         """For measurements: replaces the sampled tokens."""
 
@@ -117,30 +135,75 @@ class ReplayRound:
             spans, state.history, state.computed, state.block_tables,
             size.rows, size.rows, self.max_keys, state.max_drafts + 1,
         )  # fmt: skip
+        grown = self._grow(slots, size, layout)
+        if grown is not None:
+            layout = lay_out_trees(layout, *grown)
         forward = round_.decoder.forward(layout.batch, round_.kv, round_.capture)
-        if size.kind == GREEDY:
-            sampled = round_.decoder.greedy(forward.hidden)
-        else:
-            rows = SampleRows(
-                layout.sample_slots, layout.sample_positions, state.history, self.max_keys
-            )
-            logits = round_.decoder.logits(forward.hidden)
-            sampled = sample_rows(logits, rows, state.params, size.kind, backend)
+        sampled = self._sample(layout, forward.hidden, size.kind, grown)
         if self.override is not None:
             sampled = self.override(spans, layout, sampled)
+        paths, chains = None, (spans, layout.first_sample, sampled)
+        if grown is not None:
+            paths, chains = self._walk(spans, layout, grown[1], sampled)
         verdict = backend.judge_and_advance(
-            spans, layout.first_sample, sampled, state.history, state.length, state.computed,
+            *chains, state.history, state.length, state.computed,
             state.limit, state.params.stop_ids, state.max_drafts,
         )  # fmt: skip
-        for proposer, layers in round_.stateful:
-            own = select_layers(forward.features, round_.capture, layers)
-            proposer.catch_up(
-                Commits(slots, verdict.first, verdict.settled, layout.first_row, layout.batch, own)
-            )
+        if round_.stateful:
+            commits = Commits(
+                slots, verdict.first, verdict.settled, layout.first_row, layout.batch,
+                forward.features,
+            )  # fmt: skip
+            if grown is not None and paths is not None:
+                commits = settle(commits, layout, *grown, paths)
+            round_.catch_up(commits)
         if self.compiled is None:
             self._finish_torch(slots, size, known, drafts, verdict)
         else:
             self.compiled.finish(slots, size, drafts, verdict)
+
+    def _grow(
+        self, slots: torch.Tensor, size: Size, layout: RoundLayout
+    ) -> tuple[NodeRows, Trees] | None:
+        """The trees among the drafts of a round's ``slots`` [B], and where its rows stand in them;
+        None where there are only chains."""
+        planting = any(self.controller.trees[index] for index in size.proposers)
+        if self.parents is None or not planting or size.rows == size.spans:
+            return None
+        parents = self.parents[slots]
+        trees = Trees(self.tokens[slots], parents, *ancestors(parents))
+        return node_rows(layout, trees), trees
+
+    def _sample(
+        self,
+        layout: RoundLayout,
+        hidden: torch.Tensor,
+        kind: Features,
+        grown: tuple[NodeRows, Trees] | None,
+    ) -> torch.Tensor:
+        """The token of every row, int64 [M]."""
+        state, decoder = self.state, self.round.decoder
+        if kind == GREEDY:
+            return decoder.greedy(hidden)
+        rows = SampleRows(
+            layout.sample_slots, layout.sample_positions, state.history, self.max_keys
+        )
+        if grown is not None and kind.penalties:
+            texts = path_histories(state, layout, *grown, self.max_keys)
+            rows = replace(rows, history=texts, history_by_row=True)
+        logits = decoder.logits(hidden)
+        return sample_rows(logits, rows, state.params, kind, decoder.backend)
+
+    def _walk(
+        self, spans: RoundSpans, layout: RoundLayout, trees: Trees, sampled: torch.Tensor
+    ) -> tuple[Paths, tuple[RoundSpans, torch.Tensor, torch.Tensor]]:
+        """Lay what is accepted of the trees out as chains that were all right: keys, texts, and
+        (spans, first samples [B], samples [M]) for a judge of chains."""
+        paths, tokens = walk(trees, sampled, layout.first_sample, spans.drafts)
+        self.round.gather_paths(spans.slots, paths)
+        write_drafts(self.state, spans.slots, tokens[:, :-1])
+        first = torch.arange(len(tokens), device=tokens.device) * tokens.shape[1]
+        return paths, (replace(spans, drafts=paths.lengths), first, tokens.flatten())
 
     def _split_torch(self, slots: torch.Tensor, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
         """(Rows of known tokens, drafts to verify) of each span, int64 [B] each, within the rows
@@ -187,6 +250,8 @@ class ReplayRound:
 
     def _keep(self, slots: torch.Tensor, choice: Choice) -> None:
         self.tokens[slots] = choice.tokens
+        if self.parents is not None and choice.parents is not None:
+            self.parents[slots] = choice.parents
         steps = torch.arange(self.state.max_drafts, device=slots.device)
         offered = steps < choice.lengths.unsqueeze(1)
         # What is offered has some chance: rows that nobody else wants are for it.
@@ -207,7 +272,7 @@ class CompiledControl:
         shape = (count, state.slots, BINS, width)
         self.hits = torch.zeros(shape, device=device)
         self.trials = torch.zeros(shape, device=device)
-        self.seen = torch.zeros((2, count, BINS, width), device=device)
+        self.seen = torch.zeros((4, count, BINS, width), device=device)
         self.news = torch.zeros_like(self.seen)
         self.learners = []
         for index, estimator in enumerate(controller.estimators):
@@ -220,6 +285,7 @@ class CompiledControl:
                     estimator.watched_start,
                     estimator.hits,
                     estimator.trials,
+                    self.seen[0, index],
                     self.news[0, index],
                     self.news[0].numel(),
                     controller.allowed[index],
@@ -276,7 +342,7 @@ class CompiledControl:
             self.seen,
             self.news,
             math.log2(GLOBAL_DECAY),
-            SLOT_PRIOR,
+            PRIOR_RANGE,
             LEAST,
             (replay.tokens, replay.chances, replay.lengths, replay.proposer),
             replay.report,

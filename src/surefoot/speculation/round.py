@@ -25,15 +25,17 @@ from surefoot.speculation.layout import RoundPlan, lay_out
 from surefoot.speculation.proposer import Commits, Outlook, Proposer
 from surefoot.speculation.state import SlotState
 from surefoot.speculation.trees import (
+    NodeRows,
     Paths,
     Trees,
-    accept_paths,
     committed_logprobs,
     key_moves,
     lay_out_trees,
+    node_rows,
     path_histories,
     plant,
     settle,
+    walk,
 )
 
 PROMPT_LOGPROB_ROWS = 64
@@ -109,24 +111,28 @@ class SpeculativeRound:
         if choice is not None:
             write_drafts(state, plan.slots[plan.first_decoding :], choice.tokens)
         layout = lay_out(state, plan)
-        trees = None
+        grown = paths = None
         if choice is not None and choice.parents is not None:
             trees = plant(plan, choice.tokens, choice.parents)
-            layout = lay_out_trees(layout, plan, trees)
+            grown = node_rows(layout, trees, plan.first_decoding), trees
+            layout = lay_out_trees(layout, *grown)
         forward = self.decoder.forward(layout.batch, self.kv, self.capture)
-        sampled, logprobs = self.sample(plan, layout, forward.hidden, wanted, trees)
-        paths = None
-        if trees is None:
+        sampled, logprobs = self.sample(plan, layout, forward.hidden, wanted, grown)
+        if grown is None:
             tokens, accepted, counts, ends = self.judge(plan, layout, choice, sampled)
         else:
-            paths, tokens, counts, ends = self.judge_trees(plan, layout, trees, sampled)
+            paths, tokens, counts, ends = self.judge_trees(plan, layout, grown[1], sampled)
             accepted = paths.lengths
-            self.gather_paths(plan, paths)
+            self.gather_paths(plan.slots, paths)
             if logprobs is not None:
                 logprobs = committed_logprobs(logprobs, layout, paths)
-        settled = self.advance(plan, tokens, counts)
-        grown = None if trees is None or paths is None else (trees, paths)
-        self.catch_up(plan, layout, settled, forward.features, grown)
+        first, settled = self.advance(plan, tokens, counts)
+        commits = Commits(
+            plan.slots, first, settled, layout.first_row, layout.batch, forward.features
+        )
+        if grown is not None and paths is not None:
+            commits = settle(commits, layout, *grown, paths)
+        self.catch_up(commits)
         return Verdict(
             counts=counts,
             accepted=accepted,
@@ -144,7 +150,7 @@ class SpeculativeRound:
         layout: RoundLayout,
         hidden: torch.Tensor,
         wanted: Wanted,
-        trees: Trees | None = None,
+        grown: tuple[NodeRows, Trees] | None = None,
     ) -> tuple[torch.Tensor, RowLogprobs | None]:
         """The token of every row that samples, int64 [M], and its logprobs if wanted."""
         state = self.state
@@ -159,8 +165,8 @@ class SpeculativeRound:
         rows = SampleRows(
             layout.sample_slots, layout.sample_positions, state.history, plan.max_keys
         )
-        if trees is not None and wanted.features.penalties:
-            texts = path_histories(state, layout, trees, plan.max_keys)
+        if grown is not None and wanted.features.penalties:
+            texts = path_histories(state, layout, *grown, plan.max_keys)
             rows = replace(rows, history=texts, history_by_row=True)
         backend = self.decoder.backend
         sampled = sample_rows(logits, rows, state.params, wanted.features, backend, wanted.masks)
@@ -205,20 +211,18 @@ class SpeculativeRound:
     ) -> tuple[Paths, torch.Tensor, torch.Tensor, torch.Tensor]:
         """``judge`` for drafts in trees: (paths, tokens, committed counts, end codes)."""
         state, slots = self.state, plan.slots
-        steps = torch.arange(state.max_drafts + 1, device=state.device)
-        index = (layout.first_sample.unsqueeze(1) + steps).clamp(max=len(sampled) - 1)
-        paths = accept_paths(trees, sampled[index], plan.drafts)
-        tokens = sampled[index].gather(1, paths.rows)
+        paths, tokens = walk(trees, sampled, layout.first_sample, plan.drafts)
         samples = torch.arange(len(slots), device=state.device) >= plan.first_sampling
         counts = torch.where(samples, paths.lengths + 1, 0)
         room = state.limit[slots] - state.length[slots]
         counts, ends = cut_at_end(tokens, counts, room, state.params.stop_ids[slots])
         return paths, tokens, counts, ends
 
-    def gather_paths(self, plan: RoundPlan, paths: Paths) -> None:
-        """Bring the target's keys of the accepted paths together, before ``advance``."""
-        source, target = key_moves(paths, self.state.computed[plan.slots])
-        tables = self.state.block_tables[plan.slots]
+    def gather_paths(self, slots: torch.Tensor, paths: Paths) -> None:
+        """Bring the target's keys of the accepted paths of ``slots`` int64 [B] together, before
+        ``computed`` advances."""
+        source, target = key_moves(paths, self.state.computed[slots])
+        tables = self.state.block_tables[slots]
         for layer in self.kv:
             self.decoder.backend.move_keys(layer, tables, source, target)
 
@@ -242,22 +246,12 @@ class SpeculativeRound:
         state.computed[slots] = first + settled
         return first, settled
 
-    def catch_up(
-        self,
-        plan: RoundPlan,
-        layout: RoundLayout,
-        settled: tuple[torch.Tensor, torch.Tensor],
-        features: torch.Tensor,
-        grown: tuple[Trees, Paths] | None = None,
-    ) -> None:
-        """Tell the proposers what was settled."""
-        first, counts = settled
+    def catch_up(self, commits: Commits) -> None:
+        """Tell the proposers what was settled; ``commits`` has the features of all captured
+        layers."""
         for proposer, layers in self.stateful:
-            own = select_layers(features, self.capture, layers)
-            commits = Commits(plan.slots, first, counts, layout.first_row, layout.batch, own)
-            if grown is not None:
-                commits = settle(commits, layout, plan, *grown)
-            proposer.catch_up(commits)
+            own = select_layers(commits.features, self.capture, layers)
+            proposer.catch_up(replace(commits, features=own))
 
     def draft(self, plan: RoundPlan, wanted: Wanted) -> torch.Tensor:
         """Judge earlier offers by the new tokens, and take the offers for the next round."""

@@ -76,9 +76,11 @@ class TreeEstimator(AcceptanceEstimator):
         decay = SLOT_DECAY**trials
         self.trials[slots] = self.trials[slots] * decay + trials
         self.hits[slots] = self.hits[slots] * decay + hits
-        forget = GLOBAL_DECAY ** trials.sum(dim=0)
-        self.all_trials = self.all_trials * forget + trials.sum(dim=0)
-        self.all_hits = self.all_hits * forget + hits.sum(dim=0)
+        new_trials, new_hits = trials.sum(dim=0), hits.sum(dim=0)
+        forget = GLOBAL_DECAY**new_trials
+        # In place: a recorded round reads and writes these very tensors.
+        self.all_trials.mul_(forget).add_(new_trials)
+        self.all_hits.mul_(forget).add_(new_hits)
 
     def chances(self, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
         """float32 [B, K]: that each node and its ancestors are accepted, or less: along a row it

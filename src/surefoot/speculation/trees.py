@@ -47,6 +47,25 @@ class Paths:
     rows: torch.Tensor
 
 
+@dataclass(frozen=True)
+class NodeRows:
+    """Where each of N flat rows belongs."""
+
+    owner: torch.Tensor
+    """int64 [N]: its span."""
+    offset: torch.Tensor
+    """int64 [N]: its row of the span."""
+    depth: torch.Tensor
+    """int64 [N]: positions behind the span's first; the offset where there is no tree."""
+    first_decoding: int
+    """Spans before this one are prefill chunks."""
+
+    @property
+    def decoding(self) -> torch.Tensor:
+        """bool [N]: the row is of a tree, and not of a prefill chunk."""
+        return self.owner >= self.first_decoding
+
+
 def chain_parents(batch: int, width: int, device: torch.device) -> torch.Tensor:
     """The parents of ``batch`` chains: -1, 0, 1 ..."""
     return (torch.arange(width, device=device) - 1).expand(batch, width)
@@ -74,36 +93,38 @@ def plant(plan: RoundPlan, tokens: torch.Tensor, parents: torch.Tensor) -> Trees
     return Trees(tokens, parents, *ancestors(parents))
 
 
-def _span_of_rows(layout: RoundLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the span of each flat row int64 [N], its index within the span)."""
-    index = torch.arange(layout.batch.tokens.shape[0], device=layout.first_row.device)
+def node_rows(layout: RoundLayout, trees: Trees, first_decoding: int = 0) -> NodeRows:
+    """Where a layout's rows belong; spans before ``first_decoding`` are prefill chunks. Rows of
+    padding repeat the last."""
+    batch, last = layout.batch, trees.masks.shape[1] - 1
+    used = (batch.row_slot >= 0).sum()
+    index = torch.arange(batch.tokens.shape[0], device=layout.first_row.device)
+    index = torch.minimum(index, used - 1).clamp(min=0)
     owner = (torch.searchsorted(layout.first_row, index, right=True) - 1).clamp(min=0)
-    return owner, index - layout.first_row[owner]
+    offset = index - layout.first_row[owner]
+    depth = trees.depths[owner, offset.clamp(max=last)]
+    depth = torch.where(owner >= first_decoding, depth, offset)
+    return NodeRows(owner, offset, depth, first_decoding)
 
 
-def lay_out_trees(layout: RoundLayout, plan: RoundPlan, trees: Trees) -> RoundLayout:
+def lay_out_trees(layout: RoundLayout, rows: NodeRows, trees: Trees) -> RoundLayout:
     """A layout of chains with its drafts arranged as trees: positions, masks, and the positions of
     what is sampled. Rows of prefill chunks stay causal."""
-    owner, offset = _span_of_rows(layout)
-    inside = owner, offset.clamp(max=trees.masks.shape[1] - 1)
-    decoding = owner >= plan.first_decoding
     batch = layout.batch
-    depth = torch.where(decoding, trees.depths[inside], offset)
-    positions = batch.positions - offset + depth
-    masks = torch.where(decoding, trees.masks[inside], CAUSAL)
-    batch = replace(batch, positions=positions, mask=masks)
+    positions = batch.positions - rows.offset + rows.depth
+    masks = trees.masks[rows.owner, rows.offset.clamp(max=trees.masks.shape[1] - 1)]
+    batch = replace(batch, positions=positions, mask=torch.where(rows.decoding, masks, CAUSAL))
     sampled = positions[layout.sample_index] + 1
     return replace(layout, batch=batch, sample_positions=sampled)
 
 
 def path_histories(
-    state: SlotState, layout: RoundLayout, trees: Trees, max_history: int
+    state: SlotState, layout: RoundLayout, rows: NodeRows, trees: Trees, max_history: int
 ) -> torch.Tensor:
     """The text before each sampled row, drafts on its own path included: int64 [M, max_history +
     1]. Columns from the row's position on mean nothing."""
-    owner, offset = _span_of_rows(layout)
-    owner = owner[layout.sample_index]
-    inside = owner, offset[layout.sample_index].clamp(max=trees.masks.shape[1] - 1)
+    owner, offset = rows.owner[layout.sample_index], rows.offset[layout.sample_index]
+    inside = owner, offset.clamp(max=trees.masks.shape[1] - 1)
     histories = torch.nn.functional.pad(
         state.history[layout.sample_slots, :max_history], (0, 1), value=0
     )
@@ -112,6 +133,19 @@ def path_histories(
     columns = state.length[layout.sample_slots].unsqueeze(1) + trees.depths[owner][:, 1:] - 1
     columns = torch.where(on_path == 1, columns, max_history).clamp(max=max_history)
     return histories.scatter_(1, columns, trees.tokens[owner])
+
+
+def walk(
+    trees: Trees, sampled: torch.Tensor, first_sample: torch.Tensor, drafts: torch.Tensor
+) -> tuple[Paths, torch.Tensor]:
+    """What was accepted, and the tokens along it: int64 [B, K + 1], valid up to the target's own
+    behind the path. ``sampled`` int64 [M], of which each span's begin at ``first_sample`` [B];
+    ``drafts`` int64 [B]: drafts verified."""
+    steps = torch.arange(trees.masks.shape[1], device=sampled.device)
+    index = (first_sample.unsqueeze(1) + steps).clamp(max=len(sampled) - 1)
+    by_row = sampled[index]
+    paths = accept_paths(trees, by_row, drafts)
+    return paths, by_row.gather(1, paths.rows)
 
 
 def accept_paths(trees: Trees, sampled: torch.Tensor, drafts: torch.Tensor) -> Paths:
@@ -163,15 +197,13 @@ def committed_logprobs(scores: RowLogprobs, layout: RoundLayout, paths: Paths) -
 
 
 def settle(
-    commits: Commits, layout: RoundLayout, plan: RoundPlan, trees: Trees, paths: Paths
+    commits: Commits, layout: RoundLayout, rows: NodeRows, trees: Trees, paths: Paths
 ) -> Commits:
     """A round's commits as proposers see them: the rows of the accepted paths under the keys that
     they have now, all other drafts as padding, and which row comes before each."""
-    owner, offset = _span_of_rows(layout)
-    inside = owner, offset.clamp(max=trees.masks.shape[1] - 1)
-    decoding = owner >= plan.first_decoding
-    depth = torch.where(decoding, trees.depths[inside], offset)
-    on_path = paths.rows[owner, depth.clamp(max=paths.rows.shape[1] - 1)] == offset
+    owner, offset, depth, decoding = rows.owner, rows.offset, rows.depth, rows.decoding
+    deepest = paths.rows.shape[1] - 1
+    on_path = paths.rows[owner, depth.clamp(max=deepest)] == offset
     on_path = on_path & (depth <= paths.lengths[owner])
     batch = commits.batch
     batch = replace(
@@ -180,10 +212,11 @@ def settle(
         row_slot=torch.where(on_path | ~decoding, batch.row_slot, -1),
         mask=None,
     )
-    parents = torch.where(decoding, trees.parents[owner, inside[1].clamp(min=1) - 1], offset - 2)
+    parents = trees.parents[owner, offset.clamp(1, deepest) - 1]
+    parents = torch.where(decoding, parents, offset - 2)
     before = torch.where(offset > 0, layout.first_row[owner] + parents + 1, -1)
     tail = (commits.counts - 1).clamp(min=0)
     spans = torch.arange(len(tail), device=tail.device)
-    end = paths.rows.gather(1, tail.clamp(max=paths.rows.shape[1] - 1).unsqueeze(1)).squeeze(1)
-    last = commits.rows + torch.where(spans >= plan.first_decoding, end, tail)
-    return replace(commits, batch=batch, before=before, last=last)
+    end = paths.rows.gather(1, tail.clamp(max=deepest).unsqueeze(1)).squeeze(1)
+    end = torch.where(spans >= rows.first_decoding, end, tail)
+    return replace(commits, batch=batch, before=before, last=commits.rows + end)

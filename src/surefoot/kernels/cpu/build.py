@@ -152,7 +152,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "sf_learn": (
             None,
             [pointer, int64, pointer, pointer, int64, *([pointer] * 4), int64, int64]
-            + [pointer] * 4
+            + [pointer] * 3
             + [ctypes.c_float] * 2,
         ),
         "sf_watch": (
@@ -179,12 +179,12 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "sf_chances": (
             None,
             [pointer, int64, pointer, pointer, int64, int64]
-            + [pointer] * 4
-            + [ctypes.c_float, pointer],
+            + [pointer] * 3
+            + [ctypes.c_float, ctypes.c_float, pointer],
         ),
         "sf_split": (
             None,
-            [pointer, int64, int64, pointer, int64, ctypes.c_float, ctypes.c_float] + [pointer] * 2,
+            [pointer, int64, int64, pointer, int64, ctypes.c_float, ctypes.c_float] + [pointer] * 3,
         ),
         "sf_argmax": (None, [pointer, int64, int64, pointer, pointer, pointer, int32]),
         "sf_adjust": (int32, [pointer, pointer, int64, int64, pointer, pointer, int32]),

@@ -130,11 +130,13 @@ SF_EXPORT void sf_sanitise(const slot_state *state, const int64_t *slots, int64_
     }
 }
 
-/* Chance that each offered draft and all before it are accepted, [count][drafts]. */
+/* Chance that each offered draft and all before it are accepted, [count][drafts]: the twin of
+ * AcceptanceEstimator.chances_reference. */
 SF_EXPORT void sf_chances(const int64_t *slots, int64_t count, const int64_t *lengths,
                           const float *confidence, int64_t drafts, int64_t bins, const float *hits,
-                          const float *trials, const float *all_hits, const float *all_trials,
-                          float prior, float *chances) {
+                          const float *trials, const float *seen, float least_prior,
+                          float largest_prior, float *chances) {
+    const int64_t part = bins * drafts;
     for (int64_t i = 0; i < count; i++) {
         const int64_t cells = slots[i] * bins * drafts;
         float chance = 1.0f;
@@ -142,7 +144,11 @@ SF_EXPORT void sf_chances(const int64_t *slots, int64_t count, const int64_t *le
             int64_t bin = (int64_t)(confidence[i * drafts + j] * (float)bins);
             bin = bin < 0 ? 0 : bin >= bins ? bins - 1 : bin;
             const int64_t cell = bin * drafts + j;
-            const float all = all_hits[cell] / all_trials[cell];
+            const float all = seen[part + cell] / seen[cell];
+            const float together = seen[2 * part + cell] / seen[3 * part + cell];
+            float prior = all * (1.0f - all) / (together > 1e-6f ? together : 1e-6f) - 1.0f;
+            if (prior < least_prior) prior = least_prior;
+            if (prior > largest_prior) prior = largest_prior;
             chance *= (hits[cells + cell] + prior * all) / (trials[cells + cell] + prior);
             if (j >= lengths[i]) chance = 0.0f;
             chances[i * drafts + j] = chance;
@@ -150,41 +156,71 @@ SF_EXPORT void sf_chances(const int64_t *slots, int64_t count, const int64_t *le
     }
 }
 
+/* Requests by the chance of their next draft, the likeliest first, of equal ones the first. */
+typedef struct {
+    const float *chances;
+    int64_t drafts, size;
+    int64_t *counts, *heap;
+} sf_queue;
+
+static int sf_before(const sf_queue *queue, int64_t left, int64_t right) {
+    const float a = queue->chances[left * queue->drafts + queue->counts[left]];
+    const float b = queue->chances[right * queue->drafts + queue->counts[right]];
+    return a > b || (a == b && left < right);
+}
+
+static void sf_sink(sf_queue *queue, int64_t at) {
+    const int64_t moved = queue->heap[at];
+    for (int64_t child; (child = 2 * at + 1) < queue->size; at = child) {
+        if (child + 1 < queue->size && sf_before(queue, queue->heap[child + 1], queue->heap[child]))
+            child++;
+        if (!sf_before(queue, queue->heap[child], moved)) break;
+        queue->heap[at] = queue->heap[child];
+    }
+    queue->heap[at] = moved;
+}
+
+static void sf_fill(sf_queue *queue, int64_t count) {
+    queue->size = queue->drafts > 0 ? count : 0;
+    for (int64_t i = 0; i < count; i++) queue->counts[i] = 0, queue->heap[i] = i;
+    for (int64_t i = queue->size / 2 - 1; i >= 0; i--) sf_sink(queue, i);
+}
+
+/* Take the likeliest draft: its request, or -1 where none has a chance. */
+static int64_t sf_take(sf_queue *queue, float *chance) {
+    if (!queue->size) return -1;
+    const int64_t owner = queue->heap[0];
+    *chance = queue->chances[owner * queue->drafts + queue->counts[owner]];
+    if (!(*chance > 0.0f)) return -1;
+    if (++queue->counts[owner] == queue->drafts) queue->heap[0] = queue->heap[--queue->size];
+    sf_sink(queue, 0);
+    return owner;
+}
+
 /* The best split of a round's rows over the offers; `table` holds `entries`. Chances never
- * rise along a row, so the best drafts are found by merging the rows; `counts` is the merge's
- * state first, then the answer. */
+ * rise along a row, so the best drafts are found by merging the rows. `scratch` [count]. */
 SF_EXPORT void sf_split(const float *chances, int64_t count, int64_t drafts,
                         const float *table, int64_t entries, float min_gain, float min_pace,
-                        int64_t *counts, float *gains) {
+                        int64_t *counts, float *gains, int64_t *scratch) {
     const int64_t limit = least(count * drafts, entries - 1);
-    float best_rate = (float)count, sum = (float)count;
-    int64_t best = 0;
-    for (int64_t i = 0; i < count; i++) counts[i] = 0, gains[i] = 0.0f;
-    for (int pass = 0; pass < 2; pass++) {
-        /* The first pass finds how many drafts to take, the second takes them. */
-        const int64_t take = pass ? best : limit;
-        for (int64_t i = 0; i < count; i++) counts[i] = 0;
-        for (int64_t n = 1; n <= take; n++) {
-            int64_t owner = -1;
-            float chance = 0.0f;
-            for (int64_t i = 0; i < count; i++) {
-                if (counts[i] >= drafts) continue;
-                const float next = chances[i * drafts + counts[i]];
-                if (next > chance) chance = next, owner = i;
-            }
-            if (owner < 0) break;
-            counts[owner]++;
-            if (pass) continue;
-            gains[owner] += chance;
-            sum += chance;
-            const float slowdown = table[n] / table[0];
-            float least_gain = gains[0];
-            for (int64_t i = 1; i < count; i++)
-                if (gains[i] < least_gain) least_gain = gains[i];
-            const float rate = sum / slowdown;
-            if (rate >= min_gain * (float)count && rate > best_rate &&
-                1.0f + least_gain >= min_pace * slowdown)
-                best = n, best_rate = rate;
-        }
+    float best_rate = (float)count, sum = (float)count, chance;
+    int64_t best = 0, poorest = 0;
+    sf_queue queue = {chances, drafts, 0, counts, scratch};
+    sf_fill(&queue, count);
+    for (int64_t i = 0; i < count; i++) gains[i] = 0.0f;
+    for (int64_t n = 1; n <= limit; n++) {
+        const int64_t owner = sf_take(&queue, &chance);
+        if (owner < 0) break;
+        gains[owner] += chance;
+        sum += chance;
+        if (owner == poorest)
+            for (int64_t i = 0; i < count; i++)
+                if (gains[i] < gains[poorest]) poorest = i;
+        const float slowdown = table[n] / table[0], rate = sum / slowdown;
+        if (rate >= min_gain * (float)count && rate > best_rate &&
+            1.0f + gains[poorest] >= min_pace * slowdown)
+            best = n, best_rate = rate;
     }
+    sf_fill(&queue, count);
+    for (int64_t n = 0; n < best; n++) sf_take(&queue, &chance);
 }

@@ -31,15 +31,15 @@ SF_EXPORT void sf_ngram(const int64_t *history, int64_t width, const int64_t *le
 
 #define SF_MOST_CELLS 1024 /* bins times drafts */
 
-/* The twin of AcceptanceEstimator.learn_reference: judge each slot's watched offer by the text. */
+/* The twin of AcceptanceEstimator.learn_reference: judge each slot's watched offer by the text.
+ * `seen` [4][bins][drafts]: trials, hits, agreement and its weight, of all requests. */
 SF_EXPORT void sf_learn(const int64_t *history, int64_t width, const int64_t *length,
                         const int64_t *slots, int64_t count, const int64_t *watched,
                         const int64_t *watched_bins, int64_t *watched_length,
                         const int64_t *watched_start, int64_t drafts, int64_t bins, float *hits,
-                        float *trials, float *all_hits, float *all_trials, float slot_decay,
-                        float global_decay) {
+                        float *trials, float *seen, float slot_decay, float global_decay) {
     const int64_t cells = bins * drafts;
-    float new_hits[SF_MOST_CELLS] = {0}, new_trials[SF_MOST_CELLS] = {0};
+    float new[4 * SF_MOST_CELLS] = {0};
     for (int64_t i = 0; i < count; i++) {
         const int64_t slot = slots[i], offered = watched_length[slot];
         if (!offered) continue;
@@ -53,20 +53,20 @@ SF_EXPORT void sf_learn(const int64_t *history, int64_t width, const int64_t *le
             const int64_t cell = bin[j] * drafts + j;
             const float hit = j < run ? 1.0f : 0.0f;
             float *own_hits = hits + slot * cells + cell, *own_trials = trials + slot * cells + cell;
+            const float mean = seen[cells + cell] / seen[cell];
+            new[cell] += 1.0f;
+            new[cells + cell] += hit;
+            new[2 * cells + cell] += (hit - mean) * (*own_hits - *own_trials * mean);
+            new[3 * cells + cell] += *own_trials;
             *own_trials = *own_trials * slot_decay + 1.0f;
             *own_hits = *own_hits * slot_decay + hit;
-            new_trials[cell] += 1.0f;
-            new_hits[cell] += hit;
         }
         watched_length[slot] = 0;
     }
     for (int64_t cell = 0; cell < cells; cell++) {
-        for (float left = new_trials[cell]; left > 0; left -= 1.0f) {
-            all_trials[cell] *= global_decay;
-            all_hits[cell] *= global_decay;
-        }
-        all_trials[cell] += new_trials[cell];
-        all_hits[cell] += new_hits[cell];
+        float forget = 1.0f;
+        for (float left = new[cell]; left > 0; left -= 1.0f) forget *= global_decay;
+        for (int64_t at = cell; at < 4 * cells; at += cells) seen[at] = seen[at] * forget + new[at];
     }
 }
 

@@ -17,7 +17,6 @@ from surefoot.kernels.backend import (
     Weight,
 )
 from surefoot.kernels.quant import QuantTensor
-from surefoot.kernels.reference import key_places
 from surefoot.kernels.triton import control
 from surefoot.kernels.triton.activation import silu_mul
 from surefoot.kernels.triton.argmax import argmax
@@ -26,6 +25,7 @@ from surefoot.kernels.triton.draws import DrawSeam
 from surefoot.kernels.triton.launch import check_device, processors, shared_memory
 from surefoot.kernels.triton.matmul import matmul, multiply
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, plan_for
+from surefoot.kernels.triton.moves import move_keys
 from surefoot.kernels.triton.norm import add_rms_norm, rms_norm, sum_add_rms_norm
 from surefoot.kernels.triton.qkv import fits, project_qkv
 from surefoot.kernels.triton.rope_kv import rope_and_write
@@ -237,9 +237,7 @@ class TritonBackend(Backend):
     def move_keys(
         self, kv: torch.Tensor, tables: torch.Tensor, source: torch.Tensor, target: torch.Tensor
     ) -> None:
-        from_block, from_place = key_places(tables, source, kv.shape[3])
-        to_block, to_place = key_places(tables, target, kv.shape[3])
-        kv[:, to_block, :, to_place] = kv[:, from_block, :, from_place]
+        move_keys(kv, tables, source, target)
 
     def linear(self, linear: TritonLinear, x: torch.Tensor) -> torch.Tensor:
         return linear(x.to(self.dtype).contiguous())

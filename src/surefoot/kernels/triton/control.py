@@ -31,7 +31,7 @@ def split_kernel(
     all_ptr, news_ptr, entries, decay_log2,
     DRAFTS: tl.constexpr, SPANS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``all`` and ``news``: float32 [2, entries], trials then hits."""
+    """``all`` and ``news``: float32 [4, entries], as ``AcceptanceEstimator`` has them."""
     span = tl.program_id(0)
     slot = tl.load(slots_ptr + span)
     known = tl.load(alive_ptr + slot)
@@ -40,14 +40,13 @@ def split_kernel(
             entry = base + tl.arange(0, BLOCK)
             inside = entry < entries
             trials = tl.load(news_ptr + entry, mask=inside, other=0.0)
-            hits = tl.load(news_ptr + entries + entry, mask=inside, other=0.0)
             forget = tl.exp2(trials * decay_log2)
-            for_trials = tl.load(all_ptr + entry, mask=inside, other=0.0) * forget + trials
-            for_hits = tl.load(all_ptr + entries + entry, mask=inside, other=0.0) * forget + hits
-            tl.store(all_ptr + entry, for_trials, mask=inside)
-            tl.store(all_ptr + entries + entry, for_hits, mask=inside)
-            tl.store(news_ptr + entry, 0.0, mask=inside)
-            tl.store(news_ptr + entries + entry, 0.0, mask=inside)
+            for part in tl.static_range(4):
+                place = part * entries + entry
+                new = tl.load(news_ptr + place, mask=inside, other=0.0)
+                old = tl.load(all_ptr + place, mask=inside, other=0.0)
+                tl.store(all_ptr + place, old * forget + new, mask=inside)
+                tl.store(news_ptr + place, 0.0, mask=inside)
     drafts = tl.zeros([], tl.int64)
     if DRAFTS:
         others = tl.arange(0, SPANS)
@@ -82,7 +81,7 @@ def split_kernel(
 def learn_kernel(
     slots_ptr, idle, history_ptr, history_stride, length_ptr, limit_ptr, vocab,
     watched_ptr, watched_bins_ptr, watched_length_ptr, watched_start_ptr,
-    hits_ptr, trials_ptr, news_ptr, entries, decay,
+    hits_ptr, trials_ptr, all_ptr, news_ptr, entries, decay,
     offer_ptr, offers, offer_length_ptr, offer_confidence_ptr, confidence_row, confidence_column,
     allowed_ptr, draft_limit_ptr, token_ptr, token_length_ptr, confidence_ptr, width,
     BINS: tl.constexpr, WIDTH: tl.constexpr,
@@ -112,8 +111,14 @@ def learn_kernel(
     hits = tl.load(hits_ptr + own, mask=tried, other=0.0)
     tl.store(trials_ptr + own, trials * decay + 1.0, mask=tried)
     tl.store(hits_ptr + own, hits * decay + hit.to(tl.float32), mask=tried)
-    tl.atomic_add(news_ptr + bins * width + step, 1.0, mask=tried, sem="relaxed")
-    tl.atomic_add(news_ptr + entries + bins * width + step, 1.0, mask=hit, sem="relaxed")
+    cell = bins * width + step
+    mean = tl.load(all_ptr + entries + cell, mask=tried, other=0.0)
+    mean /= tl.load(all_ptr + cell, mask=tried, other=1.0)
+    agreement = (hit.to(tl.float32) - mean) * (hits - trials * mean)
+    tl.atomic_add(news_ptr + cell, 1.0, mask=tried, sem="relaxed")
+    tl.atomic_add(news_ptr + entries + cell, 1.0, mask=hit, sem="relaxed")
+    tl.atomic_add(news_ptr + 2 * entries + cell, agreement, mask=tried, sem="relaxed")
+    tl.atomic_add(news_ptr + 3 * entries + cell, trials, mask=tried, sem="relaxed")
     watched_length = tl.where(settled, 0, watched_length)
     # Take the next offer, as far as it can be verified.
     given = inside & (step < offers)
@@ -140,16 +145,23 @@ def learn_kernel(
 
 
 @jit
+def brought_up(all_ptr, news_ptr, place, forget, inside):
+    """What all requests taught, the news included."""
+    old = tl.load(all_ptr + place, mask=inside, other=1.0)
+    return old * forget + tl.load(news_ptr + place, mask=inside, other=0.0)
+
+
+@jit
 def keep_kernel(
     slots_ptr, idle, slots, proposers,
     token_ptr, token_length_ptr, confidence_ptr, hits_ptr, trials_ptr, all_ptr, news_ptr,
-    entries, decay_log2, prior_weight, least, width,
+    entries, decay_log2, least_prior, largest_prior, least, width,
     kept_token_ptr, kept_chance_ptr, kept_length_ptr, kept_proposer_ptr,
     report_ptr, columns, counts_ptr, accepted_ptr, ends_ptr, drafts_ptr, tokens_ptr, alive_ptr,
     KEEP: tl.constexpr, BINS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """``token``, ``hits`` and the like: [proposers, slots, ...]; ``all`` and ``news``: trials then
-    hits, each [proposers, BINS, width]."""
+    """``token``, ``hits`` and the like: [proposers, slots, ...]; ``all`` and ``news``: four parts,
+    each [proposers, BINS, width]."""
     span = tl.program_id(0)
     slot = tl.load(slots_ptr + span)
     step = tl.arange(0, WIDTH)
@@ -180,14 +192,16 @@ def keep_kernel(
             sure = tl.load(confidence_ptr + place * width + step, mask=inside, other=0.0)
             bins = tl.minimum(tl.maximum((sure * BINS).to(tl.int64), 0), BINS - 1)
             shared = (index * BINS + bins) * width + step
-            new = tl.load(news_ptr + shared, mask=inside, other=0.0)
-            forget = tl.exp2(new * decay_log2)
-            tries = tl.load(all_ptr + shared, mask=inside, other=1.0) * forget + new
-            new = tl.load(news_ptr + entries + shared, mask=inside, other=0.0)
-            prior = tl.load(all_ptr + entries + shared, mask=inside, other=0.0) * forget + new
+            forget = tl.exp2(tl.load(news_ptr + shared, mask=inside, other=0.0) * decay_log2)
+            tries = brought_up(all_ptr, news_ptr, shared, forget, inside)
+            mean = brought_up(all_ptr, news_ptr, shared + entries, forget, inside) / tries
+            together = brought_up(all_ptr, news_ptr, shared + 2 * entries, forget, inside)
+            together /= brought_up(all_ptr, news_ptr, shared + 3 * entries, forget, inside)
+            prior = mean * (1.0 - mean) / tl.maximum(together, 1e-6) - 1.0
+            prior = tl.minimum(tl.maximum(prior, least_prior), largest_prior)
             own = (place * BINS + bins) * width + step
-            hits = tl.load(hits_ptr + own, mask=inside, other=0.0) + prior_weight * prior / tries
-            rate = hits / (tl.load(trials_ptr + own, mask=inside, other=0.0) + prior_weight)
+            hits = tl.load(hits_ptr + own, mask=inside, other=0.0) + prior * mean
+            rate = hits / (tl.load(trials_ptr + own, mask=inside, other=0.0) + prior)
             offered = inside & (step < size)
             found = tl.cumprod(tl.where(offered, rate, 0.0), axis=0)
             total = tl.sum(found, axis=0)
@@ -231,13 +245,13 @@ def split(
     drafting: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``slots`` int64 [B]; by slot: ``alive`` int64, ``chances`` float32 and ``tokens`` int64
-    [slots, K]. ``all_seen`` and ``news`` float32 [2, …]. Returns (known, drafts) int64 [B] and puts
+    [slots, K]. ``all_seen`` and ``news`` float32 [4, …]. Returns (known, drafts) int64 [B] and puts
     the offers behind the committed tokens."""
     spans, width = slots.shape[0], max(chances.shape[1], 1)
     known, drafts = torch.empty_like(slots), torch.empty_like(slots)
     split_kernel[(spans,)](
         slots, spans, idle, alive, chances, tokens, width, history, history.stride(0), length,
-        rows, known, drafts, all_seen, news, all_seen.numel() // 2, decay_log2,
+        rows, known, drafts, all_seen, news, all_seen.numel() // 4, decay_log2,
         drafting, next_power_of_2(spans), width_of(width), COMPARED // width_of(width),
         num_warps=4,
     )  # fmt: skip
@@ -255,8 +269,10 @@ class Learner:
     hits: torch.Tensor
     """float32 [slots, bins, K], as are ``trials``."""
     trials: torch.Tensor
+    seen: torch.Tensor
+    """This proposer's part of what all taught, as of the round before, and of the ``news``: trials,
+    ``entries`` further on the hits, and so on."""
     news: torch.Tensor
-    """This proposer's part of ``news``; ``entries`` further on are the hits."""
     entries: int
     allowed: torch.Tensor
     tokens: torch.Tensor
@@ -283,7 +299,7 @@ def learn(
     learn_kernel[(slots.shape[0],)](
         slots, idle, history, history.stride(0), length, limit, vocab_size,
         learner.watched, learner.watched_bins, learner.watched_length, learner.watched_start,
-        learner.hits, learner.trials, learner.news, learner.entries, decay,
+        learner.hits, learner.trials, learner.seen, learner.news, learner.entries, decay,
         tokens, tokens.shape[1], lengths, confidence, confidence.stride(0), confidence.stride(1),
         learner.allowed, draft_limit, learner.tokens, learner.lengths, learner.confidence, width,
         bins, width_of(width), num_warps=1,
@@ -299,7 +315,7 @@ def keep(
     all_seen: torch.Tensor,
     news: torch.Tensor,
     decay_log2: float,
-    prior_weight: float,
+    prior_range: tuple[float, float],
     least: float,
     kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     report: torch.Tensor,
@@ -314,7 +330,7 @@ def keep(
     proposers, count, bins, width = hits.shape
     keep_kernel[(slots.shape[0],)](
         slots, idle, count, proposers, *offers, hits, trials, all_seen, news,
-        all_seen.numel() // 2, decay_log2, prior_weight, least, width,
+        all_seen.numel() // 4, decay_log2, *prior_range, least, width,
         *kept, report, report.stride(0),
         verdict.counts, verdict.accepted, verdict.ends, drafts, verdict.tokens, alive,
         keeping, bins, width_of(width), num_warps=1,

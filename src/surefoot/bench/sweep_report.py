@@ -1,0 +1,164 @@
+"""A sweep as tables in the terminal and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from surefoot import __version__
+from surefoot.bench.hardware import describe_hardware
+from surefoot.bench.sweep import PLAIN, Load, Point, SweepSettings, mode_name
+from surefoot.bench.sweep_engine import Subject, kind_of_rounds
+from surefoot.bench.traffic import kv_bytes_per_token, round_bytes, weight_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from surefoot.engine.engine import Engine
+
+Parts = Mapping[tuple[int, str], Mapping[str, float]]
+"""Milliseconds of a round by part, by (concurrency, mode)."""
+
+
+def shares(engine: Engine, point: Point, bandwidth: Mapping[str, float]) -> dict[str, float]:
+    """What part of the measured copy and read bandwidth the bytes make up that the point's rounds
+    cannot do without: 1 is a round that takes no longer than reading these."""
+    steady = point.median
+    if steady.round_ms is None or steady.context is None:
+        return {}
+    speed = round_bytes(engine, steady.context) / (steady.round_ms / 1000) / 1e12
+    return {name.removesuffix("_tb_s"): speed / value for name, value in bandwidth.items()}
+
+
+def traffic_json(engine: Engine, bandwidth: Mapping[str, float]) -> dict[str, float]:
+    """Bandwidths, and the bytes that shares are made of."""
+    return {
+        **bandwidth,
+        "weight_bytes": weight_bytes(engine.decoder),
+        "kv_bytes_per_token": kv_bytes_per_token(engine),
+    }
+
+
+def point_json(
+    engine: Engine, point: Point, bandwidth: Mapping[str, float], parts: Parts
+) -> dict[str, Any]:
+    """The point's medians, low and high speeds, shares and parts."""
+    return {
+        "concurrency": point.concurrency,
+        "mode": point.mode,
+        **asdict(point.median),
+        "tokens_per_s_low_high": [point.lowest.tokens_per_s, point.highest.tokens_per_s],
+        "bandwidth_share": shares(engine, point, bandwidth),
+        "parts_ms": dict(parts.get((point.concurrency, point.mode), {})),
+        "passes": [asdict(item) for item in point.passes],
+    }
+
+
+def sweep_table(engine: Engine, points: Sequence[Point], bandwidth: Mapping[str, float]) -> Table:
+    """One row a point."""
+
+    plain = {
+        point.concurrency: point.median.tokens_per_s
+        for point in points
+        if point.mode == mode_name(PLAIN)
+    }
+    table = _table("re-\nquests", "mode")
+    for heading in (
+        "decoding\ntok/s",
+        "lowest–\nhighest",
+        "of\nplain",
+        "end to end\ntok/s",
+        "ms a\nround",
+        "tokens\n/round",
+        "drafts\n/round",
+        "of copy\nspeed",
+        "of read\nspeed",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for point in points:
+        steady, ceiling = point.median, shares(engine, point, bandwidth)
+        base = plain.get(point.concurrency)
+        table.add_row(
+            str(point.concurrency),
+            point.mode,
+            _cell(steady.tokens_per_s, ".0f"),
+            f"{_cell(point.lowest.tokens_per_s, '.0f')}–{_cell(point.highest.tokens_per_s, '.0f')}"
+            if len(point.passes) > 1
+            else "",
+            _cell(steady.tokens_per_s / base if base and steady.tokens_per_s else None, ".2f"),
+            _cell(steady.end_to_end_per_s, ".0f"),
+            _cell(steady.round_ms, ".2f"),
+            _cell(steady.accepted_length, ".2f"),
+            _cell(steady.drafts_per_round, ".1f"),
+            *(_cell(ceiling.get(name), ".0%") for name in ("copy", "read")),
+            end_section=point is points[-1]
+            or points[points.index(point) + 1].concurrency != point.concurrency,
+        )
+    return table
+
+
+def parts_table(parts: Parts) -> Table:
+    """Milliseconds a round by part, one row a point."""
+    names = list(dict.fromkeys(name for values in parts.values() for name in values))
+    table = _table("re-\nquests", "mode")
+    for name in (*names, "sum"):
+        table.add_column(f"{name}\nms", justify="right", no_wrap=True)
+    for (concurrency, mode), values in parts.items():
+        cells = [_cell(values.get(name), ".3f") for name in names]
+        table.add_row(str(concurrency), mode, *cells, _cell(sum(values.values()), ".3f"))
+    return table
+
+
+def _table(*headings: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    return table
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def everything(
+    engine: Engine,
+    subject: Subject,
+    settings: SweepSettings,
+    load: Load,
+    points: Sequence[Point],
+    bandwidth: Mapping[str, float],
+    parts: Parts,
+) -> dict[str, Any]:
+    """All that was measured, and on what; JSON-ready."""
+    config, backend = engine.config, engine.decoder.backend
+    lengths = [len(prompt) for prompt in load.prompts]
+    return {
+        "surefoot": __version__,
+        "model": config.model if subject.dummy is None else None,
+        "dummy_weights": None if subject.dummy is None else str(subject.dummy),
+        "synthetic_acceptance": list(subject.rates),
+        "hardware": describe_hardware(config.device),
+        "engine": {
+            **asdict(config),
+            "backend": backend.name,
+            "dtype": str(backend.dtype).removeprefix("torch."),
+            "proposers": [item.name for item in engine.proposers],
+            "max_model_len": engine.max_model_len,
+            "kv_tokens": engine.kv_tokens,
+            "rounds": kind_of_rounds(engine),
+        },
+        "shape": asdict(engine.decoder.config),
+        "memory": asdict(engine.memory) if engine.memory else None,
+        "settings": {
+            **asdict(settings),
+            "modes": [mode_name(mode) for mode in settings.modes],
+            "prompts": len(lengths),
+            "prompt_tokens": [min(lengths), max(lengths)],
+            "params": asdict(load.params),
+        },
+        "traffic": traffic_json(engine, bandwidth),
+        "points": [point_json(engine, point, bandwidth, parts) for point in points],
+    }

@@ -1,0 +1,68 @@
+"""Rounds of made-up requests, to time them on an idle engine without a trace of it left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from surefoot.speculation.replay import ReplayRound
+
+
+@contextmanager
+def rehearsal(replay: ReplayRound, blocks: int, context: int) -> Iterator[Callable[[int], None]]:
+    """Yields ``seat(requests)``, to be called before every round: so many requests then decode
+    behind ``context`` tokens (half of the longest text, if that is less), with full offers of
+    drafts. ``blocks``: those of the KV pool, block 0 (which is nobody's) included; a request's are
+    its own as far as they suffice, for keys that all share stay in a cache and cost nothing to
+    read.
+
+    What rounds write is put back at the end, in the same tensors, for graphs have recorded these:
+    slots, offers, and whatever the controller learnt. KV is not: nobody finds these blocks."""
+    state = replay.state
+    parts = (state, replay, replay.compiled, replay.controller, *replay.controller.estimators)
+    kept = [
+        (part, name, value, value.clone())
+        for part in parts
+        if part is not None
+        for name, value in vars(part).items()
+        if isinstance(value, torch.Tensor)
+    ]
+    context = max(1, min(context, _longest(replay) // 2))
+    _give_blocks(replay, blocks, context)
+    try:
+        yield lambda requests: _seat(replay, requests, context)
+    finally:
+        for part, name, value, before in kept:
+            value.copy_(before)
+            setattr(part, name, value)
+
+
+def _longest(replay: ReplayRound) -> int:
+    """Positions that a request may have: there are no rotations beyond."""
+    return replay.state.history.shape[1] - replay.state.max_drafts - 1
+
+
+def _give_blocks(replay: ReplayRound, blocks: int, context: int) -> None:
+    state = replay.state
+    width = -(-(context + state.max_drafts + 1) // state.block_size)
+    requests = replay.idle_slot
+    ids = torch.arange(requests * width, device=state.device) % max(1, blocks - 1)
+    state.block_tables[:requests, :width] = 1 + ids.view(requests, width).int()
+
+
+def _seat(replay: ReplayRound, requests: int, context: int) -> None:
+    state, busy = replay.state, slice(0, min(requests, replay.idle_slot))
+    replay.slots.fill_(replay.idle_slot)
+    replay.slots[busy] = torch.arange(busy.stop, device=state.device)
+    replay.alive.zero_()
+    replay.alive[busy] = 1
+    state.length[busy] = context
+    state.computed[busy] = context - 1
+    state.limit[busy] = _longest(replay)
+    replay.lengths[busy] = state.max_drafts
+    replay.tokens[busy] = 0
+    # Later drafts are less likely, so that rows go to all requests alike.
+    steps = torch.arange(1, state.max_drafts + 1, device=state.device)
+    replay.chances[busy] = 0.5**steps * (context + steps <= _longest(replay))

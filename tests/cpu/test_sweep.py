@@ -1,0 +1,282 @@
+"""Throughput sweeps: ``surefoot bench --concurrency`` on tiny engines, and the arithmetic."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from harness import make_engine, tiny_decoder
+from surefoot.bench.parts import group_of
+from surefoot.bench.sweep import (
+    Load,
+    Pass,
+    SweepSettings,
+    drafting,
+    random_prompts,
+    run_pass,
+    summarise,
+    sweep,
+)
+from surefoot.bench.traffic import kv_bytes_per_token, round_bytes, weight_bytes
+from surefoot.cli.main import app
+from surefoot.engine.graphs import RoundGraphs
+from surefoot.errors import SurefootError
+from surefoot.models.decoder import expected_shapes
+from surefoot.request import SamplingParams
+from tiny_models import tiny_hf_model
+
+QUICK = ["--backend", "torch", "--dtype", "float32", "--threads", "1"]
+SHORT = ["--prompt-tokens", "12", "--max-tokens", "40"]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_hf_model("llama", tmp_path_factory.mktemp("models"))
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, ["bench", *(str(item) for item in arguments)])
+
+
+def report(result: Any) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_synthetic_acceptance_on_random_weights(model: Path) -> None:
+    line = ["--dummy-weights", model, "--synthetic-acceptance", "0.8,0.5,0", "--repeats", "2"]
+    result = run("--concurrency", "3,1", *line, *QUICK, *SHORT, "--modes", "plain,2,auto")
+    found = report(result)
+    points = {(item["concurrency"], item["mode"]): item for item in found["points"]}
+    assert list(points) == [(c, mode) for c in (1, 3) for mode in ("plain", "2", "auto")]
+    for (concurrency, mode), point in points.items():
+        assert len(point["passes"]) == 2 and point["tokens_per_s"] > 0
+        assert point["accepted_length"] == 1 or mode != "plain"
+        assert 0 < point["bandwidth_share"]["copy"] < 1
+        parts = point["parts_ms"]
+        assert min(parts.values()) >= 0 and set(parts) == {"layers", "head", "rest"}
+        if mode == "2":
+            assert point["drafts_per_round"] == pytest.approx(2 * concurrency, rel=0.2)
+            # 1 + 0.8 + 0.5 in the long run.
+            assert 1.6 < point["accepted_length"] < 2.9
+    assert found["synthetic_acceptance"] == [0.8, 0.5, 0.0] and found["model"] is None
+    assert found["engine"]["rounds"] == "run ahead, not recorded"
+    assert found["engine"]["max_draft_tokens"] == 3 and found["hardware"]["cores"] >= 1
+    assert "TB/s" in result.stdout and "quests" in result.stdout
+
+
+def test_real_prompts_on_a_model(model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        '{"prompt": "the cat sat on the mat", "category": "a"}\n'
+        '{"turns": ["the dog"], "category": "b"}\n'
+    )
+    line = ["-m", model, "--prompts", prompts, "--max-tokens", "24", "--no-parts", *QUICK]
+    found = report(run("--concurrency", "2", *line))
+    assert [item["mode"] for item in found["points"]] == ["plain", "4", "auto"]
+    assert found["settings"]["prompts"] == 2 and found["settings"]["params"]["ignore_eos"]
+    assert found["engine"]["rounds"] == "planned by the host"
+    assert not any(item["parts_ms"] for item in found["points"])
+    assert found["engine"]["max_model_len"] == found["settings"]["prompt_tokens"][1] + 24
+    only = report(run("--concurrency", "1", *line, "--categories", "b", "--modes", "plain"))
+    assert only["settings"]["prompts"] == 1
+
+
+def test_a_picture_is_drawn(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "sweep.png"
+    line = ["--concurrency", "1,2", "--dummy-weights", model / "config.json", "--no-parts"]
+    found = report(run(*line, "--modes", "plain,1", "--plot", picture, *QUICK, *SHORT))
+    assert picture.read_bytes().startswith(b"\x89PNG") and len(found["points"]) == 4
+
+
+REFUSED = [
+    ("--modes plain", "--modes"),
+    ("--dummy-weights x", "--dummy-weights"),
+    ("--synthetic-acceptance 0.5", "--synthetic-acceptance"),
+    ("--prompt-tokens 5", "--prompt-tokens"),
+    ("--parts", "--parts"),
+    ("--plot x.png", "--plot"),
+    ("--concurrency 1 --batch-size 2", "--batch-size"),
+    ("--concurrency 1 --show-drafts", "--show-drafts"),
+    ("--concurrency 1 --prefix-caching", "--prefix-caching"),
+    ("--concurrency 1 --speculation off", "--speculation"),
+    ("--concurrency 1 --draft-policy fixed", "--draft-policy"),
+    ("--concurrency 1 --categories a", "--categories"),
+    ("--concurrency 1 --per-category 1", "--per-category"),
+    ("--concurrency 0", "--concurrency"),
+    ("--concurrency one", "--concurrency"),
+    ("--concurrency 1 --modes often", "--modes"),
+    ("--concurrency 1 --modes 0", "--modes"),
+    ("--concurrency 1 --repeats 0", "--repeats"),
+    ("--concurrency 1 --warmup -1", "--warmup"),
+    ("--concurrency 1 --prompt-tokens 0", "--prompt-tokens"),
+    ("--concurrency 1 --dummy-weights x --model y", "--dummy-weights"),
+    ("--concurrency 1 --dummy-weights /does/not/exist", "--dummy-weights"),
+    ("--concurrency 1 --dummy-weights x --weights native", "--weights"),
+    ("--concurrency 1 --synthetic-acceptance 0.2,0.5", "--synthetic-acceptance"),
+    ("--concurrency 1 --synthetic-acceptance 1.5", "--synthetic-acceptance"),
+    ("--concurrency 1 --synthetic-acceptance x", "--synthetic-acceptance"),
+    ("--concurrency 1 --synthetic-acceptance 0.5 --proposer ngram", "--proposer"),
+    (
+        "--concurrency 1 --synthetic-acceptance 0.5 --device cuda --enforce-eager",
+        "--synthetic-acceptance",
+    ),
+    ("--concurrency 1 --plot /does/not/exist/x.png", "--plot"),
+    ("--concurrency 1 --plot x.txtt", "--plot"),
+]
+
+
+@pytest.mark.parametrize(("line", "option"), REFUSED)
+def test_options_that_do_not_apply_are_refused_by_name(line: str, option: str) -> None:
+    result = run(*line.split())
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"error: {option}: ") and result.stderr.count("\n") == 1
+
+
+def test_prompts_go_with_a_tokenizer_only(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "the cat"}\n')
+    for option, value in (("--dummy-weights", "x"), ("--prompt-tokens", "5")):
+        result = run("--concurrency", "1", "--prompts", prompts, option, value)
+        assert result.exit_code == 2 and result.stderr.startswith(f"error: {option}: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "option"),
+    [
+        (["--modes", "3", "--max-draft-tokens", "2"], "--modes"),
+        (["--max-num-seqs", "1"], "--concurrency"),
+        (["--kv-cache-memory", "50000"], "--concurrency"),
+        (["--max-model-len", "20"], "--max-tokens"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused(line: list[str], option: str, model: Path) -> None:
+    result = run("--concurrency", "2", "--dummy-weights", model, *QUICK, *SHORT, *line)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.splitlines()[-1].startswith(f"error: {option}: ")
+    assert result.stdout == ""
+
+
+def test_a_missing_matplotlib_is_said_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run("--concurrency", "1", "--plot", "x.png")
+    assert result.exit_code == 2 and "surefoot[plot]" in result.stderr
+
+
+def test_an_override_is_there_when_rounds_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from surefoot.engine.engine import Engine
+
+    seen = []
+    honest = RoundGraphs.measure
+
+    def measure(self: RoundGraphs, blocks: int) -> None:
+        seen.append(self.replay.override)
+        honest(self, blocks)
+
+    monkeypatch.setattr(RoundGraphs, "measure", measure)
+    decoder = tiny_decoder()
+    config = make_engine(decoder).config
+    engine = Engine(decoder, config, True, lambda replay: lambda spans, layout, sampled: sampled)
+    assert engine.pipeline is not None
+    assert seen == [engine.pipeline.replay.override] and seen[0] is not None
+
+
+def test_every_repeat_turns_the_order_around_after_the_warmup(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine(tiny_decoder(), max_num_seqs=2)
+    order: list[Any] = []
+
+    def fake(_: Any, concurrency: int, mode: Any, load: Load) -> Pass:
+        order.append(mode)
+        return Pass(1.0 if len(order) <= 2 else 5.0, 10.0 * len(order))
+
+    monkeypatch.setattr("surefoot.bench.sweep.run_pass", fake)
+    load = Load([[3, 4, 5]], GREEDY)
+    first, second = sweep(engine, SweepSettings((2,), (0, "auto"), 3, 1), load)
+    # The first two passes warm up.
+    assert order == ["auto", 0, 0, "auto", "auto", 0, 0, "auto"]
+    assert [item.tokens_per_s for item in first.passes] == [30, 60, 70]
+    assert (first.mode, first.median.tokens_per_s, first.lowest.tokens_per_s) == ("plain", 60, 30)
+    assert second.mode == "auto" and second.median.end_to_end_per_s == 5
+
+
+def test_passes_without_a_steady_state_have_no_steady_numbers() -> None:
+    point = summarise(3, "auto", [Pass(2.0), Pass(4.0, tokens_per_s=7.0)])
+    assert (point.median.end_to_end_per_s, point.median.tokens_per_s) == (3, 7)
+    assert summarise(3, 0, [Pass(2.0)]).median.tokens_per_s is None
+
+
+def test_a_pass_counts_what_was_decoded_and_leaves_the_engine_as_it_was() -> None:
+    engine = make_engine(tiny_decoder(), max_num_seqs=2, max_draft_tokens=3)
+    engine.runner.thrift = kept = {7: object()}  # type: ignore[dict-item]
+    with drafting(engine, 2) as wish:
+        assert (engine.controller.policy, engine.runner.thrift) == ("fixed", {})
+        assert wish.max_draft_tokens == 2
+    assert (engine.controller.policy, engine.runner.thrift) == ("auto", kept)
+    engine.runner.thrift = {}
+    result = run_pass(engine, 2, 0, Load(random_prompts(48, 1, 10), GREEDY))
+    assert result.accepted_length == 1 and result.drafts_per_round == 0
+    # 10 to 34 tokens each, two requests: their mean in the steady state is near the middle.
+    assert result.context == pytest.approx(2 * 24.5, abs=4)
+    assert not engine.has_work
+
+
+def test_bytes_of_a_round() -> None:
+    engine = make_engine(tiny_decoder())
+    config = engine.decoder.config
+    sizes = {name: 1 for name in expected_shapes(config)}
+    for name, shape in expected_shapes(config).items():
+        for length in shape:
+            sizes[name] *= length
+    # Tied: the table is the head.
+    assert config.tied_embeddings and weight_bytes(engine.decoder) == 4 * sum(sizes.values())
+    assert kv_bytes_per_token(engine) == 2 * config.layers * config.kv_heads * config.head_dim * 4
+    assert round_bytes(engine, 10) == weight_bytes(engine.decoder) + 10 * kv_bytes_per_token(engine)
+
+
+def test_kernels_belong_to_parts() -> None:
+    kernels = {
+        "rows_kernel": "products",
+        "nvjet_tst_128x64_64x8_2x1_v_bz_TNN": "products",
+        "qkv_kernel": "products",
+        "attention_kernel": "attention",
+        "combine_kernel": "attention",
+        "rope_kv_kernel": "norm and rope",
+        "partial_argmax_kernel": "sampling",
+        "draw_kernel": "sampling",
+        "split_kernel": "control",
+        "lay_out_kernel": "control",
+        "void at::native::vectorized_elementwise_kernel<4>": "other",
+        "Memcpy DtoH (Device -> Pinned)": "other",
+    }
+    assert {kernel: group_of(kernel) for kernel in kernels} == kernels
+
+
+def test_every_kernel_of_ours_belongs_somewhere() -> None:
+    import re
+
+    import surefoot.kernels as kernels
+
+    folder = Path(str(kernels.__file__)).parent / "triton"
+    names = {
+        name
+        for file in folder.glob("*.py")
+        for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.MULTILINE)
+    }
+    assert len(names) > 15
+    assert {name for name in names if group_of(name) == "other"} == set()
+
+
+def test_impossible_prompts_are_refused_before_anything_runs() -> None:
+    engine = make_engine(tiny_decoder(), max_num_seqs=2)
+    with pytest.raises(SurefootError):
+        sweep(engine, SweepSettings((1,), (0,)), Load([[3] * 400], GREEDY))
+    assert engine.stats.rounds == 0
