@@ -128,8 +128,14 @@ class Engine:
         if not on_gpu:
             return PaddedForward(*parts)
         forward = RecordedForward(*parts, pool=torch.cuda.graph_pool_handle())
-        forward.record_all()
+        if self._prepares:
+            forward.record_all()
         return forward
+
+    @property
+    def _prepares(self) -> bool:
+        """Whether rounds are recorded and timed at the start, or when first needed."""
+        return self.config.draft_policy == "auto" or self.config.calibration_seconds > 0
 
     def _build_pipeline(
         self, on_gpu: bool, override: Callable[[ReplayRound], Override] | None
@@ -139,7 +145,8 @@ class Engine:
         if override is not None:
             replay.override = override(replay)
         graphs = (CudaRoundGraphs if on_gpu else RoundGraphs)(replay, spans)
-        graphs.measure(self.kv_blocks)
+        if self._prepares:
+            graphs.measure(self.kv_blocks)
         return Pipeline(replay, graphs, self.controller, self.kv, self.state)
 
     def _count_recorded(self, before: int) -> None:
