@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from test_triton_drafting import *  # noqa: F403
 from test_triton_kernels import *  # noqa: F403
 from test_triton_sampling import *  # noqa: F403
 from test_triton_slots import *  # noqa: F403

@@ -25,9 +25,10 @@ def pick(
     positions: torch.Tensor,
     logits: torch.Tensor,
     features: Features,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 logits [B, draft vocabulary] -> (tokens int64 [B], by the target's ids; the chance
-    that the drafter gives them, float32 [B]).
+    out: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """float32 logits [B, draft vocabulary] -> ``out``: tokens int64 [B], by the target's ids, and
+    the chance that the drafter gives them, float32 [B]; both may be strided.
 
     ``positions`` int64 [B]: where the tokens stand. ``features``: what any request needs; none
     takes the likeliest token of all. Drafts are entered in ``state.history``, where the next one's
@@ -35,9 +36,8 @@ def pick(
     """
     backend, ids = drafter.backend, drafter.target_ids
     if features == Features():
-        best = backend.argmax(logits)
-        tokens = best if ids is None else ids[best]
-        return tokens, _chance(logits, logits.gather(1, best.unsqueeze(1)))
+        backend.likeliest(logits, ids, *out)
+        return
     scores = logits
     if ids is not None:
         scores = logits.new_full((len(slots), state.vocab_size), float("-inf"))
@@ -49,7 +49,8 @@ def pick(
     temperature = state.params.temperature[slots].unsqueeze(1)
     temperature = torch.where(temperature > 0, temperature, 1.0)
     chosen = scores.gather(1, tokens.unsqueeze(1))
-    return tokens, _chance(logits / temperature, chosen / temperature)
+    out[0].copy_(tokens)
+    out[1].copy_(_chance(logits / temperature, chosen / temperature))
 
 
 def pick_several(
