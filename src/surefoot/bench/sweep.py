@@ -120,6 +120,9 @@ def main() -> None:
         "--dummy-weights", metavar="FOLDER", help="random weights for its config.json"
     )
     parser.add_argument("--synthetic-acceptance", metavar="R1,R2,…", help="unconditional rates")
+    parser.add_argument(
+        "--proposer", help="whose drafts those are: name=path, or name=dummy for random weights"
+    )
     parser.add_argument("--concurrency", default="1,4,8,16,32,64,128")
     parser.add_argument("--modes", default="0,4,auto", help="fixed numbers of drafts, or auto")
     parser.add_argument("--prompt", type=int, default=512)
@@ -141,17 +144,14 @@ def main() -> None:
         max_num_seqs=max(counts),
         max_num_batched_tokens=max(2048, *counts),
         max_draft_tokens=arguments.max_draft_tokens,
-        proposers=(synthetic.NAME,) if rates else None,
+        proposers=(arguments.proposer or synthetic.NAME,) if rates else None,
         enable_prefix_caching=False,
     )
     engine = _engine(config, arguments.dummy_weights)
-    pipeline = engine.pipeline
-    if rates and pipeline is None:
+    if rates and engine.pipeline is None:
         parser.error("--synthetic-acceptance needs recorded rounds, so a GPU")
-    if rates and pipeline is not None:
-        pipeline.graphs.forget()
-        replay = pipeline.replay
-        replay.override = synthetic.SyntheticAcceptance(replay, [rates])
+    if rates:
+        synthetic.accept(engine, rates, counts)
     points = []
     for concurrency in counts:
         for mode in modes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from surefoot.config import EngineConfig
@@ -294,12 +295,13 @@ class Engine:
             return None
         size = pipeline.flights[0].size
         landed = pipeline.land()
-        costs = pipeline.graphs.costs
+        graphs = pipeline.graphs
+        plain = replace(size, rows=size.spans, steps=size.steps and 0)
         self.stats.count_replay(
             size.rows,
             [progress.drafting for progress, _ in landed],
-            costs.get((size.spans, size.spans), 0.0),
-            costs.get((size.spans, size.rows), 0.0),
+            graphs.seconds(plain),
+            graphs.seconds(size),
         )
         offered = self.runner.offered
         for progress, end in landed:

@@ -24,11 +24,8 @@ from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
 from surefoot.sampling.params import Features
 from surefoot.speculation.proposer import Commits, Drafts, Needs, Outlook, Proposer
-from surefoot.speculation.proposers.eagle3.checkpoint import (
-    OPTION,
-    Eagle3Checkpoint,
-    open_checkpoint,
-)
+from surefoot.speculation.proposers.eagle3 import dummy
+from surefoot.speculation.proposers.eagle3.checkpoint import OPTION, open_checkpoint
 from surefoot.speculation.proposers.eagle3.drafter import Eagle3Drafter
 from surefoot.speculation.proposers.eagle3.facts import checkpoint_facts
 from surefoot.speculation.proposers.eagle3.picking import pick, pick_several
@@ -41,13 +38,13 @@ MOST_TREE_KEYS = 63
 
 @dataclass(frozen=True)
 class Eagle3Options:
-    """``path``: folder or hub name of the checkpoint, or a checkpoint that was opened already.
+    """``path``: folder or hub name of the checkpoint, or ``dummy`` for random weights.
     ``draft_tokens``: most drafts offered. ``top_k``: 1 drafts a chain, more a tree in which so many
     branches grow, up to ``depth`` tokens long (None: ``draft_tokens`` for a chain, 6 for a tree).
     ``coupled``: at temperature > 0 draft with the target's own noise; otherwise the likeliest
     tokens are drafted, which agree with a sampled target less often."""
 
-    path: str | Path | Eagle3Checkpoint | None = None
+    path: str | Path | None = None
     draft_tokens: int = 5
     coupled: bool = True
     top_k: int = 1
@@ -90,9 +87,11 @@ class Eagle3Proposer(Proposer):
         self.outlook = Outlook()
 
     def load(self, target: Decoder) -> None:
-        path = self.options.path
-        opened = isinstance(path, Eagle3Checkpoint)
-        checkpoint = path if opened else open_checkpoint(str(path))
+        path, backend = str(self.options.path), target.backend
+        if path == dummy.NAME:
+            checkpoint = dummy.dummy_checkpoint(target.config, backend.device, backend.dtype)
+        else:
+            checkpoint = open_checkpoint(path)
         self.drafter = Eagle3Drafter(checkpoint, target)
         config, state = self.drafter.config.layer, self.state
         one = torch.zeros(1, dtype=torch.int64, device=state.device)
