@@ -103,7 +103,7 @@ class Engine:
     def _build_pipeline(self, on_gpu: bool) -> Pipeline:
         spans = self.config.max_num_seqs
         replay = ReplayRound(self.round, spans)
-        graphs = (CudaRoundGraphs if on_gpu else RoundGraphs)(replay, spans)
+        graphs = (CudaRoundGraphs if on_gpu else RoundGraphs)(replay, spans, self.kv_blocks)
         graphs.measure()
         return Pipeline(replay, graphs, self.controller, self.kv, self.state)
 

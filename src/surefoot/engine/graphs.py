@@ -16,8 +16,10 @@ class RoundGraphs:
     """Round sizes are padded to few: spans to powers of two, rows to steps that widen with the
     drafts a span. Without a GPU the same rounds run as they are called."""
 
-    def __init__(self, replay: ReplayRound, spans: int) -> None:
+    def __init__(self, replay: ReplayRound, spans: int, blocks: int = 1) -> None:
+        """``blocks``: those of the KV pool."""
         self.replay = replay
+        self.blocks = blocks
         self.spans = _powers(spans)
         self.width = replay.state.max_drafts
         self.longest = min(self.width, max(replay.drafters.values(), default=0))
@@ -147,8 +149,8 @@ def _powers(most: int) -> list[int]:
 class CudaRoundGraphs(RoundGraphs):
     """Records each size on first use, in one memory pool; ``measure`` uses the greedy ones."""
 
-    def __init__(self, replay: ReplayRound, spans: int) -> None:
-        super().__init__(replay, spans)
+    def __init__(self, replay: ReplayRound, spans: int, blocks: int = 1) -> None:
+        super().__init__(replay, spans, blocks)
         self.device = replay.state.device
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)
@@ -186,10 +188,11 @@ class CudaRoundGraphs(RoundGraphs):
             self.forget()
             self._tables = tables
         if size not in self.graphs:
-            self.graphs[size] = self._capture(size)
+            self.graphs[size] = self.capture(size)
         return self.graphs[size]
 
-    def _capture(self, size: Size) -> torch.cuda.CUDAGraph:
+    def capture(self, size: Size) -> torch.cuda.CUDAGraph:
+        """Record a round as it is now."""
         started = time.perf_counter()
         seated = self.replay.slots.clone()
         self.replay.slots.fill_(self.replay.idle_slot)
@@ -206,34 +209,45 @@ class CudaRoundGraphs(RoundGraphs):
         return graph
 
     def measure(self) -> None:
-        """Record greedy rounds of every size with all proposers, and time them at a middling
-        context. The engine must be idle."""
-        state, replay = self.replay.state, self.replay
-        proposers = tuple(range(len(replay.controller.names))) if self.width else ()
-        context = min(1024, state.history.shape[1] // 2)
-        replay.alive.zero_()
+        """Record greedy rounds of every size with all proposers, and time them. The engine must be
+        idle."""
+        proposers = tuple(range(len(self.replay.controller.names))) if self.width else ()
         for spans in self.spans:
             for rows, steps in self.variants(spans):
                 size = Size(spans, rows, Features(), proposers, steps)
-                graph = self.graph(size)
-                replay.slots[: min(spans, state.slots - 1)] = torch.arange(
-                    min(spans, state.slots - 1), device=self.device
-                )
-                times = []
-                for _ in range(4):
-                    state.length.fill_(context)
-                    state.computed.fill_(context - 1)
-                    state.limit.fill_(state.history.shape[1])
-                    replay.alive.fill_(1)
-                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    begin.record()
-                    graph.replay()
-                    end.record()
-                    end.synchronize()
-                    times.append(begin.elapsed_time(end) / 1000)
-                self.costs[spans, rows, steps] = min(times)
+                self.costs[spans, rows, steps] = self.time(self.graph(size), size)
+        self.clear()
+
+    def time(self, graph: torch.cuda.CUDAGraph, size: Size) -> float:
+        """Seconds of a recorded round at a middling context, on an idle engine; to be followed by
+        ``clear``."""
+        state, replay = self.replay.state, self.replay
+        context = min(1024, state.history.shape[1] // 2)
+        seated = min(size.spans, state.slots - 1)
         replay.slots.fill_(replay.idle_slot)
-        for tensor in (replay.alive, state.length, state.computed, state.limit):
+        replay.slots[:seated] = torch.arange(seated, device=self.device)
+        # Keys of their own for every request: one block for all would stay in the cache.
+        blocks = torch.arange(state.block_tables.numel(), device=self.device)
+        state.block_tables.copy_((blocks % self.blocks).view_as(state.block_tables))
+        times = []
+        for _ in range(4):
+            state.length.fill_(context)
+            state.computed.fill_(context - 1)
+            state.limit.fill_(state.history.shape[1])
+            replay.alive.fill_(1)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1000)
+        return min(times)
+
+    def clear(self) -> None:
+        """Forget what timing left in the slots."""
+        state, replay = self.replay.state, self.replay
+        replay.slots.fill_(replay.idle_slot)
+        for tensor in (replay.alive, state.length, state.computed, state.limit, state.block_tables):
             tensor.zero_()
         for tensor in (replay.tokens, replay.chances, replay.lengths, replay.proposer):
             tensor.zero_()

@@ -116,11 +116,12 @@ class Pace:
             known, seconds = self.expected(chances, steps), table(steps).clone()
             seconds[0] = plain
             counts = split_rows(known, seconds)
+            if not counts.any():
+                continue
             verified = torch.arange(steps) < counts.unsqueeze(1)
             tokens = len(known) + float((known * verified).sum())
             rates[steps] = tokens / float(seconds[int(counts.sum())])
-        best = max(rates, key=lambda steps: rates[steps])
-        if rates[best] <= len(chances) / plain:
+        if not rates:
             self.sleeping, self._next_sleep = (
                 self._next_sleep,
                 min(2 * self._next_sleep, LONGEST_SLEEP),
@@ -128,5 +129,6 @@ class Pace:
             self.naps += 1
             return
         self._next_sleep = FIRST_SLEEP
+        best = max(rates, key=lambda steps: rates[steps])
         if rates[best] > SWITCH * rates.get(self.steps, 0.0):
             self.steps = best
