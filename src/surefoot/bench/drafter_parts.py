@@ -8,6 +8,7 @@ head on every row that was verified.
 from __future__ import annotations
 
 import itertools
+import statistics
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -17,6 +18,8 @@ from surefoot.engine.engine import Engine
 from surefoot.engine.graphs import CudaRoundGraphs
 from surefoot.sampling.params import Features
 from surefoot.speculation.proposer import Commits, Proposer
+
+TURNS = 9
 
 
 @dataclass(frozen=True)
@@ -66,19 +69,23 @@ def measure_parts(engine: Engine, concurrency: int) -> Parts:
     base = graphs.plain(concurrency, Features(), (0,))
     base = replace(base, rows=base.spans * (1 + graphs.longest))
 
-    def milliseconds(steps: int) -> float:
-        size = replace(base, steps=steps)
-        return 1000 * min(graphs.time(graph, size) for graph in [graphs.capture(size)] * 3)
-
-    by_steps = [milliseconds(steps) for steps in range(graphs.longest + 1)]
+    sizes = [replace(base, steps=steps) for steps in range(graphs.longest + 1)]
+    recorded = [(graphs.capture(size), size) for size in sizes]
     stateful = round_.stateful
     try:
-        round_.stateful = []
-        verify = milliseconds(0)
-        round_.stateful = [(cast(Proposer, FullCatchUp(p)), own) for p, own in stateful]
-        full = milliseconds(0)
+        for proposers in (
+            [],
+            [(cast(Proposer, FullCatchUp(proposer)), own) for proposer, own in stateful],
+        ):
+            round_.stateful = proposers
+            recorded.append((graphs.capture(sizes[0]), sizes[0]))
     finally:
         round_.stateful = stateful
-        graphs.clear()
+    # In turn: the device's clock follows its load.
+    turns = [[graphs.time(*pair) for pair in recorded] for _ in range(TURNS)]
+    graphs.clear()
+    *by_steps, verify, full = (
+        1000 * statistics.median(times) for times in zip(*turns, strict=True)
+    )
     drafts = [after - before for before, after in itertools.pairwise(by_steps)]
     return Parts(concurrency, base.rows, verify, by_steps[0] - verify, full - verify, drafts)

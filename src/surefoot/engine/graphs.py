@@ -221,20 +221,10 @@ class CudaRoundGraphs(RoundGraphs):
     def time(self, graph: torch.cuda.CUDAGraph, size: Size) -> float:
         """Seconds of a recorded round at a middling context, on an idle engine; to be followed by
         ``clear``."""
-        state, replay = self.replay.state, self.replay
-        context = min(1024, state.history.shape[1] // 2)
-        seated = min(size.spans, state.slots - 1)
-        replay.slots.fill_(replay.idle_slot)
-        replay.slots[:seated] = torch.arange(seated, device=self.device)
-        # Keys of their own for every request: one block for all would stay in the cache.
-        blocks = torch.arange(state.block_tables.numel(), device=self.device)
-        state.block_tables.copy_((blocks % self.blocks).view_as(state.block_tables))
+        self._stage(size)
         times = []
         for _ in range(4):
-            state.length.fill_(context)
-            state.computed.fill_(context - 1)
-            state.limit.fill_(state.history.shape[1])
-            replay.alive.fill_(1)
+            self._rewind()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             graph.replay()
@@ -242,6 +232,27 @@ class CudaRoundGraphs(RoundGraphs):
             end.synchronize()
             times.append(begin.elapsed_time(end) / 1000)
         return min(times)
+
+    def _stage(self, size: Size) -> None:
+        """Seat as many requests as the round holds, each with keys of its own: one block for all
+        would stay in the cache."""
+        state, replay = self.replay.state, self.replay
+        seated = min(size.spans, state.slots - 1)
+        replay.slots.fill_(replay.idle_slot)
+        replay.slots[:seated] = torch.arange(seated, device=self.device)
+        blocks = torch.arange(state.block_tables.numel(), device=self.device)
+        state.block_tables.copy_((blocks % self.blocks).view_as(state.block_tables))
+
+    def _rewind(self) -> None:
+        """Stand at a middling context with offers for every row."""
+        state, replay = self.replay.state, self.replay
+        context = min(1024, state.history.shape[1] // 2)
+        state.length.fill_(context)
+        state.computed.fill_(context - 1)
+        state.limit.fill_(state.history.shape[1])
+        replay.alive.fill_(1)
+        replay.lengths.fill_(self.width)
+        replay.chances.copy_(0.5 ** torch.arange(1, self.width + 1, device=self.device))
 
     def clear(self) -> None:
         """Forget what timing left in the slots."""
