@@ -14,6 +14,9 @@ from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.drafting import EntryWeights, Scratch
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.triton import drafting
+from surefoot.request import Request, SamplingParams, SpeculationParams
+from surefoot.sampling.params import Features, SlotParams
+from surefoot.sampling.sampler import SampleRows, draws_of, sample_rows
 from triton_interpreter import DEVICE
 
 pytestmark = pytest.mark.skipif(
@@ -127,3 +130,51 @@ def test_likeliest(width: int) -> None:
         reference.likeliest(BACKEND, logits, mapped, again[0][:, 1], again[1][:, 1])
         assert torch.equal(again[0], tokens)
         torch.testing.assert_close(again[1], chances, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns where -inf is meant.
+@pytest.mark.parametrize("mapped", [False, True])
+def test_draws_are_the_sampler_s(mapped: bool) -> None:
+    """Of the same request from the same logits, spread over the target's vocabulary."""
+    torch.manual_seed(7 + mapped)
+    vocab, width = 3000, 2300 if mapped else 3000
+    params = SlotParams(6, vocab, DEVICE)
+    for slot, values in enumerate(
+        (
+            dict(temperature=0),
+            dict(temperature=1.0),
+            dict(temperature=0.7, top_k=20),
+            dict(temperature=0.9, top_p=0.6, min_p=0.01),
+            dict(temperature=2.0),
+        )
+    ):
+        request = Request(
+            f"{slot}",
+            (1,),
+            SamplingParams(**values),
+            SpeculationParams(),
+            values.get("seed", 0),
+            90,
+        )
+        params.write(slot, request)
+    slots, positions = torch.tensor([3, 0, 1, 4, 2]), torch.tensor([11, 7, 30, 8, 9])
+    ids = torch.randperm(vocab)[:width].sort().values if mapped else None
+    logits = torch.randn(5, width) * 3
+    wide = logits
+    if ids is not None:
+        wide = torch.full((5, vocab), float("-inf"))
+        wide[:, ids] = logits
+    history = torch.zeros((6, LENGTH), dtype=torch.int64)
+    rows = SampleRows(slots, positions, history, LENGTH)
+    features = Features(noise=True, min_p=True, top_k=vocab, top_p=True)
+    expected = sample_rows(wide, rows, params, features)
+    tokens, chances = torch.zeros((5, 2), dtype=torch.int64), torch.zeros((5, 2))
+    draws = draws_of(rows, params)
+    assert drafting.draw_drafts(logits, ids, draws, history, tokens[:, 1], chances[:, 1])
+    assert torch.equal(tokens[:, 1], expected)
+    assert torch.equal(history[slots, positions], expected)
+    assert history.count_nonzero() <= 5
+    temperature = params.temperature[slots].unsqueeze(1)
+    scaled = wide / torch.where(temperature > 0, temperature, 1.0)
+    chance = scaled.softmax(dim=1).gather(1, expected.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(chances[:, 1], chance, rtol=1e-4, atol=1e-7)

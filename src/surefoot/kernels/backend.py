@@ -235,6 +235,21 @@ class Backend(ABC):
     def likeliest(self, *arguments: Any) -> None:
         drafting.likeliest(self, *arguments)
 
+    def draw_drafts(
+        self,
+        logits: torch.Tensor,
+        ids: torch.Tensor | None,
+        draws: Draws,
+        history: torch.Tensor,
+        tokens: torch.Tensor,
+        chances: torch.Tensor,
+    ) -> bool:
+        """``draw`` from float32 logits [B, n] over the target's tokens ``ids`` int64 [n] (None: all
+        of them): the tokens into ``tokens`` int64 [B] and, at the draws' places, into ``history``
+        int64 [slots, width]; their probabilities before the filters into ``chances`` float32 [B].
+        False, and nothing done, where the device has no kernel for it."""
+        return False
+
     def lay_out_spans(self, *arguments: Any) -> RoundLayout:
         """``kernels.rounds.lay_out_spans``, perhaps faster."""
         return lay_out_spans(*arguments)

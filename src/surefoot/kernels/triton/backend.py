@@ -23,6 +23,7 @@ from surefoot.kernels.triton.activation import silu_mul
 from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.attention import span_attention
 from surefoot.kernels.triton.drafting import (
+    draw_drafts,
     entry_inputs,
     likeliest,
     live_rows,
@@ -119,6 +120,7 @@ class TritonBackend(Backend):
     shift_features = staticmethod(shift_features)
     live_rows = staticmethod(live_rows)
     likeliest = staticmethod(likeliest)
+    draw_drafts = staticmethod(draw_drafts)
 
     def __init__(
         self, device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16

@@ -11,7 +11,13 @@ import torch
 
 from surefoot.sampling.noise import gumbel_at
 from surefoot.sampling.params import Features
-from surefoot.sampling.sampler import SampleRows, adjust, filtered_scores, sample_rows
+from surefoot.sampling.sampler import (
+    SampleRows,
+    adjust,
+    draws_of,
+    filtered_scores,
+    sample_rows,
+)
 from surefoot.speculation.proposers.eagle3.drafter import Eagle3Drafter
 from surefoot.speculation.state import SlotState
 
@@ -38,12 +44,16 @@ def pick(
     if features == Features():
         backend.likeliest(logits, ids, *out)
         return
+    rows = SampleRows(slots, positions, state.history, state.history.shape[1])
+    adjusted = features.penalties or features.bias or features.min_tokens
+    if features.noise and not adjusted:
+        draws = draws_of(rows, state.params)
+        if backend.draw_drafts(logits, ids, draws, state.history, *out):
+            return
     scores = logits
     if ids is not None:
         scores = logits.new_full((len(slots), state.vocab_size), float("-inf"))
         scores[:, ids] = logits
-    bound = state.history.shape[1]
-    rows = SampleRows(slots, positions, state.history, bound)
     tokens = sample_rows(scores, rows, state.params, features, backend)
     state.history[slots, positions] = tokens
     temperature = state.params.temperature[slots].unsqueeze(1)
