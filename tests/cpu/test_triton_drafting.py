@@ -153,7 +153,7 @@ def test_draws_are_the_sampler_s(mapped: bool) -> None:
             (1,),
             SamplingParams(**values),
             SpeculationParams(),
-            values.get("seed", 0),
+            5 + 2**33 * slot,
             90,
         )
         params.write(slot, request)
