@@ -1,8 +1,9 @@
 """Synthetic acceptance: drafts that are right at given rates, whatever the model.
 
-For measurements of speed on random weights. A proposer offers full drafts; what the target samples
-is replaced by the draft or by another token, so that draft j is accepted with the unconditional
-rate of its place. The texts mean nothing.
+For measurements of speed on random weights. What the target samples is replaced by the draft or by
+another token, so that draft j is accepted with the unconditional rate of its place. The drafts are
+those of any proposer of chains, which does all its work, or of one here, which has none. The texts
+mean nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from surefoot.engine.engine import Engine
 from surefoot.kernels.rounds import RoundLayout, RoundSpans
+from surefoot.sampling.params import Features
 from surefoot.speculation import registry
 from surefoot.speculation.proposer import Drafts, Needs, Proposer
 from surefoot.speculation.replay import ReplayRound
@@ -57,10 +60,12 @@ def draft_at(slots: torch.Tensor, positions: torch.Tensor, state: SlotState) -> 
 
 
 class SyntheticAcceptance:
-    """Replaces sampled tokens: ``rates[slot]`` are the unconditional rates of drafts 1, 2, …"""
+    """Replaces sampled tokens by the drafts on offer, whoever made them (chains), or by others:
+    ``rates[slot]`` are the unconditional rates of drafts 1, 2, …"""
 
     def __init__(self, replay: ReplayRound, rates: Sequence[Sequence[float]]) -> None:
         state = replay.state
+        self.replay = replay
         self.state = state
         width = state.max_drafts
         table = torch.zeros((state.slots, width + 1))
@@ -77,11 +82,36 @@ class SyntheticAcceptance:
     ) -> torch.Tensor:
         """int64 [M] -> int64 [M]."""
         slots, positions = layout.sample_slots, layout.sample_positions
+        if self.state.device.type == "cuda":
+            from surefoot.kernels.triton.acceptance import replace_sampled
+
+            return replace_sampled(
+                slots, positions, sampled, self.state.length, self.conditional,
+                self.replay.tokens, self.replay.lengths, self.state.vocab_size,
+            )  # fmt: skip
         place = (positions - self.state.length[slots]).clamp(0, self.state.max_drafts)
-        draft = draft_at(slots, positions, self.state)
+        offered = self.replay.tokens[slots, place.clamp(max=self.state.max_drafts - 1)]
+        other = draft_at(slots, positions, self.state)
+        draft = torch.where(place < self.replay.lengths[slots], offered, other)
         coin = _hash(slots, positions, 2).float() / 2**31
         right = coin < self.conditional[slots, place]
         return torch.where(right, draft, (draft + 1 + sampled % 7) % self.state.vocab_size)
+
+
+def accept(engine: Engine, rates: Sequence[float], batches: Sequence[int]) -> None:
+    """From now on drafts are accepted at these unconditional rates, for greedy requests in recorded
+    rounds; records what batches of these sizes need. ValueError for an engine without such rounds.
+    """
+    pipeline = engine.pipeline
+    if pipeline is None:
+        raise ValueError("synthetic acceptance needs recorded rounds")
+    graphs = pipeline.graphs
+    graphs.forget()
+    pipeline.replay.override = SyntheticAcceptance(pipeline.replay, [rates])
+    proposers = tuple(range(len(engine.proposers)))
+    for count in batches:
+        graphs.record(graphs.plain(count, Features(), proposers))
+        graphs.record(graphs.plain(count, Features(), ()))
 
 
 def register() -> None:
