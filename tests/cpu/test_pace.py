@@ -117,10 +117,18 @@ def test_a_drafter_that_does_not_pay_sleeps_longer_and_longer() -> None:
     steps = run(pace, offers(0.05, 0.001, 1e-5), 4 * FIRST_SLEEP)
     assert pace.naps >= 2
     awake = [index for index, drafts in enumerate(steps) if drafts]
-    assert len(awake) < 2 * TRIAL_ROUNDS.stop + 8
+    assert len(awake) < 3 * 10
     assert awake[-1] - awake[0] > FIRST_SLEEP
     pace.meet()
     assert pace.sleeping <= FIRST_SLEEP
+
+
+def test_one_request_that_falls_behind_does_not_put_a_drafter_to_sleep_at_once() -> None:
+    pace = Pace(2)
+    chances = offers(0.8, 0.6)
+    chances[3] = torch.tensor([0.01, 0.001])
+    assert run(pace, chances, 12, step=0.5) == [2] * 12 and not pace.sleeping
+    assert run(pace, chances, 40, step=0.5)[-1] == 0
 
 
 def test_depths_that_were_not_drafted_are_guessed_from_what_was_seen() -> None:

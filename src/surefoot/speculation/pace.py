@@ -9,11 +9,11 @@ it can waste is a small, known share of the rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from surefoot.speculation.controller import split_rows
+from surefoot.speculation.controller import MIN_PACE, split_rows
 from surefoot.speculation.thrift import EXPLORE_EVERY, FIRST_SLEEP, LONGEST_SLEEP
 
 TRIAL_ROUNDS = range(4, 13)
@@ -21,6 +21,9 @@ TRIAL_ROUNDS = range(4, 13)
 requests there are, until ``TRIAL_OFFERS`` were seen."""
 TRIAL_OFFERS = 48
 DECIDE_EVERY = 4
+LOSSES = 4
+"""Decisions against drafting, one after the other, until a drafter sleeps that would pay if none
+had to keep its plain pace: one request with bad luck can hold up all others for a while."""
 SWITCH = 1.01
 """Another depth must promise this much more than the one that is running."""
 _NEWS = 0.1
@@ -49,7 +52,8 @@ class Pace:
 
     def _wake(self) -> None:
         self.steps = self.longest
-        self._tried_rounds = self._tried_offers = 0
+        self._tried_rounds = self._tried_offers = self._losses = 0
+        self._judged = False
 
     @property
     def on_trial(self) -> bool:
@@ -102,7 +106,8 @@ class Pace:
             self._wake()
         if self.on_trial:
             return self.longest
-        if chances is not None and self._rounds % DECIDE_EVERY == 0:
+        if chances is not None and (not self._judged or self._rounds % DECIDE_EVERY == 0):
+            self._judged = True
             self._decide(chances, plain, table, depths)
         if self.sleeping:
             return 0
@@ -111,24 +116,32 @@ class Pace:
     def _decide(
         self, chances: torch.Tensor, plain: float, table: Table, depths: Sequence[int]
     ) -> None:
-        rates = {}
-        for steps in depths:
-            known, seconds = self.expected(chances, steps), table(steps).clone()
+        tables = {steps: table(steps).clone() for steps in depths}
+        for seconds in tables.values():
             seconds[0] = plain
-            counts = split_rows(known, seconds)
-            if not counts.any():
-                continue
-            verified = torch.arange(steps) < counts.unsqueeze(1)
-            tokens = len(known) + float((known * verified).sum())
-            rates[steps] = tokens / float(seconds[int(counts.sum())])
+        rates = self._rates(chances, tables, MIN_PACE)
+        self._losses = 0 if rates else self._losses + 1
         if not rates:
-            self.sleeping, self._next_sleep = (
-                self._next_sleep,
-                min(2 * self._next_sleep, LONGEST_SLEEP),
-            )
-            self.naps += 1
+            if self._losses >= LOSSES or not self._rates(chances, tables, 0.0):
+                self.sleeping = self._next_sleep
+                self._next_sleep = min(2 * self._next_sleep, LONGEST_SLEEP)
+                self.naps += 1
             return
         self._next_sleep = FIRST_SLEEP
         best = max(rates, key=lambda steps: rates[steps])
         if rates[best] > SWITCH * rates.get(self.steps, 0.0):
             self.steps = best
+
+    def _rates(
+        self, chances: torch.Tensor, tables: Mapping[int, torch.Tensor], pace: float
+    ) -> dict[int, float]:
+        """Tokens a second by steps, of those at which drafting pays."""
+        rates = {}
+        for steps, seconds in tables.items():
+            known = self.expected(chances, steps)
+            counts = split_rows(known, seconds, min_pace=pace)
+            if counts.any():
+                verified = torch.arange(steps) < counts.unsqueeze(1)
+                tokens = len(known) + float((known * verified).sum())
+                rates[steps] = tokens / float(seconds[int(counts.sum())])
+        return rates
