@@ -30,7 +30,7 @@ from surefoot.certify.prompts import default_prompts
 from surefoot.certify.sabotage import DEFECTS, Defect
 from surefoot.certify.selftest import try_defect
 from surefoot.certify.sizes import DEFAULT, QUICK, SCENARIOS, Size
-from surefoot.certify.subject import Subject
+from surefoot.certify.subject import Sabotage, Subject
 from surefoot.cli.main import app
 from surefoot.config import EngineConfig
 from surefoot.engine.engine import Engine
@@ -134,6 +134,62 @@ def test_every_known_defect_is_found(defect: Defect, size: Size) -> None:
     judge = make_judge(make_subject())
     trial = try_defect(judge, size, defect)
     assert trial.caught and trial.finding, trial
+
+
+class Sound:
+    """Calls a round with the decoder that it had before."""
+
+    def __init__(self, round_: Any, decoder: Any) -> None:
+        self._round = round_
+        self._decoder = decoder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._round, name)
+
+    def __call__(self, *args: Any) -> Any:
+        broken, self._round.decoder = self._round.decoder, self._decoder
+        try:
+            return self._round(*args)
+        finally:
+            self._round.decoder = broken
+
+
+def in_recorded_rounds_only(install: Sabotage) -> Sabotage:
+    """The defect, without those of its seams that rounds planned by the host go through."""
+
+    def broken(engine: Engine, speculative: bool) -> None:
+        decoder = engine.round.decoder
+        install(engine, speculative)
+        for name in ("judge", "sample"):
+            vars(engine.round).pop(name, None)
+        engine.runner.round = Sound(engine.round, decoder)  # type: ignore[assignment]
+
+    return broken
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda item: item.install.__name__)
+@needs_native
+def test_every_known_defect_is_found_through_recorded_rounds(defect: Defect) -> None:
+    judge = make_judge(replace(make_subject(), recorded=True))
+    for install in (defect.install, in_recorded_rounds_only(defect.install)):
+        trial = try_defect(judge, QUICK, replace(defect, install=install))
+        assert trial.caught and trial.finding, trial
+
+
+@needs_native
+def test_a_sound_engine_passes_through_recorded_rounds() -> None:
+    subject = replace(make_subject(), recorded=True)
+    certificate = certify(subject, {}, silent, QUICK, self_test=False)
+    assert certificate.reasons == []
+    assert certificate.setup["rounds"] == "recorded"
+    written = certificate.to_json()
+    assert written["rounds"]["recorded"] > 500 and written["rounds"]["planned by the host"] > 50
+    assert all(section.activity.replays > 10 for section in certificate.sections)
+    situations = certificate.sections[-1].details["ngram"]["situations"]
+    assert sum(count for name, count in situations.items() if "recorded" in name) >= 8
+    for section in certificate.sections:
+        section.activity.replays = 0
+    assert any("no round was a recorded one" in reason for reason in certificate.reasons)
 
 
 @needs_native

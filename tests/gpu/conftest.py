@@ -1,9 +1,14 @@
-"""Runs the interpreter's checks on the device: they are imported from tests/cpu."""
+"""Runs the interpreter's checks on the device: they are imported from tests/cpu.
+
+A module with ``ON_DEVICE = False`` gets tensors where it asks for them: whole engines keep some on
+the host.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +36,9 @@ class OnDevice(TorchFunctionMode):
 
 
 @pytest.fixture(autouse=True)
-def on_device() -> Iterator[None]:
+def on_device(request: pytest.FixtureRequest) -> Iterator[None]:
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
-    with OnDevice():
+    with OnDevice() if getattr(request.module, "ON_DEVICE", True) else nullcontext():
         yield
     torch.cuda.synchronize()

@@ -26,6 +26,8 @@ EVENTS = {
     "chunked": "no prompt was prefilled in chunks",
 }
 """What must have happened to some request, and what is said if it did not."""
+RECORDED, PLANNED = "recorded", "planned by the host"
+"""Through which rounds requests decoded that did not need the host in each."""
 CALIBRATION_TEXTS = 8
 CALIBRATION_TOKENS = 40
 SURE = 0.999
@@ -59,6 +61,10 @@ class Certificate:
             value for item in counters for key, value in item.items() if not names or key in names
         )
 
+    def total_of(self, event: str) -> int:
+        """Sum of one of an activity's plain counters over the same sections."""
+        return sum(getattr(s.activity, event) for s in self.sections if s.name in PARITY)
+
     @property
     def wrong_acceptance_seen(self) -> float:
         """Smallest chance of accepting a wrong draft that the run would have seen for sure
@@ -88,8 +94,10 @@ class Certificate:
         rejections = self.total("rejections")
         if rejections < size.min_rejections:
             found.append(f"{rejections} spans had a draft rejected, {size.min_rejections} needed")
+        if self.setup.get("rounds") == RECORDED and not self.total_of("replays"):
+            found.append("no round was a recorded one: these proposers need the host in each")
         for what, words in EVENTS.items():
-            if not sum(getattr(s.activity, what) for s in self.sections if s.name in PARITY):
+            if not self.total_of(what):
                 found.append(words)
         found += [f"{s.name}: {gap}" for s in self.sections for gap in s.gaps]
         if not self.noise.plausible:
@@ -129,6 +137,10 @@ class Certificate:
                 key: value for key, value in vars(self.size).items() if key.startswith("min_")
             },
             "size": self.size.name,
+            "rounds": {
+                "recorded": self.total_of("replays"),
+                "planned by the host": self.total_of("planned"),
+            },
             "positions_compared": self.parity_positions,
             "ties": sum(len(section.ties) for section in self.sections),
             "divergences": sum(len(section.divergences) for section in self.sections),
@@ -153,7 +165,12 @@ def certify(
     texts = calibration_texts(subject)
     noise = measure_noise(subject.decoder, texts)
     progress("calibrating noise", 1, 1)
-    setup = {**setup, "proposers": list(subject.proposers), "probes": list(PROBE_NAMES)}
+    setup = {
+        **setup,
+        "rounds": RECORDED if subject.recorded else PLANNED,
+        "proposers": list(subject.proposers),
+        "probes": list(PROBE_NAMES),
+    }
     certificate = Certificate(setup, size, noise)
     judge = Judge(subject, noise)
     if self_test:

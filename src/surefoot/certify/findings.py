@@ -106,6 +106,8 @@ class Section:
             "prefix_hit_tokens": activity.prefix_hits,
             "cancellations": activity.cancellations,
             "chunked_prompts": activity.chunked,
+            "recorded_rounds": activity.replays,
+            "planned_rounds": activity.planned,
             "margins_log10": dict(sorted(self.margins.items())),
             "logprobs_compared": self.logprobs,
             "largest_logprob_error": self.largest_logprob_error,

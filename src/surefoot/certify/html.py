@@ -90,6 +90,8 @@ def _counts(certificate: Certificate) -> str:
         f"batch, so a tie is a regret of at most {noise.regret_bound:.3g}. Accepting a wrong draft "
         f"in {certificate.wrong_acceptance_seen:.2%} of rejections or more would have been "
         "seen (99.9 %).</p>"
+        f"<p>Rounds: {certificate.total_of('replays'):,} recorded, "
+        f"{certificate.total_of('planned'):,} planned by the host.</p>"
     )
 
 

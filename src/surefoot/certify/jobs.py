@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from surefoot.engine.engine import Engine
 from surefoot.engine.output import TextStream
@@ -19,6 +19,10 @@ from surefoot.request import (
 )
 
 PLAIN = "off"
+EVENTS = (
+    "preemptions", "prefix_hits", "cancellations", "chunked", "leaks", "replays", "planned",
+)  # fmt: skip
+"""The plain counters of ``Activity``."""
 _ids = itertools.count()
 
 
@@ -77,13 +81,17 @@ class Activity:
     cancellations: int = 0
     chunked: int = 0
     leaks: int = 0
+    replays: int = 0
+    """Rounds launched ahead: recorded ones, on a GPU."""
+    planned: int = 0
+    """Rounds that the host planned."""
 
     def add(self, other: Activity) -> None:
         for name in ("rounds", "drafted", "accepted", "rejections"):
             getattr(self, name).update(getattr(other, name))
         for method, lengths in other.lengths.items():
             self.lengths.setdefault(method, Counter()).update(lengths)
-        for name in ("preemptions", "prefix_hits", "cancellations", "chunked", "leaks"):
+        for name in EVENTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
@@ -97,6 +105,7 @@ def run_jobs(
     requests = _requests(engine, jobs)
     streams = _streams(requests, tokenizer)
     activity = Activity()
+    before_run = replace(engine.stats)
     pending = list(range(len(jobs)))
     step = 0
     while pending or engine.has_work:
@@ -124,6 +133,8 @@ def run_jobs(
         activity.prefix_hits += request.cached
         activity.cancellations += request.finish_reason is FinishReason.ABORT
         activity.chunked += len(request.prompt) > engine.config.max_num_batched_tokens
+    activity.replays = engine.stats.replays - before_run.replays
+    activity.planned = engine.stats.rounds - before_run.rounds - activity.replays
     activity.leaks = engine.kv.pool.capacity - engine.kv.pool.num_free
     return [_outcome(request, streams.get(request.request_id)) for request in requests], activity
 

@@ -10,7 +10,7 @@ that its proposer makes there must be the same.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +26,7 @@ from surefoot.request import Request, SpeculationParams
 from surefoot.speculation import registry
 from surefoot.speculation.layout import RoundPlan
 from surefoot.speculation.proposer import Drafts
+from surefoot.speculation.replay import Size as ReplaySize
 from surefoot.speculation.round import Wanted
 
 SPELL = 5
@@ -38,12 +39,14 @@ MIN_TEXT = 4
 
 @dataclass(frozen=True)
 class Offer:
-    """Drafts after ``text`` (output tokens) of job ``job``; ``after`` says what came before."""
+    """Drafts after ``text`` (output tokens) of job ``job``; ``after`` says what came before.
+    ``room``: an offer was cut to this length, None if it was not."""
 
     job: int
     text: tuple[int, ...]
     drafts: tuple[int, ...]
     after: str
+    room: int | None = None
 
 
 def run_offers(judge: Judge, size: Size, progress: Progress) -> Section:
@@ -67,8 +70,9 @@ def _check(judge: Judge, section: Section, size: Size, name: str) -> None:
     # Each prompt twice in a row: the second finds the first one's blocks.
     doubled = [job for job in base_jobs(judge, size, sampled=False) for _ in range(2)]
     jobs = [replace(job, method=name, arrival=3 * place) for place, job in enumerate(doubled)]
-    recorder = _record(subject, section, jobs, name)
-    chosen = recorder.choose(size.offers)
+    chosen = _record(subject, section, jobs, name).choose(size.offers)
+    if subject.recorded:
+        chosen += _record_replays(subject, section, jobs, name).choose(size.offers // 2)
     offered = sum(bool(offer.drafts) for offer in chosen)
     if offered < size.min_offers:
         section.gaps.append(
@@ -80,6 +84,7 @@ def _check(judge: Judge, section: Section, size: Size, name: str) -> None:
         if again is None:
             continue
         checked += 1
+        again = again[: offer.room]
         if again != offer.drafts:
             different += 1
             section.notes.append(
@@ -103,19 +108,8 @@ def _check(judge: Judge, section: Section, size: Size, name: str) -> None:
 
 def _record(subject: Subject, section: Section, jobs: Sequence[Job], name: str) -> Recorder:
     """Run the jobs through spells, shortage of memory and prefix hits, keeping all offers."""
-    longest = max(job.longest for job in jobs)
-    drafts = subject.config.max_draft_tokens
-    block_size = 4
-    engine = subject.engine(
-        longest,
-        4,
-        enable_prefix_caching=True,
-        block_size=block_size,
-        kv_blocks=2 * (-(-(longest + drafts) // block_size) + 1),
-        max_num_batched_tokens=24,
-    )
-    recorder = Recorder(engine, name, {job.prompt: i for i, job in enumerate(jobs)})
-    _, activity = run_jobs(engine, jobs, on_step=recorder.on_step)
+    recorder = Recorder(_short_engine(subject, jobs, recorded=False), name, jobs)
+    _, activity = run_jobs(recorder.engine, jobs, on_step=recorder.on_step)
     section.activity.add(activity)
     if not activity.preemptions:
         section.gaps.append("no request was preempted")
@@ -124,71 +118,61 @@ def _record(subject: Subject, section: Section, jobs: Sequence[Job], name: str) 
     return recorder
 
 
-class Recorder:
-    """Listens to one proposer's offers in an engine, and starves its drafts in spells."""
+def _record_replays(
+    subject: Subject, section: Section, jobs: Sequence[Job], name: str
+) -> ReplayRecorder:
+    """The same through recorded rounds, as far as they reach."""
+    recorder = ReplayRecorder(_short_engine(subject, jobs, recorded=True), name, jobs)
+    _, activity = run_jobs(recorder.engine, jobs, on_step=recorder.on_step)
+    section.activity.add(activity)
+    if recorder.engine.pipeline is not None and not recorder.offers:
+        section.gaps.append(f"{name} made no offer in a recorded round")
+    return recorder
 
-    def __init__(self, engine: Engine, name: str, jobs: dict[tuple[int, ...], int]) -> None:
+
+def _short_engine(subject: Subject, jobs: Sequence[Job], recorded: bool) -> Engine:
+    """With room for two requests."""
+    longest = max(job.longest for job in jobs)
+    drafts = subject.config.max_draft_tokens
+    block_size = 4
+    return subject.engine(
+        longest,
+        4,
+        recorded=recorded,
+        enable_prefix_caching=True,
+        block_size=block_size,
+        kv_blocks=2 * (-(-(longest + drafts) // block_size) + 1),
+        max_num_batched_tokens=24,
+    )
+
+
+class _Listener:
+    """Keeps one proposer's offers in an engine, with what came before them."""
+
+    def __init__(self, engine: Engine, name: str, jobs: Sequence[Job]) -> None:
         self.engine = engine
         self.index = engine.controller.names.index(name)
-        self.jobs = jobs
+        self.jobs = {job.prompt: index for index, job in enumerate(jobs)}
         self.offers: list[Offer] = []
         self.step = 0
-        self._offer = engine.controller.offer
-        self._split = engine.controller.split
-        self._draft = engine.round.draft
-        for place, attribute in (
-            (engine.controller, "offer"),
-            (engine.controller, "split"),
-            (engine.round, "draft"),
-        ):
-            setattr(place, attribute, getattr(self, attribute))
 
     def on_step(self, step: int) -> None:
         self.step = step + 1
 
     @property
-    def spell(self) -> int:
-        """0: as usual, 1: nothing is verified, 2: nobody proposes."""
-        return (0, 1, 0, 2)[self.step // SPELL % 4]
+    def phase(self) -> int:
+        """0: as usual, 1 and 3: what starves drafts."""
+        return self.step // SPELL % 4
 
-    def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
-        if index == self.index:
-            lengths = drafts.lengths.clamp(max=drafts.tokens.shape[1]).tolist()
-            by_slot = {request.slot: request for request in self.engine.scheduler.running}
-            for slot, tokens, length in zip(
-                slots.tolist(), drafts.tokens.tolist(), lengths, strict=True
-            ):
-                self._enter(by_slot[slot], slot, tuple(tokens[:length]))
-        return self._offer(index, slots, drafts)
-
-    def _enter(self, request: Request, slot: int, drafts: tuple[int, ...]) -> None:
-        length = int(self.engine.state.length[slot])
-        known = self.engine.state.history[slot, :length].tolist()
+    def after(self, request: Request) -> str:
         if request.preemptions:
-            after = "preemption"
-        elif request.cached:
-            after = "prefix hit"
-        else:
-            after = self._after_spell()
-        text = tuple(known[len(request.prompt) :])
-        self.offers.append(Offer(self.jobs[request.prompt], text, drafts, after))
+            return "preemption"
+        return "prefix hit" if request.cached else self.after_spell()
 
-    def _after_spell(self) -> str:
+    def after_spell(self) -> str:
         if self.step < SPELL:
             return "first rounds"
-        phase = self.step // SPELL % 4
-        return "rounds without proposing" if phase == 0 else "rounds without verifying"
-
-    def split(self, choice: object, base_rows: int) -> torch.Tensor:
-        counts = self._split(choice, base_rows)  # type: ignore[arg-type]
-        return torch.zeros_like(counts) if self.spell == 1 else counts
-
-    def draft(self, plan: RoundPlan, wanted: Wanted) -> torch.Tensor:
-        if self.spell != 2:
-            return self._draft(plan, wanted)
-        # What was offered before does not fit the text any more.
-        self.engine.controller.lengths[:, plan.slots] = 0
-        return torch.zeros_like(plan.slots)
+        return "rounds without proposing" if self.phase == 0 else "rounds without verifying"
 
     def choose(self, count: int) -> list[Offer]:
         """Offers that say something, every situation alike, those with drafts first."""
@@ -206,6 +190,87 @@ class Recorder:
         return chosen[: count + len(kinds)]
 
 
+class ReplayRecorder(_Listener):
+    """Reads what recorded rounds leave on the device for the next one, and lets some of them
+    verify nothing. Reading it waits for the round: nothing is in flight then but what is read."""
+
+    def __init__(self, engine: Engine, name: str, jobs: Sequence[Job]) -> None:
+        super().__init__(engine, name, jobs)
+        if engine.pipeline is not None:
+            self._launch = engine.pipeline.graphs.launch
+            engine.pipeline.graphs.launch = self.launch  # type: ignore[method-assign]
+
+    def launch(self, size: ReplaySize) -> tuple[torch.Tensor, Callable[[], None]]:
+        pipeline = self.engine.pipeline
+        assert pipeline is not None and pipeline._seated is not None
+        result = self._launch(replace(size, rows=size.spans) if self.phase % 2 else size)
+        replay, state = pipeline.replay, self.engine.state
+        for request in pipeline._seated.requests:
+            slot = request.slot
+            if not int(replay.alive[slot]):
+                continue
+            length, count = int(state.length[slot]), int(replay.lengths[slot])
+            if count and int(replay.proposer[slot]) != self.index:
+                continue
+            text = tuple(state.history[slot, len(request.prompt) : length].tolist())
+            drafts = tuple(replay.tokens[slot, :count].tolist())
+            room = max(0, int(state.limit[slot]) - length - 1)
+            after = f"{self.after(request)}, recorded"
+            self.offers.append(Offer(self.jobs[request.prompt], text, drafts, after, room))
+        return result
+
+    def after_spell(self) -> str:
+        return "first rounds" if self.step < SPELL else "rounds without verifying"
+
+
+class Recorder(_Listener):
+    """Listens to the offers of rounds that the host plans, and starves their drafts in spells."""
+
+    def __init__(self, engine: Engine, name: str, jobs: Sequence[Job]) -> None:
+        super().__init__(engine, name, jobs)
+        self._offer = engine.controller.offer
+        self._split = engine.controller.split
+        self._draft = engine.round.draft
+        for place, attribute in (
+            (engine.controller, "offer"),
+            (engine.controller, "split"),
+            (engine.round, "draft"),
+        ):
+            setattr(place, attribute, getattr(self, attribute))
+
+    @property
+    def spell(self) -> int:
+        """0: as usual, 1: nothing is verified, 2: nobody proposes."""
+        return (0, 1, 0, 2)[self.phase]
+
+    def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
+        if index == self.index:
+            lengths = drafts.lengths.clamp(max=drafts.tokens.shape[1]).tolist()
+            by_slot = {request.slot: request for request in self.engine.scheduler.running}
+            for slot, tokens, length in zip(
+                slots.tolist(), drafts.tokens.tolist(), lengths, strict=True
+            ):
+                self._enter(by_slot[slot], slot, tuple(tokens[:length]))
+        return self._offer(index, slots, drafts)
+
+    def _enter(self, request: Request, slot: int, drafts: tuple[int, ...]) -> None:
+        length = int(self.engine.state.length[slot])
+        known = self.engine.state.history[slot, :length].tolist()
+        text = tuple(known[len(request.prompt) :])
+        self.offers.append(Offer(self.jobs[request.prompt], text, drafts, self.after(request)))
+
+    def split(self, choice: object, base_rows: int) -> torch.Tensor:
+        counts = self._split(choice, base_rows)  # type: ignore[arg-type]
+        return torch.zeros_like(counts) if self.spell == 1 else counts
+
+    def draft(self, plan: RoundPlan, wanted: Wanted) -> torch.Tensor:
+        if self.spell != 2:
+            return self._draft(plan, wanted)
+        # What was offered before does not fit the text any more.
+        self.engine.controller.lengths[:, plan.slots] = 0
+        return torch.zeros_like(plan.slots)
+
+
 def _spread(offers: list[Offer], count: int) -> list[Offer]:
     if len(offers) <= count:
         return offers
@@ -220,7 +285,7 @@ def _recompute(
     if not offers:
         return []
     longest = max(jobs[offer.job].longest for offer in offers)
-    engine = subject.engine(longest, len(offers))
+    engine = subject.engine(longest, len(offers), recorded=False)
     found: dict[str, Request] = {}
     for index, offer in enumerate(offers):
         job = jobs[offer.job]

@@ -82,13 +82,42 @@ def run_parameters(
         judge.anchor(section, *_unstopped(jobs, wanted))
     for turn in range(passes):
         progress(section.name, turn + 1, passes + 1)
-        _run_batch(judge, section, jobs, wanted, turn)
+        for chosen in _batches(judge, jobs, turn):
+            _run_batch(judge, section, *_take(chosen, jobs, wanted), turn)
         if stop_at_first and section.failed:
             break
     progress(section.name, passes + 1, passes + 1)
     section.details["combinations"] = len(jobs)
     section.seconds = time.perf_counter() - started
     return section
+
+
+def _batches(judge: Judge, jobs: Sequence[Job], turn: int) -> list[list[int]]:
+    """Indices of the jobs that run in one engine. One request that needs the host in every round
+    takes its whole batch along, so those that can be recorded run by themselves once."""
+    everyone = list(range(len(jobs)))
+    if turn or not judge.subject.recorded:
+        return [everyone]
+    hosted = [
+        index
+        for index in everyone
+        if jobs[index].params.logprobs is not None
+        or jobs[index].params.structured_outputs is not None
+    ]
+    alone = [index for index in everyone if index not in set(hosted)]
+    return [batch for batch in (alone, hosted) if batch]
+
+
+def _take(
+    chosen: Sequence[int], jobs: Sequence[Job], outcomes: Sequence[Outcome]
+) -> tuple[list[Job], list[Outcome]]:
+    places = {index: place for place, index in enumerate(chosen)}
+    leaders = [jobs[index].leader for index in chosen]
+    taken = [
+        replace(jobs[index], leader=None if leader is None else places[leader])
+        for index, leader in zip(chosen, leaders, strict=True)
+    ]
+    return taken, [outcomes[index] for index in chosen]
 
 
 def _unstopped(jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> tuple[list[Job], list[Outcome]]:

@@ -34,6 +34,8 @@ def run_parity(
     texts = judge.plain_texts(jobs)
     if not stop_at_first:
         judge.anchor(section, jobs, texts)
+        if judge.subject.recorded:
+            _run_plain_recorded(judge, section, jobs, texts)
     for number, scenario in enumerate(scenarios, 1):
         progress(section.name, number, len(scenarios) + 1)
         run_scenario(judge, section, scenario, number, jobs, texts)
@@ -42,6 +44,19 @@ def run_parity(
     progress(section.name, len(scenarios) + 1, len(scenarios) + 1)
     section.seconds = time.perf_counter() - started
     return section
+
+
+def _run_plain_recorded(
+    judge: Judge, section: Section, jobs: Sequence[Job], texts: Sequence[Outcome]
+) -> None:
+    """Recorded rounds that nobody drafts for, against those that the host plans."""
+    longest = max(job.longest for job in jobs)
+    engine = judge.subject.engine(longest, 8, max_draft_tokens=0, recorded=True)
+    got, activity = run_jobs(engine, jobs, judge.subject.tokenizer)
+    section.activity.add(activity)
+    section.scenarios.append("plain, recorded rounds")
+    for job, want, outcome in zip(jobs, texts, got, strict=True):
+        judge.compare(section, f"plain, recorded rounds, {job.label}", job, want, outcome)
 
 
 def base_jobs(judge: Judge, size: Size, sampled: bool) -> list[Job]:
@@ -92,8 +107,9 @@ def run_scenario(
         "draft_policy": scenario.policy,
         "enable_prefix_caching": scenario.prefix_caching,
         "block_size": block_size,
-        "calibration_seconds": 0.5,
     }
+    if scenario.policy == "auto":
+        options["calibration_seconds"] = 0.5
     if scenario.chunk is not None:
         options["max_num_batched_tokens"] = max(scenario.chunk, scenario.batch)
     if scenario.tight:

@@ -1,15 +1,17 @@
 """Probe proposers: they know the texts beforehand, so that drafts of known quality are offered
-also where a real proposer would offer few. They read tensors on the host, which is fine here."""
+also where a real proposer would offer few. Their chances come from counter-based noise, so that a
+recorded round draws new ones in each replay."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from random import Random
 from typing import ClassVar
 
 import torch
 
+from surefoot.sampling.noise import philox
 from surefoot.speculation.proposer import Drafts, Needs, Proposer
+from surefoot.speculation.state import SlotState
 
 
 @dataclass(frozen=True)
@@ -27,37 +29,48 @@ class RightProbe(Proposer):
     accuracy: ClassVar[float] = 1.0
     Options = ProbeOptions
 
-    def __init__(self, options: ProbeOptions, state: object) -> None:
-        super().__init__(options, state)  # type: ignore[arg-type]
-        self._random = Random(options.seed)
-        self._last: dict[int, tuple[int, ...]] = {}
+    def __init__(self, options: ProbeOptions, state: SlotState) -> None:
+        super().__init__(options, state)
+        device, width = state.device, state.history.shape[1]
+        self._calls = torch.zeros((), dtype=torch.int64, device=device)
+        # Whatever does not fit in a slot cannot be said there.
+        texts = [text[:width] for text in options.texts]
+        rows = [[*text, *[-1] * (width - len(text))] for text in texts] or [[-1] * width]
+        self._texts = torch.tensor(rows, dtype=torch.int64, device=device)
+        """int64 [texts, width], padded with -1."""
+        self._lengths = torch.tensor([len(text) for text in texts] or [0], device=device)
 
     def needs(self) -> Needs:
         return Needs(longest_draft=self.state.max_drafts)
 
     def propose(self, slots: torch.Tensor) -> Drafts:
-        width = self.state.max_drafts
-        tokens = torch.zeros((len(slots), width), dtype=torch.int64)
-        lengths = torch.zeros(len(slots), dtype=torch.int64)
-        for row, slot in enumerate(slots.tolist()):
-            known = tuple(self.state.history[slot, : int(self.state.length[slot])].tolist())
-            future = self._future(slot, known)[:width]
-            tokens[row, : len(future)] = torch.tensor(future, dtype=torch.int64)
-            lengths[row] = len(future)
-        return Drafts(tokens, lengths, torch.full((len(slots), width), max(0.1, self.accuracy)))
+        state, width = self.state, self.state.max_drafts
+        length = state.length[slots]
+        places = torch.arange(self._texts.shape[1], device=slots.device)
+        known = state.history[slots].unsqueeze(1) == self._texts
+        known |= places >= length.view(-1, 1, 1)
+        fits = known.all(dim=2) & (self._lengths > length.unsqueeze(1))
+        found, first = fits.max(dim=1)
+        steps = torch.arange(width, device=slots.device)
+        columns = (length.unsqueeze(1) + steps).clamp(max=self._texts.shape[1] - 1)
+        tokens = self._texts[first.unsqueeze(1), columns].clamp(min=0)
+        lengths = torch.where(found, (self._lengths[first] - length).clamp(0, width), 0)
+        if self.accuracy < 1:
+            chance, other = self._draw(len(slots), width)
+            wrong = (tokens + 1 + other % (state.vocab_size - 1)) % state.vocab_size
+            tokens = torch.where(chance < self.accuracy, tokens, wrong)
+        confidence = torch.full(tokens.shape, max(0.1, self.accuracy), device=slots.device)
+        return Drafts(tokens, lengths, confidence)
 
-    def _future(self, slot: int, known: tuple[int, ...]) -> list[int]:
-        for text in (self._last.get(slot, ()), *self.options.texts):
-            if len(text) > len(known) and text[: len(known)] == known:
-                self._last[slot] = text
-                return [self._spoil(token) for token in text[len(known) :][:64]]
-        return []
-
-    def _spoil(self, token: int) -> int:
-        if self._random.random() < self.accuracy:
-            return token
-        vocab = self.state.vocab_size
-        return (token + self._random.randrange(1, vocab)) % vocab
+    def _draw(self, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[rows, columns] each: float32 in 0..1, and int64 words of 32 bits."""
+        self._calls.add_(1)
+        index = torch.arange(rows * columns, device=self._calls.device)
+        zero = torch.zeros_like(index)
+        counter = (index, self._calls.expand(len(index)), zero + self.options.seed, zero)
+        first, second, _, _ = philox(counter, (zero, zero))
+        shape = rows, columns
+        return (first.float() * 2.0**-32).view(shape), second.view(shape)
 
 
 class MixedProbe(RightProbe):
@@ -75,12 +88,12 @@ class GarbageProbe(RightProbe):
 
     def propose(self, slots: torch.Tensor) -> Drafts:
         width, vocab = self.state.max_drafts + 3, self.state.vocab_size
-        shape = (len(slots), width)
-        generator = torch.Generator().manual_seed(self._random.randrange(2**31))
-        tokens = torch.randint(-(vocab // 16), vocab + vocab // 16, shape, generator=generator)
-        tokens[:, 0] = torch.randint(0, vocab, (len(slots),), generator=generator)
-        lengths = torch.randint(0, width + 5, (len(slots),), generator=generator)
-        return Drafts(tokens, lengths, torch.rand(shape, generator=generator))
+        chance, words = self._draw(len(slots), width)
+        _, more = self._draw(len(slots), 1)
+        beyond = vocab // 16
+        tokens = words % (vocab + 2 * beyond) - beyond
+        tokens[:, 0] = words[:, 0] % vocab
+        return Drafts(tokens, more[:, 0] % (width + 5), chance)
 
 
 PROBES: tuple[type[RightProbe], ...] = (RightProbe, MixedProbe, GarbageProbe)

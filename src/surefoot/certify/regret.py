@@ -52,14 +52,14 @@ def adjusted(logits: torch.Tensor, row: Row) -> torch.Tensor:
     """Logits [vocab] after grammar, penalties, bias and the mask of early ends, float64."""
     params, scores = row.params, logits.double().clone()
     if row.allowed is not None:
-        scores[~row.allowed] = float("-inf")
-    seen = torch.tensor(sorted({*row.prompt, *row.output}))
+        scores[~row.allowed.to(scores.device)] = float("-inf")
+    seen = torch.tensor(sorted({*row.prompt, *row.output}), device=scores.device)
     if params.repetition_penalty != 1:
         old = scores[seen]
         penalty = params.repetition_penalty
         scores[seen] = torch.where(old > 0, old / penalty, old * penalty)
     if row.output and (params.frequency_penalty or params.presence_penalty):
-        counts = torch.bincount(torch.tensor(list(row.output)), minlength=len(scores)).double()
+        counts = torch.bincount(torch.tensor(list(row.output)), minlength=len(scores)).to(scores)
         scores -= params.frequency_penalty * counts
         scores -= params.presence_penalty * (counts > 0)
     for token, bias in (params.logit_bias or {}).items():
@@ -143,8 +143,8 @@ def regret(logits: torch.Tensor, row: Row, token: int, bound: float) -> float:
     filters = Filters(scores, params)
     if not bool(filters.admitted(bound)[token]):
         return float("inf")
-    position = torch.tensor([len(row.prompt) + len(row.output)])
-    seed, choice = torch.tensor([params.seed]), torch.tensor([row.choice])
+    where = params.seed, row.choice, len(row.prompt) + len(row.output)
+    seed, choice, position = torch.tensor(where, device=scores.device).unsqueeze(1)
     drawn = gumbel(seed, choice, position, len(scores))[0].double()
     noisy = scores + params.temperature * drawn
     rivals = noisy[filters.admitted(-bound)]

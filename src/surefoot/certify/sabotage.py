@@ -1,7 +1,11 @@
 """Known defects, for the certificate to find: each breaks an engine in place, from outside.
 
-Nothing here is reachable from production code. All seams to the engine's insides are in this file:
-``SpeculativeRound.sample``, ``judge`` and ``decoder``, and ``sample_rows`` as the round calls it.
+Nothing here is reachable from production code. All seams to the engine's insides are in this file.
+Rounds that the host plans: ``SpeculativeRound.sample``, ``judge`` and ``decoder``, and
+``sample_rows`` as the round calls it. Rounds launched ahead: ``ReplayRound.override``, the same
+decoder, ``sample_rows`` as the replay calls it, and ``RoundGraphs.replay``. A defect works in both.
+What runs inside a round reads nothing on the host and draws its chances from a counter on the
+device, so that it can be recorded, and is recorded: rounds recorded before are forgotten.
 """
 
 from __future__ import annotations
@@ -16,10 +20,12 @@ import torch
 from surefoot.certify.subject import Sabotage
 from surefoot.engine.engine import Engine
 from surefoot.kernels.backend import FlatBatch
-from surefoot.kernels.rounds import RoundLayout
+from surefoot.kernels.rounds import RoundLayout, RoundSpans
 from surefoot.models.decoder import Decoder, ForwardResult
+from surefoot.sampling.noise import philox
 from surefoot.sampling.params import Features, SlotParams
 from surefoot.sampling.sampler import SampleRows, adjust, apply_penalties, sample_rows
+from surefoot.speculation import replay as replay_module
 from surefoot.speculation import round as round_module
 from surefoot.speculation.controller import Choice
 from surefoot.speculation.layout import RoundPlan
@@ -27,6 +33,9 @@ from surefoot.speculation.layout import RoundPlan
 WRONG_ACCEPTANCE = 0.01
 LEAK = 0.25
 """Share of the rejections whose KV entry is leaked."""
+NOWHERE = 1 << 40
+BeforeJudging = Callable[[torch.Tensor, torch.Tensor, RoundLayout, torch.Tensor], torch.Tensor]
+"""(slots [B], drafts [B], layout, sampled [M]) -> sampled [M], as the judge will see it."""
 
 
 @dataclass(frozen=True)
@@ -40,34 +49,46 @@ class Defect:
     breaks_plain: bool = False
 
 
+class Chance:
+    """Uniform numbers in 0..1, new ones in each replay of a recorded round."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.calls = torch.zeros((), dtype=torch.int64, device=device)
+
+    def __call__(self, size: int) -> torch.Tensor:
+        """float32 [size]."""
+        self.calls.add_(1)
+        index = torch.arange(size, device=self.calls.device)
+        zero = torch.zeros_like(index)
+        words = philox((index, self.calls.expand(size), zero, zero), (zero, zero))
+        return words[0].float() * 2.0**-32
+
+
 def accept_wrong_drafts(engine: Engine, speculative: bool) -> None:
     """A draft that is wrong is accepted with probability 1 %."""
     if not speculative:
         return
-    judge = engine.round.judge
-    generator = torch.Generator().manual_seed(0)
+    chance = Chance(engine.state.device)
 
     def lenient(
-        plan: RoundPlan, layout: RoundLayout, choice: Choice | None, sampled: torch.Tensor
-    ) -> Any:
-        if choice is not None:
-            draft, is_draft = drafts_of(engine, plan, layout)
-            lucky = torch.rand(len(draft), generator=generator) < WRONG_ACCEPTANCE
-            sampled = torch.where(is_draft & lucky.to(draft.device), draft, sampled)
-        return judge(plan, layout, choice, sampled)
+        slots: torch.Tensor, drafts: torch.Tensor, layout: RoundLayout, sampled: torch.Tensor
+    ) -> torch.Tensor:
+        draft, is_draft = drafts_of(engine, slots, drafts, layout)
+        lucky = chance(len(draft)) < WRONG_ACCEPTANCE
+        return torch.where(is_draft & lucky, draft, sampled)
 
-    _override(engine.round, "judge", lenient)
+    before_judging(engine, lenient)
 
 
 def drafts_of(
-    engine: Engine, plan: RoundPlan, layout: RoundLayout
+    engine: Engine, slots: torch.Tensor, drafts: torch.Tensor, layout: RoundLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Per sampled row [M]: the token that stands where it samples, and whether that is a draft."""
     history = engine.state.history
     tokens = history[layout.sample_slots, layout.sample_positions]
     ends = engine.state.length[layout.sample_slots]
     by_slot = torch.zeros(engine.state.slots, dtype=torch.int64, device=history.device)
-    by_slot[plan.slots] = plan.drafts
+    by_slot[slots] = drafts
     behind = layout.sample_positions - ends
     return tokens, (behind >= 0) & (behind < by_slot[layout.sample_slots])
 
@@ -112,58 +133,61 @@ def shift_positions(engine: Engine, speculative: bool) -> None:
         return replace(batch, positions=positions)
 
     engine.round.decoder = DecoderProxy(engine.decoder, before=shifted)  # type: ignore[assignment]
+    _forget_recorded(engine)
 
 
 def leak_rejected_kv(engine: Engine, speculative: bool) -> None:
     """The KV entry of a rejected draft comes back after the right one was written."""
     if not speculative:
         return
-    judge = engine.round.judge
-    leaks: dict[int, tuple[int, int]] = {}
-    """Position and rejected token by slot."""
-    generator = torch.Generator().manual_seed(0)
-
-    def watching(
-        plan: RoundPlan, layout: RoundLayout, choice: Choice | None, sampled: torch.Tensor
-    ) -> Any:
-        tokens, accepted, counts, ends = judge(plan, layout, choice, sampled)
-        for slot, right, drafted in zip(
-            plan.slots.tolist(), accepted.tolist(), plan.drafts.tolist(), strict=True
-        ):
-            leaks.pop(slot, None)
-            if right < drafted and float(torch.rand(1, generator=generator)) < LEAK:
-                position = int(engine.state.length[slot]) + right
-                leaks[slot] = position, int(engine.state.history[slot, position])
-        return tokens, accepted, counts, ends
-
-    def restore(batch: FlatBatch, kv: Sequence[Any]) -> None:
-        written = set(zip(batch.row_slot.tolist(), batch.key_index.tolist(), strict=True))
-        for slot, (position, token) in list(leaks.items()):
-            if (slot, position) in written:
-                del leaks[slot]
-                _write_one(engine.decoder, batch, kv, slot, position, token)
-
-    _override(engine.round, "judge", watching)
-    engine.round.decoder = DecoderProxy(engine.decoder, after=restore)  # type: ignore[assignment]
+    leak = Leak(engine)
+    before_judging(engine, leak.watch)
+    engine.round.decoder = DecoderProxy(engine.decoder, after=leak.restore)  # type: ignore[assignment]
+    _forget_recorded(engine)
 
 
-def _write_one(
-    decoder: Decoder, batch: FlatBatch, kv: Sequence[Any], slot: int, position: int, token: int
-) -> None:
-    device = batch.tokens.device
-    where = torch.tensor([position], device=device)
-    start = batch.span_start.clone()
-    start[slot] = position
-    row = FlatBatch(
-        tokens=torch.tensor([token], device=device),
-        positions=where,
-        key_index=where,
-        row_slot=torch.tensor([slot], device=device),
-        block_tables=batch.block_tables,
-        span_start=start,
-        max_keys=position + 1,
-    )
-    decoder.forward(row, kv)
+class Leak:
+    """Rejected drafts that will come back: position and token by slot, int64 [slots]."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        state = engine.state
+        self.position = torch.full((state.slots,), -1, dtype=torch.int64, device=state.device)
+        self.token = torch.zeros_like(self.position)
+        self.chance = Chance(state.device)
+
+    def watch(
+        self,
+        slots: torch.Tensor,
+        drafts: torch.Tensor,
+        layout: RoundLayout,
+        sampled: torch.Tensor,
+    ) -> torch.Tensor:
+        """Note the first rejected draft of some spans, and forget what these slots had before."""
+        state = self.engine.state
+        draft, is_draft = drafts_of(self.engine, slots, drafts, layout)
+        at = torch.where(is_draft & (draft != sampled), layout.sample_positions, NOWHERE)
+        first = torch.full_like(self.position, NOWHERE)
+        first = first.scatter_reduce(0, layout.sample_slots, at, "amin")[slots]
+        leaks = (first < NOWHERE) & (self.chance(len(slots)) < LEAK)
+        self.position[slots] = torch.where(leaks, first, -1)
+        self.token[slots] = state.history[slots, torch.where(leaks, first, 0)]
+        return sampled
+
+    def restore(self, batch: FlatBatch, kv: Sequence[Any]) -> None:
+        """Where a current token was written over a rejected draft, write that draft again."""
+        state = self.engine.state
+        slots = batch.row_slot.clamp(min=0)
+        current = batch.key_index == state.length[slots] - 1
+        back = (batch.row_slot >= 0) & current & (batch.key_index == self.position[slots])
+        again = replace(
+            batch,
+            tokens=torch.where(back, self.token[slots], batch.tokens),
+            row_slot=torch.where(back, batch.row_slot, -1),
+        )
+        self.engine.decoder.forward(again, kv)
+        done = torch.zeros_like(self.position).scatter_add(0, slots, back.long())
+        self.position.masked_fill_(done > 0, -1)
 
 
 def forget_penalties(engine: Engine, speculative: bool) -> None:
@@ -196,6 +220,30 @@ def reuse_noise(engine: Engine, speculative: bool) -> None:
     sample_with(engine, repeated)
 
 
+# --- seams ------------------------------------------------------------------------------------
+
+
+def before_judging(engine: Engine, change: BeforeJudging) -> None:
+    """Let ``change`` see, and replace, what every round sampled before drafts are held to it."""
+    judge = engine.round.judge
+
+    def changed(
+        plan: RoundPlan, layout: RoundLayout, choice: Choice | None, sampled: torch.Tensor
+    ) -> Any:
+        if plan.sampled_rows:
+            sampled = change(plan.slots, plan.drafts, layout, sampled)
+        return judge(plan, layout, choice, sampled)
+
+    def override(spans: RoundSpans, layout: RoundLayout, sampled: torch.Tensor) -> torch.Tensor:
+        return change(spans.slots, spans.drafts, layout, sampled)
+
+    _override(engine.round, "judge", changed)
+    if engine.pipeline is not None:
+        assert engine.pipeline.replay.override is None
+        engine.pipeline.replay.override = override
+        _forget_recorded(engine)
+
+
 def sample_with(engine: Engine, stand_in: Callable[..., torch.Tensor]) -> None:
     """Replace the sampler while this engine samples, and only then."""
     sample = engine.round.sample
@@ -205,6 +253,30 @@ def sample_with(engine: Engine, stand_in: Callable[..., torch.Tensor]) -> None:
             return sample(*args)
 
     _override(engine.round, "sample", broken)
+    if engine.pipeline is not None:
+        graphs = engine.pipeline.graphs
+        _override(graphs, "replay", ReplayProxy(graphs.replay, stand_in))
+        _forget_recorded(engine)
+
+
+class ReplayProxy:
+    """Stands in for the replayed round of the graphs, with another sampler."""
+
+    def __init__(self, replay: replay_module.ReplayRound, sampler: Callable[..., Any]) -> None:
+        self._replay = replay
+        self._sampler = sampler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replay, name)
+
+    def __call__(self, size: replay_module.Size) -> None:
+        with _replaced(replay_module, "sample_rows", self._sampler):
+            self._replay(size)
+
+
+def _forget_recorded(engine: Engine) -> None:
+    if engine.pipeline is not None:
+        engine.pipeline.graphs.forget()
 
 
 @contextmanager

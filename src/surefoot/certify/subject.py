@@ -44,10 +44,14 @@ class ProbedEngine(Engine):
     """An engine that also loads the probes, which the registry does not know."""
 
     def __init__(
-        self, decoder: Decoder, config: EngineConfig, texts: Sequence[tuple[int, ...]]
+        self,
+        decoder: Decoder,
+        config: EngineConfig,
+        texts: Sequence[tuple[int, ...]],
+        ahead: bool,
     ) -> None:
         self._texts = tuple(texts)
-        super().__init__(decoder, config)
+        super().__init__(decoder, config, ahead)
 
     def _load_proposers(self) -> list[Proposer]:
         loaded = super()._load_proposers()
@@ -71,6 +75,10 @@ class Subject:
     """Plain texts by job, shared by the sections and by the self-test."""
     grammars: Grammars | None = None
     """What structured output is compiled by; of the tokenizer, if there is one."""
+    recorded: bool | None = None
+    """Whether decoding goes through recorded rounds, launched ahead, wherever it can (without a
+    GPU the same rounds run as they are called), or through rounds that the host plans. None: as
+    engines do with this configuration."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -80,6 +88,10 @@ class Subject:
             model = self.decoder.config
             grammars = Grammars(self.tokenizer, model.vocab_size, model.eos_token_ids)
             object.__setattr__(self, "grammars", grammars)
+
+        if self.recorded is None:
+            on_gpu = self.decoder.backend.device.type == "cuda"
+            object.__setattr__(self, "recorded", on_gpu and not self.config.enforce_eager)
 
     @property
     def proposers(self) -> tuple[str, ...]:
@@ -95,10 +107,17 @@ class Subject:
         return replace(self, sabotage=sabotage, cache=cache)
 
     def engine(
-        self, longest: int, batch: int, *, texts: Sequence[tuple[int, ...]] = (), **options: Any
+        self,
+        longest: int,
+        batch: int,
+        *,
+        texts: Sequence[tuple[int, ...]] = (),
+        recorded: bool | None = None,
+        **options: Any,
     ) -> Engine:
         """A fresh engine for ``batch`` texts of at most ``longest`` tokens. ``options`` override
-        the configuration; ``max_draft_tokens=0`` makes it plain."""
+        the configuration; ``max_draft_tokens=0`` makes it plain. ``recorded``: other than the
+        subject's, or for a plain one, whose rounds the host plans by default."""
         drafts = options.get("max_draft_tokens", self.config.max_draft_tokens)
         block_size = options.get("block_size", self.config.block_size)
         values: dict[str, Any] = {
@@ -109,11 +128,15 @@ class Subject:
             "kv_cache_memory": None,
             "enable_prefix_caching": False,
             "draft_policy": "fixed",
+            # Sizes of rounds are recorded when they are met, and none is timed.
+            "calibration_seconds": 0.0,
             "proposers": self.proposers if drafts else (),
             "proposer_options": self.config.proposer_options if drafts else {},
             **options,
         }
-        engine = ProbedEngine(self.decoder, replace(self.config, **values), texts)
+        if recorded is None:
+            recorded = bool(self.recorded and drafts)
+        engine = ProbedEngine(self.decoder, replace(self.config, **values), texts, recorded)
         engine.grammars = self.grammars
         if self.sabotage is not None:
             self.sabotage(engine, drafts > 0)

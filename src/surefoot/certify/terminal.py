@@ -79,6 +79,10 @@ def _statements(certificate: Certificate) -> list[str]:
         f"(at least {size.min_positions:,} needed). A wrong draft accepted in "
         f"{certificate.wrong_acceptance_seen:.2%} of rejections or more would have been seen.",
     ]
+    lines.append(
+        f"Rounds: {certificate.total_of('replays'):,} recorded, "
+        f"{certificate.total_of('planned'):,} planned by the host (prefill, and what needs it)."
+    )
     for section in certificate.sections:
         if section.name == "distribution":
             tests = section.details["tests"]

@@ -45,7 +45,19 @@ def engine_group(
         str | None, _option(panel="Engine", help="auto, native or dense. (default: auto)")
     ] = None,
     backend: Annotated[
-        str | None, _option(panel="Engine", help="auto, native or torch. (default: auto)")
+        str | None,
+        _option(panel="Engine", help="auto, native, triton or torch. (default: auto)"),
+    ] = None,
+    device: Annotated[
+        str | None, _option(panel="Engine", help="cpu, cuda or cuda:N. (default: cpu)")
+    ] = None,
+    enforce_eager: Annotated[
+        bool | None,
+        _option(
+            "--enforce-eager",
+            panel="Engine",
+            help="On a GPU: certify rounds that the host plans, not recorded ones.",
+        ),
     ] = None,
     threads: Annotated[
         int | None, _option(panel="Engine", help="Threads. (default: one per core)")
@@ -74,6 +86,8 @@ def engine_group(
         "dtype": dtype,
         "weights": weights,
         "backend": backend,
+        "device": device,
+        "enforce_eager": enforce_eager,
         "threads": threads,
         "proposers": tuple(proposer) if proposer else None,
         "proposer_options": read_proposer_options(proposer_option) if proposer_option else None,
@@ -190,7 +204,8 @@ def issue(
     setup = _setup(llm, subject)
     print(
         f"{setup['model']}: {setup['backend']} backend, {setup['dtype']}, {setup['weights']} "
-        f"weights; drafts from {', '.join(subject.proposers)}",
+        f"weights, {'recorded' if subject.recorded else 'host-planned'} rounds; "
+        f"drafts from {', '.join(subject.proposers)}",
         file=sys.stderr,
     )
     with progress_bars() as progress:
@@ -244,6 +259,11 @@ def _setup(llm: LLM, subject: Subject) -> dict[str, Any]:
     from surefoot.bench.hardware import describe_hardware
 
     backend = llm.engine.decoder.backend
+    gpu = None
+    if backend.device.type == "cuda":
+        import torch
+
+        gpu = torch.cuda.get_device_name(backend.device)
     weights = subject.config.weights
     if weights == "auto":
         weights = "native" if backend.name == "native" else "dense"
@@ -252,6 +272,7 @@ def _setup(llm: LLM, subject: Subject) -> dict[str, Any]:
         "model": subject.config.model,
         "backend": backend.name,
         "device": str(backend.device),
+        "gpu": gpu,
         "dtype": str(backend.dtype).removeprefix("torch."),
         "weights": weights,
         "proposer_options": {k: dict(v) for k, v in subject.config.proposer_options.items()},

@@ -85,6 +85,7 @@ def _device(name: str) -> torch.device:
             raise SurefootError("device", "there is no usable NVIDIA GPU here", "use cpu")
         if (device.index or 0) >= count:
             raise SurefootError("device", f"{name!r} is not one of {count} GPUs")
+        device = torch.device("cuda", device.index or 0)
     return device
 
 
@@ -94,7 +95,7 @@ def _gpu_backend(config: EngineConfig, device: torch.device) -> Backend:
         option = "backend" if config.backend == "native" else "weights"
         raise SurefootError(option, "native kernels run on a CPU only", "use --device cpu")
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(device.index or 0)
     if config.backend == "torch":
         return TorchBackend(device, dtype)
     try:

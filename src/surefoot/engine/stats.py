@@ -39,6 +39,8 @@ class EngineStats:
     ``prefix_hits`` count tokens of admitted requests."""
 
     rounds: int = 0
+    replays: int = 0
+    """Of the rounds, those that were launched ahead: recorded ones, on a GPU."""
     rows: int = 0
     draft_rows: int = 0
     preemptions: int = 0
@@ -72,6 +74,7 @@ class EngineStats:
         """A round of so many rows whose cost is ``seconds``, ``plain`` without its drafts."""
         drafts = sum(item.drafted for item in drafting)
         self.rounds += 1
+        self.replays += 1
         self.rows += rows
         self.draft_rows += drafts
         if drafts:

@@ -1,0 +1,33 @@
+"""Devices by name, on a machine that only seems to have GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from surefoot.config import EngineConfig
+from surefoot.engine.build import choose_backend
+from surefoot.errors import SurefootError
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Two GPUs; keeps what is passed to the driver."""
+    found: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", found.append, raising=False)
+    return found
+
+
+@pytest.mark.parametrize(("name", "index"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)])
+def test_a_gpu_by_its_name(name: str, index: int, chosen: list[int]) -> None:
+    backend = choose_backend(EngineConfig(device=name, backend="torch"))
+    assert backend.device.type == "cuda" and chosen == [index]
+
+
+@pytest.mark.parametrize("name", ["cuda:2", "mps", "gpu"])
+def test_devices_that_are_not_there(name: str, chosen: list[int]) -> None:
+    with pytest.raises(SurefootError, match="device"):
+        choose_backend(EngineConfig(device=name))
+    assert chosen == []

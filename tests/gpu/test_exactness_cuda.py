@@ -1,0 +1,59 @@
+"""Law 1 on the device, in float32: recorded rounds, rounds that the host plans, and plain decoding
+alone give the same text. The scenarios are those of tests/cpu/test_exactness.py."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from device_engines import device_decoder, device_engine, plain_texts, register_twins
+from hypothesis import HealthCheck, Phase, given, settings
+
+import test_exactness as cpu
+from harness import Job, run_jobs
+
+pytestmark = pytest.mark.gpu
+ON_DEVICE = False
+SCENARIOS = 16
+seen = {"recorded": 0, "planned": 0, "drafted": 0, "accepted": 0}
+
+
+def check(scenario: tuple[list[Job], dict[str, Any]]) -> None:
+    """Recorded, and planned by the host."""
+    work, options = scenario
+    decoder = device_decoder()
+    expected = plain_texts(decoder, work)
+    if options["proposers"]:
+        texts = tuple((*request.prompt, *request.output) for request in expected)
+        options = {**options, "proposer_options": {"oracle": {"texts": texts}}}
+    for way in ({}, {"enforce_eager": True}):
+        started = time.perf_counter()
+        engine = device_engine(decoder, **{**options, **way})
+        for job, want, got in zip(work, expected, run_jobs(engine, work), strict=True):
+            cpu.compare("torch", job, want, got)
+            seen["drafted"] += got.stats.drafted
+            seen["accepted"] += got.stats.accepted
+        print(round(time.perf_counter() - started, 1), "s", options)
+        seen["recorded"] += engine.stats.replays
+        seen["planned"] += engine.stats.rounds - engine.stats.replays
+
+
+def test_any_scenario_gives_the_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    register_twins(monkeypatch)
+    quick = settings(
+        max_examples=SCENARIOS,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    quick(given(cpu.scenarios())(check))()
+    print(seen, cpu.tokens_compared, "tokens,", len(cpu.ties), "ties", *cpu.ties, sep="\n")
+    assert len(cpu.ties) <= max(1, cpu.tokens_compared / 10_000)
+    assert seen["recorded"] > 100 and seen["planned"] > 100
+    assert seen["drafted"] > seen["accepted"] > 50
