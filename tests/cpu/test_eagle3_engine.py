@@ -299,7 +299,7 @@ def test_any_scenario_gives_the_plain_text_native(scenario: Any, kind: str, tree
     check("native", scenario, kind, tree)
 
 
-@some(24)
+@some(14)
 @given(scenarios(), st.sampled_from(["random", "skilled"]))
 def test_any_scenario_gives_the_plain_text_with_trees_launched_ahead(
     scenario: Any, kind: str

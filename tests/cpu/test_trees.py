@@ -234,7 +234,7 @@ def test_any_scenario_gives_the_plain_text_native(scenario: Any, seed: int) -> N
     check("native", scenario, seed)
 
 
-@some(40)
+@some(25)
 @given(scenarios(), st.integers(0, 99))
 def test_any_scenario_gives_the_plain_text_launched_ahead(scenario: Any, seed: int) -> None:
     work, options = scenario

@@ -120,7 +120,7 @@ def test_rows_and_paths_and_what_is_settled(case: Any) -> None:
             assert torch.equal(getattr(want, name), getattr(found, name)), name
         same(want.batch, found.batch)
         accepted += int(paths.lengths.sum())
-    assert accepted > 2 or not any(drafts)
+    assert accepted or not any(drafts)
 
 
 @pytest.mark.parametrize("width", [1, 7, 20])

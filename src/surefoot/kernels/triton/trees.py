@@ -32,7 +32,7 @@ def ancestors_kernel(
     up = tl.load(parents_ptr + tree * (width - 1) + node - 1, mask=inside, other=-1) + 1
     masks = tl.full([WIDTH], 1, tl.int64) << node
     depth = inside.to(tl.int64)
-    for _ in tl.static_range(JUMPS):
+    for _ in range(JUMPS):
         masks = masks | at(masks, up, WIDTH)
         depth = depth + at(depth, up, WIDTH)
         up = at(up, up, WIDTH)
