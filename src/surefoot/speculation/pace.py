@@ -69,19 +69,22 @@ class Pace:
     def saw(self, chances: torch.Tensor, steps: int) -> None:
         """A report's offers: float32 [B, K], each draft's chance that it and all before it are
         accepted, of which a drafter made ``steps``."""
-        if steps == 0:
+        offered = chances[:, :steps] > 0
+        count = int(offered[:, :1].sum())
+        if not count:
             return
-        whole = chances[chances[:, steps - 1] > 0, :steps]
-        if not len(whole):
-            return
-        before = 1.0
-        for depth, mean in enumerate(whole.mean(dim=0).tolist()):
+        for depth in range(steps):
+            own = chances[offered[:, depth], : depth + 1]
+            if not len(own):
+                break
+            before = float(own[:, depth - 1].sum()) if depth else len(own)
             self._reports[depth] += 1
             weight = max(_NEWS, 1 / self._reports[depth])
-            self.chances[depth] += weight * (mean / before - self.chances[depth])
-            before = max(mean, 1e-9)
+            self.chances[depth] += weight * (
+                float(own[:, depth].sum()) / before - self.chances[depth]
+            )
         self._tried_rounds += 1
-        self._tried_offers += len(whole)
+        self._tried_offers += count
 
     def expected(self, chances: torch.Tensor, steps: int) -> torch.Tensor:
         """float32 [B, steps]: those of a report, cut or continued to so many steps."""
