@@ -52,7 +52,6 @@ def test_drafters_draft_as_far_as_rows_hold_or_as_far_as_they_can() -> None:
     assert base == Size(4, 4, Features(), (0,), 0) and graphs.plain(3, Features(), ()).steps is None
     assert graphs.holding(replace(base, steps=2), 20) == replace(base, steps=2, rows=12)
     assert len(graphs.table(base, 3)) == 1 and len(graphs.table(replace(base, steps=1), 3)) == 5
-    assert {size.steps for size in graphs.sizes(base)} == {0, 1, 2, 3, 4}
 
 
 def test_a_drafter_that_sleeps_offers_nothing() -> None:

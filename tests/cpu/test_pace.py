@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 
-from harness import make_engine, tiny_decoder
+from harness import tiny_decoder
 from surefoot.bench import synthetic
 from surefoot.bench.sweep import Mode
+from surefoot.config import EngineConfig
 from surefoot.engine.engine import Engine
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.pace import TRIAL_ROUNDS, Pace
@@ -30,16 +31,16 @@ def seconds(spans: int, rows: int, steps: int | None) -> float:
 
 
 def engine_with(rates: list[float], spans: int) -> Engine:
-    engine = make_engine(
-        tiny_decoder(), True, proposers=("eagle3=dummy",), max_draft_tokens=WIDTH,
-        max_num_seqs=spans, kv_blocks=50 * spans, max_num_batched_tokens=256,
+    config = EngineConfig(
+        proposers=("eagle3=dummy",), max_draft_tokens=WIDTH, max_num_seqs=spans, block_size=4,
+        kv_blocks=50 * spans, calibration_seconds=0.02,
     )  # fmt: skip
+    engine = Engine(tiny_decoder(), config, True, lambda replay: synthetic.accept(replay, rates))
     assert engine.pipeline is not None
     graphs = engine.pipeline.graphs
     graphs.costs = {
         (spans, rows, steps): seconds(spans, rows, steps) for rows, steps in graphs.variants(spans)
     }
-    synthetic.accept(engine, rates, [spans])
     return engine
 
 

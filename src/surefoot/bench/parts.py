@@ -16,9 +16,10 @@ ROUNDS = 16
 GROUPS = {
     "attention": r"^attention_kernel|^combine_kernel|flash|fmha",
     "norm and rope": r"^rms_norm_kernel|^rope_kv_kernel|^silu_mul_kernel",
-    "sampling": r"argmax|^narrow_kernel|^limit_kernel|^draw_kernel|^penalties_kernel"
+    "sampling": r"argmax|^narrow_kernel|^limit_kernel|^draw(_part|_final)?_kernel|^penalties_kernel"
     r"|^bias_and_ends_kernel|softmax",
-    "control": r"^(split|learn|keep|lay_out|span_table|verdict|lookup|move)_kernel",
+    "control": r"^(split|learn|keep|lay_out|span_table|verdict|lookup|move)_kernel"
+    r"|^(ancestors|node_rows|walk|settle)_kernel",
     "drafter": r"^(entry_inputs|live_rows|shift|replace|(partial|final)_likeliest)_kernel",
     "products": r"^rows_kernel|^reduce_kernel|^qkv_kernel|gemm|gemv|nvjet|cutlass|splitk|xmma",
 }

@@ -46,10 +46,23 @@ class Subject:
             if options.get("weights") == "native":
                 raise SurefootError("weights", "native blocks come from GGUF files only", "drop it")
         if self.rates:
+            for name in ("proposers", "proposer_options"):
+                if name in options and not self.drafter:
+                    raise SurefootError(
+                        name,
+                        "does not go with --synthetic-acceptance, which drafts itself",
+                        "drop one of them, or name one drafter with its path",
+                    )
             if options.get("enforce_eager"):
                 raise SurefootError(
                     "synthetic_acceptance", "needs recorded rounds", "drop --enforce-eager"
                 )
+
+    @property
+    def drafter(self) -> bool:
+        """Whether a drafter does all its work, however its drafts are then accepted."""
+        proposers = tuple(self.options.get("proposers") or ())
+        return len(proposers) == 1 and "=" in proposers[0]
 
     @property
     def on_gpu(self) -> bool:
@@ -68,7 +81,7 @@ def sweep_config(subject: Subject, most: int, longest: int, drafts: int) -> Engi
     }
     at_once = GPU_BATCHED_TOKENS if subject.on_gpu else EngineConfig.max_num_batched_tokens
     options["max_num_batched_tokens"] = max(at_once, options["max_num_seqs"])
-    if subject.rates and "proposers" not in options:
+    if subject.rates and not subject.drafter:
         options["proposers"] = (synthetic.NAME,)
         options["proposer_options"] = {synthetic.NAME: {"length": len(subject.rates)}}
     return EngineConfig.from_dict(options)
@@ -100,7 +113,7 @@ def build_subject(
 
 
 def _acceptance(rates: Sequence[float]) -> Callable[[ReplayRound], Override]:
-    return lambda replay: synthetic.SyntheticAcceptance(replay, [rates])
+    return lambda replay: synthetic.accept(replay, rates)
 
 
 def _measure_called_rounds(engine: Engine, context: int) -> None:

@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-from surefoot.engine.engine import Engine
 from surefoot.kernels.rounds import RoundLayout, RoundSpans
-from surefoot.sampling.params import Features
 from surefoot.speculation import registry
 from surefoot.speculation.layout import RoundPlan
 from surefoot.speculation.proposer import Drafts, Needs, Proposer
@@ -104,17 +102,11 @@ class SyntheticAcceptance:
         return torch.where(right, draft, (draft + 1 + sampled % 7) % self.state.vocab_size)
 
 
-def accept(engine: Engine, rates: Sequence[float], batches: Sequence[int]) -> None:
-    """From now on drafts are accepted at these unconditional rates, for greedy requests; records
-    what batches of these sizes need. ValueError for an engine without recorded rounds."""
-    pipeline = engine.pipeline
-    if pipeline is None:
-        raise ValueError("synthetic acceptance needs recorded rounds")
-    graphs = pipeline.graphs
-    graphs.forget()
-    acceptance = SyntheticAcceptance(pipeline.replay, [rates])
-    pipeline.replay.override = acceptance
-    sample = engine.round.sample
+def accept(replay: ReplayRound, rates: Sequence[float]) -> SyntheticAcceptance:
+    """What makes a new engine accept drafts at these unconditional rates, for greedy requests: its
+    ``override``."""
+    acceptance, round_ = SyntheticAcceptance(replay, [rates]), replay.round
+    sample = round_.sample
 
     def sample_so(plan: RoundPlan, layout: RoundLayout, *rest: Any) -> Any:
         sampled, logprobs = sample(plan, layout, *rest)
@@ -123,11 +115,8 @@ def accept(engine: Engine, rates: Sequence[float], batches: Sequence[int]) -> No
         return sampled, logprobs
 
     # While some prompts are not finished the host plans; nobody should learn from noise then.
-    setattr(engine.round, "sample", sample_so)  # noqa: B010
-    proposers = tuple(range(len(engine.proposers)))
-    for count in batches:
-        graphs.record(graphs.plain(count, Features(), proposers))
-        graphs.record(graphs.plain(count, Features(), ()))
+    setattr(round_, "sample", sample_so)  # noqa: B010
+    return acceptance
 
 
 def register() -> None:

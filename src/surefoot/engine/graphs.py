@@ -36,7 +36,9 @@ class RoundGraphs:
 
     def depths(self, spans: int) -> list[int]:
         """How far drafters may draft in rounds of so many spans, rising: as far as some number of
-        rows holds it all, or as far as they can."""
+        rows holds it all, or as far as they can (where there are trees, only that)."""
+        if any(self.replay.controller.trees):
+            return [self.longest]
         whole = (rows // spans - 1 for rows in self.rows(spans) if rows % spans == 0)
         return sorted({steps for steps in whole if 0 < steps < self.longest} | {self.longest})
 
@@ -113,20 +115,6 @@ class RoundGraphs:
     def forget(self) -> None:
         """Record every round anew: what it does has changed."""
 
-    def record(self, base: Size) -> None:
-        """Record everything that rounds of ``base``'s spans, kind and proposers may need."""
-        for size in self.sizes(base):
-            self.prepare(size)
-
-    def prepare(self, size: Size) -> None:
-        """Make sure that a round of this size can be launched at once."""
-
-    def sizes(self, base: Size) -> list[Size]:
-        """Every recorded round of ``base``'s spans, kind and proposers."""
-        if not base.proposers:
-            return [base]
-        return [replace(base, rows=r, steps=steps) for r, steps in self.variants(base.spans)]
-
     def measure(self, blocks: int) -> None:
         """Fill ``costs``; ``blocks``: those of the KV pool. Here: guesses of a device on which rows
         are nearly free."""
@@ -176,9 +164,6 @@ class CudaRoundGraphs(RoundGraphs):
         torch.cuda.synchronize()
         self.graphs.clear()
 
-    def prepare(self, size: Size) -> None:
-        self.graph(size)
-
     def graph(self, size: Size) -> torch.cuda.CUDAGraph:
         """The recorded round of a size, recorded now if need be."""
         params = self.replay.state.params
@@ -211,16 +196,17 @@ class CudaRoundGraphs(RoundGraphs):
     def measure(self, blocks: int) -> None:
         """Record greedy rounds of every size with all proposers, and time them at a middling
         context, every draft verified. The engine must be idle; it is as before afterwards."""
-        replay = self.replay
-        proposers = tuple(range(len(replay.controller.names))) if self.width else ()
-        with rehearsal(replay, blocks, context=1024) as seat:
+        proposers = tuple(range(len(self.replay.controller.names))) if self.width else ()
+        with rehearsal(self.replay, blocks, context=1024) as seat:
             for spans in self.spans:
                 for rows, steps in self.variants(spans):
-                    graph = self.graph(Size(spans, rows, Features(), proposers, steps))
-                    self.costs[spans, rows, steps] = self.time(graph, lambda: seat(spans))
+                    size = Size(spans, rows, Features(), proposers, steps)
+                    seconds = self.time(self.graph(size), lambda: seat(spans))  # noqa: B023
+                    self.costs[spans, rows, steps] = seconds
 
-    def time(self, graph: torch.cuda.CUDAGraph, prepare: Callable[[], None]) -> float:
-        """Seconds of a recorded round, the least of a few; ``prepare`` comes before each."""
+    @staticmethod
+    def time(graph: torch.cuda.CUDAGraph, prepare: Callable[[], None]) -> float:
+        """Seconds of a recorded round: the fastest of a few, each after ``prepare``."""
         times = []
         for _ in range(4):
             prepare()

@@ -100,9 +100,11 @@ class ReplayRound:
         state.length[self.idle_slot] = 1
         needs = [proposer.needs() for proposer in round_.proposers]
         self.drafters = {
-            index: need.longest_draft for index, need in enumerate(needs) if need.captured_layers
+            index: width if need.trees else need.longest_draft
+            for index, need in enumerate(needs)
+            if need.captured_layers
         }
-        """Longest drafts of the proposers whose drafting costs a network's time, by index."""
+        """Most drafts of the proposers whose drafting costs a network's time, by index."""
         nothing = torch.zeros((spans, 1), dtype=torch.int64, device=device)
         self.nothing = Drafts(nothing, nothing[:, 0].clone(), nothing.float())
         control = round_.decoder.backend.control
@@ -256,7 +258,9 @@ class ReplayRound:
         """Proposer ``index``'s offers for ``slots`` [B]."""
         if size.steps == 0 and index in self.drafters:
             rows, none = slice(0, len(slots)), self.nothing
-            return Drafts(none.tokens[rows], none.lengths[rows], none.confidence[rows])
+            tokens, trees = none.tokens[rows], self.controller.trees[index]
+            parents = tokens - 1 if trees else None
+            return Drafts(tokens, none.lengths[rows], none.confidence[rows], parents)
         proposer = self.round.proposers[index]
         steps = size.steps if index in self.drafters else None
         proposer.expect(Outlook(size.kind, self.max_keys, steps or self.state.max_drafts))
