@@ -13,9 +13,11 @@ import tree_proposers  # noqa: F401 - registers
 from eagle3_engines import folder, target
 from harness import Job, make_engine, on_torch_alone, run_alone, run_jobs
 from surefoot.engine.engine import Engine
+from surefoot.kernels.rounds import RoundSpans, lay_out_spans
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.proposer import Drafts
 from surefoot.speculation.replay import Size
+from surefoot.speculation.trees import Trees, ancestors, lay_out_trees, node_rows
 from test_eagle3_engine import crowd
 from test_round import EVERY_OPTION, Watch
 from test_trees import greedy_trees
@@ -143,6 +145,25 @@ def test_paths_anywhere_in_the_tree_change_nothing(params: dict[str, Any]) -> No
         assert got.output == want.output
         accepted += got.stats.accepted
     assert accepted > 60
+
+
+def test_rows_of_padding_repeat_the_last() -> None:
+    """Whatever their place, their positions are some row's: never before the text."""
+    history, computed = torch.arange(40).expand(4, 40), torch.tensor([0, 3, 1, 0])
+    tables = torch.zeros((4, 10), dtype=torch.int32)
+    parents = torch.tensor([[-1, -1, -1], [-1, 0, -1], [-1, 0, 1], [-1, 0, 1]])
+    trees = Trees(parents, parents, *ancestors(parents))
+    for drafts in ([3, 2, 0, 0], [0, 3, 1, 0], [0, 0, 0, 0]):
+        known = torch.tensor([1, 1, int(drafts[2] > 0), 0])
+        spans = RoundSpans(torch.arange(4), known, torch.tensor(drafts), known)
+        layout = lay_out_spans(spans, history, computed, tables, 16, 16, 40, 4)
+        rows = node_rows(layout, trees)
+        used = int((known + spans.drafts).sum())
+        assert used == int((layout.batch.row_slot >= 0).sum())
+        positions = lay_out_trees(layout, rows).batch.positions
+        for values in (rows.owner, rows.offset, rows.depth, positions):
+            assert (values[used:] == values[used - 1]).all()
+        assert (rows.owner[:used] == layout.batch.row_slot[:used]).all()
 
 
 # --- memory -------------------------------------------------------------------------------------

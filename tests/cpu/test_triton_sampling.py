@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import triton_interpreter  # isort: skip
 import triton.language as tl
 
 from surefoot.kernels.triton.argmax import BLOCK, partial_argmax_kernel, parts_of
+from surefoot.kernels.triton.draws import DrawSeam
 from surefoot.kernels.triton.filters import find_limits
 from surefoot.kernels.triton.launch import jit
 from surefoot.kernels.triton.noise import gumbel, noise_words
@@ -221,3 +224,14 @@ def test_borders_are_those_of_sorting(ties: bool) -> None:
         distance = (before[differs] - params.top_p[row].double()).abs()
         assert (distance < 1e-5).all(), f"row {row}: {kinds[row]}"
         assert differs.sum() <= 2 or ties
+
+
+def test_a_table_that_was_outgrown_is_kept() -> None:
+    """Recorded rounds go on with the memory that they were recorded with."""
+    seam = DrawSeam(DEVICE)
+    first = weakref.ref(seam._table(3, VOCAB))
+    places = {rows: seam._table(rows, VOCAB).data_ptr() for rows in (3, 4, 2, 5, 40, 33)}
+    gc.collect()
+    assert first() is not None
+    assert places[3] == places[4] == places[2] and places[40] == places[33]
+    assert len({places[3], places[5], places[40]}) == 3

@@ -18,11 +18,13 @@ GROUPS = {
     "norm and rope": r"^rms_norm_kernel|^rope_kv_kernel|^silu_mul_kernel",
     "sampling": r"argmax|^narrow_kernel|^limit_kernel|^draw_kernel|^penalties_kernel"
     r"|^bias_and_ends_kernel|softmax",
-    "control": r"^(split|learn|keep|lay_out|span_table|verdict|lookup)_kernel",
+    "control": r"^(split|learn|keep|lay_out|span_table|verdict|lookup|move)_kernel",
+    "drafter": r"^(entry_inputs|live_rows|shift|replace|(partial|final)_likeliest)_kernel",
     "products": r"^rows_kernel|^reduce_kernel|^qkv_kernel|gemm|gemv|nvjet|cutlass|splitk|xmma",
 }
 """Regular expressions on kernels' names, the first that is found counts. ``products`` include the
-sums, norms and rotations that are fused with them, and the head; what matches none is ``other``."""
+sums, norms and rotations that are fused with them, the head, and a drafter's products; ``drafter``
+is what only drafting needs; what matches none is ``other``."""
 
 
 def group_of(kernel: str) -> str:
@@ -37,8 +39,8 @@ def round_parts(
     engine: Engine, concurrency: int, mode: Mode, load: Load, rounds: int = ROUNDS
 ) -> dict[str, float]:
     """Milliseconds of a round by part, over a few rounds in which all requests decode; empty if
-    the requests end before. On a GPU these are times of kernels on the device: those that overlap
-    count in full, and the gaps between them nowhere."""
+    the requests end before. On a GPU these are times on the device (``attribute``); profiling makes
+    rounds a little longer."""
     on_gpu = engine.decoder.backend.device.type == "cuda"
     measure = _by_kernel if on_gpu else _by_call
     with drafting(engine, mode) as wish:
@@ -68,12 +70,32 @@ def _by_kernel(engine: Engine, run: Callable[[], None]) -> dict[str, float]:
 
     device = engine.decoder.backend.device
     torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         run()
         torch.cuda.synchronize(device)
-    parts = dict.fromkeys((*GROUPS, "other"), 0.0)
-    for row in profiler.key_averages():
-        parts[group_of(row.key)] += row.self_device_time_total / 1000
+    return attribute(
+        [
+            (event.name, event.time_range.start / 1000, event.time_range.end / 1000)
+            for event in profiler.events() or ()
+            if event.device_type.name == "CUDA"
+        ]
+    )
+
+
+def attribute(kernels: Sequence[tuple[str, float, float]]) -> dict[str, float]:
+    """Split the time from the first start to the last end over groups: (kernel, start, end), in any
+    unit. Of kernels that overlap, the later one counts from the end of those before it: it has
+    waited for them."""
+    parts = dict.fromkeys((*GROUPS, "other", "idle"), 0.0)
+    ordered = sorted(kernels, key=lambda kernel: kernel[1])
+    reached = ordered[0][1] if ordered else 0.0
+    for name, start, end in ordered:
+        if start > reached:
+            parts["idle"] += start - reached
+            reached = start
+        if end > reached:
+            parts[group_of(name)] += end - reached
+            reached = end
     return parts
 
 

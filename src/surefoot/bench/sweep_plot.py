@@ -30,7 +30,7 @@ def check_plot(path: Path) -> None:
 def plot(path: Path, title: str, points: Sequence[Point]) -> None:
     """Decoding speed against concurrency, one line a mode; a band from lowest to highest."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import ScalarFormatter
+    from matplotlib.ticker import StrMethodFormatter
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
@@ -47,7 +47,7 @@ def plot(path: Path, title: str, points: Sequence[Point]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(ScalarFormatter())
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.set_xlabel("requests at once")
     axes.set_ylabel("tokens a second, all decoding")
     axes.set_title(title)

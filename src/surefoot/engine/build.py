@@ -85,6 +85,7 @@ def _device(name: str) -> torch.device:
             raise SurefootError("device", "there is no usable NVIDIA GPU here", "use cpu")
         if (device.index or 0) >= count:
             raise SurefootError("device", f"{name!r} is not one of {count} GPUs")
+        device = torch.device("cuda", device.index or 0)
     return device
 
 

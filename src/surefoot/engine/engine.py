@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from surefoot.config import EngineConfig
 from surefoot.engine.calibration import measure_cost
+from surefoot.engine.forwards import PaddedForward, RecordedForward
 from surefoot.engine.graphs import CudaRoundGraphs, RoundGraphs
 from surefoot.engine.memory import Allocations, MemoryPlan, plan_memory
 from surefoot.engine.pipeline import IN_FLIGHT, Pipeline
@@ -111,10 +114,28 @@ class Engine:
         )
         self.runner = Runner(self.state, self.round, self.controller, self.kv)
         self.stats = EngineStats()
+        before = self._taken.reserved()
+        if ahead:
+            self.round.padded_forward = self._pad_forward(on_gpu, max_rows)
         if self.proposers and config.draft_policy == "auto":
             self.controller.cost = measure_cost(self, max_rows, config.calibration_seconds)
             self.scheduler.chunk_rows = self._chunk_rows
         self.pipeline = self._build_pipeline(on_gpu, override) if ahead else None
+        self._count_recorded(before)
+
+    def _pad_forward(self, on_gpu: bool, most: int) -> PaddedForward:
+        parts = self.decoder, self.round.kv, self.round.capture, self.state, most
+        if not on_gpu:
+            return PaddedForward(*parts)
+        forward = RecordedForward(*parts, pool=torch.cuda.graph_pool_handle())
+        if self._prepares:
+            forward.record_all()
+        return forward
+
+    @property
+    def _prepares(self) -> bool:
+        """Whether rounds are recorded and timed at the start, or when first needed."""
+        return self.config.draft_policy == "auto" or self.config.calibration_seconds > 0
 
     def _build_pipeline(
         self, on_gpu: bool, override: Callable[[ReplayRound], Override] | None
@@ -124,17 +145,23 @@ class Engine:
         if override is not None:
             replay.override = override(replay)
         graphs = (CudaRoundGraphs if on_gpu else RoundGraphs)(replay, spans)
-        before = self._taken.reserved()
-        if self.config.draft_policy == "auto" or self.config.calibration_seconds:
+        if self._prepares:
             graphs.measure(self.kv_blocks)
-        if self.memory is not None and isinstance(graphs, CudaRoundGraphs):
-            self.memory = replace(
-                self.memory,
-                recorded_rounds=len(graphs.graphs),
-                recorded_bytes=self._taken.reserved() - before,
-                recording_seconds=graphs.capture_seconds,
-            )
         return Pipeline(replay, graphs, self.controller, self.kv, self.state)
+
+    def _count_recorded(self, before: int) -> None:
+        """Enter in the memory plan what was recorded since so many bytes were reserved."""
+        forward = self.round.padded_forward
+        graphs = None if self.pipeline is None else self.pipeline.graphs
+        if self.memory is None or not isinstance(graphs, CudaRoundGraphs):
+            return
+        assert isinstance(forward, RecordedForward)
+        self.memory = replace(
+            self.memory,
+            recorded_rounds=len(graphs.graphs) + len(forward.graphs),
+            recorded_bytes=self._taken.reserved() - before,
+            recording_seconds=graphs.capture_seconds + forward.capture_seconds,
+        )
 
     def _chunk_rows(self, decoding: int) -> int:
         """Prefill rows that make a round at most ``LONGEST_STALL`` times as long as a plain one,

@@ -16,6 +16,8 @@ from surefoot.speculation.proposer import Needs
 OTHER = 256 << 20
 """Compiled kernels, what recorded rounds hold outside torch's pools, and what the allocator cannot
 fill."""
+SMALL = 64 << 20
+"""Parts below are not worth a line."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class MemoryPlan:
     rounds: int
     """Activations, logits and sampler scratch of the largest round that the host plans."""
     recorded: int
-    """The same again for recorded rounds, which share one pool. Some are recorded later, when first
-    needed."""
+    """Twice that for recorded rounds, which share one pool: before it is recorded, each runs once
+    on a stream of its own, with memory of that stream. Some are recorded when first needed."""
     other: int
     kv: int
     """Up to here left for the KV pools (drafters' included), then what they take."""
@@ -57,13 +59,12 @@ class MemoryPlan:
             "rounds": "activations and sampling of the largest round",
             "recorded": f"reserved; {self.recorded_rounds} rounds recorded in "
             f"{self.recording_seconds:.1f} s hold {self.recorded_bytes / 2**20:.0f} MiB",
-            "kv": f"{self.kv_tokens} tokens of at most {self.full_contexts} "
-            "(max_num_seqs x max_model_len)",
+            "kv": f"{self.kv_tokens} tokens; max_num_seqs x max_model_len are {self.full_contexts}",
         }
         return [
             f"{part:<10}{size / 2**30:8.2f} GiB  {notes.get(part, '')}".rstrip()
             for part, size in self.bytes_by_part().items()
-            if size or part in ("total", "weights", "kv")
+            if size >= SMALL or part == "kv"
         ]
 
     def summary(self) -> str:
@@ -71,7 +72,7 @@ class MemoryPlan:
         parts = [
             f"{part} {size / 2**30:.1f}"
             for part, size in self.bytes_by_part().items()
-            if part != "total" and size >= 1 << 26
+            if part != "total" and size >= SMALL
         ]
         line = f"GiB of {self.total / 2**30:.1f}: {', '.join(parts)}"
         if self.recorded_rounds:
@@ -142,7 +143,7 @@ def divide(
     """The plan for a device of ``total`` bytes of which this process may have ``ours``."""
     # Weights of drafters are loaded by now, their scratch is not.
     drafters = max(taken["drafters"], sum(need.fixed_bytes for need in needs))
-    recorded = 0 if config.enforce_eager else rounds
+    recorded = 0 if config.enforce_eager else 2 * rounds
     usable = min(int(total * config.gpu_memory_utilization), ours)
     known = {
         "weights": taken["weights"],

@@ -137,7 +137,7 @@ class ReplayRound:
         )  # fmt: skip
         grown = self._grow(slots, size, layout)
         if grown is not None:
-            layout = lay_out_trees(layout, *grown)
+            layout = lay_out_trees(layout, grown[0])
         forward = round_.decoder.forward(layout.batch, round_.kv, round_.capture)
         sampled = self._sample(layout, forward.hidden, size.kind, grown)
         if self.override is not None:

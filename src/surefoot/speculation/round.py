@@ -7,15 +7,16 @@ that a GPU can capture it. The host plans (which requests, how many rows) and re
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.draws import TokenMasks
 from surefoot.kernels.rounds import RoundLayout
-from surefoot.models.decoder import Decoder
+from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.sampling.acceptance import accept_chain, cut_at_end
 from surefoot.sampling.logprobs import RowLogprobs, row_logprobs
 from surefoot.sampling.params import Features
@@ -95,6 +96,8 @@ class SpeculativeRound:
         self.state = state
         self.proposers = list(proposers)
         self.controller = controller
+        self.padded_forward: Callable[[FlatBatch], ForwardResult] | None = None
+        """Stands in for ``decoder.forward`` where batches are padded to few sizes."""
         # What every round would otherwise ask again: who keeps state, and which layers it reads.
         layers = [proposer.needs().captured_layers for proposer in proposers]
         self.capture = sorted({layer for own in layers for layer in own})
@@ -115,8 +118,8 @@ class SpeculativeRound:
         if choice is not None and choice.parents is not None:
             trees = plant(plan, choice.tokens, choice.parents)
             grown = node_rows(layout, trees, plan.first_decoding), trees
-            layout = lay_out_trees(layout, *grown)
-        forward = self.decoder.forward(layout.batch, self.kv, self.capture)
+            layout = lay_out_trees(layout, grown[0])
+        forward = self.forward(layout.batch)
         sampled, logprobs = self.sample(plan, layout, forward.hidden, wanted, grown)
         if grown is None:
             tokens, accepted, counts, ends = self.judge(plan, layout, choice, sampled)
@@ -143,6 +146,12 @@ class SpeculativeRound:
             first_sample=layout.first_sample,
             prompt_logprobs=self.score_prompt(layout, forward.hidden, wanted),
         )
+
+    def forward(self, batch: FlatBatch) -> ForwardResult:
+        """The target's, with the layers that proposers read."""
+        if self.padded_forward is not None:
+            return self.padded_forward(batch)
+        return self.decoder.forward(batch, self.kv, self.capture)
 
     def sample(
         self,

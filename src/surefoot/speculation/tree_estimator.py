@@ -6,6 +6,8 @@ Chances are kept by confidence (the node's, given its parent) and depth.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from surefoot.speculation.estimator import (
@@ -18,7 +20,7 @@ from surefoot.speculation.estimator import (
 )
 from surefoot.speculation.proposer import Drafts
 from surefoot.speculation.state import SlotState
-from surefoot.speculation.trees import ancestors
+from surefoot.speculation.trees import ancestors, compiled
 
 
 class TreeEstimator(AcceptanceEstimator):
@@ -46,6 +48,19 @@ class TreeEstimator(AcceptanceEstimator):
         self.watch_reference(slots, drafts)
 
     def learn(self, slots: torch.Tensor) -> None:
+        if (kernels := compiled(slots)) is None:
+            self.learn_reference(slots)
+            return
+        watched = (
+            self.watched, self.watched_bins, self.watched_length, self.watched_start,
+            self.watched_masks, self.watched_depths,
+        )  # fmt: skip
+        history, length = self.state.history, self.state.length
+        tables = self.hits, self.trials, math.log2(SLOT_DECAY)
+        self._spread(*kernels.learn(slots, history, length, watched, *tables))
+
+    def learn_reference(self, slots: torch.Tensor) -> None:
+        """``learn`` in plain torch, on any device."""
         state, index = self.state, self._index
         start, length = self.watched_start[slots], self.watched_length[slots]
         masks, depths = self.watched_masks[slots], self.watched_depths[slots]
@@ -76,7 +91,10 @@ class TreeEstimator(AcceptanceEstimator):
         decay = SLOT_DECAY**trials
         self.trials[slots] = self.trials[slots] * decay + trials
         self.hits[slots] = self.hits[slots] * decay + hits
-        new_trials, new_hits = trials.sum(dim=0), hits.sum(dim=0)
+        self._spread(hits.sum(dim=0), trials.sum(dim=0))
+
+    def _spread(self, new_hits: torch.Tensor, new_trials: torch.Tensor) -> None:
+        """What all requests together have taught, float32 [BINS, K] each."""
         forget = GLOBAL_DECAY**new_trials
         # In place: a recorded round reads and writes these very tensors.
         self.all_trials.mul_(forget).add_(new_trials)

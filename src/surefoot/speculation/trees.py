@@ -3,13 +3,14 @@
 A span's row 0 is the current token (the root), row j + 1 its draft j; parents come first. Keys lie
 in the order of the rows, RoPE positions count depth. Once the round knows which path was accepted,
 the path's keys move together behind the root, and the span looks as if a chain had been verified.
-All of it is tensor operations; a chain is the tree whose parents count up.
+All of it is tensor operations; a chain is the tree whose parents count up. On an NVIDIA GPU, where
+each operation would be a launch, ``kernels.triton.trees`` does the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -57,13 +58,21 @@ class NodeRows:
     """int64 [N]: its row of the span."""
     depth: torch.Tensor
     """int64 [N]: positions behind the span's first; the offset where there is no tree."""
+    positions: torch.Tensor
+    """int64 [N]: for RoPE."""
+    masks: torch.Tensor
+    """int64 [N]: as in ``FlatBatch.mask``."""
     first_decoding: int
     """Spans before this one are prefill chunks."""
 
-    @property
-    def decoding(self) -> torch.Tensor:
-        """bool [N]: the row is of a tree, and not of a prefill chunk."""
-        return self.owner >= self.first_decoding
+
+def compiled(tensor: torch.Tensor) -> Any:
+    """The compiled twins, where there are any."""
+    if not tensor.is_cuda:
+        return None
+    from surefoot.kernels.triton import trees
+
+    return trees
 
 
 def chain_parents(batch: int, width: int, device: torch.device) -> torch.Tensor:
@@ -73,6 +82,8 @@ def chain_parents(batch: int, width: int, device: torch.device) -> torch.Tensor:
 
 def ancestors(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Masks and depths, int64 [B, K + 1] each as in ``Trees``, of parents int64 [B, K]."""
+    if (kernels := compiled(parents)) is not None:
+        return kernels.ancestors(parents)
     up = torch.cat((torch.zeros_like(parents[:, :1]), parents + 1), dim=1)
     width = up.shape[1]
     bits = torch.arange(width, device=parents.device)
@@ -96,25 +107,29 @@ def plant(plan: RoundPlan, tokens: torch.Tensor, parents: torch.Tensor) -> Trees
 def node_rows(layout: RoundLayout, trees: Trees, first_decoding: int = 0) -> NodeRows:
     """Where a layout's rows belong; spans before ``first_decoding`` are prefill chunks. Rows of
     padding repeat the last."""
-    batch, last = layout.batch, trees.masks.shape[1] - 1
+    batch, first = layout.batch, layout.first_row
+    kernels, spans = compiled(batch.tokens), batch.spans
+    if kernels is not None and spans is not None:
+        parts = first, spans.rows, batch.positions, trees.masks, trees.depths, first_decoding
+        owner, offset, depth, positions, masks = kernels.node_rows(*parts)
+        return NodeRows(owner, offset, depth, positions, masks, first_decoding)
     used = (batch.row_slot >= 0).sum()
-    index = torch.arange(batch.tokens.shape[0], device=layout.first_row.device)
+    index = torch.arange(batch.tokens.shape[0], device=first.device)
     index = torch.minimum(index, used - 1).clamp(min=0)
-    owner = (torch.searchsorted(layout.first_row, index, right=True) - 1).clamp(min=0)
-    offset = index - layout.first_row[owner]
-    depth = trees.depths[owner, offset.clamp(max=last)]
-    depth = torch.where(owner >= first_decoding, depth, offset)
-    return NodeRows(owner, offset, depth, first_decoding)
+    owner = (torch.searchsorted(first, index, right=True) - 1).clamp(min=0)
+    offset = index - first[owner]
+    inside, decoding = (owner, offset.clamp(max=trees.masks.shape[1] - 1)), owner >= first_decoding
+    depth = torch.where(decoding, trees.depths[inside], offset)
+    masks = torch.where(decoding, trees.masks[inside], CAUSAL)
+    positions = batch.positions - offset + depth
+    return NodeRows(owner, offset, depth, positions, masks, first_decoding)
 
 
-def lay_out_trees(layout: RoundLayout, rows: NodeRows, trees: Trees) -> RoundLayout:
+def lay_out_trees(layout: RoundLayout, rows: NodeRows) -> RoundLayout:
     """A layout of chains with its drafts arranged as trees: positions, masks, and the positions of
     what is sampled. Rows of prefill chunks stay causal."""
-    batch = layout.batch
-    positions = batch.positions - rows.offset + rows.depth
-    masks = trees.masks[rows.owner, rows.offset.clamp(max=trees.masks.shape[1] - 1)]
-    batch = replace(batch, positions=positions, mask=torch.where(rows.decoding, masks, CAUSAL))
-    sampled = positions[layout.sample_index] + 1
+    batch = replace(layout.batch, positions=rows.positions, mask=rows.masks)
+    sampled = rows.positions[layout.sample_index] + 1
     return replace(layout, batch=batch, sample_positions=sampled)
 
 
@@ -141,6 +156,10 @@ def walk(
     """What was accepted, and the tokens along it: int64 [B, K + 1], valid up to the target's own
     behind the path. ``sampled`` int64 [M], of which each span's begin at ``first_sample`` [B];
     ``drafts`` int64 [B]: drafts verified."""
+    if (kernels := compiled(sampled)) is not None:
+        parts = trees.tokens, trees.parents, trees.masks, trees.depths
+        lengths, rows, tokens = kernels.walk(*parts, sampled, first_sample, drafts)
+        return Paths(lengths, rows), tokens
     steps = torch.arange(trees.masks.shape[1], device=sampled.device)
     index = (first_sample.unsqueeze(1) + steps).clamp(max=len(sampled) - 1)
     by_row = sampled[index]
@@ -201,11 +220,19 @@ def settle(
 ) -> Commits:
     """A round's commits as proposers see them: the rows of the accepted paths under the keys that
     they have now, all other drafts as padding, and which row comes before each."""
-    owner, offset, depth, decoding = rows.owner, rows.offset, rows.depth, rows.decoding
+    owner, offset, depth = rows.owner, rows.offset, rows.depth
+    batch = commits.batch
+    if (kernels := compiled(owner)) is not None:
+        keys, slots, before, last = kernels.settle(
+            (owner, offset, depth), trees.parents, (paths.lengths, paths.rows), layout.first_row,
+            commits.counts, batch.key_index, batch.row_slot, rows.first_decoding,
+        )  # fmt: skip
+        batch = replace(batch, key_index=keys, row_slot=slots, mask=None)
+        return replace(commits, batch=batch, before=before, last=last)
+    decoding = owner >= rows.first_decoding
     deepest = paths.rows.shape[1] - 1
     on_path = paths.rows[owner, depth.clamp(max=deepest)] == offset
     on_path = on_path & (depth <= paths.lengths[owner])
-    batch = commits.batch
     batch = replace(
         batch,
         key_index=batch.key_index - offset + depth,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from surefoot.kernels.draws import Adjustments, Draws
+from surefoot.kernels.triton.launch import next_power_of_2
 from surefoot.kernels.triton.penalties import apply_bias_and_ends, apply_penalties
 from surefoot.kernels.triton.sampling import Sampler
 
@@ -19,11 +20,13 @@ class _EveryFilter:
 
 
 class DrawSeam:
-    """Holds the scratch table of the penalties, made when first needed and grown with the rows."""
+    """Holds the scratch table of the penalties, made when first needed and grown with the rows.
+    Tables that were outgrown are kept: a recorded round goes on with the one it was recorded with.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._scratch: torch.Tensor | None = None
+        self._tables: list[torch.Tensor] = []
 
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         """float32 logits [M, vocab] -> tokens int64 [M]."""
@@ -51,6 +54,8 @@ class DrawSeam:
         return logits
 
     def _table(self, rows: int, vocab: int) -> torch.Tensor:
-        if self._scratch is None or self._scratch.shape[0] < rows:
-            self._scratch = torch.zeros((rows, vocab), dtype=torch.int32, device=self.device)
-        return self._scratch
+        if not self._tables or self._tables[-1].shape[0] < rows:
+            # By powers of two, so that all together take at most twice the largest.
+            shape = next_power_of_2(rows), vocab
+            self._tables.append(torch.zeros(shape, dtype=torch.int32, device=self.device))
+        return self._tables[-1]

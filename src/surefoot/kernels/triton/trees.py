@@ -1,0 +1,285 @@
+"""Trees of drafts in a round: masks, rows, the accepted path, what is settled.
+
+Twins: the functions of the same names in ``speculation.trees``, and ``TreeEstimator.learn``. A tree
+has at most 64 nodes, its root included, so that everything about one fits one program, and
+"the row that is my parent" is a comparison of all with all.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
+
+TILE = 16
+
+
+@jit
+def at(values, index, width: tl.constexpr):
+    """values [WIDTH] at ``index`` [n]."""
+    chosen = index[:, None] == tl.arange(0, width)[None, :]
+    return tl.sum(tl.where(chosen, values[None, :], 0), axis=1)
+
+
+@jit
+def ancestors_kernel(
+    parents_ptr, mask_ptr, depth_ptr, width, JUMPS: tl.constexpr, WIDTH: tl.constexpr
+):
+    tree = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, WIDTH)
+    inside = (node > 0) & (node < width)
+    up = tl.load(parents_ptr + tree * (width - 1) + node - 1, mask=inside, other=-1) + 1
+    masks = tl.full([WIDTH], 1, tl.int64) << node
+    depth = inside.to(tl.int64)
+    for _ in tl.static_range(JUMPS):
+        masks = masks | at(masks, up, WIDTH)
+        depth = depth + at(depth, up, WIDTH)
+        up = at(up, up, WIDTH)
+    tl.store(mask_ptr + tree * width + node, masks, mask=node < width)
+    tl.store(depth_ptr + tree * width + node, depth, mask=node < width)
+
+
+def ancestors(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``parents`` int64 [B, K] -> masks and depths, int64 [B, K + 1] each."""
+    batch, width = parents.shape[0], parents.shape[1] + 1
+    masks, depths = (parents.new_empty((batch, width)) for _ in range(2))
+    ancestors_kernel[(batch,)](
+        parents.contiguous(), masks, depths, width, (width - 1).bit_length(),
+        next_power_of_2(width), num_warps=4,
+    )  # fmt: skip
+    return masks, depths
+
+
+@jit
+def node_rows_kernel(
+    first_row_ptr, span_rows_ptr, spans, position_ptr, tree_mask_ptr, tree_depth_ptr, width,
+    owner_ptr, offset_ptr, depth_ptr, new_position_ptr, mask_ptr, rows, first_decoding,
+    SPANS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    entry = tl.arange(0, SPANS)
+    first = tl.load(first_row_ptr + entry, mask=entry < spans, other=rows)
+    count = tl.load(span_rows_ptr + entry, mask=entry < spans, other=0)
+    used = tl.sum(count, axis=0)
+    index = tl.maximum(tl.minimum(row, used - 1), 0)
+    owner = tl.sum((first[None, :] <= index[:, None]).to(tl.int64), axis=1) - 1
+    owner = tl.maximum(tl.minimum(owner, spans - 1), 0)
+    offset = index - at(first, owner, SPANS)
+    place = owner * width + tl.minimum(offset, width - 1)
+    decoding = owner >= first_decoding
+    depth = tl.where(decoding, tl.load(tree_depth_ptr + place), offset)
+    inside = row < rows
+    position = tl.load(position_ptr + row, mask=inside, other=0)
+    tl.store(owner_ptr + row, owner, mask=inside)
+    tl.store(offset_ptr + row, offset, mask=inside)
+    tl.store(depth_ptr + row, depth, mask=inside)
+    tl.store(new_position_ptr + row, position - offset + depth, mask=inside)
+    mask = tl.where(decoding, tl.load(tree_mask_ptr + place), -1)
+    tl.store(mask_ptr + row, mask, mask=inside)
+
+
+def node_rows(
+    first_row: torch.Tensor,
+    span_rows: torch.Tensor,
+    positions: torch.Tensor,
+    masks: torch.Tensor,
+    depths: torch.Tensor,
+    first_decoding: int,
+) -> tuple[torch.Tensor, ...]:
+    """``first_row`` and ``span_rows`` int64 [B], ``positions`` int64 [N] of chains, ``masks`` and
+    ``depths`` int64 [B, K + 1] -> (owner, offset, depth, position, mask), int64 [N] each."""
+    rows, spans = positions.shape[0], first_row.shape[0]
+    out = tuple(positions.new_empty(rows) for _ in range(5))
+    node_rows_kernel[(cdiv(rows, TILE),)](
+        first_row, span_rows, spans, positions, masks, depths, masks.shape[1],
+        *out, rows, first_decoding, next_power_of_2(spans), TILE, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@jit
+def walk_kernel(
+    token_ptr, parent_ptr, tree_mask_ptr, tree_depth_ptr, width,
+    sampled_ptr, sampled_rows, first_sample_ptr, drafts_ptr,
+    length_ptr, path_ptr, path_token_ptr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    span = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, WIDTH)
+    inside, draft = node < width, (node > 0) & (node < width)
+    first = tl.load(first_sample_ptr + span)
+    parent = tl.load(parent_ptr + span * (width - 1) + node - 1, mask=draft, other=-1) + 1
+    token = tl.load(token_ptr + span * (width - 1) + node - 1, mask=draft, other=-1)
+    above = tl.load(sampled_ptr + tl.minimum(first + parent, sampled_rows - 1))
+    own = tl.load(sampled_ptr + tl.minimum(first + node, sampled_rows - 1))
+    masks = tl.load(tree_mask_ptr + span * width + node, mask=inside, other=-1)
+    depth = tl.load(tree_depth_ptr + span * width + node, mask=inside, other=-1)
+    right = draft & (node <= tl.load(drafts_ptr + span)) & (above == token)
+    bit = tl.full([WIDTH], 1, tl.int64) << node
+    bits = tl.sum(tl.where(right, bit, 0), axis=0) | 1
+    reached = inside & ((masks & ~bits) == 0)
+    # The deepest, and of equally deep ones the first.
+    last = (
+        WIDTH - 1 - tl.max(tl.where(reached, depth * WIDTH + WIDTH - 1 - node, -1), axis=0) % WIDTH
+    )
+    path = tl.sum(tl.where(node == last, masks, 0), axis=0)
+    length = tl.sum(tl.where(node == last, depth, 0), axis=0)
+    on_path = inside & ((path & bit) != 0)
+    place = span * width
+    tl.store(length_ptr + span, length)
+    tl.store(path_ptr + place + depth, node.to(tl.int64), mask=on_path)
+    tl.store(path_token_ptr + place + depth, own, mask=on_path)
+    beyond = inside & (node > length)
+    tl.store(path_ptr + place + node, tl.zeros([WIDTH], tl.int64), mask=beyond)
+    tl.store(path_token_ptr + place + node, tl.zeros([WIDTH], tl.int64), mask=beyond)
+
+
+def walk(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    masks: torch.Tensor,
+    depths: torch.Tensor,
+    sampled: torch.Tensor,
+    first_sample: torch.Tensor,
+    drafts: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Trees as in ``speculation.trees.Trees``; ``sampled`` int64 [M], ``first_sample`` and
+    ``drafts`` int64 [B] -> (lengths [B], rows [B, K + 1], tokens [B, K + 1])."""
+    batch, width = masks.shape
+    lengths, rows = drafts.new_empty(batch), masks.new_empty((batch, width))
+    out = torch.empty_like(rows)
+    walk_kernel[(batch,)](
+        tokens.contiguous(), parents.contiguous(), masks, depths, width,
+        sampled, sampled.shape[0], first_sample, drafts, lengths, rows, out,
+        next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
+    return lengths, rows, out
+
+
+@jit
+def settle_kernel(
+    owner_ptr, offset_ptr, depth_ptr, parent_ptr, path_ptr, length_ptr, width,
+    first_row_ptr, count_ptr, key_index_ptr, row_slot_ptr, rows, spans, first_decoding,
+    new_key_ptr, new_slot_ptr, before_ptr, last_ptr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Programs: tiles of rows, then tiles of spans."""
+    tile, row_tiles = tl.program_id(0), tl.cdiv(rows, TILE)
+    if tile < row_tiles:
+        row = tile * TILE + tl.arange(0, TILE)
+        inside = row < rows
+        owner = tl.load(owner_ptr + row, mask=inside, other=0)
+        offset = tl.load(offset_ptr + row, mask=inside, other=0)
+        depth = tl.load(depth_ptr + row, mask=inside, other=0)
+        decoding = owner >= first_decoding
+        on_path = tl.load(path_ptr + owner * width + tl.minimum(depth, width - 1)) == offset
+        on_path = on_path & (depth <= tl.load(length_ptr + owner))
+        slot = tl.load(row_slot_ptr + row, mask=inside, other=-1)
+        key = tl.load(key_index_ptr + row, mask=inside, other=0)
+        draft = tl.minimum(tl.maximum(offset, 1), width - 1) - 1
+        parent = tl.load(parent_ptr + owner * (width - 1) + draft)
+        parent = tl.where(decoding, parent, offset - 2)
+        before = tl.where(offset > 0, tl.load(first_row_ptr + owner) + parent + 1, -1)
+        tl.store(new_key_ptr + row, key - offset + depth, mask=inside)
+        tl.store(new_slot_ptr + row, tl.where(on_path | ~decoding, slot, -1), mask=inside)
+        tl.store(before_ptr + row, before, mask=inside)
+    else:
+        span = (tile - row_tiles) * TILE + tl.arange(0, TILE)
+        inside = span < spans
+        tail = tl.maximum(tl.load(count_ptr + span, mask=inside, other=0) - 1, 0)
+        place = span * width + tl.minimum(tail, width - 1)
+        end = tl.load(path_ptr + place, mask=inside, other=0)
+        end = tl.where(span >= first_decoding, end, tail)
+        first = tl.load(first_row_ptr + span, mask=inside, other=0)
+        tl.store(last_ptr + span, first + end, mask=inside)
+
+
+def settle(
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    parents: torch.Tensor,
+    path: tuple[torch.Tensor, torch.Tensor],
+    first_row: torch.Tensor,
+    counts: torch.Tensor,
+    key_index: torch.Tensor,
+    row_slot: torch.Tensor,
+    first_decoding: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``rows``: owner, offset and depth int64 [N]; ``path``: lengths [B] and rows [B, K + 1];
+    ``counts`` int64 [B]: positions settled -> (key index, slot, row before), int64 [N] each, and
+    the last settled row int64 [B]."""
+    total, spans = key_index.shape[0], first_row.shape[0]
+    out = [torch.empty_like(key_index) for _ in range(3)]
+    last = torch.empty_like(first_row)
+    settle_kernel[(cdiv(total, TILE) + cdiv(spans, TILE),)](
+        *rows, parents.contiguous(), path[1].contiguous(), path[0], path[1].shape[1],
+        first_row, counts, key_index, row_slot, total, spans, first_decoding,
+        *out, last, TILE, num_warps=1,
+    )  # fmt: skip
+    return out[0], out[1], out[2], last
+
+
+@jit
+def learn_kernel(
+    slots_ptr, history_ptr, history_stride, length_ptr,
+    watched_ptr, bins_ptr, watched_length_ptr, start_ptr, mask_ptr, depth_ptr,
+    hits_ptr, trials_ptr, news_ptr, cells, width, decay_log2, WIDTH: tl.constexpr,
+):  # fmt: skip
+    slot = tl.load(slots_ptr + tl.program_id(0))
+    offered = tl.load(watched_length_ptr + slot)
+    if offered == 0:
+        return
+    node = tl.arange(0, WIDTH)
+    inside = node < offered
+    place = slot * width + node
+    masks = tl.load(mask_ptr + place, mask=inside, other=-1)
+    depth = tl.load(depth_ptr + place, mask=inside, other=1)
+    start = tl.load(start_ptr + slot)
+    known = tl.load(length_ptr + slot) - start
+    text = history_ptr + slot * history_stride + start + depth - 1
+    token = tl.load(watched_ptr + place, mask=inside, other=-1)
+    here = inside & (depth <= known)
+    right = here & (tl.load(text, mask=here, other=-2) == token)
+    own = tl.full([WIDTH], 1, tl.int64) << node
+    bits = tl.sum(tl.where(right, own, 0), axis=0)
+    reached = tl.max(tl.where(inside & ((masks & ~bits) == 0), depth, 0), axis=0)
+    deepest = tl.max(tl.where(inside, depth, 0), axis=0)
+    if (known <= reached) & (reached < deepest):
+        return
+    tried = here & ((masks & ~own & ~bits) == 0)
+    cell = tl.load(bins_ptr + place, mask=inside, other=0) * width + depth - 1
+    # Nodes of one cell are added up by the first of them.
+    same = (cell[:, None] == cell[None, :]) & tried[None, :] & tried[:, None]
+    trials = tl.sum(same.to(tl.float32), axis=1)
+    hits = tl.sum((same & right[None, :]).to(tl.float32), axis=1)
+    earlier = tl.sum((same & (node[None, :] < node[:, None])).to(tl.int32), axis=1)
+    counts = tried & (earlier == 0)
+    forget = tl.exp2(trials * decay_log2)
+    table = slot * cells + cell
+    before = tl.load(trials_ptr + table, mask=counts, other=0.0)
+    tl.store(trials_ptr + table, before * forget + trials, mask=counts)
+    before = tl.load(hits_ptr + table, mask=counts, other=0.0)
+    tl.store(hits_ptr + table, before * forget + hits, mask=counts)
+    tl.atomic_add(news_ptr + cell, trials, mask=counts, sem="relaxed")
+    tl.atomic_add(news_ptr + cells + cell, hits, mask=counts, sem="relaxed")
+    tl.store(watched_length_ptr + slot, 0)
+
+
+def learn(
+    slots: torch.Tensor,
+    history: torch.Tensor,
+    length: torch.Tensor,
+    watched: tuple[torch.Tensor, ...],
+    hits: torch.Tensor,
+    trials: torch.Tensor,
+    decay_log2: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``watched``: tokens, bins int64 [slots, K], lengths, starts int64 [slots], masks and depths
+    int64 [slots, K] of the offers in view; ``hits`` and ``trials`` float32 [slots, bins, K], which
+    it updates. Returns what is new of both, added up over all slots: float32 [bins, K] each. Whole
+    numbers add up to the same in any order."""
+    bins, width = hits.shape[1:]
+    news = hits.new_zeros((2, bins, width))
+    learn_kernel[(slots.shape[0],)](
+        slots, history, history.stride(0), length, *watched, hits, trials, news, bins * width,
+        width, decay_log2, next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
+    return news[1], news[0]
