@@ -94,11 +94,11 @@ def test_an_embedding_that_repeats_the_targets_is_not_kept(
     tensors = random_tensors(Flags())
     tensors["embed_tokens.weight"] = random_weights(decoder.config)["model.embed_tokens.weight"]
     random_checkpoint(tmp_path, Flags(), tensors)
-    assert Eagle3Drafter(open_checkpoint(str(tmp_path)), decoder).table is decoder.table
+    assert Eagle3Drafter(open_checkpoint(str(tmp_path)), decoder).entry.table is decoder.table
     tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"].clone()
     tensors["embed_tokens.weight"][47, 31] += 1
     random_checkpoint(tmp_path, Flags(), tensors)
-    assert Eagle3Drafter(open_checkpoint(str(tmp_path)), decoder).table is not decoder.table
+    assert Eagle3Drafter(open_checkpoint(str(tmp_path)), decoder).entry.table is not decoder.table
 
 
 @pytest.mark.parametrize(

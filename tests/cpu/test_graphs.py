@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -30,10 +32,45 @@ def test_a_larger_round_is_taken_where_it_costs_less(graphs: RoundGraphs) -> Non
     base = graphs.plain(4, Features(), (0,))
     rows = graphs.rows(4)
     assert rows == [4, 5, 6, 8, 12, 16]
-    graphs.costs = {(4, r): cost for r, cost in zip(rows, (1, 2, 5, 5, 3, 4), strict=True)}
+    graphs.costs = {(4, r, None): cost for r, cost in zip(rows, (1, 2, 5, 5, 3, 4), strict=True)}
     assert [graphs.holding(base, r).rows for r in (4, 5, 6, 8, 13)] == [4, 5, 12, 12, 16]
     # 3 requests: no drafts fit the 4 rows of a plain round but one; 9 drafts are all there are.
     assert graphs.table(base, 3).tolist() == [1, 1, 2, 3, 3, 3, 3, 3, 3, 3]
+
+
+def test_drafters_draft_as_far_as_rows_hold_or_as_far_as_they_can() -> None:
+    engine = make_engine(
+        tiny_decoder(), True, max_num_seqs=4, max_draft_tokens=4, proposers=("eagle3=dummy",)
+    )
+    assert engine.pipeline is not None
+    graphs = engine.pipeline.graphs
+    assert graphs.longest == 4 and graphs.depths(4) == [1, 2, 3, 4]
+    assert set(graphs.variants(4)) == {
+        (4, 0), (4, 4), (5, 4), (6, 4), (8, 4), (12, 4), (16, 4), (20, 4), (8, 1), (12, 2), (16, 3),
+    }  # fmt: skip
+    base = graphs.plain(3, Features(), (0,))
+    assert base == Size(4, 4, Features(), (0,), 0) and graphs.plain(3, Features(), ()).steps is None
+    assert graphs.holding(replace(base, steps=2), 20) == replace(base, steps=2, rows=12)
+    assert len(graphs.table(base, 3)) == 1 and len(graphs.table(replace(base, steps=1), 3)) == 5
+    assert {size.steps for size in graphs.sizes(base)} == {0, 1, 2, 3, 4}
+
+
+def test_a_drafter_that_sleeps_offers_nothing() -> None:
+    """And what it offered before is forgotten."""
+    engine = make_engine(
+        tiny_decoder(), True, max_num_seqs=2, max_draft_tokens=3, proposers=("eagle3=dummy",)
+    )
+    assert engine.pipeline is not None
+    replay, state = engine.pipeline.replay, engine.state
+    for slot in (0, 1):
+        engine.controller.admit(slot, "auto", None)
+    replay.enter([0, 1])
+    replay.seat([0, 1])
+    state.length[:2], state.computed[:2], state.limit[:2] = 5, 4, 40
+    for steps in (2, 0, 3):
+        engine.pipeline.graphs.launch(Size(2, 2, GREEDY, (0,), steps))
+        assert replay.lengths[:2].tolist() == [steps] * 2
+        assert replay.report[:2, 5].tolist() == [steps] * 2
 
 
 def test_blocks_that_change_in_the_middle_reach_the_device() -> None:

@@ -202,6 +202,23 @@ def test_layers_in_one_go_are_the_same_layers(rows: int) -> None:
         close(kept[index], each[index])
 
 
+@pytest.mark.parametrize("rows", [3, 6])
+def test_a_layer_and_its_head_are_those_apart(rows: int) -> None:
+    """For a drafter, whose attention reads something else than the residual stream."""
+    runner = TypedRunner(DENSE["fp32 odd, bias, norms"], TritonBackend(DEVICE, torch.float32))
+    backend, rope = runner.backend, runner.layout.rope()
+    batch, x = runner.batch(chain(0, 0, rows), {}), torch.randn(rows, 33)
+    inputs, norm = torch.randn(rows, 33), torch.rand(33)
+    head = backend.pack_linear([torch.randn(90, 33)])
+    results = []
+    for way in (backend, super(TritonBackend, backend)):
+        kv = runner.kv[0].clone()
+        rest = runner.weights, x.clone(), batch, kv, rope, inputs, norm, head
+        results.append((*way.layer_and_head(*rest), kv))
+    for left, right in zip(*results, strict=True):
+        close(left, right)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_one_kernel_projects_rotates_and_writes(bias: bool, dtype: torch.dtype) -> None:

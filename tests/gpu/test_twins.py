@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from test_triton_control import (  # noqa: F401
     test_rows_go_to_the_most_likely_drafts,  # The other one builds engines: test_engine_cuda.
 )
+from test_triton_drafting import *  # noqa: F403
 from test_triton_kernels import *  # noqa: F403
 from test_triton_sampling import *  # noqa: F403
 from test_triton_slots import *  # noqa: F403

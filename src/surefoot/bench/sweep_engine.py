@@ -46,13 +46,6 @@ class Subject:
             if options.get("weights") == "native":
                 raise SurefootError("weights", "native blocks come from GGUF files only", "drop it")
         if self.rates:
-            for name in ("proposers", "proposer_options"):
-                if name in options:
-                    raise SurefootError(
-                        name,
-                        "does not go with --synthetic-acceptance, which drafts itself",
-                        "drop one of them",
-                    )
             if options.get("enforce_eager"):
                 raise SurefootError(
                     "synthetic_acceptance", "needs recorded rounds", "drop --enforce-eager"
@@ -75,7 +68,7 @@ def sweep_config(subject: Subject, most: int, longest: int, drafts: int) -> Engi
     }
     at_once = GPU_BATCHED_TOKENS if subject.on_gpu else EngineConfig.max_num_batched_tokens
     options["max_num_batched_tokens"] = max(at_once, options["max_num_seqs"])
-    if subject.rates:
+    if subject.rates and "proposers" not in options:
         options["proposers"] = (synthetic.NAME,)
         options["proposer_options"] = {synthetic.NAME: {"length": len(subject.rates)}}
     return EngineConfig.from_dict(options)
@@ -119,14 +112,14 @@ def _measure_called_rounds(engine: Engine, context: int) -> None:
     proposers = tuple(range(len(engine.proposers)))
     with rehearsal(replay, engine.kv_blocks, context) as seat:
         for spans in graphs.spans:
-            for rows in graphs.rows(spans):
+            for rows, steps in graphs.variants(spans):
                 times = []
                 for _ in range(3):
                     seat(spans)
                     begun = time.perf_counter()
-                    replay(Size(spans, rows, Features(), proposers))
+                    replay(Size(spans, rows, Features(), proposers, steps))
                     times.append(time.perf_counter() - begun)
-                graphs.costs[spans, rows] = min(times)
+                graphs.costs[spans, rows, steps] = min(times)
 
 
 def tokenize(options: Mapping[str, Any], prompts: Sequence[BenchPrompt]) -> list[list[int]]:

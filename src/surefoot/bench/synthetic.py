@@ -1,19 +1,24 @@
 """Synthetic acceptance: drafts that are right at given rates, whatever the model.
 
-For measurements of speed on random weights. A proposer offers full drafts; what the target samples
-is replaced by the draft or by another token, so that draft j is accepted with the unconditional
-rate of its place. The texts mean nothing.
+For measurements of speed on random weights. What the target samples is replaced by the draft or by
+another token, so that draft j is accepted with the unconditional rate of its place. The drafts are
+those of any proposer of chains, which does all its work, or of one here, which has none. The texts
+mean nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from surefoot.engine.engine import Engine
 from surefoot.kernels.rounds import RoundLayout, RoundSpans
+from surefoot.sampling.params import Features
 from surefoot.speculation import registry
+from surefoot.speculation.layout import RoundPlan
 from surefoot.speculation.proposer import Drafts, Needs, Proposer
 from surefoot.speculation.replay import ReplayRound
 from surefoot.speculation.state import SlotState
@@ -57,7 +62,8 @@ def draft_at(slots: torch.Tensor, positions: torch.Tensor, state: SlotState) -> 
 
 
 class SyntheticAcceptance:
-    """Replaces sampled tokens: ``rates[slot]`` are the unconditional rates of drafts 1, 2, …"""
+    """Replaces sampled tokens by the drafts on offer, whoever made them (chains), or by others:
+    ``rates[slot]`` are the unconditional rates of drafts 1, 2, …"""
 
     def __init__(self, replay: ReplayRound, rates: Sequence[Sequence[float]]) -> None:
         state = replay.state
@@ -71,17 +77,57 @@ class SyntheticAcceptance:
                 table[slot, place] = rate / before if before > 0 else 0.0
                 before = rate
         self.conditional = table.to(state.device)
+        controller = replay.controller
+        alone = len(controller.names) == 1
+        # One proposer's offers are known to rounds that the host plans, too.
+        self.tokens = controller.tokens[0] if alone else replay.tokens
+        self.lengths = controller.lengths[0] if alone else replay.lengths
 
     def __call__(
-        self, spans: RoundSpans, layout: RoundLayout, sampled: torch.Tensor
+        self, spans: RoundSpans | None, layout: RoundLayout, sampled: torch.Tensor
     ) -> torch.Tensor:
         """int64 [M] -> int64 [M]."""
         slots, positions = layout.sample_slots, layout.sample_positions
+        if self.state.device.type == "cuda":
+            from surefoot.kernels.triton.acceptance import replace_sampled
+
+            return replace_sampled(
+                slots, positions, sampled, self.state.length, self.conditional,
+                self.tokens, self.lengths, self.state.vocab_size,
+            )  # fmt: skip
         place = (positions - self.state.length[slots]).clamp(0, self.state.max_drafts)
-        draft = draft_at(slots, positions, self.state)
+        offered = self.tokens[slots, place.clamp(max=self.state.max_drafts - 1)]
+        other = draft_at(slots, positions, self.state)
+        draft = torch.where(place < self.lengths[slots], offered, other)
         coin = _hash(slots, positions, 2).float() / 2**31
         right = coin < self.conditional[slots, place]
         return torch.where(right, draft, (draft + 1 + sampled % 7) % self.state.vocab_size)
+
+
+def accept(engine: Engine, rates: Sequence[float], batches: Sequence[int]) -> None:
+    """From now on drafts are accepted at these unconditional rates, for greedy requests; records
+    what batches of these sizes need. ValueError for an engine without recorded rounds."""
+    pipeline = engine.pipeline
+    if pipeline is None:
+        raise ValueError("synthetic acceptance needs recorded rounds")
+    graphs = pipeline.graphs
+    graphs.forget()
+    acceptance = SyntheticAcceptance(pipeline.replay, [rates])
+    pipeline.replay.override = acceptance
+    sample = engine.round.sample
+
+    def sample_so(plan: RoundPlan, layout: RoundLayout, *rest: Any) -> Any:
+        sampled, logprobs = sample(plan, layout, *rest)
+        if plan.sampled_rows:
+            sampled = acceptance(None, layout, sampled)
+        return sampled, logprobs
+
+    # While some prompts are not finished the host plans; nobody should learn from noise then.
+    setattr(engine.round, "sample", sample_so)  # noqa: B010
+    proposers = tuple(range(len(engine.proposers)))
+    for count in batches:
+        graphs.record(graphs.plain(count, Features(), proposers))
+        graphs.record(graphs.plain(count, Features(), ()))
 
 
 def register() -> None:

@@ -361,12 +361,13 @@ class Engine:
             return None
         size = pipeline.flights[0].size
         landed = pipeline.land()
-        costs = pipeline.graphs.costs
+        graphs = pipeline.graphs
+        plain = replace(size, rows=size.spans, steps=size.steps and 0)
         self.stats.count_replay(
             size.rows,
             [progress.drafting for progress, _ in landed],
-            costs.get((size.spans, size.spans), 0.0),
-            costs.get((size.spans, size.rows), 0.0),
+            graphs.seconds(plain),
+            graphs.seconds(size),
         )
         offered = self.runner.offered
         for progress, end in landed:

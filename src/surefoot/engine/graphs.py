@@ -21,14 +21,52 @@ class RoundGraphs:
         self.replay = replay
         self.spans = _powers(spans)
         self.width = replay.state.max_drafts
-        self.costs: dict[tuple[int, int], float] = {}
-        """Seconds by (spans, rows), measured."""
-        self._tables_by: dict[tuple[int, int], torch.Tensor] = {}
+        self.longest = min(self.width, max(replay.drafters.values(), default=0))
+        """Most steps that a drafter drafts; 0 where there is none."""
+        self.costs: dict[tuple[int, int, int | None], float] = {}
+        """Seconds by (spans, rows, steps), measured."""
+        self._variants: dict[int, list[tuple[int, int | None]]] = {}
+        self._tables_by: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
     def plain(self, requests: int, kind: Features, proposers: tuple[int, ...]) -> Size:
-        """The smallest round that holds so many requests without drafts."""
+        """The smallest round that holds so many requests, without drafts and drafting."""
         spans = next(spans for spans in self.spans if spans >= requests)
-        return Size(spans, spans, kind, proposers)
+        steps = 0 if any(index in self.replay.drafters for index in proposers) else None
+        return Size(spans, spans, kind, proposers, steps)
+
+    def depths(self, spans: int) -> list[int]:
+        """How far drafters may draft in rounds of so many spans, rising: as far as some number of
+        rows holds it all, or as far as they can."""
+        whole = (rows // spans - 1 for rows in self.rows(spans) if rows % spans == 0)
+        return sorted({steps for steps in whole if 0 < steps < self.longest} | {self.longest})
+
+    def variants(self, spans: int) -> list[tuple[int, int | None]]:
+        """(rows, steps) of the rounds that are recorded. Drafters draft as far as they can
+        whatever the rows; less far only where the rows hold just that, for every request."""
+        known = self._variants.get(spans)
+        if known is None:
+            known = self._variants[spans] = self._work_out_variants(spans)
+        return known
+
+    def _work_out_variants(self, spans: int) -> list[tuple[int, int | None]]:
+        rows = self.rows(spans)
+        if not self.longest:
+            return [(count, None) for count in rows]
+        others = len(self.replay.controller.names) > len(self.replay.drafters)
+        found: set[tuple[int, int | None]] = {
+            (count, 0) for count in (rows if others else (spans,))
+        }
+        found |= {(count, self.longest) for count in rows}
+        found |= {(spans * (1 + steps), steps) for steps in self.depths(spans)}
+        return sorted(found, key=lambda variant: (variant[0], variant[1] or 0))
+
+    def rows_for(self, spans: int, steps: int | None) -> list[int]:
+        """The recorded numbers of rows with so many steps."""
+        return [rows for rows, own in self.variants(spans) if own == steps]
+
+    def seconds(self, size: Size) -> float:
+        """What a round takes as measured; 0 if it was not."""
+        return self.costs.get((size.spans, size.rows, size.steps), 0.0)
 
     def rows(self, spans: int) -> list[int]:
         """The numbers of rows that rounds of so many spans come in."""
@@ -38,26 +76,33 @@ class RoundGraphs:
         return sorted({rows for rows in steps if rows < most} | {spans, most})
 
     def holding(self, base: Size, rows: int) -> Size:
-        """The cheapest round of ``base``'s spans that holds so many rows; a larger one may cost
-        less, and its spare rows go to less likely drafts."""
-        enough = [r for r in self.rows(base.spans) if r >= rows]
-        return replace(base, rows=min(enough, key=lambda r: self.costs.get((base.spans, r), r)))
+        """The cheapest round of ``base``'s spans and steps that holds so many rows, or as many as
+        there are; a larger one may cost less, and its spare rows go to less likely drafts."""
+        spans, steps = base.spans, base.steps
+        recorded = self.rows_for(spans, steps) or self.rows(spans)
+        enough = [r for r in recorded if r >= rows] or recorded[-1:]
+        return replace(
+            base, rows=min(enough, key=lambda r: self.costs.get((spans, r, steps), float(r)))
+        )
 
     def table(self, base: Size, requests: int) -> torch.Tensor:
-        """float32 [n + 1]: seconds of a round of so many requests with 0 .. n drafts."""
-        known = self._tables_by.get((base.spans, requests))
+        """float32 [n + 1]: seconds of a round of so many requests with 0 .. n drafts, at the steps
+        of ``base``."""
+        key = base.spans, requests, base.steps
+        known = self._tables_by.get(key)
         if known is not None:
             return known
-        padded = self.rows(base.spans)
-        costs = [self.costs.get((base.spans, rows), 1.0) for rows in padded]
+        padded = self.rows_for(base.spans, base.steps)
+        costs = [self.costs.get((base.spans, rows, base.steps), 1.0) for rows in padded]
         for at in reversed(range(len(costs) - 1)):
             costs[at] = min(costs[at], costs[at + 1])
+        most = padded[-1] - base.spans
         table, at = [], 0
-        for rows in range(requests, requests * (1 + self.width) + 1):
+        for rows in range(requests, requests + min(most, requests * self.width) + 1):
             while padded[at] < rows:
                 at += 1
             table.append(costs[at])
-        known = self._tables_by[base.spans, requests] = torch.tensor(table)
+        known = self._tables_by[key] = torch.tensor(table)
         return known
 
     def launch(self, size: Size) -> tuple[torch.Tensor, Callable[[], None]]:
@@ -68,12 +113,26 @@ class RoundGraphs:
     def forget(self) -> None:
         """Record every round anew: what it does has changed."""
 
+    def record(self, base: Size) -> None:
+        """Record everything that rounds of ``base``'s spans, kind and proposers may need."""
+        for size in self.sizes(base):
+            self.prepare(size)
+
+    def prepare(self, size: Size) -> None:
+        """Make sure that a round of this size can be launched at once."""
+
+    def sizes(self, base: Size) -> list[Size]:
+        """Every recorded round of ``base``'s spans, kind and proposers."""
+        if not base.proposers:
+            return [base]
+        return [replace(base, rows=r, steps=steps) for r, steps in self.variants(base.spans)]
+
     def measure(self, blocks: int) -> None:
         """Fill ``costs``; ``blocks``: those of the KV pool. Here: guesses of a device on which rows
         are nearly free."""
         for spans in self.spans:
-            for rows in self.rows(spans):
-                self.costs[spans, rows] = 1.0 + 0.001 * rows
+            for rows, steps in self.variants(spans):
+                self.costs[spans, rows, steps] = 1.0 + 0.001 * rows + 0.05 * (steps or 0)
 
 
 def _nothing() -> None:
@@ -117,6 +176,9 @@ class CudaRoundGraphs(RoundGraphs):
         torch.cuda.synchronize()
         self.graphs.clear()
 
+    def prepare(self, size: Size) -> None:
+        self.graph(size)
+
     def graph(self, size: Size) -> torch.cuda.CUDAGraph:
         """The recorded round of a size, recorded now if need be."""
         params = self.replay.state.params
@@ -129,10 +191,11 @@ class CudaRoundGraphs(RoundGraphs):
             self.forget()
             self._tables = tables
         if size not in self.graphs:
-            self.graphs[size] = self._capture(size)
+            self.graphs[size] = self.capture(size)
         return self.graphs[size]
 
-    def _capture(self, size: Size) -> torch.cuda.CUDAGraph:
+    def capture(self, size: Size) -> torch.cuda.CUDAGraph:
+        """Record a round as it is now."""
         started = time.perf_counter()
         seated = self.replay.slots.clone()
         self.replay.slots.fill_(self.replay.idle_slot)
@@ -155,15 +218,19 @@ class CudaRoundGraphs(RoundGraphs):
         proposers = tuple(range(len(replay.controller.names))) if self.width else ()
         with rehearsal(replay, blocks, context=1024) as seat:
             for spans in self.spans:
-                for rows in self.rows(spans):
-                    graph = self.graph(Size(spans, rows, Features(), proposers))
-                    times = []
-                    for _ in range(4):
-                        seat(spans)
-                        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                        begin.record()
-                        graph.replay()
-                        end.record()
-                        end.synchronize()
-                        times.append(begin.elapsed_time(end) / 1000)
-                    self.costs[spans, rows] = min(times)
+                for rows, steps in self.variants(spans):
+                    graph = self.graph(Size(spans, rows, Features(), proposers, steps))
+                    self.costs[spans, rows, steps] = self.time(graph, lambda: seat(spans))
+
+    def time(self, graph: torch.cuda.CUDAGraph, prepare: Callable[[], None]) -> float:
+        """Seconds of a recorded round, the least of a few; ``prepare`` comes before each."""
+        times = []
+        for _ in range(4):
+            prepare()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1000)
+        return min(times)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,7 @@ from surefoot.kv.transaction import KVManager
 from surefoot.request import Request, Status
 from surefoot.sampling.params import Features
 from surefoot.speculation.controller import Controller, split_rows
+from surefoot.speculation.pace import Pace
 from surefoot.speculation.replay import ReplayRound, Size, kind_of
 from surefoot.speculation.state import SlotState
 
@@ -75,6 +76,9 @@ class Pipeline:
         self._seated: Company | None = None
         self._offers: tuple[Company, torch.Tensor] | None = None
         """Chances of the last report's offers, float32 [B, K]."""
+        self.pace = Pace(graphs.longest)
+        self._last: Size | None = None
+        """The last launched round's."""
 
     # --- who ----------------------------------------------------------------------------------
 
@@ -109,7 +113,7 @@ class Pipeline:
     def leave(self) -> None:
         """The host plans the next rounds itself; nothing is in flight."""
         assert not self.flights
-        self._company = self._seated = self._offers = None
+        self._company = self._seated = self._offers = self._last = None
 
     # --- launching ----------------------------------------------------------------------------
 
@@ -130,6 +134,7 @@ class Pipeline:
                 self.replay.enter(slots)
             self.replay.seat(slots)
             self._seated = company
+        self._last = size
         report, landed = self.graphs.launch(size)
         self.flights.append(Flight(size, longest, company, report, landed))
         return True
@@ -176,18 +181,48 @@ class Pipeline:
         ]
 
     def _size(self, company: Company) -> Size:
-        """The next round's: spans and rows for what the last report offers."""
-        count = len(company.requests)
-        base = self.graphs.plain(count, company.kind, company.proposers)
+        """The next round's: spans and rows for what the last report offers, and how far drafters
+        draft for the round after it."""
+        count, graphs = len(company.requests), self.graphs
+        base = graphs.plain(count, company.kind, company.proposers)
         if not company.proposers:
             return base
         if self.controller.policy == "fixed":
-            return self.graphs.holding(base, base.spans * (1 + company.most_drafts))
+            if base.steps is not None:
+                base = replace(base, steps=min(company.most_drafts, graphs.longest))
+            return graphs.holding(base, base.spans * (1 + company.most_drafts))
         offered = self._offered(company)
-        if offered is None:
-            return base
-        drafts = split_rows(offered, self.graphs.table(base, count)).sum()
-        return self.graphs.holding(base, count + int(drafts))
+        if base.steps is not None:
+            base = replace(base, steps=self._steps(company, base, offered))
+            if self.pace.on_trial and self._drafted_before:
+                return graphs.holding(base, base.spans * (1 + graphs.longest))
+            if offered is not None and self._drafters_alone(company):
+                offered = self.pace.expected(offered, self._drafted_before)
+        if offered is None or not offered.numel():
+            return graphs.holding(base, base.rows)
+        drafts = split_rows(offered, graphs.table(base, count)).sum()
+        return graphs.holding(base, count + int(drafts))
+
+    def _steps(self, company: Company, base: Size, offered: torch.Tensor | None) -> int:
+        count, graphs = len(company.requests), self.graphs
+        if self._seated is not company:
+            self.pace.meet()
+        return self.pace.next(
+            offered,
+            graphs.seconds(base) or 1.0,
+            lambda steps: graphs.table(replace(base, steps=steps), count),
+            graphs.depths(base.spans),
+        )
+
+    def _drafters_alone(self, company: Company) -> bool:
+        """Whether all offers come from drafters: then those that the next round verifies are as
+        many as the round before it was told to draft, whatever older ones were."""
+        return all(index in self.replay.drafters for index in company.proposers)
+
+    @property
+    def _drafted_before(self) -> int:
+        """Steps that the last launched round drafts."""
+        return (self._last.steps or 0) if self._last is not None else 0
 
     def _offered(self, company: Company) -> torch.Tensor | None:
         """The last report's chances, float32 [B, K]; zeros for who was not in it."""
@@ -211,7 +246,10 @@ class Pipeline:
         width, company = self.state.max_drafts, flight.company
         report = flight.report[: len(company.requests)]
         if width and company.proposers:
-            self._offers = company, report[:, 7 + width :].contiguous().view(torch.float32)
+            chances = report[:, 7 + width :].contiguous().view(torch.float32)
+            self._offers = company, chances
+            if flight.size.steps is not None:
+                self.pace.saw(chances, flight.size.steps)
         ahead = self._reaches(company)
         names, out = self.controller.names, []
         commit, far = self.kv.transaction().commit, flight.longest

@@ -66,6 +66,9 @@ class Size:
     rows: int
     kind: Features
     proposers: tuple[int, ...]
+    steps: int | None = None
+    """How many tokens drafters draft for the next round; 0: they only catch up. None: all they can.
+    Proposers without a network take no notice."""
 
 
 class ReplayRound:
@@ -95,6 +98,13 @@ class ReplayRound:
             self.parents = chain_parents(state.slots, width, device).clone()
         self.report = torch.zeros((spans, self.columns), dtype=torch.int32, device=device)
         state.length[self.idle_slot] = 1
+        needs = [proposer.needs() for proposer in round_.proposers]
+        self.drafters = {
+            index: need.longest_draft for index, need in enumerate(needs) if need.captured_layers
+        }
+        """Longest drafts of the proposers whose drafting costs a network's time, by index."""
+        nothing = torch.zeros((spans, 1), dtype=torch.int64, device=device)
+        self.nothing = Drafts(nothing, nothing[:, 0].clone(), nothing.float())
         control = round_.decoder.backend.control
         trees = self.parents is not None
         # The kernels for the book-keeping know chains only.
@@ -244,8 +254,12 @@ class ReplayRound:
 
     def propose(self, index: int, slots: torch.Tensor, size: Size) -> Drafts:
         """Proposer ``index``'s offers for ``slots`` [B]."""
+        if size.steps == 0 and index in self.drafters:
+            rows, none = slice(0, len(slots)), self.nothing
+            return Drafts(none.tokens[rows], none.lengths[rows], none.confidence[rows])
         proposer = self.round.proposers[index]
-        proposer.expect(Outlook(size.kind, self.max_keys, self.state.max_drafts))
+        steps = size.steps if index in self.drafters else None
+        proposer.expect(Outlook(size.kind, self.max_keys, steps or self.state.max_drafts))
         return proposer.propose(slots)
 
     def _keep(self, slots: torch.Tensor, choice: Choice) -> None:

@@ -21,6 +21,13 @@ from surefoot.kernels.triton import control
 from surefoot.kernels.triton.activation import silu_mul
 from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.attention import span_attention
+from surefoot.kernels.triton.drafting import (
+    draw_drafts,
+    entry_inputs,
+    likeliest,
+    live_rows,
+    shift_features,
+)
 from surefoot.kernels.triton.draws import DrawSeam
 from surefoot.kernels.triton.launch import check_device, processors, shared_memory
 from surefoot.kernels.triton.matmul import matmul, multiply
@@ -109,6 +116,11 @@ class TritonBackend(Backend):
     lay_out_spans = staticmethod(lay_out)
     judge_and_advance = staticmethod(judge_and_advance)
     control = control
+    entry_inputs = staticmethod(entry_inputs)
+    shift_features = staticmethod(shift_features)
+    live_rows = staticmethod(live_rows)
+    likeliest = staticmethod(likeliest)
+    draw_drafts = staticmethod(draw_drafts)
 
     def __init__(
         self, device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16
@@ -170,6 +182,24 @@ class TritonBackend(Backend):
             normed = inputs.to(self.dtype).contiguous()
         x, hidden = self._up_to_down(weights, x, normed, batch, kv, rope)
         return weights.down.added(hidden, x)
+
+    def layer_and_head(
+        self,
+        weights: LayerWeights,
+        x: torch.Tensor,
+        batch: FlatBatch,
+        kv: torch.Tensor,
+        rope: RopeTable,
+        inputs: torch.Tensor,
+        norm: torch.Tensor,
+        head: TritonLinear,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the base class, but the end of the layer is one kernel with the norm."""
+        x = x.to(self.dtype).contiguous()
+        normed = inputs.to(self.dtype).contiguous()
+        x, hidden = self._up_to_down(weights, x, normed, batch, kv, rope)
+        x, normed = weights.down.added_normed(hidden, x, (norm, weights.eps))
+        return x, head.wide(normed)
 
     def layers(
         self,

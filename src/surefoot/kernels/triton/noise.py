@@ -37,6 +37,23 @@ def noise_words(seed, choice, position, first, BLOCK: tl.constexpr):
 
 
 @jit
+def noise_words_at(seed, choice, position, tokens):
+    """Words uint32 of the int64 tile ``tokens``; the rest as above."""
+    quads = (tokens // 4).to(tl.uint32)
+    zero = quads * 0
+    w0, w1, w2, w3 = philox(
+        quads,
+        zero + position.to(tl.uint32),
+        zero + choice.to(tl.uint32),
+        zero,
+        zero + seed.to(tl.uint32),
+        zero + (seed >> 32).to(tl.uint32),
+    )
+    place = tokens % 4
+    return tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
+
+
+@jit
 def gumbel(words):
     """Standard Gumbel variates, fp32, from uint32 words."""
     v = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1 - 2.0**-24)

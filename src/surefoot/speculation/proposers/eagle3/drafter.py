@@ -15,6 +15,7 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import AttentionShape, FlatBatch, LayerWeights
+from surefoot.kernels.drafting import EntryWeights
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
 from surefoot.models.rope import rope_table
@@ -49,15 +50,18 @@ class Eagle3Drafter:
         self.shape = AttentionShape(
             layer.heads, layer.kv_heads, layer.head_dim, layer.head_dim**-0.5
         )
-        self.table = _embedding(tensors, target)
         self.fc = backend.pack_linear([tensors["fc.weight"]])
         self.layer = _pack_layer(tensors, self.config, target, self.shape)
 
         def norm(name: str) -> torch.Tensor:
             return backend.pack_norm(tensors[name])
 
-        self.embedding_norm = norm(f"{LAYER}input_layernorm.weight")
-        self.hidden_norm = norm(f"{LAYER}hidden_norm.weight")
+        self.entry = EntryWeights(
+            _embedding(tensors, target),
+            norm(f"{LAYER}input_layernorm.weight"),
+            norm(f"{LAYER}hidden_norm.weight"),
+            layer.norm_eps,
+        )
         self.norm = norm("norm.weight")
         self.feature_norm = norm("input_norm.weight") if self.config.norm_before_fc else None
         parts = range(self.config.captured if self.config.fc_norm else 0)
@@ -100,20 +104,34 @@ class Eagle3Drafter:
         inputs, residual = self._inputs(features, batch.tokens)
         return self.backend.layer(self.layer, residual, batch, kv, self.rope, inputs)
 
-    def rotary(self, keys: torch.Tensor) -> torch.Tensor:
-        """RoPE positions of the entries at ``keys``: those of the features. Beyond the drafter's
-        context nothing is offered, and any position does."""
-        return (keys - 1).clamp(0, self.rope.cos.shape[0] - 1)
+    def draft(
+        self, tokens: torch.Tensor, features: torch.Tensor, batch: FlatBatch, kv: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``step`` of ``tokens`` int64 [N] (not the batch's) and ``logits`` of what comes out."""
+        inputs, residual = self._inputs(features, tokens)
+        if self.config.norm_before_head:
+            backend = self.backend
+            hidden, logits = backend.layer_and_head(
+                self.layer, residual, batch, kv, self.rope, inputs, self.norm, self.head
+            )
+            return hidden, self._scaled(logits)
+        hidden = self.backend.layer(self.layer, residual, batch, kv, self.rope, inputs)
+        return hidden, self.logits(hidden)
+
+    @property
+    def last_position(self) -> int:
+        """Largest RoPE position. Beyond the drafter's context nothing is offered, and any position
+        does."""
+        return self.rope.cos.shape[0] - 1
 
     def _inputs(
         self, features: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What attention reads [N, 2 * hidden], and the residual stream [N, hidden]."""
-        norm = self.backend.rms_norm
-        embedded = norm(self.backend.embed(self.table, tokens), self.embedding_norm, self.eps)
-        normed = norm(features, self.hidden_norm, self.eps)
-        residual = normed if self.config.norm_before_residual else features
-        return torch.cat((embedded, normed), dim=1), residual
+        inputs = self.backend.entry_inputs(self.entry, tokens, features)
+        if self.config.norm_before_residual:
+            return inputs, inputs[:, features.shape[1] :].contiguous()
+        return inputs, features
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [M, hidden] -> float32 logits [M, draft vocabulary]."""
@@ -121,6 +139,9 @@ class Eagle3Drafter:
             logits = self.backend.head(self.norm, self.eps, self.head, hidden)
         else:
             logits = self.backend.linear(self.head, hidden).float()
+        return self._scaled(logits)
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         scale = self.config.logit_scale
         return logits if scale == 1 else logits * scale
 

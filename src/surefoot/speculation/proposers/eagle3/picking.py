@@ -11,7 +11,13 @@ import torch
 
 from surefoot.sampling.noise import gumbel_at
 from surefoot.sampling.params import Features
-from surefoot.sampling.sampler import SampleRows, adjust, filtered_scores, sample_rows
+from surefoot.sampling.sampler import (
+    SampleRows,
+    adjust,
+    draws_of,
+    filtered_scores,
+    sample_rows,
+)
 from surefoot.speculation.proposers.eagle3.drafter import Eagle3Drafter
 from surefoot.speculation.state import SlotState
 
@@ -25,9 +31,10 @@ def pick(
     positions: torch.Tensor,
     logits: torch.Tensor,
     features: Features,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 logits [B, draft vocabulary] -> (tokens int64 [B], by the target's ids; the chance
-    that the drafter gives them, float32 [B]).
+    out: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """float32 logits [B, draft vocabulary] -> ``out``: tokens int64 [B], by the target's ids, and
+    the chance that the drafter gives them, float32 [B]; both may be strided.
 
     ``positions`` int64 [B]: where the tokens stand. ``features``: what any request needs; none
     takes the likeliest token of all. Drafts are entered in ``state.history``, where the next one's
@@ -35,21 +42,25 @@ def pick(
     """
     backend, ids = drafter.backend, drafter.target_ids
     if features == Features():
-        best = backend.argmax(logits)
-        tokens = best if ids is None else ids[best]
-        return tokens, _chance(logits, logits.gather(1, best.unsqueeze(1)))
+        backend.likeliest(logits, ids, *out)
+        return
+    rows = SampleRows(slots, positions, state.history, state.history.shape[1])
+    adjusted = features.penalties or features.bias or features.min_tokens
+    if features.noise and not adjusted:
+        draws = draws_of(rows, state.params)
+        if backend.draw_drafts(logits, ids, draws, state.history, *out):
+            return
     scores = logits
     if ids is not None:
         scores = logits.new_full((len(slots), state.vocab_size), float("-inf"))
         scores[:, ids] = logits
-    bound = state.history.shape[1]
-    rows = SampleRows(slots, positions, state.history, bound)
     tokens = sample_rows(scores, rows, state.params, features, backend)
     state.history[slots, positions] = tokens
     temperature = state.params.temperature[slots].unsqueeze(1)
     temperature = torch.where(temperature > 0, temperature, 1.0)
     chosen = scores.gather(1, tokens.unsqueeze(1))
-    return tokens, _chance(logits / temperature, chosen / temperature)
+    out[0].copy_(tokens)
+    out[1].copy_(_chance(logits / temperature, chosen / temperature))
 
 
 def pick_several(

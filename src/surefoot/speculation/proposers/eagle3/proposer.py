@@ -19,10 +19,12 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import FlatBatch, SpanTable
+from surefoot.kernels.drafting import LiveRows, Scratch
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
 from surefoot.sampling.params import Features
 from surefoot.speculation.proposer import Commits, Drafts, Needs, Outlook, Proposer
+from surefoot.speculation.proposers.eagle3 import dummy
 from surefoot.speculation.proposers.eagle3.checkpoint import OPTION, open_checkpoint
 from surefoot.speculation.proposers.eagle3.drafter import Eagle3Drafter
 from surefoot.speculation.proposers.eagle3.facts import checkpoint_facts
@@ -36,11 +38,11 @@ MOST_TREE_KEYS = 63
 
 @dataclass(frozen=True)
 class Eagle3Options:
-    """``path``: folder or hub name of the checkpoint. ``draft_tokens``: most drafts offered.
-    ``top_k``: 1 drafts a chain, more a tree in which so many branches grow, up to ``depth`` tokens
-    long (None: ``draft_tokens`` for a chain, 6 for a tree). ``coupled``: at temperature > 0 draft
-    with the target's own noise; otherwise the likeliest tokens are drafted, which agree with a
-    sampled target less often."""
+    """``path``: folder or hub name of the checkpoint, or ``dummy`` for random weights.
+    ``draft_tokens``: most drafts offered. ``top_k``: 1 drafts a chain, more a tree in which so many
+    branches grow, up to ``depth`` tokens long (None: ``draft_tokens`` for a chain, 6 for a tree).
+    ``coupled``: at temperature > 0 draft with the target's own noise; otherwise the likeliest
+    tokens are drafted, which agree with a sampled target less often."""
 
     path: str | Path | None = None
     draft_tokens: int = 5
@@ -85,12 +87,19 @@ class Eagle3Proposer(Proposer):
         self.outlook = Outlook()
 
     def load(self, target: Decoder) -> None:
-        self.drafter = Eagle3Drafter(open_checkpoint(str(self.options.path)), target)
+        path, backend = str(self.options.path), target.backend
+        if path == dummy.NAME:
+            checkpoint = dummy.dummy_checkpoint(target.config, backend.device, backend.dtype)
+        else:
+            checkpoint = open_checkpoint(path)
+        self.drafter = Eagle3Drafter(checkpoint, target)
         config, state = self.drafter.config.layer, self.state
         one = torch.zeros(1, dtype=torch.int64, device=state.device)
         kind = target.backend.embed(target.table, one)
         self.before = kind.new_zeros((state.slots, config.hidden_size))
         """[slots, hidden]: the feature of the position before the current token."""
+        self.each = torch.arange(state.slots, device=state.device)
+        self.ones = torch.ones_like(self.each)
 
     def needs(self) -> Needs:
         drafter, state = self.drafter, self.state
@@ -127,67 +136,38 @@ class Eagle3Proposer(Proposer):
         self.before[slot] = self.last_of_block[block].squeeze(0)
 
     def catch_up(self, commits: Commits) -> None:
-        batch = commits.batch
-        features = self.drafter.fuse(commits.features)
-        owner = batch.row_slot.clamp(min=0)
-        if commits.before is None:
-            begins = torch.ones_like(batch.row_slot, dtype=torch.bool)
-            begins[1:] = batch.row_slot[1:] != batch.row_slot[:-1]
-            above = torch.cat((features[:1], features[:-1]))
-        else:
-            begins, above = commits.before < 0, features[commits.before.clamp(min=0)]
-        before = torch.where(begins.unsqueeze(1), self.before[owner], above)
-        entries = replace(batch, positions=self.drafter.rotary(batch.key_index), first_key=1)
-        self.drafter.write_keys(before, entries, self.kv)
-        self._keep_last_of_blocks(batch, owner, features)
-        self._keep_live(commits, features)
-
-    def _keep_live(self, commits: Commits, features: torch.Tensor) -> None:
-        """The feature of each slot's last settled position. Entries that settled nothing may share
-        their slot with one that did."""
-        last = commits.rows + commits.counts - 1 if commits.last is None else commits.last
-        live = torch.where(commits.counts > 0, last, -1)
-        row = torch.full_like(self.state.length, -1)
-        row.scatter_reduce_(0, commits.slots, live, "amax")
-        kept = (row < 0).unsqueeze(1)
-        self.before.copy_(torch.where(kept, self.before, features[row.clamp(min=0)]))
-
-    def _keep_last_of_blocks(
-        self, batch: FlatBatch, owner: torch.Tensor, features: torch.Tensor
-    ) -> None:
-        """A rejected draft's feature may land here too; by the time that its block is full, and
-        can be found by others, the position has been run again."""
-        size = self.state.block_size
-        blocks = batch.block_tables[owner, batch.key_index // size].long()
-        ends = (batch.key_index % size == size - 1) & (batch.row_slot >= 0)
-        # Block 0 belongs to nobody.
-        self.last_of_block.index_copy_(0, torch.where(ends, blocks, 0), features)
+        batch, drafter = commits.batch, self.drafter
+        features = drafter.fuse(commits.features)
+        before, positions = drafter.backend.shift_features(
+            features, self.before, self.last_of_block,
+            commits.slots, commits.rows, commits.counts, batch,
+            self.state.block_size, drafter.last_position, commits.before, commits.last,
+        )  # fmt: skip
+        drafter.write_keys(before, replace(batch, positions=positions, first_key=1), self.kv)
 
     def expect(self, outlook: Outlook) -> None:
         self.outlook = outlook
 
     def propose(self, slots: torch.Tensor) -> Drafts:
         depth = min(self.longest, self.outlook.longest or self.longest)
-        live = self._live_rows(slots)
+        live = self._live_rows(slots, depth)
         if self.options.top_k > 1:
             return self._propose_trees(slots, live, depth)
-        drafter = self.drafter
-        features, tokens, confidence = self.before[slots], [], []
+        drafter, count = self.drafter, len(slots)
+        features, tokens = live.features, live.tokens
+        offered = tokens.new_empty((count, depth))
+        confidence = torch.empty(offered.shape, device=slots.device)
         for step in range(depth):
-            keys = live.key_index + min(step, 1)
-            live = replace(live, key_index=keys, positions=drafter.rotary(keys))
-            hidden = drafter.step(features, live, self.kv)
-            token, chance = self._pick(slots, keys + 1, drafter.logits(hidden))
-            tokens.append(token)
-            confidence.append(chance)
+            rows = self._rows(live, step)
+            hidden, logits = drafter.draft(tokens, features, rows, self.kv)
+            tokens = offered[:, step]
+            self._pick(slots, live.keys[step + 1], logits, (tokens, confidence[:, step]))
             features = drafter.fed_back(hidden)
-            live = replace(live, tokens=token)
-        lengths = (drafter.max_positions - self.state.length[slots] + 1).clamp(0, depth)
-        return Drafts(torch.stack(tokens, dim=1), lengths, torch.stack(confidence, dim=1))
+        return Drafts(offered, live.lengths, confidence)
 
-    def _propose_trees(self, slots: torch.Tensor, live: FlatBatch, depth: int) -> Drafts:
+    def _propose_trees(self, slots: torch.Tensor, rows: LiveRows, depth: int) -> Drafts:
         drafter, options = self.drafter, self.options
-        current = live.key_index
+        live, current = self._rows(rows, 0), rows.keys[0]
         features = self.outlook.features if options.coupled else Features()
 
         def successors(logits: torch.Tensor, deep: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,50 +177,49 @@ class Eagle3Proposer(Proposer):
             return pick_several(drafter, self.state, owner, places, logits, features, options.top_k)
 
         # Positions of a tree are counted from the live row's; near the end of the table they stop.
-        last = drafter.rope.cos.shape[0] - depth - 1
+        last = drafter.last_position - depth
         live = replace(live, positions=live.positions.clamp(max=max(last, 0)))
-        tree = grow(drafter, self.kv, live, self.before[slots], successors, depth - 1)
+        tree = grow(drafter, self.kv, live, rows.features, successors, depth - 1)
         nodes = best_nodes(tree, min(options.draft_tokens, self.state.max_drafts))
         lengths = (nodes.chance > 0).sum(dim=1)
         fits = current + depth <= drafter.max_positions
         return Drafts(nodes.tokens, torch.where(fits, lengths, 0), nodes.chance, nodes.parents)
 
-    def _live_rows(self, slots: torch.Tensor) -> FlatBatch:
-        """The current tokens of ``slots`` [B], one row each, over keys that end in scratch."""
-        # The slot that nobody has is one token long: at key 0 it would see nothing at all.
-        state, current = self.state, (self.state.length[slots] - 1).clamp(min=1)
-        row = torch.arange(len(slots), device=slots.device)
-        tables = self._scratch_tables(slots, current)
+    def _live_rows(self, slots: torch.Tensor, depth: int) -> LiveRows:
+        """The current tokens of ``slots`` [B], over keys that end in scratch."""
+        state, drafter = self.state, self.drafter
+        most = (self.outlook.max_keys or state.history.shape[1]) + self.scratch_keys
+        size = state.block_size
+        scratch = Scratch(self.blocks, self.scratch_blocks, size, -(-most // size))
+        return drafter.backend.live_rows(
+            slots, self.before, state.history, state.length, state.block_tables, scratch,
+            depth, drafter.last_position, drafter.max_positions,
+        )  # fmt: skip
+
+    def _rows(self, live: LiveRows, step: int) -> FlatBatch:
+        """One row a request: the live row itself, or the draft so many steps after it."""
+        row, one = self.each[: len(live.tokens)], self.ones[: len(live.tokens)]
         return FlatBatch(
-            tokens=state.history[slots, current],
-            positions=self.drafter.rotary(current),
-            key_index=current,
+            tokens=live.tokens,
+            positions=live.positions[step],
+            key_index=live.keys[step],
             row_slot=row,
-            block_tables=tables,
-            span_start=current + 1,
-            max_keys=tables.shape[1] * state.block_size,
+            block_tables=live.tables,
+            span_start=live.keys[1],
+            max_keys=live.tables.shape[1] * self.state.block_size,
             first_key=1,
-            spans=SpanTable(row, torch.ones_like(row), row, max_rows=1),
+            spans=SpanTable(row, one, row, max_rows=1),
         )
 
-    def _scratch_tables(self, slots: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
-        """Block tables int32 [B, pages] for drafting behind ``current`` [B]: the request's own
-        blocks as far as they hold settled positions, then the slot's scratch blocks."""
-        state = self.state
-        width = state.block_tables.shape[1]
-        most = self.outlook.max_keys or state.history.shape[1]
-        page = torch.arange(-(-(most + self.scratch_keys) // state.block_size), device=slots.device)
-        tables = state.block_tables[slots][:, page.clamp(max=width - 1)]
-        beyond = page - (current - 1).unsqueeze(1) // state.block_size - 1
-        scratch = self.blocks + slots.unsqueeze(1) * self.scratch_blocks
-        scratch = scratch + beyond.clamp(0, self.scratch_blocks - 1)
-        return torch.where(beyond < 0, tables, scratch.to(torch.int32))
-
     def _pick(
-        self, slots: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        logits: torch.Tensor,
+        out: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
         features = self.outlook.features if self.options.coupled else Features()
-        return pick(self.drafter, self.state, slots, positions, logits, features)
+        pick(self.drafter, self.state, slots, positions, logits, features, out)
 
     @classmethod
     def inspect(cls, path: str, target: ModelConfig | None) -> dict[str, Any] | None:

@@ -1,0 +1,180 @@
+"""The Triton kernels of drafting against their torch twins, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton_interpreter  # isort: skip
+
+from surefoot.kernels import drafting as reference
+from surefoot.kernels.batch import FlatBatch
+from surefoot.kernels.drafting import EntryWeights, Scratch
+from surefoot.kernels.torch_backend import TorchBackend
+from surefoot.kernels.triton import drafting
+from surefoot.request import Request, SamplingParams, SpeculationParams
+from surefoot.sampling.params import Features, SlotParams
+from surefoot.sampling.sampler import SampleRows, draws_of, sample_rows
+from triton_interpreter import DEVICE
+
+pytestmark = pytest.mark.skipif(
+    triton_interpreter.ON_GPU, reason="tests/gpu run the same checks compiled"
+)
+WIDTH, SLOTS, BLOCK, BLOCKS, LENGTH = 40, 6, 4, 60, 50
+BACKEND = TorchBackend(DEVICE, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_entry_inputs(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    table = torch.randn(30, WIDTH).to(dtype)
+    norms = [(1 + torch.randn(WIDTH) / 5).to(dtype) for _ in range(2)]
+    weights = EntryWeights(table, norms[0], norms[1], 1e-5)
+    tokens = torch.randint(0, 30, (7, 3))[:, 1]
+    features = torch.randn(7, WIDTH).to(dtype)
+    found = drafting.entry_inputs(weights, tokens, features)
+    halves = [
+        torch.nn.functional.rms_norm(x.double(), (WIDTH,), norm.double(), 1e-5)
+        for x, norm in ((table[tokens], norms[0]), (features, norms[1]))
+    ]
+    close = dict(rtol=1e-5, atol=1e-6) if dtype == torch.float32 else dict(rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(found.double(), torch.cat(halves, dim=1), **close)
+
+
+def spans(counts: list[int], padding: int) -> tuple[FlatBatch, torch.Tensor, torch.Tensor]:
+    """A batch of spans with so many rows each (0: unused, on a slot that another span has), with
+    padding behind; the slots and the first rows."""
+    order = torch.randperm(SLOTS - 1)[: len(counts)]
+    order = torch.where(torch.tensor(counts) > 0, order, order[0])
+    first = torch.tensor([sum(counts[:i]) for i in range(len(counts))])
+    start = torch.randint(0, LENGTH - 12, (SLOTS,))
+    keys = [start[slot] + i for slot, n in zip(order, counts, strict=True) for i in range(n)]
+    owner = [slot for slot, n in zip(order, counts, strict=True) for _ in range(n)]
+    key = torch.stack(keys + [torch.tensor(0)] * padding)
+    slot = torch.stack(owner + [torch.tensor(-1)] * padding)
+    tables = (1 + torch.randperm(BLOCKS - 1)[: SLOTS * 9].view(SLOTS, 9)).int()
+    tables = torch.cat((tables, tables[:, :4] * 0), dim=1)
+    return FlatBatch(key, key, key, slot, tables, start, LENGTH), order, first
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shift_features(seed: int) -> None:
+    torch.manual_seed(seed)
+    counts = [[1, 5, 0, 3], [4], [0, 2, 9, 1, 0], [3, 3]][seed]
+    batch, slots, first = spans(counts, padding=seed)
+    settled = torch.tensor([min(n, 1 + (i + seed) % 4) if n else 0 for i, n in enumerate(counts)])
+    features = torch.randn(len(batch.tokens), WIDTH)
+    before, ends = torch.randn(SLOTS, WIDTH), torch.randn(BLOCKS, WIDTH)
+    results = []
+    for module in (reference, drafting):
+        own = before.clone(), ends.clone()
+        shifted, positions = module.shift_features(
+            features, *own, slots, first, settled, batch, BLOCK, 30
+        )
+        valid = batch.row_slot >= 0
+        results.append((shifted[valid], positions[valid], own[0], own[1][1:]))
+    for left, right in zip(*results, strict=True):
+        assert torch.equal(left, right)
+    # And by hand, for one span.
+    at = counts.index(max(counts))
+    row, slot, count = int(first[at]), int(slots[at]), int(settled[at])
+    assert torch.equal(results[1][0][row], before[slot])
+    assert torch.equal(results[1][0][row + 1], features[row])
+    assert torch.equal(results[1][2][slot], features[row + count - 1])
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8])
+def test_live_rows(steps: int) -> None:
+    torch.manual_seed(steps)
+    length = torch.randint(2, LENGTH - 9, (SLOTS,))
+    length[0], length[1], length[2] = 1, BLOCK, BLOCK + 1
+    history = torch.randint(0, 99, (SLOTS, LENGTH))
+    before = torch.randn(SLOTS, WIDTH)
+    tables = torch.randint(1, BLOCKS, (SLOTS, LENGTH // BLOCK)).int()
+    size = -(-steps // BLOCK)
+    scratch = Scratch(BLOCKS, size, BLOCK, LENGTH // BLOCK + size)
+    slots = torch.tensor([3, 0, 1, 5, 2])
+    rest = slots, before, history, length, tables, scratch, steps, 20, 30
+    found, expected = drafting.live_rows(*rest), reference.live_rows(*rest)
+    for name in ("tokens", "features", "keys", "positions", "tables", "lengths"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    for row, slot in enumerate(slots.tolist()):
+        for key in range(max(1, int(length[slot]) - 1), int(length[slot]) - 1 + steps):
+            block = int(found.tables[row, key // BLOCK])
+            settled = max(0, int(length[slot]) - 2) // BLOCK
+            own = key // BLOCK <= settled
+            mine = range(BLOCKS + slot * size, BLOCKS + (slot + 1) * size)
+            assert block == tables[slot, key // BLOCK] if own else block in mine
+
+
+@pytest.mark.parametrize("width", [7, 48, 5000])
+def test_likeliest(width: int) -> None:
+    torch.manual_seed(width)
+    logits = torch.randn(5, width) * 4
+    logits[1, 5] = logits[1, 3] = 20.0
+    logits[2, :] = float("-inf")
+    logits[2, width - 1] = -3.0
+    ids = torch.randperm(width * 2)[:width]
+    for mapped in (None, ids):
+        tokens = torch.zeros((5, 3), dtype=torch.int64)
+        chances = torch.zeros((5, 3))
+        drafting.likeliest(logits, mapped, tokens[:, 1], chances[:, 1])
+        best = logits.argmax(dim=1)
+        assert torch.equal(tokens[:, 1], best if mapped is None else ids[best])
+        expected = logits.double().softmax(dim=1).amax(dim=1)
+        torch.testing.assert_close(chances[:, 1].double(), expected, rtol=1e-5, atol=1e-7)
+        assert not tokens[:, (0, 2)].any() and not chances[:, (0, 2)].any()
+        again = torch.zeros((5, 3), dtype=torch.int64), torch.zeros((5, 3))
+        reference.likeliest(BACKEND, logits, mapped, again[0][:, 1], again[1][:, 1])
+        assert torch.equal(again[0], tokens)
+        torch.testing.assert_close(again[1], chances, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns where -inf is meant.
+@pytest.mark.parametrize("mapped", [False, True])
+def test_draws_are_the_sampler_s(mapped: bool) -> None:
+    """Of the same request from the same logits, spread over the target's vocabulary."""
+    torch.manual_seed(7 + mapped)
+    vocab, width = 3000, 2300 if mapped else 3000
+    params = SlotParams(6, vocab, DEVICE)
+    for slot, values in enumerate(
+        (
+            dict(temperature=0),
+            dict(temperature=1.0),
+            dict(temperature=0.7, top_k=20),
+            dict(temperature=0.9, top_p=0.6, min_p=0.01),
+            dict(temperature=2.0),
+        )
+    ):
+        request = Request(
+            f"{slot}",
+            (1,),
+            SamplingParams(**values),
+            SpeculationParams(),
+            5 + 2**33 * slot,
+            90,
+        )
+        params.write(slot, request)
+    slots, positions = torch.tensor([3, 0, 1, 4, 2]), torch.tensor([11, 7, 30, 8, 9])
+    ids = torch.randperm(vocab)[:width].sort().values if mapped else None
+    logits = torch.randn(5, width) * 3
+    wide = logits
+    if ids is not None:
+        wide = torch.full((5, vocab), float("-inf"))
+        wide[:, ids] = logits
+    history = torch.zeros((6, LENGTH), dtype=torch.int64)
+    rows = SampleRows(slots, positions, history, LENGTH)
+    features = Features(noise=True, min_p=True, top_k=vocab, top_p=True)
+    expected = sample_rows(wide, rows, params, features)
+    tokens, chances = torch.zeros((5, 2), dtype=torch.int64), torch.zeros((5, 2))
+    draws = draws_of(rows, params)
+    assert drafting.draw_drafts(logits, ids, draws, history, tokens[:, 1], chances[:, 1])
+    assert torch.equal(tokens[:, 1], expected)
+    assert torch.equal(history[slots, positions], expected)
+    assert history.count_nonzero() <= 5
+    temperature = params.temperature[slots].unsqueeze(1)
+    scaled = wide / torch.where(temperature > 0, temperature, 1.0)
+    chance = scaled.softmax(dim=1).gather(1, expected.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(chances[:, 1], chance, rtol=1e-4, atol=1e-7)
