@@ -4,8 +4,9 @@ Nothing here is reachable from production code. All seams to the engine's inside
 Rounds that the host plans: ``SpeculativeRound.sample``, ``judge``, ``decoder`` and
 ``padded_forward``, and ``sample_rows`` as the round calls it. Rounds launched ahead:
 ``ReplayRound.override``, the same decoder, ``sample_rows`` as the replay calls it, and
-``RoundGraphs.replay``. A defect works in both. What runs inside a round reads nothing on the host and draws its chances from a counter on the
-device, so that it can be recorded, and is recorded: rounds recorded before are forgotten.
+``RoundGraphs.replay``. A defect works in both. What runs inside a round reads nothing on the host
+and draws its chances from a counter on the device, so that it can be recorded, and is recorded:
+rounds recorded before are forgotten.
 """
 
 from __future__ import annotations
