@@ -136,33 +136,15 @@ def test_every_known_defect_is_found(defect: Defect, size: Size) -> None:
     assert trial.caught and trial.finding, trial
 
 
-class Sound:
-    """Calls a round with the decoder that it had before."""
-
-    def __init__(self, round_: Any, decoder: Any) -> None:
-        self._round = round_
-        self._decoder = decoder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._round, name)
-
-    def __call__(self, *args: Any) -> Any:
-        broken, self._round.decoder = self._round.decoder, self._decoder
-        try:
-            return self._round(*args)
-        finally:
-            self._round.decoder = broken
-
-
 def in_recorded_rounds_only(install: Sabotage) -> Sabotage:
     """The defect, without those of its seams that rounds planned by the host go through."""
 
     def broken(engine: Engine, speculative: bool) -> None:
-        decoder = engine.round.decoder
+        forward = engine.round.padded_forward
         install(engine, speculative)
+        engine.round.padded_forward = forward
         for name in ("judge", "sample"):
             vars(engine.round).pop(name, None)
-        engine.runner.round = Sound(engine.round, decoder)  # type: ignore[assignment]
 
     return broken
 

@@ -24,6 +24,7 @@ from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.speculation.proposer import Commits, Drafts, Needs, Proposer
+from surefoot.speculation.replay import ReplayRound
 
 
 class Summing(Proposer):
@@ -128,9 +129,10 @@ def backend() -> Backend:
     return NativeBackend(torch.float32, 1)
 
 
-def check(name: str, size: Any = QUICK) -> Section:
+def check(name: str, size: Any = QUICK, recorded: bool = False) -> Section:
     decoder = Decoder(tiny_config(), random_weights(tiny_config()), backend())
-    subject = Subject(decoder, EngineConfig(proposers=(name,)), default_prompts(VOCAB, 160))
+    config, prompts = EngineConfig(proposers=(name,)), default_prompts(VOCAB, 160)
+    subject = Subject(decoder, config, prompts, recorded=recorded)
     noise = measure_noise(decoder, calibration_texts(subject))
     size = replace(size, greedy_jobs=5, greedy_length=30)
     # Offers of these proposers do not depend on logits at all.
@@ -147,6 +149,24 @@ def test_honest_proposers_pass(name: str) -> None:
     situations = details["situations"]
     assert {"prefix hit", "preemption"} <= set(situations)
     assert any(kind.startswith("rounds without") for kind in situations)
+
+
+def test_offers_of_recorded_rounds_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = check("summing", recorded=True)
+    assert section.problems == [] and section.gaps == []
+    situations = section.details["summing"]["situations"]
+    recorded = sum(count for name, count in situations.items() if name.endswith("recorded"))
+    assert recorded >= QUICK.min_offers
+
+    propose = ReplayRound.propose
+
+    def late(self: ReplayRound, *args: Any) -> Drafts:
+        drafts = propose(self, *args)
+        return replace(drafts, tokens=drafts.tokens.roll(1, dims=1))
+
+    monkeypatch.setattr(ReplayRound, "propose", late)
+    section = check("summing", recorded=True)
+    assert len(section.problems) == 1 and "stale" in section.problems[0]
 
 
 @pytest.mark.parametrize("name", ["forgets-prefix-hits", "keeps-old-slots", "sleeps-in-spells"])

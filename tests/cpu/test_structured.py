@@ -395,6 +395,24 @@ def test_a_dead_end_is_told() -> None:
     assert "structured_outputs" in str(request.stop_reason)
 
 
+def test_a_draft_into_a_dead_end_leaves_no_trace() -> None:
+    """The key's letters are not in the vocabulary: an opening quote can be drafted, and that is
+    that. The text itself goes on with blanks."""
+    schema = '{"type": "object", "properties": {"name": {}}, "required": ["name"]}'
+    state = grammars().start(StructuredOutputsParams(json=schema))
+    brace, quote, blank = (BYTES.index(letter) for letter in (b"{", b'"', b" "))
+    masks = [np.zeros((rows, WORDS), dtype=np.int32) for rows in (1, 2, 1)]
+    state.sync([brace, blank])
+    state.write_masks([], masks[0])
+    assert state.allowed_prefix([quote]) == 1
+    state.write_masks([quote], masks[1])
+    state.write_masks([], masks[2])
+    assert np.array_equal(masks[1][0], masks[0][0]) and np.array_equal(masks[2], masks[0])
+    assert int(masks[1][1, 0]) == sum(1 << token for token in ENDS) and not masks[1][1, 1:].any()
+    state.sync([brace, blank, blank])
+    assert state.allowed_prefix([blank, quote, quote]) == 2 and not state.problem
+
+
 def test_a_grammar_in_lark_and_in_gbnf() -> None:
     lark = 'start: "a" part+\npart: "b" start "c" | "1"\n'
     gbnf = 'root ::= "a" part+\npart ::= "b" root "c" | "1"\n'

@@ -3,7 +3,6 @@ alone give the same text. The scenarios are those of tests/cpu/test_exactness.py
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -31,13 +30,11 @@ def check(scenario: tuple[list[Job], dict[str, Any]]) -> None:
         texts = tuple((*request.prompt, *request.output) for request in expected)
         options = {**options, "proposer_options": {"oracle": {"texts": texts}}}
     for way in ({}, {"enforce_eager": True}):
-        started = time.perf_counter()
         engine = device_engine(decoder, **{**options, **way})
         for job, want, got in zip(work, expected, run_jobs(engine, work), strict=True):
             cpu.compare("torch", job, want, got)
             seen["drafted"] += got.stats.drafted
             seen["accepted"] += got.stats.accepted
-        print(round(time.perf_counter() - started, 1), "s", options)
         seen["recorded"] += engine.stats.replays
         seen["planned"] += engine.stats.rounds - engine.stats.replays
 

@@ -1,11 +1,12 @@
 """Known defects, for the certificate to find: each breaks an engine in place, from outside.
 
 Nothing here is reachable from production code. All seams to the engine's insides are in this file.
-Rounds that the host plans: ``SpeculativeRound.sample``, ``judge`` and ``decoder``, and
-``sample_rows`` as the round calls it. Rounds launched ahead: ``ReplayRound.override``, the same
-decoder, ``sample_rows`` as the replay calls it, and ``RoundGraphs.replay``. A defect works in both.
-What runs inside a round reads nothing on the host and draws its chances from a counter on the
-device, so that it can be recorded, and is recorded: rounds recorded before are forgotten.
+Rounds that the host plans: ``SpeculativeRound.sample``, ``judge``, ``decoder`` and
+``padded_forward``, and ``sample_rows`` as the round calls it. Rounds launched ahead:
+``ReplayRound.override``, the same decoder, ``sample_rows`` as the replay calls it, and
+``RoundGraphs.replay``. A defect works in both. What runs inside a round reads nothing on the host
+and draws its chances from a counter on the device, so that it can be recorded, and is recorded:
+rounds recorded before are forgotten.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def drafts_of(
 
 
 class DecoderProxy:
-    """Stands in for the round's decoder; ``before`` may change a batch, ``after`` runs behind."""
+    """Stands in for a round's decoder; ``before`` may change a batch, ``after`` runs behind."""
 
     def __init__(
         self,
@@ -112,9 +113,26 @@ class DecoderProxy:
     def forward(
         self, batch: FlatBatch, kv: Sequence[Any], capture: Sequence[int] = ()
     ) -> ForwardResult:
+        return self._around(lambda changed: self._decoder.forward(changed, kv, capture), batch, kv)
+
+    def install(self, engine: Engine) -> None:
+        """In rounds of both kinds."""
+        round_ = engine.round
+        _override(round_, "decoder", self)
+        forward = round_.padded_forward
+        if forward is not None:
+            round_.padded_forward = lambda batch: self._around(forward, batch, round_.kv)
+        _forget_recorded(engine)
+
+    def _around(
+        self,
+        forward: Callable[[FlatBatch], ForwardResult],
+        batch: FlatBatch,
+        kv: Sequence[Any],
+    ) -> ForwardResult:
         if self._before is not None:
             batch = self._before(batch)
-        result = self._decoder.forward(batch, kv, capture)
+        result = forward(batch)
         if self._after is not None:
             self._after(batch, kv)
         return result
@@ -132,8 +150,7 @@ def shift_positions(engine: Engine, speculative: bool) -> None:
         positions = (batch.positions + is_draft.long()).clamp(max=last)
         return replace(batch, positions=positions)
 
-    engine.round.decoder = DecoderProxy(engine.decoder, before=shifted)  # type: ignore[assignment]
-    _forget_recorded(engine)
+    DecoderProxy(engine.decoder, before=shifted).install(engine)
 
 
 def leak_rejected_kv(engine: Engine, speculative: bool) -> None:
@@ -142,8 +159,7 @@ def leak_rejected_kv(engine: Engine, speculative: bool) -> None:
         return
     leak = Leak(engine)
     before_judging(engine, leak.watch)
-    engine.round.decoder = DecoderProxy(engine.decoder, after=leak.restore)  # type: ignore[assignment]
-    _forget_recorded(engine)
+    DecoderProxy(engine.decoder, after=leak.restore).install(engine)
 
 
 class Leak:
@@ -290,7 +306,7 @@ def _replaced(place: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _override(place: Any, name: str, value: Any) -> None:
-    if not callable(getattr(place, name)):
+    if not hasattr(place, name):
         raise AttributeError(name)
     setattr(place, name, value)
 

@@ -144,7 +144,7 @@ class CudaRoundGraphs(RoundGraphs):
         self.stream = torch.cuda.Stream(self.device)
         self.graphs: dict[Size, torch.cuda.CUDAGraph] = {}
         self.capture_seconds = 0.0
-        self._tables: tuple[int, ...] = ()
+        self._tables: list[tuple[int, int]] = []
         shape = tuple(replay.report.shape)
         self.reports = [torch.zeros(shape, dtype=torch.int32).pin_memory() for _ in range(4)]
         self.next_report = 0
@@ -167,7 +167,10 @@ class CudaRoundGraphs(RoundGraphs):
     def graph(self, size: Size) -> torch.cuda.CUDAGraph:
         """The recorded round of a size, recorded now if need be."""
         params = self.replay.state.params
-        tables = (params.stop_ids.data_ptr(), params.bias_ids.data_ptr())
+        # The width, too: a table may be widened twice, and come to lie where it lay.
+        tables = [
+            (table.data_ptr(), table.shape[1]) for table in (params.stop_ids, params.bias_ids)
+        ]
         if tables != self._tables:
             # A wider request moved these tables: what was recorded reads the old ones.
             self.forget()

@@ -70,7 +70,7 @@ class Grammars:
                 self._compiled[wanted] = compiled
                 if len(self._compiled) > CACHED_GRAMMARS:
                     self._compiled.popitem(last=False)
-        return GrammarState(compiled.deep_copy(), self.end_tokens)
+        return GrammarState(compiled, self.end_tokens)
 
     def _compile(self, wanted: StructuredOutputsParams) -> Any:
         if not self.end_tokens:
@@ -170,10 +170,14 @@ class GrammarState:
     only end; ``accepting`` is then false.
     """
 
-    def __init__(self, matcher: Any, end_tokens: Sequence[int]) -> None:
-        self._matcher = matcher
+    def __init__(self, start: Any, end_tokens: Sequence[int]) -> None:
+        """``start``: the library's matcher before any text; it is copied, not moved."""
+        self._start = start
+        self._matcher = start.deep_copy()
         self._ends = list(end_tokens)
         self._followed = 0
+        self._text: list[int] = []
+        """What ``_matcher`` was given."""
 
     def sync(self, output: Sequence[int]) -> None:
         """See ``TextGrammar.sync``. End tokens end the text, so nothing follows them."""
@@ -183,6 +187,7 @@ class GrammarState:
         if text:
             # A token that is not allowed leaves an error: from there, the text may only end.
             self._matcher.consume_tokens(text)
+            self._text += text
 
     def allowed_prefix(self, drafts: Sequence[int]) -> int:
         """See ``TextGrammar.allowed_prefix``."""
@@ -191,7 +196,7 @@ class GrammarState:
         if count == len(text) < len(drafts):
             self._matcher.consume_tokens(text)
             count += self.accepting
-            self._matcher.rollback(len(text))
+            self._go_back(len(text))
         return count
 
     def write_masks(self, drafts: Sequence[int], bits: np.ndarray) -> None:
@@ -202,10 +207,20 @@ class GrammarState:
                 self._matcher.consume_token(text[row - 1])
             self._write_mask(bits[row])
         if text:
-            self._matcher.rollback(len(text))
+            self._go_back(len(text))
         bits[len(text) + 1 :] = 0
         for token in self._ends:
             bits[len(text) + 1 :, token // 32] |= _BITS[token % 32]
+
+    def _go_back(self, drafts: int) -> None:
+        """Forget so many tokens that were only tried."""
+        if not self._matcher.is_error():
+            self._matcher.rollback(drafts)
+            return
+        # A draft after which nothing fits stops the library for good, roll back or not.
+        self._matcher = self._start.deep_copy()
+        if self._text:
+            self._matcher.consume_tokens(self._text)
 
     def _write_mask(self, row: np.ndarray) -> None:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
