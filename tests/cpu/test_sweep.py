@@ -71,6 +71,21 @@ def test_synthetic_acceptance_on_random_weights(model: Path) -> None:
     assert "TB/s" in result.stdout and "quests" in result.stdout
 
 
+def test_a_drafter_of_random_weights_drafts_what_is_then_accepted_at_given_rates(
+    model: Path,
+) -> None:
+    line = ["--dummy-weights", model, "--synthetic-acceptance", "0.8,0.6", *SHORT]
+    line += ["--proposer", "eagle3=dummy", "--concurrency", 2, *QUICK]
+    found = report(run(*line, "--modes", "plain,1,2,auto"))
+    points = {item["mode"]: item for item in found["points"]}
+    assert found["engine"]["proposers"] == ["eagle3"]
+    for drafts in (1, 2):
+        assert points[str(drafts)]["drafts_per_round"] == pytest.approx(2 * drafts, rel=0.25)
+    assert points["plain"]["accepted_length"] == 1
+    # 1 + 0.8 + 0.6 in the long run.
+    assert 1.6 < points["2"]["accepted_length"] < 2.95
+
+
 def test_real_prompts_on_a_model(model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 
@@ -9,11 +12,13 @@ pytest.importorskip("triton")
 
 import triton_interpreter  # isort: skip
 
+from surefoot.bench.synthetic import SyntheticAcceptance
 from surefoot.kernels import drafting as reference
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.drafting import EntryWeights, Scratch
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.triton import drafting
+from surefoot.kernels.triton.acceptance import replace_sampled
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling.params import Features, SlotParams
 from surefoot.sampling.sampler import SampleRows, draws_of, sample_rows
@@ -178,3 +183,32 @@ def test_draws_are_the_sampler_s(mapped: bool) -> None:
     scaled = wide / torch.where(temperature > 0, temperature, 1.0)
     chance = scaled.softmax(dim=1).gather(1, expected.unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(chances[:, 1], chance, rtol=1e-4, atol=1e-7)
+
+
+def test_synthetic_acceptance() -> None:
+    torch.manual_seed(3)
+    width, vocab = 3, 50
+    state = SimpleNamespace(
+        device=DEVICE, max_drafts=width, slots=SLOTS, vocab_size=vocab,
+        length=torch.randint(3, 30, (SLOTS,)),
+    )  # fmt: skip
+    tokens = torch.randint(0, vocab, (1, SLOTS, width))
+    lengths = torch.randint(0, width + 1, (1, SLOTS))
+    replay = SimpleNamespace(
+        state=state, controller=SimpleNamespace(names=("x",), tokens=tokens, lengths=lengths)
+    )
+    acceptance = SyntheticAcceptance(cast(Any, replay), [[0.8, 0.5, 0.1], [0.3]])
+    slots = torch.arange(SLOTS).repeat_interleave(70)
+    positions = state.length[slots] + torch.arange(70).repeat(SLOTS) % 5
+    sampled = torch.randint(0, vocab, (len(slots),))
+    layout = SimpleNamespace(sample_slots=slots, sample_positions=positions)
+    expected = acceptance(None, cast(Any, layout), sampled)
+    found = replace_sampled(
+        slots, positions, sampled, state.length, acceptance.conditional, acceptance.tokens,
+        acceptance.lengths, vocab,
+    )  # fmt: skip
+    assert torch.equal(found, expected)
+    place = positions - state.length[slots]
+    offered = place < lengths[0, slots]
+    right = found[offered] == tokens[0][slots[offered], place[offered]]
+    assert 0 < right.sum() < len(right)
