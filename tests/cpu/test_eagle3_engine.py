@@ -300,8 +300,8 @@ def test_any_scenario_gives_the_plain_text_native(scenario: Any, kind: str, tree
 
 
 @some(14)
-@given(scenarios(), st.sampled_from(["random", "skilled"]))
-def test_any_scenario_gives_the_plain_text_with_trees_launched_ahead(
-    scenario: Any, kind: str
+@given(scenarios(), st.sampled_from(["random", "skilled"]), st.booleans())
+def test_any_scenario_gives_the_plain_text_launched_ahead(
+    scenario: Any, kind: str, tree: bool
 ) -> None:
-    check("torch", scenario, kind, True, ahead=True)
+    check("torch", scenario, kind, tree, ahead=True)
