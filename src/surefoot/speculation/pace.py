@@ -65,6 +65,7 @@ class Pace:
     def meet(self) -> None:
         """Other requests are decoding now: what was found of those before may not hold."""
         self.sleeping = min(self.sleeping, FIRST_SLEEP)
+        self._judged = False
 
     def saw(self, chances: torch.Tensor, steps: int) -> None:
         """A report's offers: float32 [B, K], each draft's chance that it and all before it are
