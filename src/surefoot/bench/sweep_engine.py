@@ -45,11 +45,10 @@ class Subject:
                 raise SurefootError("dummy_weights", "does not go with --model", "drop one of them")
             if options.get("weights") == "native":
                 raise SurefootError("weights", "native blocks come from GGUF files only", "drop it")
-        if self.rates:
-            if options.get("enforce_eager"):
-                raise SurefootError(
-                    "synthetic_acceptance", "needs recorded rounds", "drop --enforce-eager"
-                )
+        if self.rates and options.get("enforce_eager"):
+            raise SurefootError(
+                "synthetic_acceptance", "needs recorded rounds", "drop --enforce-eager"
+            )
 
     @property
     def on_gpu(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -36,7 +37,10 @@ class RoundGraphs:
 
     def depths(self, spans: int) -> list[int]:
         """How far drafters may draft in rounds of so many spans, rising: as far as some number of
-        rows holds it all, or as far as they can."""
+        rows holds it all, or as far as they can. Trees are not cut short: their nodes are no steps.
+        """
+        if any(self.replay.controller.trees):
+            return [self.longest]
         whole = (rows // spans - 1 for rows in self.rows(spans) if rows % spans == 0)
         return sorted({steps for steps in whole if 0 < steps < self.longest} | {self.longest})
 
@@ -220,7 +224,7 @@ class CudaRoundGraphs(RoundGraphs):
             for spans in self.spans:
                 for rows, steps in self.variants(spans):
                     graph = self.graph(Size(spans, rows, Features(), proposers, steps))
-                    self.costs[spans, rows, steps] = self.time(graph, lambda: seat(spans))
+                    self.costs[spans, rows, steps] = self.time(graph, partial(seat, spans))
 
     def time(self, graph: torch.cuda.CUDAGraph, prepare: Callable[[], None]) -> float:
         """Seconds of a recorded round, the least of a few; ``prepare`` comes before each."""
