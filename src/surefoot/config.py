@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 from surefoot.errors import SurefootError
 
@@ -29,8 +29,11 @@ class EngineConfig:
     """``cpu``, ``cuda`` or ``cuda:N``."""
     threads: int | None = None
     max_model_len: int | None = None
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 256
+    max_num_seqs: int = cast(int, None)
+    """Requests that run at once; None: 32 on a CPU, 128 on a GPU."""
+    max_num_batched_tokens: int = cast(int, None)
+    """Rows of a round before drafts, so the longest prefill chunk; None: 256 on a CPU, 2048 on a
+    GPU, or ``max_num_seqs`` if that is more."""
     block_size: int = 16
     kv_cache_memory: int | None = None
     """Bytes for the KV pool; None: 1 GiB, or what ``max_num_seqs`` full contexts need if less."""
@@ -55,6 +58,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._take_paths()
+        self._fill_in()
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("weights", self.weights, ("auto", "native", "dense"))
         _one_of("backend", self.backend, ("auto", "native", "torch", "triton"))
@@ -92,6 +96,16 @@ class EngineConfig:
             raise SurefootError(
                 "weights", "native blocks need the native backend", "drop backend=torch"
             )
+
+    def _fill_in(self) -> None:
+        """Defaults that depend on the device."""
+        seqs, tokens = (128, 2048) if self.device.startswith("cuda") else (32, 256)
+        if self.max_num_seqs is None:
+            object.__setattr__(self, "max_num_seqs", seqs)
+        if self.max_num_batched_tokens is None:
+            most = self.max_num_seqs
+            tokens = max(tokens, most) if isinstance(most, int) else tokens
+            object.__setattr__(self, "max_num_batched_tokens", tokens)
 
     def _take_paths(self) -> None:
         """Split ``name=path`` among the proposers into name and option."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -31,3 +33,18 @@ def test_devices_that_are_not_there(name: str, chosen: list[int]) -> None:
     with pytest.raises(SurefootError, match="device"):
         choose_backend(EngineConfig(device=name))
     assert chosen == []
+
+
+@pytest.mark.parametrize(
+    ("given", "seqs", "tokens"),
+    [
+        ({}, 32, 256),
+        ({"device": "cuda"}, 128, 2048),
+        ({"device": "cuda:1", "max_num_seqs": 4}, 4, 2048),
+        ({"max_num_seqs": 400}, 400, 400),
+        ({"device": "cuda", "max_num_batched_tokens": 300}, 128, 300),
+    ],
+)
+def test_a_gpu_runs_more_at_once(given: dict[str, Any], seqs: int, tokens: int) -> None:
+    config = EngineConfig.from_dict(given)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (seqs, tokens)

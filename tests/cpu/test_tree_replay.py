@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from surefoot.engine.engine import Engine
 from surefoot.kernels.rounds import RoundSpans, lay_out_spans
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.proposer import Drafts
+from surefoot.speculation.replay import GREEDY as GREEDY_FEATURES
 from surefoot.speculation.replay import Size
 from surefoot.speculation.trees import Trees, ancestors, lay_out_trees, node_rows
 from test_eagle3_engine import crowd
@@ -244,3 +246,49 @@ def tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in vars(holder).items():
             if isinstance(value, torch.Tensor):
                 yield f"{index} {type(holder).__name__}.{name}", value
+
+
+# --- drafters that sleep -------------------------------------------------------------------------
+
+CHAIN = {"top_k": 1, "depth": None}
+
+
+@pytest.mark.parametrize("names", [("eagle3",), ("eagle3", "ngram")])
+@pytest.mark.parametrize("own", [TREE, CHAIN], ids=["tree", "chain"])
+def test_every_recorded_size_can_be_run(names: tuple[str, ...], own: dict[str, Any]) -> None:
+    engine = tree_engine(True, proposers=names, own=own, max_num_seqs=4)
+    assert engine.pipeline is not None
+    graphs = engine.pipeline.graphs
+    engine.pipeline.replay.enter([])
+    seen = set()
+    for spans in graphs.spans:
+        for size in graphs.sizes(graphs.plain(spans, GREEDY_FEATURES, tuple(range(len(names))))):
+            engine.pipeline.replay.seat([])
+            graphs.launch(size)
+            seen.add(size.steps)
+    assert {0, 7} <= seen
+
+
+@pytest.mark.parametrize("policy", ["fixed", "auto"])
+@pytest.mark.parametrize("own", [TREE, CHAIN], ids=["tree", "chain"])
+def test_drafters_that_fall_asleep_and_wake_change_nothing(
+    own: dict[str, Any], policy: str
+) -> None:
+    engine = tree_engine(True, own=own, draft_policy=policy, max_num_seqs=4)
+    assert engine.pipeline is not None
+    graphs, dice, steps = engine.pipeline.graphs, random.Random(3), []
+    launch = graphs.launch
+
+    def restless(size: Size) -> Any:
+        if size.steps is not None:
+            rested = [s for s in graphs.sizes(size) if s.rows == size.rows]
+            size = dice.choice(rested)
+            steps.append(size.steps)
+        return launch(size)
+
+    graphs.launch = restless  # type: ignore[method-assign]
+    drafted = 0
+    for job, request in zip(mixed(), run_jobs(engine, mixed()), strict=True):
+        assert request.output == run_alone(target(), job).output
+        drafted += request.stats.drafted_by_proposer.get("eagle3", 0)
+    assert 0 in steps and 7 in steps and drafted > 20

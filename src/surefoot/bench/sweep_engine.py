@@ -25,8 +25,6 @@ from surefoot.models.loading.hf_config import read_hf_config
 from surefoot.sampling.params import Features
 from surefoot.speculation.replay import Override, ReplayRound, Size
 
-GPU_BATCHED_TOKENS = 2048
-
 
 @dataclass(frozen=True)
 class Subject:
@@ -79,8 +77,6 @@ def sweep_config(subject: Subject, most: int, longest: int, drafts: int) -> Engi
         "enable_prefix_caching": False,
         **subject.options,
     }
-    at_once = GPU_BATCHED_TOKENS if subject.on_gpu else EngineConfig.max_num_batched_tokens
-    options["max_num_batched_tokens"] = max(at_once, options["max_num_seqs"])
     if subject.rates and not subject.drafter:
         options["proposers"] = (synthetic.NAME,)
         options["proposer_options"] = {synthetic.NAME: {"length": len(subject.rates)}}

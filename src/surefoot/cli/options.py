@@ -70,7 +70,11 @@ def engine_options(
         int | None, _engine(help="Longest context in tokens. (default: the model's)")
     ] = None,
     max_num_seqs: Annotated[
-        int | None, _engine(help="Requests that run at once. (default: 32)")
+        int | None, _engine(help="Requests that run at once. (default: 32; 128 on a GPU)")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        _engine(help="Rows of a round, prompts included. (default: 256; 2048 on a GPU)"),
     ] = None,
     kv_cache_memory: Annotated[
         str | None,
@@ -104,6 +108,7 @@ def engine_options(
         "threads": threads,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
         "kv_cache_memory": None if kv_cache_memory is None else read_size(kv_cache_memory),
         "proposers": tuple(proposer) if proposer else None,
         "proposer_options": read_proposer_options(proposer_option) if proposer_option else None,

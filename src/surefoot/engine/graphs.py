@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -36,7 +37,8 @@ class RoundGraphs:
 
     def depths(self, spans: int) -> list[int]:
         """How far drafters may draft in rounds of so many spans, rising: as far as some number of
-        rows holds it all, or as far as they can (where there are trees, only that)."""
+        rows holds it all, or as far as they can. Trees are not cut short: their nodes are no steps.
+        """
         if any(self.replay.controller.trees):
             return [self.longest]
         whole = (rows // spans - 1 for rows in self.rows(spans) if rows % spans == 0)
@@ -114,6 +116,12 @@ class RoundGraphs:
 
     def forget(self) -> None:
         """Record every round anew: what it does has changed."""
+
+    def sizes(self, base: Size) -> list[Size]:
+        """Every recorded round of ``base``'s spans, kind and proposers."""
+        if not base.proposers:
+            return [base]
+        return [replace(base, rows=r, steps=steps) for r, steps in self.variants(base.spans)]
 
     def measure(self, blocks: int) -> None:
         """Fill ``costs``; ``blocks``: those of the KV pool. Here: guesses of a device on which rows
@@ -199,17 +207,16 @@ class CudaRoundGraphs(RoundGraphs):
     def measure(self, blocks: int) -> None:
         """Record greedy rounds of every size with all proposers, and time them at a middling
         context, every draft verified. The engine must be idle; it is as before afterwards."""
-        proposers = tuple(range(len(self.replay.controller.names))) if self.width else ()
-        with rehearsal(self.replay, blocks, context=1024) as seat:
+        replay = self.replay
+        proposers = tuple(range(len(replay.controller.names))) if self.width else ()
+        with rehearsal(replay, blocks, context=1024) as seat:
             for spans in self.spans:
                 for rows, steps in self.variants(spans):
-                    size = Size(spans, rows, Features(), proposers, steps)
-                    seconds = self.time(self.graph(size), lambda: seat(spans))  # noqa: B023
-                    self.costs[spans, rows, steps] = seconds
+                    graph = self.graph(Size(spans, rows, Features(), proposers, steps))
+                    self.costs[spans, rows, steps] = self.time(graph, partial(seat, spans))
 
-    @staticmethod
-    def time(graph: torch.cuda.CUDAGraph, prepare: Callable[[], None]) -> float:
-        """Seconds of a recorded round: the fastest of a few, each after ``prepare``."""
+    def time(self, graph: torch.cuda.CUDAGraph, prepare: Callable[[], None]) -> float:
+        """Seconds of a recorded round, the least of a few; ``prepare`` comes before each."""
         times = []
         for _ in range(4):
             prepare()

@@ -106,7 +106,7 @@ class ReplayRound:
         }
         """Most drafts of the proposers whose drafting costs a network's time, by index."""
         nothing = torch.zeros((spans, 1), dtype=torch.int64, device=device)
-        self.nothing = Drafts(nothing, nothing[:, 0].clone(), nothing.float())
+        self.nothing = Drafts(nothing, nothing[:, 0].clone(), nothing.float(), nothing - 1)
         control = round_.decoder.backend.control
         trees = self.parents is not None
         # The kernels for the book-keeping know chains only.
@@ -258,9 +258,13 @@ class ReplayRound:
         """Proposer ``index``'s offers for ``slots`` [B]."""
         if size.steps == 0 and index in self.drafters:
             rows, none = slice(0, len(slots)), self.nothing
-            tokens, trees = none.tokens[rows], self.controller.trees[index]
-            parents = tokens - 1 if trees else None
-            return Drafts(tokens, none.lengths[rows], none.confidence[rows], parents)
+            parents = none.parents if self.controller.trees[index] else None
+            return Drafts(
+                none.tokens[rows],
+                none.lengths[rows],
+                none.confidence[rows],
+                None if parents is None else parents[rows],
+            )
         proposer = self.round.proposers[index]
         steps = size.steps if index in self.drafters else None
         proposer.expect(Outlook(size.kind, self.max_keys, steps or self.state.max_drafts))
