@@ -49,22 +49,19 @@ class SlotParams:
         self.vocab_size = vocab_size
         self.device = device
 
-        def column(dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(slots, dtype=dtype, device=device)
-
-        self.temperature = column(torch.float32)
-        self.min_p = column(torch.float32)
-        # A slot that nobody has is sampled too, as padding: its entries must be valid.
-        self.top_p = torch.ones(slots, dtype=torch.float32, device=device)
-        self.top_k = torch.full((slots,), vocab_size, dtype=torch.int64, device=device)
-        self.repetition = torch.ones(slots, dtype=torch.float32, device=device)
-        self.presence = column(torch.float32)
-        self.frequency = column(torch.float32)
-        self.seed = column(torch.int64)
-        self.choice = column(torch.int64)
-        self.prompt_length = column(torch.int64)
-        self.min_length = column(torch.int64)
-        """Prompt length + min_tokens: ends are masked while the sampled position is below."""
+        # Few tables, so that a request enters in few copies. A slot that nobody has is sampled
+        # too, as padding: its entries must be valid.
+        self._floats = torch.zeros((6, slots), dtype=torch.float32, device=device)
+        self.temperature, self.min_p, self.top_p = self._floats[:3]
+        self.repetition, self.presence, self.frequency = self._floats[3:]
+        self._integers = torch.zeros((5, slots), dtype=torch.int64, device=device)
+        self.top_k, self.seed, self.choice, self.prompt_length, self.min_length = self._integers
+        """The last: prompt length + min_tokens; ends are masked while the sampled position is
+        below."""
+        self.top_p.fill_(1)
+        self.repetition.fill_(1)
+        self.top_k.fill_(vocab_size)
+        self._biased: set[int] = set()
         self.stop_ids = torch.full((slots, 4), -1, dtype=torch.int64, device=device)
         self.bias_ids = torch.full((slots, 1), -1, dtype=torch.int64, device=device)
         self.bias = torch.zeros((slots, 1), dtype=torch.float32, device=device)
@@ -73,28 +70,38 @@ class SlotParams:
         """The parameters of ``slots`` int64 [M], one entry each."""
         spread = copy.copy(self)
         for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not name.startswith("_"):
                 setattr(spread, name, value[slots])
         return spread
 
     def write(self, slot: int, request: Request) -> None:
         """Enter a request's parameters into its slot."""
         params = request.params
-        self.temperature[slot] = params.temperature
-        self.min_p[slot] = params.min_p
-        self.top_p[slot] = params.top_p
-        self.top_k[slot] = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
-        self.repetition[slot] = params.repetition_penalty
-        self.presence[slot] = params.presence_penalty
-        self.frequency[slot] = params.frequency_penalty
-        self.seed[slot] = request.seed
-        self.choice[slot] = request.choice
-        self.prompt_length[slot] = len(request.prompt)
-        self.min_length[slot] = len(request.prompt) + params.min_tokens
+        self._floats[:, slot] = torch.tensor(
+            [
+                params.temperature,
+                params.min_p,
+                params.top_p,
+                params.repetition_penalty,
+                params.presence_penalty,
+                params.frequency_penalty,
+            ]
+        )
+        self._integers[:, slot] = torch.tensor(
+            [
+                params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size,
+                request.seed,
+                request.choice,
+                len(request.prompt),
+                len(request.prompt) + params.min_tokens,
+            ]
+        )
         self.stop_ids = _write_row(self.stop_ids, slot, list(request.stop_token_ids), -1)
         bias = dict(params.logit_bias or {})
-        self.bias_ids = _write_row(self.bias_ids, slot, list(bias), -1)
-        self.bias = _write_row(self.bias, slot, list(bias.values()), 0)
+        if bias or slot in self._biased:
+            self.bias_ids = _write_row(self.bias_ids, slot, list(bias), -1)
+            self.bias = _write_row(self.bias, slot, list(bias.values()), 0)
+            (self._biased.add if bias else self._biased.discard)(slot)
 
 
 def _write_row(table: torch.Tensor, slot: int, values: list, fill: int) -> torch.Tensor:
@@ -104,7 +111,6 @@ def _write_row(table: torch.Tensor, slot: int, values: list, fill: int) -> torch
         wider = table.new_full((table.shape[0], width), fill)
         wider[:, : table.shape[1]] = table
         table = wider
-    table[slot] = fill
-    if values:
-        table[slot, : len(values)] = torch.tensor(values, dtype=table.dtype, device=table.device)
+    row = values + [fill] * (table.shape[1] - len(values))
+    table[slot] = torch.tensor(row, dtype=table.dtype)
     return table

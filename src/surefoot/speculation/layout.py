@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +36,13 @@ class RoundPlan:
     """The rows to sample are all rows of the flat batch, in its order."""
 
 
-def lay_out(state: SlotState, plan: RoundPlan) -> RoundLayout:
-    """Build the flat batch from the slots; drafts already stand in ``state.history``."""
+def lay_out(
+    state: SlotState, plan: RoundPlan, lay_out_spans: Callable[..., RoundLayout] = lay_out_spans
+) -> RoundLayout:
+    """Build the flat batch from the slots; drafts already stand in ``state.history``.
+    ``lay_out_spans``: a backend's."""
     if state.native is None:
-        return lay_out_reference(state, plan)
+        return _lay_out_by(lay_out_spans, state, plan)
     tensors = state.native.lay_out(
         plan.slots, plan.known, plan.drafts, plan.first_sampling, plan.rows, plan.sampled_rows
     )
@@ -57,6 +61,12 @@ def lay_out(state: SlotState, plan: RoundPlan) -> RoundLayout:
 
 def lay_out_reference(state: SlotState, plan: RoundPlan) -> RoundLayout:
     """``lay_out`` in plain torch, on any device."""
+    return _lay_out_by(lay_out_spans, state, plan)
+
+
+def _lay_out_by(
+    lay_out_spans: Callable[..., RoundLayout], state: SlotState, plan: RoundPlan
+) -> RoundLayout:
     samples = torch.arange(len(plan.slots), device=state.device) >= plan.first_sampling
     return lay_out_spans(
         RoundSpans(plan.slots, plan.known, plan.drafts, samples.long()),

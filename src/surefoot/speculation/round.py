@@ -113,7 +113,7 @@ class SpeculativeRound:
         self.controller.draft_seconds.clear()
         if choice is not None:
             write_drafts(state, plan.slots[plan.first_decoding :], choice.tokens)
-        layout = lay_out(state, plan)
+        layout = lay_out(state, plan, self.decoder.backend.lay_out_spans)
         grown = paths = None
         if choice is not None and choice.parents is not None:
             trees = plant(plan, choice.tokens, choice.parents)

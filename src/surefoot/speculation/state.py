@@ -36,9 +36,8 @@ class SlotState:
         self.device = device
         width = max_length + max_drafts + 1
         self.history = torch.zeros((slots, width), dtype=torch.int64, device=device)
-        self.length = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.computed = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.limit = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._counts = torch.zeros((3, slots), dtype=torch.int64, device=device)
+        self.length, self.computed, self.limit = self._counts
         blocks = -(-width // block_size)
         self.block_tables = torch.zeros((slots, blocks), dtype=torch.int32, device=device)
         self.params = SlotParams(slots, vocab_size, device)
@@ -49,10 +48,8 @@ class SlotState:
     def admit(self, request: Request) -> None:
         """Enter a request, new or resumed, into its slot."""
         slot, tokens = request.slot, request.tokens
-        self.history[slot, : len(tokens)] = torch.tensor(tokens, device=self.device)
-        self.length[slot] = len(tokens)
-        self.computed[slot] = request.computed
-        self.limit[slot] = request.max_length
+        self.history[slot, : len(tokens)] = torch.tensor(tokens)
+        self._counts[:, slot] = torch.tensor([len(tokens), request.computed, request.max_length])
         self.params.write(slot, request)
         self._blocks_written[slot] = []
 
