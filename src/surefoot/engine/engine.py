@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from surefoot.config import EngineConfig
+from surefoot.engine.admission import check_speculation, check_texts
 from surefoot.engine.calibration import measure_cost
-from surefoot.engine.forwards import PaddedForward, RecordedForward
-from surefoot.engine.graphs import CudaRoundGraphs, RoundGraphs
 from surefoot.engine.memory import Allocations, MemoryPlan, plan_memory
 from surefoot.engine.pipeline import IN_FLIGHT, Pipeline
+from surefoot.engine.recording import count_recorded, pad_forward, record_rounds
 from surefoot.engine.runner import Runner
 from surefoot.engine.scheduler import Scheduler
 from surefoot.engine.stats import EngineStats, Progress
@@ -116,52 +114,17 @@ class Engine:
         self.stats = EngineStats()
         before = self._taken.reserved()
         if ahead:
-            self.round.padded_forward = self._pad_forward(on_gpu, max_rows)
+            self.round.padded_forward = pad_forward(self.round, config, max_rows)
         if self.proposers and config.draft_policy == "auto":
             self.controller.cost = measure_cost(self, max_rows, config.calibration_seconds)
             self.scheduler.chunk_rows = self._chunk_rows
-        self.pipeline = self._build_pipeline(on_gpu, override) if ahead else None
-        self._count_recorded(before)
-
-    def _pad_forward(self, on_gpu: bool, most: int) -> PaddedForward:
-        parts = self.decoder, self.round.kv, self.round.capture, self.state, most
-        if not on_gpu:
-            return PaddedForward(*parts)
-        forward = RecordedForward(*parts, pool=torch.cuda.graph_pool_handle())
-        if self._prepares:
-            forward.record_all()
-        return forward
-
-    @property
-    def _prepares(self) -> bool:
-        """Whether rounds are recorded and timed at the start, or when first needed."""
-        return self.config.draft_policy == "auto" or self.config.calibration_seconds > 0
-
-    def _build_pipeline(
-        self, on_gpu: bool, override: Callable[[ReplayRound], Override] | None
-    ) -> Pipeline:
-        spans = self.config.max_num_seqs
-        replay = ReplayRound(self.round, spans)
-        if override is not None:
-            replay.override = override(replay)
-        graphs = (CudaRoundGraphs if on_gpu else RoundGraphs)(replay, spans)
-        if self._prepares:
-            graphs.measure(self.kv_blocks)
-        return Pipeline(replay, graphs, self.controller, self.kv, self.state)
-
-    def _count_recorded(self, before: int) -> None:
-        """Enter in the memory plan what was recorded since so many bytes were reserved."""
-        forward = self.round.padded_forward
-        graphs = None if self.pipeline is None else self.pipeline.graphs
-        if self.memory is None or not isinstance(graphs, CudaRoundGraphs):
-            return
-        assert isinstance(forward, RecordedForward)
-        self.memory = replace(
-            self.memory,
-            recorded_rounds=len(graphs.graphs) + len(forward.graphs),
-            recorded_bytes=self._taken.reserved() - before,
-            recording_seconds=graphs.capture_seconds + forward.capture_seconds,
-        )
+        self.pipeline: Pipeline | None = None
+        if ahead:
+            graphs = record_rounds(self.round, config, self.kv_blocks, override)
+            self.pipeline = Pipeline(graphs.replay, graphs, self.controller, self.kv, self.state)
+            if self.memory is not None:
+                held = self._taken.reserved() - before
+                self.memory = count_recorded(self.memory, graphs, self.round, held)
 
     def _chunk_rows(self, decoding: int) -> int:
         """Prefill rows that make a round at most ``LONGEST_STALL`` times as long as a plain one,
@@ -233,34 +196,12 @@ class Engine:
         leader: Request | None = None,
     ) -> Request:
         """Check a request against this engine; raises SurefootError naming the option at fault."""
-        vocab = self.decoder.config.vocab_size
-        if not prompt:
-            raise SurefootError("prompt", "is empty", "give at least one token")
-        for token in prompt:
-            if not 0 <= token < vocab:
-                raise SurefootError("prompt", f"token id {token} is outside 0 to {vocab - 1}")
-        for option in ("logit_bias", "stop_token_ids"):
-            for token in getattr(params, option) or ():
-                if token >= vocab:
-                    raise SurefootError(option, f"token id {token} is outside 0 to {vocab - 1}")
-        room = min(self.max_model_len, self.kv_tokens) - len(prompt)
-        what = "max_model_len" if self.max_model_len <= self.kv_tokens else "the KV pool"
-        if room < 1:
-            raise SurefootError(
-                "prompt",
-                f"has {len(prompt)} tokens, which with one more exceeds {what}, "
-                f"{min(self.max_model_len, self.kv_tokens)}",
-                "shorten it",
-            )
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise SurefootError(
-                "max_tokens",
-                f"{params.max_tokens} after a prompt of {len(prompt)} tokens exceeds {what}, "
-                f"{min(self.max_model_len, self.kv_tokens)}",
-                f"use at most {room}",
-            )
         speculation = speculation or SpeculationParams()
-        self._check_method(speculation)
+        names = [proposer.name for proposer in self.proposers]
+        room = check_texts(
+            prompt, params, self.decoder.config.vocab_size, self.max_model_len, self.kv_tokens
+        )
+        check_speculation(speculation, names, self.config.max_draft_tokens)
         seed = params.seed
         if seed is None:
             seed = leader.seed if leader is not None else secrets.randbelow(MAX_SEED)
@@ -284,22 +225,6 @@ class Engine:
             raise SurefootError("structured_outputs", "needs a tokenizer, this engine has none")
         return self.grammars.start(params.structured_outputs)
 
-    def _check_method(self, speculation: SpeculationParams) -> None:
-        known = [proposer.name for proposer in self.proposers]
-        if speculation.method not in (*registry.RESERVED, *known):
-            raise SurefootError(
-                "speculation.method",
-                f"{speculation.method!r} is not loaded",
-                f"use one of {', '.join((*registry.RESERVED, *known))}",
-            )
-        limit = self.config.max_draft_tokens
-        if (speculation.max_draft_tokens or 0) > limit:
-            raise SurefootError(
-                "speculation.max_draft_tokens",
-                f"{speculation.max_draft_tokens} is above the engine's {limit}",
-                f"use at most {limit}",
-            )
-
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
 
@@ -319,8 +244,9 @@ class Engine:
         plan = self.scheduler.schedule(self.runner.draft_sizes)
         self.stats.preemptions += len(plan.preempted)
         with plan.transaction:
+            admitted = set(map(id, plan.admitted))
             for span in plan.spans:
-                if span.request in plan.admitted:
+                if id(span.request) in admitted:
                     self.runner.admit(span.request)
             if not plan.spans:
                 return []

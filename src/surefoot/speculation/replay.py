@@ -9,18 +9,16 @@ it has read this one: a request that ended is dead on the device at once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
 from surefoot.sampling.params import Features
 from surefoot.sampling.sampler import SampleRows, sample_rows
+from surefoot.speculation.compiled_control import LEAST, CompiledControl
 from surefoot.speculation.controller import Choice, fill_rows
-from surefoot.speculation.estimator import BINS, GLOBAL_DECAY, PRIOR_RANGE, SLOT_DECAY
 from surefoot.speculation.proposer import Commits, Drafts, Outlook
 from surefoot.speculation.round import SpeculativeRound, write_drafts
 from surefoot.speculation.trees import (
@@ -45,9 +43,6 @@ ADJUSTED = Features(
 """The three kinds of sampling that rounds are recorded for; filters that a row does not have are
 told apart on the device."""
 
-
-LEAST = 1e-6
-"""The chance of what is offered, at least."""
 Override = Callable[[RoundSpans, RoundLayout, torch.Tensor], torch.Tensor]
 
 
@@ -280,96 +275,3 @@ class ReplayRound:
         self.chances[slots] = torch.where(offered, choice.chances.clamp(min=LEAST), 0.0)
         self.lengths[slots] = choice.lengths
         self.proposer[slots] = choice.proposer
-
-
-class CompiledControl:
-    """The book-keeping of a ``ReplayRound`` by ``kernels.triton.control``: the same decisions in
-    three kernels."""
-
-    def __init__(self, replay: ReplayRound, control: Any) -> None:
-        self.replay = replay
-        self.kernels = control
-        controller, state = replay.controller, replay.state
-        count, width, device = len(controller.names), state.max_drafts, state.device
-        shape = (count, state.slots, BINS, width)
-        self.hits = torch.zeros(shape, device=device)
-        self.trials = torch.zeros(shape, device=device)
-        self.seen = torch.zeros((4, count, BINS, width), device=device)
-        self.news = torch.zeros_like(self.seen)
-        self.learners = []
-        for index, estimator in enumerate(controller.estimators):
-            estimator.live_in(self.hits[index], self.trials[index], self.seen[:, index])
-            self.learners.append(
-                control.Learner(
-                    estimator.watched,
-                    estimator.watched_bins,
-                    estimator.watched_length,
-                    estimator.watched_start,
-                    estimator.hits,
-                    estimator.trials,
-                    self.seen[0, index],
-                    self.news[0, index],
-                    self.news[0].numel(),
-                    controller.allowed[index],
-                    controller.tokens[index],
-                    controller.lengths[index],
-                    controller.confidence[index],
-                )
-            )
-
-    def split(self, slots: torch.Tensor, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
-        """``ReplayRound._split_torch``, and enter what the round before taught."""
-        replay = self.replay
-        return self.kernels.split(
-            slots,
-            replay.idle_slot,
-            replay.alive,
-            replay.chances,
-            replay.tokens,
-            replay.state.history,
-            replay.state.length,
-            size.rows,
-            self.seen,
-            self.news,
-            math.log2(GLOBAL_DECAY),
-            size.rows > size.spans and bool(size.proposers),
-        )
-
-    def finish(
-        self, slots: torch.Tensor, size: Size, drafts: torch.Tensor, verdict: RoundVerdict
-    ) -> None:
-        """``ReplayRound._finish_torch``."""
-        replay, controller = self.replay, self.replay.controller
-        state = replay.state
-        for index in size.proposers:
-            offers = replay.propose(index, slots, size)
-            self.kernels.learn(
-                self.learners[index],
-                slots,
-                replay.idle_slot,
-                state.history,
-                state.length,
-                state.limit,
-                state.vocab_size,
-                controller.draft_limit,
-                (offers.tokens, offers.lengths, offers.confidence),
-                SLOT_DECAY,
-            )
-        self.kernels.keep(
-            slots,
-            replay.idle_slot,
-            (controller.tokens, controller.lengths, controller.confidence),
-            self.hits,
-            self.trials,
-            self.seen,
-            self.news,
-            math.log2(GLOBAL_DECAY),
-            PRIOR_RANGE,
-            LEAST,
-            (replay.tokens, replay.chances, replay.lengths, replay.proposer),
-            replay.report,
-            verdict,
-            drafts,
-            replay.alive,
-            bool(size.proposers),
-        )
