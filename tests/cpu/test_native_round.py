@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from harness import needs_native
+from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.speculation.controller import Choice, Controller, split_rows, split_rows_reference
 from surefoot.speculation.cost import CostModel
 from surefoot.speculation.layout import RoundPlan, lay_out, lay_out_reference
@@ -106,8 +108,10 @@ def test_a_round_commits_the_same(data: Any, seed: int) -> None:
         layout = function(state, plan)
         round_ = SpeculativeRound.__new__(SpeculativeRound)
         round_.state = state
-        verdict = round_.judge(plan, layout, choice, sampled)
-        settled = round_.advance(plan, verdict[0], verdict[2])
+        round_.decoder = cast(Any, SimpleNamespace(backend=TorchBackend("cpu", torch.float32)))
+        found, _ = round_.judge(plan, layout, sampled)
+        verdict = found.tokens, found.accepted, found.counts, found.ends
+        settled = found.first, found.settled
         batch = layout.batch
         rows = (batch.tokens, batch.positions, batch.key_index, batch.row_slot)
         outcomes.append(

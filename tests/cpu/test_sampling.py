@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from surefoot.kernels.acceptance import accept_chain, cut_at_end
 from surefoot.kernels.backend import Backend
 from surefoot.kernels.cpu.backend import NativeBackend
 from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.request import Request, SamplingParams, SpeculationParams
-from surefoot.sampling.acceptance import accept_chain, cut_at_end
 from surefoot.sampling.logprobs import row_logprobs
 from surefoot.sampling.noise import gumbel, philox
 from surefoot.sampling.params import Features, SlotParams

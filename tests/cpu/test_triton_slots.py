@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ pytest.importorskip("triton")
 
 import triton_interpreter  # isort: skip
 
+from surefoot.kernels import rounds
 from surefoot.kernels.lookup import ngram_lookup_reference
 from surefoot.kernels.rounds import RoundSpans
 from surefoot.kernels.triton.lookup import ngram_lookup
@@ -20,7 +19,6 @@ from surefoot.kernels.triton.slots import lay_out
 from surefoot.kernels.triton.verdict import judge_and_advance
 from surefoot.speculation import layout as reference
 from surefoot.speculation.layout import RoundPlan
-from surefoot.speculation.round import SpeculativeRound
 from surefoot.speculation.state import SlotState
 from triton_interpreter import DEVICE
 
@@ -126,10 +124,12 @@ def test_verdicts_are_equal(shape: tuple[int, int, int], unused: int) -> None:
         history, length, computed, state.limit, state.params.stop_ids, DRAFTS,
     )  # fmt: skip
 
-    self = cast(SpeculativeRound, SimpleNamespace(state=state))
     before = state.computed[plan.slots]
-    expected = SpeculativeRound.judge(self, plan, layout, cast(Any, "drafts"), sampled)
-    SpeculativeRound.advance(self, plan, expected[0], expected[2])
+    verdict = rounds.judge_and_advance(
+        spans_of(plan), layout.first_sample, sampled, state.history, state.length,
+        state.computed, state.limit, state.params.stop_ids, DRAFTS,
+    )  # fmt: skip
+    expected = verdict.tokens, verdict.accepted, verdict.counts, verdict.ends
     count = len(plan.slots)
     for name, value in zip(("tokens", "accepted", "counts", "ends"), expected, strict=True):
         assert torch.equal(getattr(found, name)[:count], value), name

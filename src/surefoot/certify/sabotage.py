@@ -28,7 +28,6 @@ from surefoot.sampling.params import Features, SlotParams
 from surefoot.sampling.sampler import SampleRows, adjust, apply_penalties, sample_rows
 from surefoot.speculation import replay as replay_module
 from surefoot.speculation import round as round_module
-from surefoot.speculation.controller import Choice
 from surefoot.speculation.layout import RoundPlan
 
 WRONG_ACCEPTANCE = 0.01
@@ -244,11 +243,11 @@ def before_judging(engine: Engine, change: BeforeJudging) -> None:
     judge = engine.round.judge
 
     def changed(
-        plan: RoundPlan, layout: RoundLayout, choice: Choice | None, sampled: torch.Tensor
+        plan: RoundPlan, layout: RoundLayout, sampled: torch.Tensor, grown: Any = None
     ) -> Any:
         if plan.sampled_rows:
             sampled = change(plan.slots, plan.drafts, layout, sampled)
-        return judge(plan, layout, choice, sampled)
+        return judge(plan, layout, sampled, grown)
 
     def override(spans: RoundSpans, layout: RoundLayout, sampled: torch.Tensor) -> torch.Tensor:
         return change(spans.slots, spans.drafts, layout, sampled)

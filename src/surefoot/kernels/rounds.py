@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from surefoot.kernels.acceptance import accept_chain, cut_at_end
 from surefoot.kernels.batch import FlatBatch, SpanTable
 
 
@@ -141,16 +142,9 @@ def judge_and_advance(
     old_length, first = length[slots], computed[slots]
     columns = old_length.unsqueeze(1) + steps
     text = history[slots.unsqueeze(1), columns]
-    right = (tokens == text) & (steps < torch.where(sampling, spans.drafts, 0).unsqueeze(1))
-    accepted = right.long().cumprod(dim=1).sum(dim=1)
+    accepted = accept_chain(tokens, text[:, :max_drafts], torch.where(sampling, spans.drafts, 0))
     counts = torch.where(sampling, accepted + 1, 0)
-    stops = stop_ids[slots]
-    hit = (tokens.unsqueeze(2) == stops.unsqueeze(1)).any(dim=2) & (steps < counts.unsqueeze(1))
-    before_end = torch.where(hit, steps, max_drafts + 1).amin(dim=1)
-    room = limit[slots] - old_length
-    kept = torch.minimum(torch.minimum(counts, before_end + 1), room)
-    stopped = (kept > 0) & (kept > before_end)
-    ends = torch.where(stopped, 1, torch.where((kept >= room) & (counts > 0), 2, 0))
+    kept, ends = cut_at_end(tokens, counts, limit[slots] - old_length, stop_ids[slots])
     after = torch.where(kept > 0, old_length + kept - 1, first + spans.known)
     # Unused entries may share a slot, with each other or with a used one: they add nothing.
     added = torch.where(steps < kept.unsqueeze(1), tokens - text, 0)

@@ -23,7 +23,6 @@ from surefoot.speculation.proposer import Commits, Drafts, Outlook
 from surefoot.speculation.round import SpeculativeRound, write_drafts
 from surefoot.speculation.trees import (
     NodeRows,
-    Paths,
     Trees,
     ancestors,
     chain_parents,
@@ -31,7 +30,6 @@ from surefoot.speculation.trees import (
     node_rows,
     path_histories,
     settle,
-    walk,
 )
 
 GREEDY = Features()
@@ -151,7 +149,7 @@ class ReplayRound:
             sampled = self.override(spans, layout, sampled)
         paths, chains = None, (spans, layout.first_sample, sampled)
         if grown is not None:
-            paths, chains = self._walk(spans, layout, grown[1], sampled)
+            paths, chains = round_.walk(spans, layout, grown[1], sampled)
         verdict = backend.judge_and_advance(
             *chains, state.history, state.length, state.computed,
             state.limit, state.params.stop_ids, state.max_drafts,
@@ -200,17 +198,6 @@ class ReplayRound:
             rows = replace(rows, history=texts, history_by_row=True)
         logits = decoder.logits(hidden)
         return sample_rows(logits, rows, state.params, kind, decoder.backend)
-
-    def _walk(
-        self, spans: RoundSpans, layout: RoundLayout, trees: Trees, sampled: torch.Tensor
-    ) -> tuple[Paths, tuple[RoundSpans, torch.Tensor, torch.Tensor]]:
-        """Lay what is accepted of the trees out as chains that were all right: keys, texts, and
-        (spans, first samples [B], samples [M]) for a judge of chains."""
-        paths, tokens = walk(trees, sampled, layout.first_sample, spans.drafts)
-        self.round.gather_paths(spans.slots, paths)
-        write_drafts(self.state, spans.slots, tokens[:, :-1])
-        first = torch.arange(len(tokens), device=tokens.device) * tokens.shape[1]
-        return paths, (replace(spans, drafts=paths.lengths), first, tokens.flatten())
 
     def _split_torch(self, slots: torch.Tensor, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
         """(Rows of known tokens, drafts to verify) of each span, int64 [B] each, within the rows

@@ -15,9 +15,8 @@ import torch
 
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.draws import TokenMasks
-from surefoot.kernels.rounds import RoundLayout
+from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
 from surefoot.models.decoder import Decoder, ForwardResult
-from surefoot.sampling.acceptance import accept_chain, cut_at_end
 from surefoot.sampling.logprobs import RowLogprobs, row_logprobs
 from surefoot.sampling.params import Features
 from surefoot.sampling.sampler import SampleRows, sample_rows
@@ -121,26 +120,21 @@ class SpeculativeRound:
             layout = lay_out_trees(layout, grown[0])
         forward = self.forward(layout.batch)
         sampled, logprobs = self.sample(plan, layout, forward.hidden, wanted, grown)
-        if grown is None:
-            tokens, accepted, counts, ends = self.judge(plan, layout, choice, sampled)
-        else:
-            paths, tokens, counts, ends = self.judge_trees(plan, layout, grown[1], sampled)
-            accepted = paths.lengths
-            self.gather_paths(plan.slots, paths)
-            if logprobs is not None:
-                logprobs = committed_logprobs(logprobs, layout, paths)
-        first, settled = self.advance(plan, tokens, counts)
+        verdict, paths = self.judge(plan, layout, sampled, grown)
         commits = Commits(
-            plan.slots, first, settled, layout.first_row, layout.batch, forward.features
-        )
+            plan.slots, verdict.first, verdict.settled, layout.first_row, layout.batch,
+            forward.features,
+        )  # fmt: skip
         if grown is not None and paths is not None:
             commits = settle(commits, layout, *grown, paths)
+            if logprobs is not None:
+                logprobs = committed_logprobs(logprobs, layout, paths)
         self.catch_up(commits)
         return Verdict(
-            counts=counts,
-            accepted=accepted,
-            ends=ends,
-            tokens=tokens,
+            counts=verdict.counts,
+            accepted=verdict.accepted,
+            ends=verdict.ends,
+            tokens=verdict.tokens,
             offered=self.draft(plan, wanted),
             logprobs=logprobs,
             first_sample=layout.first_sample,
@@ -184,48 +178,43 @@ class SpeculativeRound:
         return sampled, row_logprobs(logits, sampled, wanted.logprobs)
 
     def judge(
-        self, plan: RoundPlan, layout: RoundLayout, choice: Choice | None, sampled: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Accept the drafts that equal what their rows sampled, and cut at ends.
-
-        Returns (tokens [B, K + 1], accepted [B], committed counts [B], end codes [B])."""
+        self,
+        plan: RoundPlan,
+        layout: RoundLayout,
+        sampled: torch.Tensor,
+        grown: tuple[NodeRows, Trees] | None = None,
+    ) -> tuple[RoundVerdict, Paths | None]:
+        """Accept the drafts that equal what their rows sampled, int64 [M], cut at ends, commit.
+        With the accepted paths where trees have ``grown``."""
         state, slots = self.state, plan.slots
-        if state.native is not None:
-            return state.native.judge(
-                slots,
-                plan.drafts,
-                plan.first_sampling,
-                sampled,
-                layout.first_sample,
-                state.params.stop_ids,
-            )
-        width = state.max_drafts
-        steps = torch.arange(width + 1, device=state.device)
-        index = layout.first_sample.unsqueeze(1) + steps
-        tokens = sampled[index.clamp(max=len(sampled) - 1)]
-        if choice is None or width == 0:
-            accepted = torch.zeros_like(slots)
-        else:
-            columns = state.length[slots].unsqueeze(1) + steps[:width]
-            drafts = state.history[slots.unsqueeze(1), columns]
-            accepted = accept_chain(tokens, drafts, plan.drafts)
         samples = torch.arange(len(slots), device=state.device) >= plan.first_sampling
-        counts = torch.where(samples, accepted + 1, 0)
-        room = state.limit[slots] - state.length[slots]
-        counts, ends = cut_at_end(tokens, counts, room, state.params.stop_ids[slots])
-        return tokens, accepted, counts, ends
+        spans = RoundSpans(slots, plan.known, plan.drafts, samples.long())
+        paths, first_sample = None, layout.first_sample
+        if grown is not None:
+            paths, (spans, first_sample, sampled) = self.walk(spans, layout, grown[1], sampled)
+        stop_ids = state.params.stop_ids
+        if state.native is None:
+            verdict = self.decoder.backend.judge_and_advance(
+                spans, first_sample, sampled, state.history, state.length, state.computed,
+                state.limit, stop_ids, state.max_drafts,
+            )  # fmt: skip
+            return verdict, paths
+        tokens, accepted, counts, ends = state.native.judge(
+            slots, spans.drafts, plan.first_sampling, sampled, first_sample, stop_ids
+        )
+        first, settled = state.native.advance(slots, plan.known, tokens, counts)
+        return RoundVerdict(tokens, accepted, counts, ends, first, settled), paths
 
-    def judge_trees(
-        self, plan: RoundPlan, layout: RoundLayout, trees: Trees, sampled: torch.Tensor
-    ) -> tuple[Paths, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``judge`` for drafts in trees: (paths, tokens, committed counts, end codes)."""
-        state, slots = self.state, plan.slots
-        paths, tokens = walk(trees, sampled, layout.first_sample, plan.drafts)
-        samples = torch.arange(len(slots), device=state.device) >= plan.first_sampling
-        counts = torch.where(samples, paths.lengths + 1, 0)
-        room = state.limit[slots] - state.length[slots]
-        counts, ends = cut_at_end(tokens, counts, room, state.params.stop_ids[slots])
-        return paths, tokens, counts, ends
+    def walk(
+        self, spans: RoundSpans, layout: RoundLayout, trees: Trees, sampled: torch.Tensor
+    ) -> tuple[Paths, tuple[RoundSpans, torch.Tensor, torch.Tensor]]:
+        """Lay what is accepted of the trees out as chains that were all right: keys, texts, and
+        (spans, first samples [B], samples [M]) for a judge of chains."""
+        paths, tokens = walk(trees, sampled, layout.first_sample, spans.drafts)
+        self.gather_paths(spans.slots, paths)
+        write_drafts(self.state, spans.slots, tokens[:, :-1])
+        first = torch.arange(len(tokens), device=tokens.device) * tokens.shape[1]
+        return paths, (replace(spans, drafts=paths.lengths), first, tokens.flatten())
 
     def gather_paths(self, slots: torch.Tensor, paths: Paths) -> None:
         """Bring the target's keys of the accepted paths of ``slots`` int64 [B] together, before
@@ -234,26 +223,6 @@ class SpeculativeRound:
         tables = self.state.block_tables[slots]
         for layer in self.kv:
             self.decoder.backend.move_keys(layer, tables, source, target)
-
-    def advance(
-        self, plan: RoundPlan, tokens: torch.Tensor, counts: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Commit: the tokens join the history; their KV is final up to the new current token.
-
-        Returns which positions this settled, by span: (the first [B], how many [B])."""
-        state, slots = self.state, plan.slots
-        if state.native is not None:
-            return state.native.advance(slots, plan.known, tokens, counts)
-        length = state.length[slots]
-        columns = length.unsqueeze(1) + torch.arange(tokens.shape[1], device=state.device)
-        kept = torch.arange(tokens.shape[1], device=state.device) < counts.unsqueeze(1)
-        old = state.history[slots.unsqueeze(1), columns]
-        state.history[slots.unsqueeze(1), columns] = torch.where(kept, tokens, old)
-        state.length[slots] = length + counts
-        first = state.computed[slots]
-        settled = torch.where(counts > 0, length + counts - 1 - first, plan.known)
-        state.computed[slots] = first + settled
-        return first, settled
 
     def catch_up(self, commits: Commits) -> None:
         """Tell the proposers what was settled; ``commits`` has the features of all captured
