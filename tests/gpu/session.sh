@@ -9,8 +9,8 @@ mkdir -p "$out"
 python=${PYTHON:-python3}
 export PYTHONPATH=src PYTHONUNBUFFERED=1
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.draw --format=csv,noheader
-timeout 240 make --no-print-directory test-gpu GPU_PYTHON="$python" 2>&1 | tee "$out/tests.log"
+timeout 360 make --no-print-directory test-gpu GPU_PYTHON="$python" 2>&1 | tee "$out/tests.log"
 tests=$?
-timeout 240 "$python" -m surefoot.bench.kernels_cuda --out "$out/kernels.json" 2>&1 |
+timeout 200 "$python" -m surefoot.bench.kernels_cuda --out "$out/kernels.json" 2>&1 |
   tee "$out/kernels.log"
 exit $((tests | $?))
