@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from certify_setups import register
+from eagle3_engines import folder, target
 from harness import VOCAB, random_weights, tiny_config
 from surefoot.certify.certificate import calibration_texts
 from surefoot.certify.compare import Judge
@@ -179,3 +180,14 @@ def test_stale_state_is_found(name: str, size: Any) -> None:
 def test_a_proposer_may_say_that_it_cannot_be_replayed() -> None:
     section = check("unreplayable")
     assert section.problems == [] and "not checked" in section.notes[0]
+
+
+def test_trees_near_the_end_of_a_text_are_cut_alike() -> None:
+    """By their depth: more nodes than tokens that may still come can be verified."""
+    own = {"path": folder("skilled"), "top_k": 3, "depth": 4, "draft_tokens": 8}
+    config = EngineConfig(proposers=("eagle3",), proposer_options={"eagle3": own})
+    subject = Subject(target("torch"), config, default_prompts(VOCAB, 160), recorded=True)
+    noise = replace(measure_noise(subject.decoder, calibration_texts(subject)), largest_spread=0.0)
+    size = replace(QUICK, greedy_jobs=4, greedy_length=12, offers=200)
+    section = run_offers(Judge(subject, noise), size, lambda label, done, total: None)
+    assert section.problems == [] and section.details["eagle3"]["with drafts"] > 20

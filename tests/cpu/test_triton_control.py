@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,3 +135,38 @@ def test_rows_go_to_the_most_likely_drafts(spans: int, width: int) -> None:
     # The news were entered once.
     assert not news.any()
     torch.testing.assert_close(seen, torch.full_like(seen, 2**-0.5 + 1))
+
+
+@pytest.mark.parametrize("names", [("ngram",), ("saboteur", "ngram")])
+def test_rounds_that_the_host_plans_keep_the_same_books(names: tuple[str, ...]) -> None:
+    """Before, between and after recorded ones: a request with logprobs joins twice."""
+    engines = [build(way, proposers=names, draft_policy="fixed") for way in (False, True)]
+    requests: list[list[Any]] = [[], []]
+    recorded = planned = drafted = 0
+    for step in range(50):
+        for engine, known in zip(engines, requests, strict=True):
+            if step in (0, 25):
+                for index, job in enumerate(jobs(3)):
+                    wanted = None if index else 2
+                    params = replace(job.params, max_tokens=14 + 6 * index, logprobs=wanted)
+                    known.append(
+                        engine.make_request(
+                            f"{step}-{index}", job.prompt, params, SpeculationParams("auto")
+                        )
+                    )
+                    engine.add(known[-1])
+            engine.step()
+        left, right = engines
+        assert [r.output for r in requests[0]] == [r.output for r in requests[1]]
+        replays, recorded = recorded, left.stats.replays
+        if recorded > replays or not left.has_work:
+            continue
+        planned += 1
+        assert left.runner.offered == right.runner.offered
+        drafted += sum(left.runner.offered.values())
+        busy = [request.slot for request in left.scheduler.running]
+        for mine, other in zip(*(e.controller.estimators for e in engines), strict=True):
+            torch.testing.assert_close(mine.seen, other.seen)
+            for name in ("hits", "trials", "watched_length"):
+                torch.testing.assert_close(getattr(mine, name)[busy], getattr(other, name)[busy])
+    assert recorded > 5 and planned > 10 and drafted > 20

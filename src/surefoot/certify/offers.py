@@ -39,14 +39,13 @@ MIN_TEXT = 4
 
 @dataclass(frozen=True)
 class Offer:
-    """Drafts after ``text`` (output tokens) of job ``job``; ``after`` says what came before.
-    ``room``: an offer was cut to this length, None if it was not."""
+    """Drafts after ``text`` (output tokens) of job ``job``, as far as they can be verified.
+    ``after``: what came before."""
 
     job: int
     text: tuple[int, ...]
     drafts: tuple[int, ...]
     after: str
-    room: int | None = None
 
 
 def run_offers(judge: Judge, size: Size, progress: Progress) -> Section:
@@ -84,7 +83,6 @@ def _check(judge: Judge, section: Section, size: Size, name: str) -> None:
         if again is None:
             continue
         checked += 1
-        again = again[: offer.room]
         if again != offer.drafts:
             different += 1
             section.notes.append(
@@ -214,9 +212,8 @@ class ReplayRecorder(_Listener):
                 continue
             text = tuple(state.history[slot, len(request.prompt) : length].tolist())
             drafts = tuple(replay.tokens[slot, :count].tolist())
-            room = max(0, int(state.limit[slot]) - length - 1)
             after = f"{self.after(request)}, recorded"
-            self.offers.append(Offer(self.jobs[request.prompt], text, drafts, after, room))
+            self.offers.append(Offer(self.jobs[request.prompt], text, drafts, after))
         return result
 
     def after_spell(self) -> str:
@@ -244,14 +241,15 @@ class Recorder(_Listener):
         return (0, 1, 0, 2)[self.phase]
 
     def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
+        # As far as they can be verified: recorded rounds keep no more of them.
+        lengths = self._offer(index, slots, drafts)
         if index == self.index:
-            lengths = drafts.lengths.clamp(max=drafts.tokens.shape[1]).tolist()
             by_slot = {request.slot: request for request in self.engine.scheduler.running}
             for slot, tokens, length in zip(
-                slots.tolist(), drafts.tokens.tolist(), lengths, strict=True
+                slots.tolist(), drafts.tokens.tolist(), lengths.tolist(), strict=True
             ):
                 self._enter(by_slot[slot], slot, tuple(tokens[:length]))
-        return self._offer(index, slots, drafts)
+        return lengths
 
     def _enter(self, request: Request, slot: int, drafts: tuple[int, ...]) -> None:
         length = int(self.engine.state.length[slot])
@@ -317,14 +315,14 @@ class _FirstOffers:
         engine.controller.offer = self.offer  # type: ignore[method-assign]
 
     def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
+        lengths = self._offer(index, slots, drafts)
         if index == self.index:
             by_slot = {request.slot: request for request in self.engine.scheduler.running}
-            lengths = drafts.lengths.clamp(max=drafts.tokens.shape[1]).tolist()
             for slot, tokens, length in zip(
-                slots.tolist(), drafts.tokens.tolist(), lengths, strict=True
+                slots.tolist(), drafts.tokens.tolist(), lengths.tolist(), strict=True
             ):
                 request = by_slot[slot]
                 size = int(self.engine.state.length[slot])
                 known = self.engine.state.history[slot, len(request.prompt) : size].tolist()
                 self.drafts.setdefault(request.request_id, (tuple(known), tuple(tokens[:length])))
-        return self._offer(index, slots, drafts)
+        return lengths

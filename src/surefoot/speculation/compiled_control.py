@@ -11,6 +11,9 @@ from surefoot.kernels.rounds import RoundVerdict
 from surefoot.speculation.estimator import BINS, GLOBAL_DECAY, PRIOR_RANGE, SLOT_DECAY
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from surefoot.speculation.proposer import Drafts
     from surefoot.speculation.replay import ReplayRound, Size
 
 LEAST = 1e-6
@@ -75,21 +78,8 @@ class CompiledControl:
     ) -> None:
         """``ReplayRound._finish_torch``."""
         replay, controller = self.replay, self.replay.controller
-        state = replay.state
         for index in size.proposers:
-            offers = replay.propose(index, slots, size)
-            self.kernels.learn(
-                self.learners[index],
-                slots,
-                replay.idle_slot,
-                state.history,
-                state.length,
-                state.limit,
-                state.vocab_size,
-                controller.draft_limit,
-                (offers.tokens, offers.lengths, offers.confidence),
-                SLOT_DECAY,
-            )
+            self._take(index, slots, replay.propose(index, slots, size))
         self.kernels.keep(
             slots,
             replay.idle_slot,
@@ -107,4 +97,32 @@ class CompiledControl:
             drafts,
             replay.alive,
             bool(size.proposers),
+        )
+
+    def take_in(self, slots: torch.Tensor, offers: Mapping[int, Drafts]) -> torch.Tensor:
+        """For rounds that the host plans, in place of ``Controller.learn`` and ``offer``: judge
+        earlier offers by the new tokens of ``slots`` [B], and take the next ones in, by proposer.
+        Returns how many drafts are on offer, int64 [B]."""
+        offered = torch.zeros_like(slots)
+        for index, drafts in offers.items():
+            self._take(index, slots, drafts)
+            offered += self.replay.controller.lengths[index, slots]
+        # What a recorded round's ``split`` does first; here the host may choose before one.
+        self.seen.mul_(torch.exp2(self.news[:1] * math.log2(GLOBAL_DECAY))).add_(self.news)
+        self.news.zero_()
+        return offered
+
+    def _take(self, index: int, slots: torch.Tensor, offers: Drafts) -> None:
+        controller, state = self.replay.controller, self.replay.state
+        self.kernels.learn(
+            self.learners[index],
+            slots,
+            self.replay.idle_slot,
+            state.history,
+            state.length,
+            state.limit,
+            state.vocab_size,
+            controller.draft_limit,
+            (offers.tokens, offers.lengths, offers.confidence),
+            SLOT_DECAY,
         )

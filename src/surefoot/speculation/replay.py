@@ -104,6 +104,7 @@ class ReplayRound:
         trees = self.parents is not None
         # The kernels for the book-keeping know chains only.
         self.compiled = None if control is None or trees else CompiledControl(self, control)
+        round_.compiled = self.compiled
         self.override: Override | None = None
         """For measurements: replaces the sampled tokens."""
 

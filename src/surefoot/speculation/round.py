@@ -20,9 +20,10 @@ from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.sampling.logprobs import RowLogprobs, row_logprobs
 from surefoot.sampling.params import Features
 from surefoot.sampling.sampler import SampleRows, sample_rows
+from surefoot.speculation.compiled_control import CompiledControl
 from surefoot.speculation.controller import Choice, Controller
 from surefoot.speculation.layout import RoundPlan, lay_out
-from surefoot.speculation.proposer import Commits, Outlook, Proposer
+from surefoot.speculation.proposer import Commits, Drafts, Outlook, Proposer
 from surefoot.speculation.state import SlotState
 from surefoot.speculation.trees import (
     NodeRows,
@@ -97,6 +98,8 @@ class SpeculativeRound:
         self.controller = controller
         self.padded_forward: Callable[[FlatBatch], ForwardResult] | None = None
         """Stands in for ``decoder.forward`` where batches are padded to few sizes."""
+        self.compiled: CompiledControl | None = None
+        """Keeps the controller's books where they are a recorded round's, too."""
         # What every round would otherwise ask again: who keeps state, and which layers it reads.
         layers = [proposer.needs().captured_layers for proposer in proposers]
         self.capture = sorted({layer for own in layers for layer in own})
@@ -232,22 +235,29 @@ class SpeculativeRound:
             proposer.catch_up(replace(commits, features=own))
 
     def draft(self, plan: RoundPlan, wanted: Wanted) -> torch.Tensor:
-        """Judge earlier offers by the new tokens, and take the offers for the next round."""
+        """Judge earlier offers by the new tokens, and take the offers for the next round. Returns
+        how many drafts are on offer, int64 [B]."""
         offered = torch.zeros_like(plan.slots)
         slots = plan.slots[plan.first_sampling :]
-        if len(slots) and wanted.proposers:
+        if not len(slots) or not wanted.proposers:
+            return offered
+        if self.compiled is None:
             self.controller.learn(slots)
-            for index in wanted.proposers:
-                steps = wanted.steps.get(index, self.state.max_drafts)
-                if steps == 0:
-                    self.controller.withdraw(index, slots)
-                    continue
-                started = time.perf_counter()
-                proposer = self.proposers[index]
-                proposer.expect(Outlook(wanted.features, plan.max_keys + 1, steps))
-                drafts = proposer.propose(slots)
+        offers: dict[int, Drafts] = {}
+        for index in wanted.proposers:
+            steps = wanted.steps.get(index, self.state.max_drafts)
+            if steps == 0:
+                self.controller.withdraw(index, slots)
+                continue
+            started = time.perf_counter()
+            proposer = self.proposers[index]
+            proposer.expect(Outlook(wanted.features, plan.max_keys + 1, steps))
+            offers[index] = drafts = proposer.propose(slots)
+            if self.compiled is None:
                 offered[plan.first_sampling :] += self.controller.offer(index, slots, drafts)
-                self.controller.draft_seconds[index] = time.perf_counter() - started
+            self.controller.draft_seconds[index] = time.perf_counter() - started
+        if self.compiled is not None:
+            offered[plan.first_sampling :] += self.compiled.take_in(slots, offers)
         return offered
 
     def score_prompt(
