@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from surefoot.config import EngineConfig
@@ -288,7 +287,7 @@ class Engine:
         size = pipeline.flights[0].size
         landed = pipeline.land()
         graphs = pipeline.graphs
-        plain = replace(size, rows=size.spans, steps=size.steps and 0)
+        plain = graphs.plain(size.spans, size.kind, size.proposers)
         self.stats.count_replay(
             size.rows,
             [progress.drafting for progress, _ in landed],

@@ -42,7 +42,7 @@ def lay_out(
     """Build the flat batch from the slots; drafts already stand in ``state.history``.
     ``lay_out_spans``: a backend's."""
     if state.native is None:
-        return _lay_out_by(lay_out_spans, state, plan)
+        return lay_out_reference(state, plan, lay_out_spans)
     tensors = state.native.lay_out(
         plan.slots, plan.known, plan.drafts, plan.first_sampling, plan.rows, plan.sampled_rows
     )
@@ -59,14 +59,10 @@ def lay_out(
     return RoundLayout(batch, first_row, index, sample_slots, sample_positions, first)
 
 
-def lay_out_reference(state: SlotState, plan: RoundPlan) -> RoundLayout:
-    """``lay_out`` in plain torch, on any device."""
-    return _lay_out_by(lay_out_spans, state, plan)
-
-
-def _lay_out_by(
-    lay_out_spans: Callable[..., RoundLayout], state: SlotState, plan: RoundPlan
+def lay_out_reference(
+    state: SlotState, plan: RoundPlan, lay_out_spans: Callable[..., RoundLayout] = lay_out_spans
 ) -> RoundLayout:
+    """``lay_out`` on any device."""
     samples = torch.arange(len(plan.slots), device=state.device) >= plan.first_sampling
     return lay_out_spans(
         RoundSpans(plan.slots, plan.known, plan.drafts, samples.long()),

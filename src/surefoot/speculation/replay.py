@@ -10,13 +10,13 @@ it has read this one: a request that ended is dead on the device at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
 from surefoot.sampling.params import Features
-from surefoot.sampling.sampler import SampleRows, sample_rows
+from surefoot.sampling.sampler import sample_rows
 from surefoot.speculation.compiled_control import LEAST, CompiledControl
 from surefoot.speculation.controller import Choice, fill_rows
 from surefoot.speculation.proposer import Commits, Drafts, Outlook
@@ -28,7 +28,6 @@ from surefoot.speculation.trees import (
     chain_parents,
     lay_out_trees,
     node_rows,
-    path_histories,
     settle,
 )
 
@@ -191,12 +190,7 @@ class ReplayRound:
         state, decoder = self.state, self.round.decoder
         if kind == GREEDY:
             return decoder.greedy(hidden)
-        rows = SampleRows(
-            layout.sample_slots, layout.sample_positions, state.history, self.max_keys
-        )
-        if grown is not None and kind.penalties:
-            texts = path_histories(state, layout, *grown, self.max_keys)
-            rows = replace(rows, history=texts, history_by_row=True)
+        rows = self.round.rows_to_sample(layout, kind, grown, self.max_keys)
         logits = decoder.logits(hidden)
         return sample_rows(logits, rows, state.params, kind, decoder.backend)
 

@@ -168,17 +168,27 @@ class SpeculativeRound:
         if wanted.logprobs is None and plain:
             return self.decoder.greedy(hidden), None
         logits = self.decoder.logits(hidden)
-        rows = SampleRows(
-            layout.sample_slots, layout.sample_positions, state.history, plan.max_keys
-        )
-        if grown is not None and wanted.features.penalties:
-            texts = path_histories(state, layout, *grown, plan.max_keys)
-            rows = replace(rows, history=texts, history_by_row=True)
+        rows = self.rows_to_sample(layout, wanted.features, grown, plan.max_keys)
         backend = self.decoder.backend
         sampled = sample_rows(logits, rows, state.params, wanted.features, backend, wanted.masks)
         if wanted.logprobs is None:
             return sampled, None
         return sampled, row_logprobs(logits, sampled, wanted.logprobs)
+
+    def rows_to_sample(
+        self,
+        layout: RoundLayout,
+        features: Features,
+        grown: tuple[NodeRows, Trees] | None,
+        max_keys: int,
+    ) -> SampleRows:
+        """What the sampler has to know of them; in trees, penalties see each row's own path."""
+        history = self.state.history
+        rows = SampleRows(layout.sample_slots, layout.sample_positions, history, max_keys)
+        if grown is None or not features.penalties:
+            return rows
+        texts = path_histories(self.state, layout, *grown, max_keys)
+        return replace(rows, history=texts, history_by_row=True)
 
     def judge(
         self,

@@ -20,12 +20,10 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @jit
-def noise_words(seed, choice, position, first, BLOCK: tl.constexpr):
-    """Words uint32 [BLOCK] of the tokens from ``first`` (a multiple of 4) on. Seed, choice and
-    position are int64 scalars."""
-    quads = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+def words_of_quads(seed, choice, position, quads):
+    """Four words uint32 for each of the uint32 tile ``quads`` (token // 4)."""
     zero = quads * 0
-    w0, w1, w2, w3 = philox(
+    return philox(
         quads,
         zero + position.to(tl.uint32),
         zero + choice.to(tl.uint32),
@@ -33,6 +31,14 @@ def noise_words(seed, choice, position, first, BLOCK: tl.constexpr):
         zero + seed.to(tl.uint32),
         zero + (seed >> 32).to(tl.uint32),
     )
+
+
+@jit
+def noise_words(seed, choice, position, first, BLOCK: tl.constexpr):
+    """Words uint32 [BLOCK] of the tokens from ``first`` (a multiple of 4) on. Seed, choice and
+    position are int64 scalars."""
+    quads = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    w0, w1, w2, w3 = words_of_quads(seed, choice, position, quads)
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
 
 
@@ -40,15 +46,7 @@ def noise_words(seed, choice, position, first, BLOCK: tl.constexpr):
 def noise_words_at(seed, choice, position, tokens):
     """Words uint32 of the int64 tile ``tokens``; the rest as above."""
     quads = (tokens // 4).to(tl.uint32)
-    zero = quads * 0
-    w0, w1, w2, w3 = philox(
-        quads,
-        zero + position.to(tl.uint32),
-        zero + choice.to(tl.uint32),
-        zero,
-        zero + seed.to(tl.uint32),
-        zero + (seed >> 32).to(tl.uint32),
-    )
+    w0, w1, w2, w3 = words_of_quads(seed, choice, position, quads)
     place = tokens % 4
     return tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
 
