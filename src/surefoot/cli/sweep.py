@@ -51,7 +51,7 @@ def refuse_other_kind(concurrency: str | None, given: Mapping[str, Any]) -> None
 
 def read_concurrency(text: str) -> tuple[int, ...]:
     """``1,4,8``: rising counts of requests."""
-    return tuple(sorted(set(_counts("concurrency", text.split(","), low=1))))
+    return tuple(sorted(set(_counts("concurrency", text.split(",")))))
 
 
 def read_modes(text: str | None, most_drafts: int | None) -> tuple[Mode, ...]:
@@ -64,7 +64,7 @@ def read_modes(text: str | None, most_drafts: int | None) -> tuple[Mode, ...]:
         if word in ("plain", "auto"):
             modes.append(0 if word == "plain" else "auto")
         else:
-            modes += _counts("modes", [word], low=1)
+            modes += _counts("modes", [word], ", plain or auto")
     return tuple(dict.fromkeys(modes))
 
 
@@ -84,13 +84,15 @@ def read_rates(text: str | None) -> tuple[float, ...]:
     return rates
 
 
-def _counts(option: str, words: list[str], low: int) -> list[int]:
+def _counts(option: str, words: list[str], others: str = "") -> list[int]:
     try:
         counts = [int(word) for word in words]
     except ValueError:
-        counts = [low - 1]
-    if min(counts) < low:
-        raise SurefootError(option, f"{','.join(words)!r} is no count", f"use numbers from {low}")
+        counts = [0]
+    if min(counts) < 1:
+        raise SurefootError(
+            option, f"{','.join(words)!r} is no count", f"use numbers from 1{others}"
+        )
     return counts
 
 
