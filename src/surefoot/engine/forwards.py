@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from surefoot.engine.capture import capture
 from surefoot.kernels.batch import FlatBatch, SpanTable
 from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.speculation.state import SlotState
@@ -123,15 +125,8 @@ class RecordedForward(PaddedForward):
         # Nobody's rows: they write nothing.
         self.rows[3].fill_(-1)
         self.spans[1].zero_()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self.stream):
-            super().run(size, masked)  # compiles kernels, allocates what is kept
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-            result = super().run(size, masked)
-        torch.cuda.synchronize()
+        recorded = capture(partial(super().run, size, masked), self.pool, self.stream)
         for table, before in zip((self.rows, self.spans), kept, strict=True):
             table.copy_(before)
         self.capture_seconds += time.perf_counter() - started
-        return graph, result
+        return recorded

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from surefoot.engine.capture import capture
 from surefoot.engine.rehearsal import rehearsal
 from surefoot.sampling.params import Features
 from surefoot.speculation.replay import ReplayRound, Size
@@ -192,14 +193,7 @@ class CudaRoundGraphs(RoundGraphs):
         started = time.perf_counter()
         seated = self.replay.slots.clone()
         self.replay.slots.fill_(self.replay.idle_slot)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self.stream):
-            self.replay(size)  # compiles kernels, allocates what is kept
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-            self.replay(size)
-        torch.cuda.synchronize()
+        graph, _ = capture(partial(self.replay, size), self.pool, self.stream)
         self.replay.slots.copy_(seated)
         self.capture_seconds += time.perf_counter() - started
         return graph

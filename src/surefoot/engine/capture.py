@@ -1,0 +1,26 @@
+"""Recording a sequence of operations as a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+def capture(
+    run: Callable[[], Result], pool: Any, stream: torch.cuda.Stream
+) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Record ``run`` in ``pool``, after one call that compiles kernels and allocates what is kept.
+    Returns the graph, and what ``run`` returned: tensors that every replay fills anew."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        result = run()
+    torch.cuda.synchronize()
+    return graph, result
