@@ -72,7 +72,7 @@ def test_norms_and_gating_equal_their_twins(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", [100, 104])  # 104: rows that tensor descriptors allow
-@pytest.mark.parametrize("rows", [1, 5, 33])
+@pytest.mark.parametrize("rows", [1, 5, 33, 66, 96])
 def test_a_product_equals_its_twin(rows: int, inputs: int, dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(70, inputs).div(10).to(dtype)
@@ -107,7 +107,7 @@ def test_products_refuse_what_they_cannot_do() -> None:
 @pytest.mark.parametrize("outputs", [256, 960, 4096, 6144, 14336, 128256])
 def test_plans_keep_every_processor_reading(outputs: int, gated: bool, shared: int) -> None:
     shares = set()
-    for rows in (1, 16, 17, 64, 128):
+    for rows in (1, 16, 17, 64, 80, 96, 128):
         plan = default_plan(rows, outputs, 4096, gated, 2, 132, shared)
         programs = -(-outputs // plan.block_n) * plan.split_k
         assert gated or programs >= min(66, outputs // 64 * 8)

@@ -59,7 +59,7 @@ def test_products_of_few_rows(name: str) -> None:
     weight = torch.randn(outputs, inputs, dtype=bf16) * 0.02
     packed = TritonLinear(weight, None)
     norm = torch.rand(outputs, dtype=bf16) + 0.5, 1e-6
-    for rows in (1, 2, 5, 16, 17, 33, 64, 100, 128):
+    for rows in (1, 2, 5, 16, 17, 33, 64, 72, 96, 100, 128):
         x = torch.randn(rows, inputs, dtype=bf16)
         residual = torch.randn(rows, outputs, dtype=bf16)
         exact = x.float() @ weight.float().T
@@ -87,7 +87,7 @@ def test_a_row_s_product_does_not_depend_on_the_others(name: str) -> None:
 
     width = outputs // 2 if gated else outputs
     alone = product(1)
-    for rows in (2, 5, 16, 17, 40, 64, 128):
+    for rows in (2, 5, 16, 17, 40, 64, 72, 96, 128):
         if plan_for(rows, width, inputs, gated, 2, *TUNED_ON) is not None:
             assert torch.equal(product(rows)[:1], alone), rows
 

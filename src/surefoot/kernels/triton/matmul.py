@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from surefoot.kernels.triton.activation import silu_times
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2, processors, shared_memory
-from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, default_plan, rows_bucket
+from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, default_plan, row_tiles
 from surefoot.kernels.triton.pdl import await_inputs, pdl, prefetch, release_next
 
 SHARE_UNIT = tl.constexpr(256)
@@ -79,13 +79,37 @@ def prefetch_weights(
     prefetch(w_ptr + row.to(tl.int64) * inputs + start, tl.maximum(end - start, 8) * element)
 
 
+@jit
+def put(
+    acc, up, bias_ptr, residual_ptr, y_ptr, part_ptr, top, first, split, rows, outputs,
+    HEIGHT: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """Write sums [BLOCK_N, HEIGHT] of the rows from ``top`` on: a share's, or the result."""
+    row = top + tl.arange(0, HEIGHT)
+    column = first + tl.arange(0, BLOCK_N)
+    inside = (row < rows)[:, None] & (column < outputs)[None, :]
+    acc, up = tl.trans(acc), tl.trans(up)
+    if SPLIT:
+        width = outputs * 2 if SILU else outputs
+        place = (split * rows + row[:, None]).to(tl.int64) * width + column[None, :]
+        tl.store(part_ptr + place, acc, mask=inside)
+        if SILU:
+            tl.store(part_ptr + place + outputs, up, mask=inside)
+    else:
+        finish(
+            acc, up, bias_ptr, residual_ptr, y_ptr, row[:, None], column[None, :], inside,
+            outputs, BIAS, RESIDUAL, SILU, y_ptr.dtype.element_ty,
+        )  # fmt: skip
+
+
 @jit(do_not_specialize=["rows", "splits", "ahead"])
 def rows_kernel(
-    x_ptr, x_tiles, w_ptr, w_tiles, bias_ptr, residual_ptr, y_ptr, part_ptr,
+    x_ptr, x_tiles, more_tiles, w_ptr, w_tiles, bias_ptr, residual_ptr, y_ptr, part_ptr,
     rows, outputs, inputs, splits, ahead,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr,
-    DESCRIBED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    SILU: tl.constexpr, DESCRIBED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     split = tl.program_id(1)
@@ -100,33 +124,38 @@ def rows_kernel(
         prefetch_weights(w_ptr, first, low, high, outputs, inputs, ahead, BLOCK_N, SILU)
     await_inputs(PDL)
     width = outputs * 2 if SILU else outputs
+    rest: tl.constexpr = MORE if MORE else 16
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    more_acc = tl.zeros([BLOCK_N, rest], tl.float32)
+    more_up = tl.zeros([BLOCK_N, rest], tl.float32)
     for base in range(low, high, BLOCK_K):
         x = tile(x_ptr, x_tiles, 0, base, rows, high, inputs, BLOCK_M, BLOCK_K, DESCRIBED)
         w = tile(w_ptr, w_tiles, first, base, width, high, inputs, BLOCK_N, BLOCK_K, DESCRIBED)
         acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+        if MORE:
+            more = tile(
+                x_ptr, more_tiles, BLOCK_M, base, rows, high, inputs, MORE, BLOCK_K, DESCRIBED
+            )
+            more_acc = tl.dot(w, tl.trans(more), more_acc, input_precision="ieee")
         if SILU:
             w = tile(
                 w_ptr, w_tiles, outputs + first, base, width, high, inputs,
                 BLOCK_N, BLOCK_K, DESCRIBED,
             )  # fmt: skip
             up = tl.dot(w, tl.trans(x), up, input_precision="ieee")
+            if MORE:
+                more_up = tl.dot(w, tl.trans(more), more_up, input_precision="ieee")
     # Not sooner: blocks that wait beside these cost more than they save (docs/log.md).
     release_next(PDL)
-    row = tl.arange(0, BLOCK_M)
-    column = first + tl.arange(0, BLOCK_N)
-    inside = (row < rows)[:, None] & (column < outputs)[None, :]
-    acc, up = tl.trans(acc), tl.trans(up)
-    if SPLIT:
-        place = (split * rows + row[:, None]).to(tl.int64) * width + column[None, :]
-        tl.store(part_ptr + place, acc, mask=inside)
-        if SILU:
-            tl.store(part_ptr + place + outputs, up, mask=inside)
-    else:
-        finish(
-            acc, up, bias_ptr, residual_ptr, y_ptr, row[:, None], column[None, :], inside,
-            outputs, BIAS, RESIDUAL, SILU, y_ptr.dtype.element_ty,
+    put(
+        acc, up, bias_ptr, residual_ptr, y_ptr, part_ptr, 0, first, split, rows, outputs,
+        BLOCK_M, BLOCK_N, SPLIT, BIAS, RESIDUAL, SILU,
+    )  # fmt: skip
+    if MORE:
+        put(
+            more_acc, more_up, bias_ptr, residual_ptr, y_ptr, part_ptr, BLOCK_M, first, split,
+            rows, outputs, MORE, BLOCK_N, SPLIT, BIAS, RESIDUAL, SILU,
         )  # fmt: skip
 
 
@@ -211,15 +240,17 @@ def multiply(
         size = (plan.split_k, rows, weight.shape[0])
         part = x.new_empty(size, dtype=torch.float32)
     described = inputs * x.dtype.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
-    x_tiles, w_tiles = None, None
-    block_m = rows_bucket(rows)
+    x_tiles, more_tiles, w_tiles = None, None, None
+    block_m, more = row_tiles(rows)
     if described:
         x_tiles = TensorDescriptor.from_tensor(x, [block_m, plan.block_k])
+        if more:
+            more_tiles = TensorDescriptor.from_tensor(x, [more, plan.block_k])
         w_tiles = TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k])
     rows_kernel[(cdiv(outputs, plan.block_n), plan.split_k)](
-        x, x_tiles, weight, w_tiles, bias, residual, y, part,
+        x, x_tiles, more_tiles, weight, w_tiles, bias, residual, y, part,
         rows, outputs, inputs, plan.split_k, plan.prefetch,
-        block_m, plan.block_n, plan.block_k, plan.split_k > 1,
+        block_m, more, plan.block_n, plan.block_k, plan.split_k > 1,
         bias is not None, residual is not None, silu, described,
         num_warps=plan.num_warps, num_stages=plan.num_stages, **pdl(x.device),
     )  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from surefoot.kernels.triton.launch import next_power_of_2
+
 MAX_ROWS = 128
 """More rows than this are cuBLAS's."""
 PREFETCH = 512
@@ -45,13 +47,23 @@ TUNED: dict[tuple[int, int, int, bool], MatmulPlan | None] = {
     (64, 9728, 2560, True): MatmulPlan(64, 64, 1, 4, 4, 512),
     (64, 2560, 9728, False): MatmulPlan(64, 128, 3, 4, 6, 512),
     (64, 151936, 2560, False): MatmulPlan(64, 128, 1, 4, 6, 512),
+    (80, 6144, 2560, False): MatmulPlan(64, 128, 1, 4, 6, 512),
+    (80, 2560, 4096, False): MatmulPlan(64, 128, 3, 4, 6, 512),
+    (80, 9728, 2560, True): MatmulPlan(64, 64, 1, 4, 4, 512),
+    (80, 2560, 9728, False): MatmulPlan(64, 128, 3, 4, 6, 512),
+    (80, 151936, 2560, False): MatmulPlan(64, 128, 1, 4, 6, 512),
+    (96, 6144, 2560, False): MatmulPlan(64, 128, 1, 4, 5, 512),
+    (96, 2560, 4096, False): MatmulPlan(64, 128, 3, 4, 5, 512),
+    (96, 9728, 2560, True): MatmulPlan(128, 64, 1, 8, 4, 512),
+    (96, 2560, 9728, False): MatmulPlan(64, 128, 3, 4, 5, 512),
+    (96, 151936, 2560, False): MatmulPlan(64, 64, 1, 4, 5, 512),
     (128, 6144, 2560, False): MatmulPlan(64, 64, 1, 4, 8, 512),
     (128, 2560, 4096, False): MatmulPlan(64, 128, 3, 4, 4, 512),
     (128, 9728, 2560, True): MatmulPlan(128, 64, 1, 8, 4, 512),
     (128, 2560, 9728, False): MatmulPlan(64, 128, 3, 4, 4, 512),
     (128, 151936, 2560, False): MatmulPlan(64, 64, 1, 4, 8, 512),
 }
-"""(rows rounded up to a power of two >= 16, outputs, inputs, gated) -> plan, or None where cuBLAS
+"""(rows rounded up to those of tiles, outputs, inputs, gated) -> plan, or None where cuBLAS
 measured clearly better. For a gated product, outputs are those after gating. Measured on an H100 by
 ``python -m surefoot.bench.tune_cuda`` (Qwen3-4B's shapes); the rest goes by ``default_plan``.
 
@@ -59,8 +71,19 @@ A shape has the same number of shares for any number of rows: then a row's sums 
 bit whoever shares the batch (as long as cuBLAS takes no part)."""
 
 
+def row_tiles(rows: int) -> tuple[int, int]:
+    """Rows of a program's tile and of a second one below it (0: there is none). Tiles are powers
+    of two. With a second one, 80 rows do not pay for 128; at 48 it was no better than one of 64,
+    half empty (docs/log.md)."""
+    for more in (16, 32):
+        if 64 < rows <= 64 + more:
+            return 64, more
+    return next_power_of_2(rows, 16), 0
+
+
 def rows_bucket(rows: int) -> int:
-    return max(16, 1 << max(0, rows - 1).bit_length())
+    """The rows that ``rows`` are padded to: 16, 32, 64, 80, 96 or 128."""
+    return sum(row_tiles(rows))
 
 
 def plan_for(

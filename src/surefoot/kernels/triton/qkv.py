@@ -10,9 +10,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, RopeTable
-from surefoot.kernels.triton.launch import jit, shared_memory
+from surefoot.kernels.triton.launch import jit, next_power_of_2, shared_memory
 from surefoot.kernels.triton.matmul import prefetch_weights, tile
-from surefoot.kernels.triton.matmul_plan import MAX_ROWS, PREFETCH, MatmulPlan, rows_bucket
+from surefoot.kernels.triton.matmul_plan import MAX_ROWS, PREFETCH, MatmulPlan
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 
 
@@ -90,7 +90,7 @@ def fits(rows: int, shape: AttentionShape, dtype: torch.dtype) -> bool:
 
 def plan_qkv(rows: int, inputs: int, head_dim: int, itemsize: int, shared: int) -> MatmulPlan:
     """One program to a multiprocessor, and what its memory holds in flight."""
-    bucket = rows_bucket(rows)
+    bucket = next_power_of_2(rows, 16)
     block_k = 128 if bucket <= 64 else 64
     stage = (head_dim + bucket) * block_k * itemsize
     return MatmulPlan(
@@ -122,7 +122,7 @@ def project_qkv(
         raise ValueError(f"a product of {rows} rows")
     plan = plan or plan_qkv(rows, inputs, shape.head_dim, x.dtype.itemsize, shared_memory(x.device))
     q = x.new_empty((rows, shape.heads, shape.head_dim))
-    block_m = rows_bucket(rows)
+    block_m = next_power_of_2(rows, 16)
     described = inputs * x.dtype.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
     x_tiles, w_tiles = None, None
     if described:
