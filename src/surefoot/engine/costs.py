@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 Sizing = tuple[int, int, int | None]
@@ -14,7 +13,8 @@ class TimesByContext:
     reads all keys, so that between two of these the time is nearly a straight line."""
 
     def __init__(self) -> None:
-        self._curves: dict[Sizing, dict[int, float]] = {}
+        self._curves: dict[Sizing, list[tuple[int, float]]] = {}
+        """(Context, seconds), rising by context."""
 
     def __bool__(self) -> bool:
         return bool(self._curves)
@@ -24,14 +24,12 @@ class TimesByContext:
 
     def enter(self, sizing: Sizing, context: int, seconds: float) -> None:
         """A round of texts of ``context`` tokens (at least 1) took so long."""
-        self._curves.setdefault(sizing, {})[context] = seconds
+        curve = self._curves.setdefault(sizing, [])
+        curve[:] = sorted([point for point in curve if point[0] != context] + [(context, seconds)])
 
     def at(self, context: float) -> dict[Sizing, float]:
         """Seconds of all rounds that were timed, for texts of ``context`` tokens (at least 1)."""
-        return {
-            sizing: interpolate(sorted(curve.items()), context)
-            for sizing, curve in self._curves.items()
-        }
+        return {sizing: interpolate(curve, context) for sizing, curve in self._curves.items()}
 
 
 def interpolate(points: Sequence[tuple[int, float]], context: float) -> float:
@@ -41,9 +39,10 @@ def interpolate(points: Sequence[tuple[int, float]], context: float) -> float:
     so that it stays above 0."""
     if len(points) == 1:
         return points[0][1]
-    lines = list(itertools.pairwise(points))
-    passed = sum(context >= left for (left, _), _ in lines)
-    (left, low), (right, high) = lines[max(passed - 1, 0)]
+    at = 1
+    while at < len(points) - 1 and points[at][0] < context:
+        at += 1
+    (left, low), (right, high) = points[at - 1], points[at]
     slope = (high - low) / (right - left)
     if context < left:
         return max(low - max(slope, 0.0) * (left - context), low * context / left)
