@@ -31,8 +31,9 @@ def test_sizes_cover_every_round(graphs: RoundGraphs) -> None:
 def test_a_larger_round_is_taken_where_it_costs_less(graphs: RoundGraphs) -> None:
     base = graphs.plain(4, Features(), (0,))
     rows = graphs.rows(4)
-    assert rows == [4, 5, 6, 8, 12, 16]
-    graphs.costs = {(4, r, None): cost for r, cost in zip(rows, (1, 2, 5, 5, 3, 4), strict=True)}
+    assert rows == [4, 5, 6, 8, 10, 12, 16]
+    seconds = (1, 2, 5, 5, 5, 3, 4)
+    graphs.costs = {(4, r, None): cost for r, cost in zip(rows, seconds, strict=True)}
     assert [graphs.holding(base, r).rows for r in (4, 5, 6, 8, 13)] == [4, 5, 12, 12, 16]
     # 3 requests: no drafts fit the 4 rows of a plain round but one; 9 drafts are all there are.
     assert graphs.table(base, 3).tolist() == [1, 1, 2, 3, 3, 3, 3, 3, 3, 3]
@@ -46,7 +47,8 @@ def test_drafters_draft_as_far_as_rows_hold_or_as_far_as_they_can() -> None:
     graphs = engine.pipeline.graphs
     assert graphs.longest == 4 and graphs.depths(4) == [1, 2, 3, 4]
     assert set(graphs.variants(4)) == {
-        (4, 0), (4, 4), (5, 4), (6, 4), (8, 4), (12, 4), (16, 4), (20, 4), (8, 1), (12, 2), (16, 3),
+        (4, 0), (4, 4), (5, 4), (6, 4), (8, 4), (10, 4), (12, 4), (16, 4), (20, 4),
+        (8, 1), (12, 2), (16, 3),
     }  # fmt: skip
     base = graphs.plain(3, Features(), (0,))
     assert base == Size(4, 4, Features(), (0,), 0) and graphs.plain(3, Features(), ()).steps is None

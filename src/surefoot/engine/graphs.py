@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,9 +11,15 @@ from functools import partial
 import torch
 
 from surefoot.engine.capture import capture
-from surefoot.engine.rehearsal import rehearsal
+from surefoot.engine.costs import Sizing, TimesByContext
+from surefoot.engine.rehearsal import contexts_to_time, rehearsal
 from surefoot.sampling.params import Features
 from surefoot.speculation.replay import ReplayRound, Size
+
+MIDDLING = 1024
+"""Tokens of the texts that costs are for until somebody says how long they are."""
+_STEPS = 4
+"""Costs follow the length of texts in so many steps from one length to its double."""
 
 
 class RoundGraphs:
@@ -25,8 +32,11 @@ class RoundGraphs:
         self.width = replay.state.max_drafts
         self.longest = min(self.width, max(replay.drafters.values(), default=0))
         """Most steps that a drafter drafts; 0 where there is none."""
-        self.costs: dict[tuple[int, int, int | None], float] = {}
-        """Seconds by (spans, rows, steps), measured."""
+        self.costs: dict[Sizing, float] = {}
+        """Seconds by (spans, rows, steps), measured; of texts as long as ``attend`` was told."""
+        self.times = TimesByContext()
+        """What ``costs`` follow the length of texts by; where it is empty, they do not."""
+        self._step: int | None = None
         self._variants: dict[int, list[tuple[int, int | None]]] = {}
         self._tables_by: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
@@ -76,9 +86,20 @@ class RoundGraphs:
     def rows(self, spans: int) -> list[int]:
         """The numbers of rows that rounds of so many spans come in."""
         most = spans * (1 + self.width)
-        steps = [spans * i // 4 for i in (4, 5, 6, 8, 12, 16, 20, 36)]
+        steps = [spans * i // 4 for i in (4, 5, 6, 8, 10, 12, 16, 20, 36)]
         steps += [spans * (1 + i) for i in (16, 31, 63)]
         return sorted({rows for rows in steps if rows < most} | {spans, most})
+
+    def attend(self, context: float) -> None:
+        """Make ``costs`` those of texts of so many tokens, as nearly as steps of a quarter octave
+        go: what was worked out from costs is worked out anew after each."""
+        place = _STEPS * math.log2(max(context, 1.0))
+        # A length that wavers between two steps keeps the one it has.
+        if not self.times or (self._step is not None and abs(place - self._step) <= 0.75):
+            return
+        self._step = round(place)
+        self.costs.update(self.times.at(2 ** (self._step / _STEPS)))
+        self._tables_by.clear()
 
     def holding(self, base: Size, rows: int) -> Size:
         """The cheapest round of ``base``'s spans and steps that holds so many rows, or as many as
@@ -126,10 +147,29 @@ class RoundGraphs:
 
     def measure(self, blocks: int) -> None:
         """Fill ``costs``; ``blocks``: those of the KV pool. Here: guesses of a device on which rows
-        are nearly free."""
+        are nearly free, whatever the context."""
+        self.times.clear()
+        self._tables_by.clear()
         for spans in self.spans:
             for rows, steps in self.variants(spans):
                 self.costs[spans, rows, steps] = 1.0 + 0.001 * rows + 0.05 * (steps or 0)
+
+    def _time_all(self, blocks: int, timed: Callable[[Size, Callable[[], None]], float]) -> None:
+        """Fill ``times``, and ``costs`` by them, with what ``timed`` says of every greedy round
+        with all proposers, every draft verified. It gets the round's size, and what it has to call
+        before each run. The engine must be idle; it is as before afterwards."""
+        replay = self.replay
+        proposers = tuple(range(len(replay.controller.names))) if self.width else ()
+        self.times.clear()
+        for spans in self.spans:
+            for context in contexts_to_time(replay, blocks, spans):
+                with rehearsal(replay, blocks, context) as seat:
+                    for rows, steps in self.variants(spans):
+                        size = Size(spans, rows, Features(), proposers, steps)
+                        seconds = timed(size, partial(seat, spans))
+                        self.times.enter((spans, rows, steps), context, seconds)
+        self._step = None
+        self.attend(MIDDLING)
 
 
 def _nothing() -> None:
@@ -199,15 +239,9 @@ class CudaRoundGraphs(RoundGraphs):
         return graph
 
     def measure(self, blocks: int) -> None:
-        """Record greedy rounds of every size with all proposers, and time them at a middling
-        context, every draft verified. The engine must be idle; it is as before afterwards."""
-        replay = self.replay
-        proposers = tuple(range(len(replay.controller.names))) if self.width else ()
-        with rehearsal(replay, blocks, context=1024) as seat:
-            for spans in self.spans:
-                for rows, steps in self.variants(spans):
-                    graph = self.graph(Size(spans, rows, Features(), proposers, steps))
-                    self.costs[spans, rows, steps] = self.time(graph, partial(seat, spans))
+        """Record greedy rounds of every size with all proposers, each once, and time them at a few
+        contexts."""
+        self._time_all(blocks, lambda size, prepare: self.time(self.graph(size), prepare))
 
     def time(self, graph: torch.cuda.CUDAGraph, prepare: Callable[[], None]) -> float:
         """Seconds of a recorded round, the least of a few; ``prepare`` comes before each."""

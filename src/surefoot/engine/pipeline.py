@@ -25,6 +25,8 @@ from surefoot.speculation.replay import ReplayRound, Size, kind_of
 from surefoot.speculation.state import SlotState
 
 IN_FLIGHT = 2
+LOOK_EVERY = 16
+"""Launches between two looks at how long the texts of many requests are."""
 
 
 @dataclass
@@ -53,6 +55,8 @@ class Company:
     proposers: tuple[int, ...]
     most_drafts: int
     """The largest of their own limits."""
+    launches: int = 0
+    """How often a round of theirs was sized."""
 
 
 class Pipeline:
@@ -123,6 +127,7 @@ class Pipeline:
         if all(self._ends_in_flight(request) for request in running):
             return False
         company = self._gather(running)
+        self._attend(company)
         size = self._size(company)
         # Rows of requests that ended on the device go to the others: one may draft all it can.
         longest = 1 + (self.state.max_drafts if size.rows > size.spans else 0)
@@ -138,6 +143,14 @@ class Pipeline:
         report, landed = self.graphs.launch(size)
         self.flights.append(Flight(size, longest, company, report, landed))
         return True
+
+    def _attend(self, company: Company) -> None:
+        """Have costs follow the length of the texts, as far as they were read. A few requests are
+        looked at more often than many: they draft more, and cost less to look at."""
+        count = len(company.requests)
+        if company.launches % min(count, LOOK_EVERY) == 0:
+            self.graphs.attend(sum(request.length for request in company.requests) / count)
+        company.launches += 1
 
     def _ends_in_flight(self, request: Request) -> bool:
         flying = sum(id(request) in flight.company.members for flight in self.flights)

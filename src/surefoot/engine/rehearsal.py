@@ -9,6 +9,24 @@ import torch
 
 from surefoot.speculation.replay import ReplayRound
 
+CONTEXTS = (128, 1024, 4096, 16384)
+"""Tokens of the texts of rounds that are timed."""
+
+
+def contexts_to_time(replay: ReplayRound, blocks: int, requests: int) -> list[int]:
+    """The contexts to rehearse so many requests at, rising: ``CONTEXTS`` as far as a rehearsal goes
+    and a KV pool of ``blocks`` holds keys of each request's own; longer texts of all of them would
+    find no room either. One lies at least twice as far as the one before: over less, the line
+    through their times would be noise. The shortest is always there, however small the pool."""
+    state = replay.state
+    own = (blocks - 1) // max(1, min(requests, replay.idle_slot)) * state.block_size
+    most = max(1, min(_longest(replay) // 2, own - state.max_drafts - 1))
+    found = [min(CONTEXTS[0], most)]
+    for context in CONTEXTS[1:]:
+        if min(context, most) >= 2 * found[-1]:
+            found.append(min(context, most))
+    return found
+
 
 @contextmanager
 def rehearsal(replay: ReplayRound, blocks: int, context: int) -> Iterator[Callable[[int], None]]:
