@@ -69,7 +69,7 @@ def long_engine(requests: int, blocks: int, longest: int) -> Engine:
 def longest_with_keys_of_their_own(replay: ReplayRound, blocks: int, spans: int) -> int:
     """Found by trying, block by block, with one token more than the drafts in the last."""
     state, best = replay.state, 0
-    for context in range(16 - WIDTH - 1, (state.history.shape[1] - WIDTH - 1) // 2 + 1, 16):
+    for context in range(16 - WIDTH - 1, (state.history.shape[1] - WIDTH - 1) * 3 // 4 + 1, 16):
         with rehearsal(replay, blocks, context) as seat:
             seat(spans)
             busy = state.block_tables[: min(spans, replay.idle_slot)]
@@ -85,7 +85,7 @@ def test_a_small_pool_skips_long_contexts(blocks: int) -> None:
     """So that everybody reads keys of their own, which no cache holds."""
     replay = graphs_of(long_engine(3, blocks, 9000)).replay
     for spans in (1, 2, 4):
-        most = min(longest_with_keys_of_their_own(replay, blocks + 1, spans), 4500)
+        most = min(longest_with_keys_of_their_own(replay, blocks + 1, spans), 6750)
         found = contexts_to_time(replay, blocks + 1, spans)
         assert found[0] == min(128, most) and found[-1] <= most
         wanted = {context for context in CONTEXTS if context <= most}
@@ -99,7 +99,7 @@ def test_contexts_are_bounded_by_the_longest_text() -> None:
         replay = graphs_of(long_engine(1, 2600, longest)).replay
         found[longest] = contexts_to_time(replay, 2601, 1)
     assert found == {
-        3: [1], 100: [50], 400: [128], 2048: [128, 1024], 6000: [128, 1024, 3000],
+        3: [2], 100: [75], 400: [128, 300], 2048: [128, 1024], 6000: [128, 1024, 4096],
         40_000: [128, 1024, 4096, 16384],
     }  # fmt: skip
     replay = graphs_of(long_engine(4, 2, 9000)).replay

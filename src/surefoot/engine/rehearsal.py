@@ -20,7 +20,7 @@ def contexts_to_time(replay: ReplayRound, blocks: int, requests: int) -> list[in
     through their times would be noise. The shortest is always there, however small the pool."""
     state = replay.state
     own = (blocks - 1) // max(1, min(requests, replay.idle_slot)) * state.block_size
-    most = max(1, min(_longest(replay) // 2, own - state.max_drafts - 1))
+    most = max(1, min(_farthest(replay), own - state.max_drafts - 1))
     found = [min(CONTEXTS[0], most)]
     for context in CONTEXTS[1:]:
         if min(context, most) >= 2 * found[-1]:
@@ -31,8 +31,8 @@ def contexts_to_time(replay: ReplayRound, blocks: int, requests: int) -> list[in
 @contextmanager
 def rehearsal(replay: ReplayRound, blocks: int, context: int) -> Iterator[Callable[[int], None]]:
     """Yields ``seat(requests)``, to be called before every round: so many requests then decode
-    behind ``context`` tokens (half of the longest text, if that is less), with full offers of
-    drafts. ``blocks``: those of the KV pool, block 0 (which is nobody's) included; a request's are
+    behind ``context`` tokens (three quarters of the longest text, if that is less), with full
+    offers of drafts. ``blocks``: those of the KV pool, block 0 (nobody's) included; a request's are
     its own as far as they suffice, for keys that all share stay in a cache and cost nothing to
     read.
 
@@ -47,7 +47,7 @@ def rehearsal(replay: ReplayRound, blocks: int, context: int) -> Iterator[Callab
         for name, value in vars(part).items()
         if isinstance(value, torch.Tensor)
     ]
-    context = max(1, min(context, _longest(replay) // 2))
+    context = max(1, min(context, _farthest(replay)))
     _give_blocks(replay, blocks, context)
     try:
         yield lambda requests: _seat(replay, requests, context)
@@ -60,6 +60,11 @@ def rehearsal(replay: ReplayRound, blocks: int, context: int) -> Iterator[Callab
 def _longest(replay: ReplayRound) -> int:
     """Positions that a request may have: there are no rotations beyond."""
     return replay.state.history.shape[1] - replay.state.max_drafts - 1
+
+
+def _farthest(replay: ReplayRound) -> int:
+    """The longest context that a rehearsal goes to: drafts fit behind it."""
+    return _longest(replay) * 3 // 4
 
 
 def _give_blocks(replay: ReplayRound, blocks: int, context: int) -> None:
