@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -221,7 +222,8 @@ def test_a_layer_and_its_head_are_those_apart(rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_one_kernel_projects_rotates_and_writes(bias: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("many", [False, True])
+def test_one_kernel_projects_rotates_and_writes(many: bool, bias: bool, dtype: torch.dtype) -> None:
     """As the product, then the norm, the rotation and the write."""
     torch.manual_seed(4)
     layout = Layout(40, 24, 3, 1, 16, dtype=dtype, bias=bias, qk_norm=not bias)
@@ -229,14 +231,16 @@ def test_one_kernel_projects_rotates_and_writes(bias: bool, dtype: torch.dtype) 
     weights, shape = runner.weights, layout.shape
     norms = None if bias else (weights.q_norm, weights.k_norm)
     rows = [*chain(1, 13, 17), Row(-1, 0), *chain(0, 3, 5)]
+    if many:
+        rows += [Row(-1, 0)] * 60 + chain(2, 0, 13)  # A tile of 64 rows, and one below it.
     batch, x = runner.batch(rows, {}), torch.randn(len(rows), 40).to(dtype)
     caches = [torch.full_like(runner.kv[0], 7.0) for _ in "12"]
     rest = batch, shape, runner.rope, norms, 1e-3
     linear, plan = weights.qkv, MatmulPlan(16, 32)
     found = project_qkv(x, linear.weight, linear.bias, caches[0], *rest, plan=plan)
     expected = rope_and_write(linear(x), caches[1], *rest)
-    close(found[:4], expected[:4])
-    close(found[5:], expected[5:])
+    real = [index for index, row in enumerate(rows) if row.slot >= 0]
+    close(found[real], expected[real])
     close(*caches)
 
 
@@ -358,6 +362,16 @@ def test_keys_are_split_only_to_fill_the_gpu(
     plan = attention.plan_attention(rows, spans, max_rows, 1024, shape, 132)
     assert (plan.splits, plan.tiles) == (splits, 1)
     assert plan.programs == spans
+
+
+def test_small_heads_have_more_programs_and_tiles_of_the_usual_span() -> None:
+    shape = AttentionShape(9, 3, 64, 1.0)
+    plan = partial(attention.plan_attention, max_keys=8192, shape=shape, sms=132, shared=232_448)
+    assert plan(1, 1, 1).splits == 24 and plan(32, 32, 1).splits == 2
+    assert plan(32, 32, 1, itemsize=4).splits == 1
+    for rows, block_m in ((33, 16), (64, 16), (160, 16), (192, 32), (288, 32)):
+        assert plan(rows, 32, 9).block_m == block_m
+    assert plan(544, 33, 512).block_m == 128, "a prompt among decoding requests"
 
 
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=12), st.sampled_from([1, 3, 4, 7, 8]))

@@ -105,7 +105,7 @@ def test_one_kernel_projects_rotates_and_writes(
     angles = torch.rand(4096, width // 2) * 6
     rest = RopeTable(angles.cos(), angles.sin()), norms, 1e-6
     x, alone = torch.randn(128, hidden, dtype=bf16), None
-    for rows in (1, 5, 16, 31, 64, 128):
+    for rows in (1, 5, 16, 31, 64, 75, 96, 128):
         batch = ragged(make_batch(rows, 1, 900, 1000), 900)
         pools = [torch.zeros(2, rows * 57 + 1, kv_heads, BLOCK, width, dtype=bf16) for _ in "12"]
         found = project_qkv(x[:rows], weight, None, pools[0], batch, shape, *rest)

@@ -27,6 +27,8 @@ from surefoot.kernels.triton.spans import span_table
 
 LOG2_E = 1 / math.log(2)
 MAX_SPLITS = 64
+LIGHT_SPLITS = 24
+"""Of small heads, whose shares are soon read: adding up more costs more than they save."""
 
 
 @jit
@@ -220,12 +222,19 @@ def plan_attention(
     """Sizes for ``rows`` rows in ``spans`` spans of at most ``max_rows``, over at most
     ``max_keys`` keys, on ``sms`` multiprocessors with ``shared`` bytes of memory a program.
 
-    Keys are split only until there is a program for each multiprocessor, so that a large batch pays
-    nothing for it. A program alone on its multiprocessor keeps more keys in flight.
+    Keys are split only until there is a program for each multiprocessor (two of small heads), so
+    that a large batch pays nothing for it. A program alone on its multiprocessor keeps more keys in
+    flight.
     """
     group = shape.heads // shape.kv_heads
-    largest = min(max_rows, rows) * group
     narrow = shape.head_dim <= 128
+    roomy = shared >= 160_000
+    # Several programs fit a multiprocessor then, and wait for memory rather than keep it busy.
+    light = shape.head_dim <= 64 and itemsize == 2 and roomy
+    largest = min(max_rows, rows) * group
+    if light and largest <= 64:
+        # Few drafts: most spans are shorter than the longest, which may take two tiles.
+        largest = min(largest, -(-rows // spans) * group)
     block_m = next_power_of_2(max(group, min(largest, 128 if narrow else 64)), 16)
     per_tile = block_m // group
     tiles = -(-min(max_rows, rows) // per_tile)
@@ -236,9 +245,11 @@ def plan_attention(
     unsplit = max(1, min(ragged, programs)) * shape.kv_heads
     wanted = min(sms // unsplit, MAX_SPLITS)
     block_n, stages = (64 if narrow else 32), 2
-    roomy = shared >= 160_000
-    if narrow and itemsize == 2 and (roomy or block_m <= 64):
-        # Both borders are where measurements changed sides on an H100 (docs/log.md).
+    # All borders are where measurements changed sides on an H100 (docs/log.md).
+    if light:
+        wanted = min(2 * sms // unsplit, LIGHT_SPLITS)
+        stages = 4 if unsplit <= 3 * sms else 3
+    elif narrow and itemsize == 2 and (roomy or block_m <= 64):
         if roomy and block_m < 64 and wanted < 8 and unsplit < 6 * sms:
             block_n = 128
         stages = 3 if block_n == 64 or unsplit <= sms else 2

@@ -10,49 +10,45 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, RopeTable
-from surefoot.kernels.triton.launch import jit, next_power_of_2, shared_memory
+from surefoot.kernels.triton.launch import jit, shared_memory
 from surefoot.kernels.triton.matmul import prefetch_weights, tile
-from surefoot.kernels.triton.matmul_plan import MAX_ROWS, PREFETCH, MatmulPlan
+from surefoot.kernels.triton.matmul_plan import (
+    MAX_ROWS,
+    PREFETCH,
+    MatmulPlan,
+    row_tiles,
+    rows_bucket,
+)
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 
 
-@jit(do_not_specialize=["rows", "ahead"])
-def qkv_kernel(
-    x_ptr, x_tiles, w_ptr, w_tiles, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
-    q_ptr, kv_ptr, position_ptr, key_index_ptr, row_slot_ptr, tables_ptr, table_stride,
-    value_offset, eps, rows, inputs, ahead,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
-    DESCRIBED: tl.constexpr, PDL: tl.constexpr,
+@jit
+def whereabouts(
+    row, rows, position_ptr, key_index_ptr, row_slot_ptr, tables_ptr, table_stride,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    half: tl.constexpr = HEAD_DIM // 2
-    outputs: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
-    dtype: tl.constexpr = w_ptr.dtype.element_ty
-    head = tl.program_id(0)
-    first = head * HEAD_DIM
-    if PDL and DESCRIBED and ahead > 0:
-        prefetch_weights(w_ptr, first, 0, inputs, outputs, inputs, ahead, HEAD_DIM, False)
-    # The batch is older than the kernel ahead, which is a norm behind a product (see ``pdl``).
-    row = tl.arange(0, BLOCK_M)
+    """Of each row: whether it is somebody's, its position, its key's index and block."""
     slot = tl.load(row_slot_ptr + row, mask=row < rows, other=-1)
     valid = slot >= 0
     position = tl.load(position_ptr + row, mask=valid, other=0)
     key = tl.load(key_index_ptr + row, mask=valid, other=0)
     page = tables_ptr + slot * table_stride + key // BLOCK_SIZE
-    block = tl.load(page, mask=valid, other=0).to(tl.int64)
-    await_inputs(PDL)
+    return valid, position, key, tl.load(page, mask=valid, other=0).to(tl.int64)
 
-    acc = tl.zeros([HEAD_DIM, BLOCK_M], tl.float32)
-    for base in range(0, inputs, BLOCK_K):
-        x = tile(x_ptr, x_tiles, 0, base, rows, inputs, inputs, BLOCK_M, BLOCK_K, DESCRIBED)
-        w = tile(w_ptr, w_tiles, first, base, outputs, inputs, inputs, HEAD_DIM, BLOCK_K, DESCRIBED)
-        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-    release_next(PDL)
 
+@jit
+def finish_head(
+    acc, head, row, valid, position, key, block,
+    bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr, value_offset, eps,
+    dtype: tl.constexpr, HEIGHT: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Bias, norm and rotation of a head's product [HEAD_DIM, HEIGHT], to the queries or the KV."""
+    half: tl.constexpr = HEAD_DIM // 2
     is_value = head >= HEADS + KV_HEADS
     column = tl.arange(0, HEAD_DIM)
     if BIAS:
-        acc += tl.load(bias_ptr + first + column).to(tl.float32)[:, None]
+        acc += tl.load(bias_ptr + head * HEAD_DIM + column).to(tl.float32)[:, None]
     acc = acc.to(dtype).to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(acc * acc, axis=0) / HEAD_DIM + eps)
@@ -60,7 +56,7 @@ def qkv_kernel(
         weight += tl.load(k_norm_ptr + column, mask=(column >= 0) & (head >= HEADS), other=0.0)
         normed = acc * scale[None, :] * weight.to(tl.float32)[:, None]
         acc = tl.where(is_value, acc, normed.to(dtype).to(tl.float32))
-    low, high = tl.split(tl.permute(tl.reshape(acc, [2, half, BLOCK_M]), (1, 2, 0)))
+    low, high = tl.split(tl.permute(tl.reshape(acc, [2, half, HEIGHT]), (1, 2, 0)))
     pair = tl.arange(0, half)[:, None]
     rotary = position[None, :] * half + pair
     cos = tl.where(is_value, 1.0, tl.load(cos_ptr + rotary))
@@ -81,6 +77,59 @@ def qkv_kernel(
         tl.store(kv_ptr + place + half, rotated_high, mask=inside)
 
 
+@jit(do_not_specialize=["rows", "ahead"])
+def qkv_kernel(
+    x_ptr, x_tiles, more_tiles, w_ptr, w_tiles, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    q_ptr, kv_ptr, position_ptr, key_index_ptr, row_slot_ptr, tables_ptr, table_stride,
+    value_offset, eps, rows, inputs, ahead,
+    BLOCK_M: tl.constexpr, MORE: tl.constexpr, BLOCK_K: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, DESCRIBED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    outputs: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    dtype: tl.constexpr = w_ptr.dtype.element_ty
+    rest: tl.constexpr = MORE if MORE else 16
+    head = tl.program_id(0)
+    first = head * HEAD_DIM
+    if PDL and DESCRIBED and ahead > 0:
+        prefetch_weights(w_ptr, first, 0, inputs, outputs, inputs, ahead, HEAD_DIM, False)
+    # The batch is older than the kernel ahead, which is a norm behind a product (see ``pdl``).
+    row = tl.arange(0, BLOCK_M)
+    valid, position, key, block = whereabouts(
+        row, rows, position_ptr, key_index_ptr, row_slot_ptr, tables_ptr, table_stride, BLOCK_SIZE
+    )
+    below = BLOCK_M + tl.arange(0, rest)
+    more_valid, more_position, more_key, more_block = whereabouts(
+        below, rows if MORE else 0, position_ptr, key_index_ptr, row_slot_ptr, tables_ptr,
+        table_stride, BLOCK_SIZE,
+    )  # fmt: skip
+    await_inputs(PDL)
+
+    acc = tl.zeros([HEAD_DIM, BLOCK_M], tl.float32)
+    more_acc = tl.zeros([HEAD_DIM, rest], tl.float32)
+    for base in range(0, inputs, BLOCK_K):
+        x = tile(x_ptr, x_tiles, 0, base, rows, inputs, inputs, BLOCK_M, BLOCK_K, DESCRIBED)
+        w = tile(w_ptr, w_tiles, first, base, outputs, inputs, inputs, HEAD_DIM, BLOCK_K, DESCRIBED)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+        if MORE:
+            more = tile(
+                x_ptr, more_tiles, BLOCK_M, base, rows, inputs, inputs, MORE, BLOCK_K, DESCRIBED
+            )
+            more_acc = tl.dot(w, tl.trans(more), more_acc, input_precision="ieee")
+    release_next(PDL)
+    finish_head(
+        acc, head, row, valid, position, key, block,
+        bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr, value_offset, eps,
+        dtype, BLOCK_M, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BIAS, NORM,
+    )  # fmt: skip
+    if MORE:
+        finish_head(
+            more_acc, head, below, more_valid, more_position, more_key, more_block,
+            bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr, value_offset, eps,
+            dtype, MORE, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BIAS, NORM,
+        )  # fmt: skip
+
+
 def fits(rows: int, shape: AttentionShape, dtype: torch.dtype) -> bool:
     """Whether ``project_qkv`` is the faster way. It works for all heads of a power of two; but
     blocks of 128 outputs stream weights a little worse than narrower ones, which is what the saved
@@ -90,8 +139,8 @@ def fits(rows: int, shape: AttentionShape, dtype: torch.dtype) -> bool:
 
 def plan_qkv(rows: int, inputs: int, head_dim: int, itemsize: int, shared: int) -> MatmulPlan:
     """One program to a multiprocessor, and what its memory holds in flight."""
-    bucket = next_power_of_2(rows, 16)
-    block_k = 128 if bucket <= 64 else 64
+    bucket = rows_bucket(rows)
+    block_k = 128 if bucket <= 96 else 64
     stage = (head_dim + bucket) * block_k * itemsize
     return MatmulPlan(
         head_dim,
@@ -122,19 +171,21 @@ def project_qkv(
         raise ValueError(f"a product of {rows} rows")
     plan = plan or plan_qkv(rows, inputs, shape.head_dim, x.dtype.itemsize, shared_memory(x.device))
     q = x.new_empty((rows, shape.heads, shape.head_dim))
-    block_m = next_power_of_2(rows, 16)
+    block_m, more = row_tiles(rows)
     described = inputs * x.dtype.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
-    x_tiles, w_tiles = None, None
+    x_tiles, more_tiles, w_tiles = None, None, None
     if described:
         x_tiles = TensorDescriptor.from_tensor(x, [block_m, plan.block_k])
+        if more:
+            more_tiles = TensorDescriptor.from_tensor(x, [more, plan.block_k])
         w_tiles = TensorDescriptor.from_tensor(weight, [shape.head_dim, plan.block_k])
     q_norm, k_norm = norms if norms is not None else (None, None)
     qkv_kernel[(shape.heads + 2 * shape.kv_heads,)](
-        x, x_tiles, weight, w_tiles, bias, q_norm, k_norm, rope.cos, rope.sin,
+        x, x_tiles, more_tiles, weight, w_tiles, bias, q_norm, k_norm, rope.cos, rope.sin,
         q, kv, batch.positions, batch.key_index, batch.row_slot,
         batch.block_tables, batch.block_tables.stride(0), kv.stride(0), eps,
         rows, inputs, plan.prefetch,
-        block_m, plan.block_k, shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3],
+        block_m, more, plan.block_k, shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3],
         bias is not None, norms is not None, described,
         num_warps=plan.num_warps, num_stages=plan.num_stages, **pdl(x.device),
     )  # fmt: skip
