@@ -110,13 +110,9 @@ def default_plan(
     programs = -(-outputs // block_n)
     split_k = 1 if gated else max(1, min(8, sms // programs, -(-inputs // 256)))
     alone = programs * split_k <= sms
-    block_k = (
-        256
-        if alone and bucket <= 32 and not gated
-        else 128
-        if bucket <= (64 if gated else 96)
-        else 64
-    )
+    block_k = 128 if bucket <= (64 if gated else 96) else 64
+    if alone and bucket <= 32 and not gated:
+        block_k = 256
     stage = (block_n * tiles + bucket) * block_k * itemsize
     room = shared - 24_000 if alone else shared // 2 - 3_000
     while block_k > 64 and room // stage < 3:
