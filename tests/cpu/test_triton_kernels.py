@@ -365,7 +365,7 @@ def test_keys_are_split_only_to_fill_the_gpu(
 
 
 @pytest.mark.parametrize(
-    ("requests", "block_n", "stages"), [(4, 64, 3), (16, 128, 3), (32, 128, 2), (64, 32, 3)]
+    ("requests", "block_n", "stages"), [(1, 64, 3), (4, 128, 3), (16, 128, 3), (32, 128, 2), (64, 32, 3)]
 )
 def test_many_programs_take_fewer_keys_at_a_time(requests: int, block_n: int, stages: int) -> None:
     """The border measured on an H100; both ways fit its shared memory twice and once."""
