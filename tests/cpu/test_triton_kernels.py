@@ -365,16 +365,18 @@ def test_keys_are_split_only_to_fill_the_gpu(
 
 
 @pytest.mark.parametrize(
-    ("requests", "block_n", "stages"), [(1, 64, 3), (4, 128, 3), (16, 128, 3), (32, 128, 2), (64, 32, 3)]
-)
-def test_many_programs_take_fewer_keys_at_a_time(requests: int, block_n: int, stages: int) -> None:
-    """The border measured on an H100; both ways fit its shared memory twice and once."""
+    ("requests", "rows", "block_n", "stages"),
+    [(1, 4, 64, 3), (4, 4, 128, 3), (16, 1, 128, 3), (32, 4, 128, 2), (64, 1, 32, 3),
+     (64, 4, 32, 3), (64, 5, 128, 2), (128, 1, 32, 3), (128, 5, 64, 3)],
+)  # fmt: skip
+def test_many_programs_take_fewer_keys_at_a_time(
+    requests: int, rows: int, block_n: int, stages: int
+) -> None:
+    """Borders measured on an H100; tiles of 32 rows have their own."""
     shape = AttentionShape(32, 8, 128, 1.0)
-    for rows in (1, 4):
-        plan = attention.plan_attention(
-            rows * requests, requests, rows, 4096, shape, 132, shared=232_448
-        )
-        assert (plan.block_n, plan.num_stages) == (block_n, stages)
+    count = rows * requests
+    plan = attention.plan_attention(count, requests, rows, 4096, shape, 132, shared=232_448)
+    assert (plan.block_n, plan.num_stages) == (block_n, stages)
 
 
 def test_small_heads_have_more_programs_and_tiles_of_the_usual_span() -> None:

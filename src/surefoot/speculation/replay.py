@@ -136,9 +136,11 @@ class ReplayRound:
         known, drafts = split(slots, size)
         spans = RoundSpans(slots, known, drafts, known)
         backend = round_.decoder.backend
+        # Nobody drafts in a round without rows to spare; kernels of single rows are quicker.
+        longest = 1 + (state.max_drafts if size.rows > size.spans else 0)
         layout = backend.lay_out_spans(
             spans, state.history, state.computed, state.block_tables,
-            size.rows, size.rows, self.max_keys, state.max_drafts + 1,
+            size.rows, size.rows, self.max_keys, longest,
         )  # fmt: skip
         grown = self._grow(slots, size, layout)
         if grown is not None:

@@ -250,8 +250,10 @@ def plan_attention(
         wanted = min(2 * sms // unsplit, LIGHT_SPLITS)
         stages = 4 if unsplit <= 3 * sms else 3
     elif narrow and itemsize == 2 and (roomy or block_m <= 64):
-        if roomy and block_m < 64 and wanted < 8:
-            block_n = 128 if unsplit < 3 * sms else 32
+        if roomy and block_m == 16 and unsplit >= 3 * sms:
+            block_n = 32
+        elif roomy and block_m < 64 and wanted < 8 and unsplit < 6 * sms:
+            block_n = 128
         stages = 3 if block_n < 128 or unsplit <= sms else 2
     splits = max(1, min(wanted, -(-max_keys // block_n)))
     return AttentionPlan(
