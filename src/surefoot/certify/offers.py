@@ -10,7 +10,7 @@ that its proposer makes there must be the same.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ from surefoot.certify.parity import Progress, base_jobs
 from surefoot.certify.sizes import Size
 from surefoot.certify.subject import Subject
 from surefoot.engine.engine import Engine
+from surefoot.engine.graphs import Report
 from surefoot.request import Request, SpeculationParams
 from surefoot.speculation import registry
 from surefoot.speculation.layout import RoundPlan
@@ -198,7 +199,7 @@ class ReplayRecorder(_Listener):
             self._launch = engine.pipeline.graphs.launch
             engine.pipeline.graphs.launch = self.launch  # type: ignore[method-assign]
 
-    def launch(self, size: ReplaySize) -> tuple[torch.Tensor, Callable[[], None]]:
+    def launch(self, size: ReplaySize) -> Report:
         pipeline = self.engine.pipeline
         assert pipeline is not None and pipeline._seated is not None
         result = self._launch(replace(size, rows=size.spans) if self.phase % 2 else size)

@@ -1,7 +1,7 @@
 """The target's forward in rounds that the host plans, as CUDA graphs by number of rows.
 
-Rounds with prompts, logprobs or grammars are planned by the host, and their kernels would be
-launched one by one: hundreds, each of which takes the host longer than the GPU. Everything up to
+Rounds with prompts or grammars are planned by the host, and their kernels would be launched one by
+one: hundreds, each of which takes the host longer than the GPU. Everything up to
 the last layer depends on the plan only through a few tables, so that part is recorded; what
 follows (sampling, verdict, drafts) is not.
 """

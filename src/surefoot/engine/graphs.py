@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,6 +20,18 @@ MIDDLING = 1024
 """Tokens of the texts that costs are for until somebody says how long they are."""
 _STEPS = 4
 """Costs follow the length of texts in so many steps from one length to its double."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a launched round will have told the host."""
+
+    rows: torch.Tensor
+    """int32 [spans, columns]: ``ReplayRound.columns``."""
+    scores: torch.Tensor | None
+    """int32 [spans, n, columns], ``logprobs.pack``'s, where the round's size asks for logprobs."""
+    landed: Callable[[], None]
+    """Waits until all is there; raises what the device raises."""
 
 
 class RoundGraphs:
@@ -131,10 +143,20 @@ class RoundGraphs:
         known = self._tables_by[key] = torch.tensor(table)
         return known
 
-    def launch(self, size: Size) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Run a round; its report [spans, columns], and what waits for it."""
+    def launch(self, size: Size) -> Report:
+        """Run a round."""
         self.replay(size)
-        return self.replay.report.clone(), _nothing
+        scores = self._scores(self.replay.scores, size)
+        return Report(
+            self.replay.report.clone(), None if scores is None else scores.clone(), _nothing
+        )
+
+    @staticmethod
+    def _scores(scores: torch.Tensor, size: Size) -> torch.Tensor | None:
+        """The part of ``scores`` that a round of ``size`` writes."""
+        if size.logprobs is None:
+            return None
+        return scores[: size.spans, :, : 2 + 2 * size.logprobs]
 
     def forget(self) -> None:
         """Record every round anew: what it does has changed."""
@@ -196,18 +218,32 @@ class CudaRoundGraphs(RoundGraphs):
         self._tables: list[tuple[int, int]] = []
         shape = tuple(replay.report.shape)
         self.reports = [torch.zeros(shape, dtype=torch.int32).pin_memory() for _ in range(4)]
+        self.score_reports: list[torch.Tensor] = []
+        """Likewise, made when first needed."""
         self.next_report = 0
 
-    def launch(self, size: Size) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Replay the round; raises what the device raises when the report is waited for."""
-        graph = self.graph(size)
-        graph.replay()
-        report = self.reports[self.next_report]
-        self.next_report = (self.next_report + 1) % len(self.reports)
+    def launch(self, size: Size) -> Report:
+        """Replay the round."""
+        self.graph(size).replay()
+        turn = self.next_report
+        self.next_report = (turn + 1) % len(self.reports)
+        report, scores = self.reports[turn], self._scores(self.replay.scores, size)
         report[: size.spans].copy_(self.replay.report[: size.spans], non_blocking=True)
+        if scores is not None:
+            scores = self._copy_scores(scores, turn)
         event = torch.cuda.Event()
         event.record()
-        return report, event.synchronize
+        return Report(report, scores, event.synchronize)
+
+    def _copy_scores(self, scores: torch.Tensor, turn: int) -> torch.Tensor:
+        if not self.score_reports:
+            size = self.replay.scores.numel()
+            self.score_reports = [
+                torch.zeros(size, dtype=torch.int32).pin_memory() for _ in self.reports
+            ]
+        # Dense on both sides: one copy, not one for every row.
+        target = self.score_reports[turn][: scores.numel()].view(scores.shape)
+        return target.copy_(scores.contiguous(), non_blocking=True)
 
     def forget(self) -> None:
         torch.cuda.synchronize()

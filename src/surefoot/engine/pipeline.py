@@ -9,15 +9,16 @@ before. It learns of ends one round late; the device has known at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from surefoot.engine.graphs import RoundGraphs
+from surefoot.engine.graphs import Report, RoundGraphs
 from surefoot.engine.stats import NO_DRAFTING, Drafting, Progress
 from surefoot.kv.transaction import KVManager
 from surefoot.request import Request, Status
+from surefoot.sampling.logprobs import unpack, width_for
 from surefoot.sampling.params import Features
 from surefoot.speculation.controller import Controller, split_rows
 from surefoot.speculation.pace import Pace
@@ -37,9 +38,7 @@ class Flight:
     longest: int
     """Positions that it may write for a request, at most."""
     company: Company
-    report: torch.Tensor
-    landed: Callable[[], None]
-    """Waits until ``report`` is there."""
+    report: Report
 
 
 @dataclass(eq=False)
@@ -55,6 +54,8 @@ class Company:
     proposers: tuple[int, ...]
     most_drafts: int
     """The largest of their own limits."""
+    logprobs: int | None
+    """The width of logprobs that serves all who want any."""
     launches: int = 0
     """How often a round of theirs was sized."""
 
@@ -101,17 +102,16 @@ class Pipeline:
         methods = {request.speculation.method for request in requests}
         names = self.controller.names if self.state.max_drafts else ()
         width = self.state.max_drafts
+        scored = [r.params.logprobs for r in requests if r.params.logprobs is not None]
         limits = [request.speculation.max_draft_tokens for request in requests]
         return Company(
             requests=requests,
             members=frozenset(map(id, requests)),
-            fits=all(
-                not r.prefilling and r.params.logprobs is None and r.grammar is None
-                for r in requests
-            ),
+            fits=all(not r.prefilling and r.grammar is None for r in requests),
             kind=kind_of(Features.of(request.params for request in requests)),
             proposers=tuple(i for i, name in enumerate(names) if methods & {"auto", name}),
             most_drafts=max(width if limit is None else limit for limit in limits),
+            logprobs=width_for(max(scored)) if scored else None,
         )
 
     def leave(self) -> None:
@@ -140,8 +140,7 @@ class Pipeline:
             self.replay.seat(slots)
             self._seated = company
         self._last = size
-        report, landed = self.graphs.launch(size)
-        self.flights.append(Flight(size, longest, company, report, landed))
+        self.flights.append(Flight(size, longest, company, self.graphs.launch(size)))
         return True
 
     def _attend(self, company: Company) -> None:
@@ -198,6 +197,7 @@ class Pipeline:
         draft for the round after it."""
         count, graphs = len(company.requests), self.graphs
         base = graphs.plain(count, company.kind, company.proposers)
+        base = replace(base, logprobs=company.logprobs)
         if not company.proposers:
             return base
         if self.controller.policy == "fixed":
@@ -255,9 +255,9 @@ class Pipeline:
         what each got and how it ended (0: it did not). The caller ends those before it launches
         another round."""
         flight = self.flights.popleft()
-        flight.landed()
+        flight.report.landed()
         width, company = self.state.max_drafts, flight.company
-        report = flight.report[: len(company.requests)]
+        report = flight.report.rows[: len(company.requests)]
         if width and company.proposers:
             chances = report[:, 7 + width :].contiguous().view(torch.float32)
             self._offers = company, chances
@@ -290,4 +290,20 @@ class Pipeline:
             if count > drafts:
                 sources.append(None)
             out.append((Progress(request, tokens, drafting), end))
+        if flight.report.scores is not None:
+            self._score(company, rows, flight.report.scores, [item.request for item, _ in out])
         return out
+
+    @staticmethod
+    def _score(
+        company: Company,
+        rows: Sequence[Sequence[int]],
+        scores: torch.Tensor,
+        committed: Sequence[Request],
+    ) -> None:
+        """Hand their logprobs to the requests that got tokens and want them."""
+        waiting = set(map(id, committed))
+        for request, row, packed in zip(company.requests, rows, scores, strict=False):
+            width = request.params.logprobs
+            if width is not None and id(request) in waiting:
+                request.logprobs += unpack(packed, row[6 : 6 + row[0]], width)

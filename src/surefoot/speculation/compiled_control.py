@@ -104,13 +104,17 @@ class CompiledControl:
         earlier offers by the new tokens of ``slots`` [B], and take the next ones in, by proposer.
         Returns how many drafts are on offer, int64 [B]."""
         offered = torch.zeros_like(slots)
+        self._enter_news()
         for index, drafts in offers.items():
             self._take(index, slots, drafts)
             offered += self.replay.controller.lengths[index, slots]
-        # What a recorded round's ``split`` does first; here the host may choose before one.
+        self._enter_news()
+        return offered
+
+    def _enter_news(self) -> None:
+        """What a recorded round's ``split`` does first; the host may choose before there is one."""
         self.seen.mul_(torch.exp2(self.news[:1] * math.log2(GLOBAL_DECAY))).add_(self.news)
         self.news.zero_()
-        return offered
 
     def _take(self, index: int, slots: torch.Tensor, offers: Drafts) -> None:
         controller, state = self.replay.controller, self.replay.state

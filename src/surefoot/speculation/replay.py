@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
+from surefoot.sampling.logprobs import WIDTHS, RowLogprobs, pack, row_logprobs
 from surefoot.sampling.params import Features
 from surefoot.sampling.sampler import sample_rows
 from surefoot.speculation.compiled_control import LEAST, CompiledControl
@@ -23,9 +24,11 @@ from surefoot.speculation.proposer import Commits, Drafts, Outlook
 from surefoot.speculation.round import SpeculativeRound, write_drafts
 from surefoot.speculation.trees import (
     NodeRows,
+    Paths,
     Trees,
     ancestors,
     chain_parents,
+    committed_logprobs,
     lay_out_trees,
     node_rows,
     settle,
@@ -61,6 +64,8 @@ class Size:
     steps: int | None = None
     """How many tokens drafters draft for the next round; 0: they only catch up. None: all they can.
     Proposers without a network take no notice."""
+    logprobs: int | None = None
+    """How many likely tokens are reported beside each, one of ``WIDTHS``; None: no logprobs."""
 
 
 class ReplayRound:
@@ -89,6 +94,9 @@ class ReplayRound:
         if self.controller.parents is not None:
             self.parents = chain_parents(state.slots, width, device).clone()
         self.report = torch.zeros((spans, self.columns), dtype=torch.int32, device=device)
+        columns = 2 + 2 * min(WIDTHS[-1], state.vocab_size)
+        self.scores = torch.zeros((spans, width + 1, columns), dtype=torch.int32, device=device)
+        """Logprobs of the committed tokens, as ``pack`` has them, where a size asks for them."""
         state.length[self.idle_slot] = 1
         needs = [proposer.needs() for proposer in round_.proposers]
         self.drafters = {
@@ -146,12 +154,14 @@ class ReplayRound:
         if grown is not None:
             layout = lay_out_trees(layout, grown[0])
         forward = round_.decoder.forward(layout.batch, round_.kv, round_.capture)
-        sampled = self._sample(layout, forward.hidden, size.kind, grown)
+        sampled, logprobs = self._sample(layout, forward.hidden, size, grown)
         if self.override is not None:
             sampled = self.override(spans, layout, sampled)
         paths, chains = None, (spans, layout.first_sample, sampled)
         if grown is not None:
             paths, chains = round_.walk(spans, layout, grown[1], sampled)
+        if logprobs is not None:
+            self._report_logprobs(logprobs, layout, paths)
         verdict = backend.judge_and_advance(
             *chains, state.history, state.length, state.computed,
             state.limit, state.params.stop_ids, state.max_drafts,
@@ -185,16 +195,29 @@ class ReplayRound:
         self,
         layout: RoundLayout,
         hidden: torch.Tensor,
-        kind: Features,
+        size: Size,
         grown: tuple[NodeRows, Trees] | None,
-    ) -> torch.Tensor:
-        """The token of every row, int64 [M]."""
-        state, decoder = self.state, self.round.decoder
-        if kind == GREEDY:
-            return decoder.greedy(hidden)
+    ) -> tuple[torch.Tensor, RowLogprobs | None]:
+        """The token of every row, int64 [M], and its logprobs if wanted."""
+        state, decoder, kind = self.state, self.round.decoder, size.kind
+        if kind == GREEDY and size.logprobs is None:
+            return decoder.greedy(hidden), None
         rows = self.round.rows_to_sample(layout, kind, grown, self.max_keys)
         logits = decoder.logits(hidden)
-        return sample_rows(logits, rows, state.params, kind, decoder.backend)
+        sampled = sample_rows(logits, rows, state.params, kind, decoder.backend)
+        if size.logprobs is None:
+            return sampled, None
+        return sampled, row_logprobs(logits, sampled, size.logprobs)
+
+    def _report_logprobs(
+        self, logprobs: RowLogprobs, layout: RoundLayout, paths: Paths | None
+    ) -> None:
+        if paths is not None:
+            logprobs = committed_logprobs(logprobs, layout, paths)
+        first, most = layout.first_sample, len(logprobs.chosen) - 1
+        rows = first.unsqueeze(1) + torch.arange(self.scores.shape[1], device=first.device)
+        packed = pack(logprobs, rows.clamp(max=most))
+        self.scores[: len(first), :, : packed.shape[2]] = packed
 
     def _split_torch(self, slots: torch.Tensor, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
         """(Rows of known tokens, drafts to verify) of each span, int64 [B] each, within the rows
