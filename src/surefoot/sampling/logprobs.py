@@ -15,7 +15,7 @@ WIDTHS = (0, 5, 20, MAX_LOGPROBS)
 ROWS_AT_ONCE = 64
 """What a row takes beside its logits is as large as these."""
 PARTS = 16
-"""Of a vocabulary: few and long rows are sorted whole by torch on a GPU, many short ones are not."""
+"""Of a vocabulary: on a GPU torch sorts few long rows whole, but not many short ones."""
 
 
 @dataclass(frozen=True)
