@@ -150,12 +150,15 @@ def test_each_size_is_recorded_once_and_timed_at_every_context() -> None:
     for name, before in tensors.items():
         assert torch.equal(getattr(engine.state, name), before), name
     assert set(graphs.recorded.values()) == {1}
-    sizes = {(s.spans, s.rows, s.steps) for s in graphs.recorded}
+    sizes = {(s.spans, s.rows, s.steps) for s in graphs.recorded if s.proposers}
     assert sizes == {(n, *variant) for n in graphs.spans for variant in graphs.variants(n)}
     at = {n: {c for size, c in graphs.runs if size.spans == n} for n in graphs.spans}
     # 160 blocks of 16 for each of 3 requests, 240 of 2.
     assert at == {1: {128, 1024, 4096}, 2: {128, 1024, 3836}, 4: {128, 1024, 2556}}
-    assert len(graphs.runs) == sum(len(at[size.spans]) for size in graphs.recorded)
+    assert len(graphs.runs) == sum(len(at[size.spans]) for size in graphs.recorded if size.proposers)
+    # And rounds that look for no drafts.
+    resting = {size for size in graphs.recorded if not size.proposers}
+    assert resting == {Size(n, n, GREEDY, ()) for n in graphs.spans}
     # A middling context, until somebody says how long the texts are.
     for context in (1024, 128, 64, 2048, 8192):
         if context != 1024:

@@ -276,8 +276,10 @@ class CudaRoundGraphs(RoundGraphs):
 
     def measure(self, blocks: int) -> None:
         """Record greedy rounds of every size with all proposers, each once, and time them at a few
-        contexts."""
+        contexts. Those that look for no drafts are recorded, too."""
         self._time_all(blocks, lambda size, prepare: self.time(self.graph(size), prepare))
+        for spans in self.spans:
+            self.graph(Size(spans, spans, Features(), ()))
 
     def time(self, graph: torch.cuda.CUDAGraph, prepare: Callable[[], None]) -> float:
         """Seconds of a recorded round, the least of a few; ``prepare`` comes before each."""

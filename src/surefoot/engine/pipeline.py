@@ -23,6 +23,7 @@ from surefoot.sampling.params import Features
 from surefoot.speculation.controller import Controller, split_rows
 from surefoot.speculation.pace import Pace
 from surefoot.speculation.replay import ReplayRound, Size, kind_of
+from surefoot.speculation.rest import Rest
 from surefoot.speculation.state import SlotState
 
 IN_FLIGHT = 2
@@ -82,6 +83,7 @@ class Pipeline:
         self._offers: tuple[Company, torch.Tensor] | None = None
         """Chances of the last report's offers, float32 [B, K]."""
         self.pace = Pace(graphs.longest)
+        self.rest = Rest()
         self._last: Size | None = None
         """The last launched round's."""
 
@@ -200,10 +202,15 @@ class Pipeline:
         base = replace(base, logprobs=company.logprobs)
         if not company.proposers:
             return base
+        if self._seated is not company:
+            self.rest.meet()
         if self.controller.policy == "fixed":
             if base.steps is not None:
                 base = replace(base, steps=min(company.most_drafts, graphs.longest))
             return graphs.holding(base, base.spans * (1 + company.most_drafts))
+        if base.steps is None and self.rest.resting:
+            self.rest.launched(0)
+            return replace(base, proposers=())
         offered = self._offered(company)
         if base.steps is not None:
             base = replace(base, steps=self._steps(company, base, offered))
@@ -211,10 +218,11 @@ class Pipeline:
                 return graphs.holding(base, base.spans * (1 + graphs.longest))
             if offered is not None and self._drafters_alone(company):
                 offered = self.pace.expected(offered, self._drafted_before)
-        if offered is None or not offered.numel():
-            return graphs.holding(base, base.rows)
-        drafts = split_rows(offered, graphs.table(base, count)).sum()
-        return graphs.holding(base, count + int(drafts))
+        drafts = 0
+        if offered is not None and offered.numel():
+            drafts = int(split_rows(offered, graphs.table(base, count)).sum())
+        self.rest.launched(drafts)
+        return graphs.holding(base, max(base.rows, count + drafts))
 
     def _steps(self, company: Company, base: Size, offered: torch.Tensor | None) -> int:
         count, graphs = len(company.requests), self.graphs
@@ -258,7 +266,9 @@ class Pipeline:
         flight.report.landed()
         width, company = self.state.max_drafts, flight.company
         report = flight.report.rows[: len(company.requests)]
-        if width and company.proposers:
+        if not flight.size.proposers:
+            self._offers = None
+        elif width:
             chances = report[:, 7 + width :].contiguous().view(torch.float32)
             self._offers = company, chances
             if flight.size.steps is not None:

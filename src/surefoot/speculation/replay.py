@@ -249,6 +249,11 @@ class ReplayRound:
                 offers = self.propose(index, slots, size)
                 self.controller.offer(index, slots, offers)
             self._keep(slots, self.controller.choose(slots))
+        else:
+            # Offers of earlier rounds do not follow these tokens.
+            self.controller.lengths[:, slots] = 0
+            self.lengths[slots] = 0
+            self.chances[slots] = 0.0
         offered = self.lengths[slots]
         columns = [verdict.counts, verdict.accepted, verdict.ends, drafts, whose, offered]
         packed = torch.cat((torch.stack(columns, dim=1), verdict.tokens), dim=1)

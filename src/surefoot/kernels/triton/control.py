@@ -220,6 +220,12 @@ def keep_kernel(
         else:
             length = tl.zeros([], tl.int64)
             chances = tl.zeros([WIDTH], tl.float32)
+    elif slot != idle:
+        # Offers of earlier rounds do not follow these tokens.
+        for index in range(0, proposers):
+            tl.store(token_length_ptr + index * slots + slot, length)
+        tl.store(kept_chance_ptr + slot * width + step, chances, mask=inside)
+        tl.store(kept_length_ptr + slot, length)
     tl.store(row_ptr + 5, length.to(tl.int32))
     bits = chances.to(tl.int32, bitcast=True)
     tl.store(row_ptr + 7 + width + step, bits, mask=inside)
@@ -326,7 +332,7 @@ def keep(
 ) -> None:
     """Choose among the proposers' ``offers`` (tokens [P, slots, K], lengths [P, slots], confidence
     [P, slots, K]) into ``kept`` (tokens, chances, lengths, proposer), mark ends in ``alive``, and
-    write ``report`` int32 [B, 7 + 2 K]."""
+    write ``report`` int32 [B, 7 + 2 K]. Without ``keeping`` drop what is on offer instead."""
     proposers, count, bins, width = hits.shape
     keep_kernel[(slots.shape[0],)](
         slots, idle, count, proposers, *offers, hits, trials, all_seen, news,
