@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,13 +23,13 @@ from harness import (
 )
 from surefoot.engine.costs import interpolate
 from surefoot.engine.engine import Engine
-from surefoot.engine.graphs import CudaRoundGraphs, RoundGraphs
+from surefoot.engine.graphs import SPARE, CudaRoundGraphs, RoundGraphs
 from surefoot.engine.pipeline import LOOK_EVERY
 from surefoot.engine.rehearsal import CONTEXTS, contexts_to_time, rehearsal
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.request import SamplingParams
-from surefoot.speculation.replay import GREEDY, ReplayRound, Size
+from surefoot.speculation.replay import DRAWN, GREEDY, ReplayRound, Size
 
 WIDTH = 3
 
@@ -155,7 +156,9 @@ def test_each_size_is_recorded_once_and_timed_at_every_context() -> None:
     at = {n: {c for size, c in graphs.runs if size.spans == n} for n in graphs.spans}
     # 160 blocks of 16 for each of 3 requests, 240 of 2.
     assert at == {1: {128, 1024, 4096}, 2: {128, 1024, 3836}, 4: {128, 1024, 2556}}
-    assert len(graphs.runs) == sum(len(at[size.spans]) for size in graphs.recorded if size.proposers)
+    assert len(graphs.runs) == sum(
+        len(at[size.spans]) for size in graphs.recorded if size.proposers
+    )
     # And rounds that look for no drafts.
     resting = {size for size in graphs.recorded if not size.proposers}
     assert resting == {Size(n, n, GREEDY, ()) for n in graphs.spans}
@@ -298,3 +301,34 @@ def test_the_pipeline_reports_the_mean_length_now_and_then(count: int) -> None:
         # Companies change at the end, when one after the other is done.
         assert alone[:3] == [0, LOOK_EVERY, 2 * LOOK_EVERY] and len(launches) > 30
     assert max(context for _, context in seen) > 60
+
+
+def test_rounds_that_draw_are_recorded_in_idle_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smallest first, each once, as long as the device has memory to spare."""
+    engine = long_engine(3, 480, 400)
+    graphs = FakeCuda(graphs_of(engine).replay, 3, made_up)
+    memory = [SPARE]
+    monkeypatch.setattr(graphs, "spare_memory", lambda: memory[-1])
+    assert not graphs.prepare() and not graphs.recorded, "an engine that records nothing ahead"
+    graphs.measure(481)
+    greedy = set(graphs.recorded)
+    for _ in range(5):
+        assert graphs.prepare()
+    assert len(graphs.recorded) == len(greedy) + 5
+    memory.append(SPARE - 1)
+    assert not graphs.prepare() and len(graphs.recorded) == len(greedy) + 5
+    memory.append(SPARE)
+    while graphs.prepare():
+        pass
+    drawn = {size for size in greedy if size.proposers}
+    assert set(graphs.recorded) == greedy | {replace(size, kind=DRAWN) for size in drawn}
+    assert set(graphs.recorded.values()) == {1}
+
+
+def test_an_engine_prepares_nothing_while_it_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(tiny_decoder(), True, max_num_seqs=2)
+    monkeypatch.setattr(graphs_of(engine), "prepare", lambda: True)
+    assert engine.prepare()
+    engine.add(engine.make_request("a", (5, 6), SamplingParams(max_tokens=2)))
+    assert not engine.prepare()
+    assert not make_engine(tiny_decoder(), False).prepare()

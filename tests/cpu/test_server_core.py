@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
+
 from harness import Job, make_engine, run_alone, tiny_decoder
+from surefoot.engine.engine import Engine
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.server.core import Core
 from surefoot.server.messages import (
@@ -102,10 +105,28 @@ def test_what_waits_can_be_aborted() -> None:
     assert link.tokens("a") == alone() and not link.tokens("b")
 
 
+def test_what_can_be_prepared_is_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, found = 7, []
+
+    def prepare(engine: Engine) -> bool:
+        nonlocal left
+        assert not engine.has_work
+        left -= 1
+        found.append(engine.stats.rounds)
+        return left > 0
+
+    monkeypatch.setattr(Engine, "prepare", prepare)
+    # The second request comes with the fourth round of the first.
+    engine, link = run({0: [add("a", max_tokens=5)], 4: [add("b", max_tokens=5)]})
+    assert link.tokens("a") == alone(max_tokens=5) == link.tokens("b")
+    assert found == [engine.stats.rounds] * 7, "all of it at the end, none of it between"
+    assert link.waits == 1, "for the stop, when all was prepared"
+
+
 def test_it_waits_only_when_there_is_nothing_to_do() -> None:
     engine, link = run({0: [add("a", max_tokens=5)], 99: [add("b", max_tokens=5)]})
-    # Before each of the two, and before the stop.
-    assert link.waits == 3
+    # Before the second, and before the stop: the first was there.
+    assert link.waits == 2
     assert engine.stats.rounds == len(link.rounds)
     for last in link.rounds[-1], [r for r in link.rounds if r.news[0].id == "a"][-1]:
         assert not last.totals.running and not last.totals.used_blocks

@@ -185,6 +185,11 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    def prepare(self) -> bool:
+        """Something that later rounds would have to wait for, a fraction of a second of it, while
+        there is no work. False: nothing is left."""
+        return self.pipeline is not None and not self.has_work and self.pipeline.graphs.prepare()
+
     def make_request(
         self,
         request_id: str,

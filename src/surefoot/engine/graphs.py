@@ -14,10 +14,12 @@ from surefoot.engine.capture import capture
 from surefoot.engine.costs import Sizing, TimesByContext
 from surefoot.engine.rehearsal import contexts_to_time, rehearsal
 from surefoot.sampling.params import Features
-from surefoot.speculation.replay import ReplayRound, Size
+from surefoot.speculation.replay import DRAWN, ReplayRound, Size
 
 MIDDLING = 1024
 """Tokens of the texts that costs are for until somebody says how long they are."""
+SPARE = 1 << 30
+"""Bytes of the device's memory that rounds recorded in idle moments leave alone."""
 _STEPS = 4
 """Costs follow the length of texts in so many steps from one length to its double."""
 
@@ -158,6 +160,10 @@ class RoundGraphs:
             return None
         return scores[: size.spans, :, : 2 + 2 * size.logprobs]
 
+    def prepare(self) -> bool:
+        """Record one more round that may be needed, while nobody waits; False: none is left."""
+        return False
+
     def forget(self) -> None:
         """Record every round anew: what it does has changed."""
 
@@ -280,6 +286,26 @@ class CudaRoundGraphs(RoundGraphs):
         self._time_all(blocks, lambda size, prepare: self.time(self.graph(size), prepare))
         for spans in self.spans:
             self.graph(Size(spans, spans, Features(), ()))
+
+    def prepare(self) -> bool:
+        """As the base class: of drawn text, which ``measure`` leaves out for a quicker start."""
+        if not self.times:
+            return False
+        proposers = tuple(range(len(self.replay.controller.names))) if self.width else ()
+        sizes = (
+            Size(spans, rows, DRAWN, proposers, steps)
+            for spans in self.spans
+            for rows, steps in self.variants(spans)
+        )
+        missing = next((size for size in sizes if size not in self.graphs), None)
+        if missing is None or self.spare_memory() < SPARE:
+            return False
+        self.graph(missing)
+        return True
+
+    def spare_memory(self) -> int:
+        """Bytes that nobody holds on the device."""
+        return torch.cuda.mem_get_info(self.device)[0]
 
     def time(self, graph: torch.cuda.CUDAGraph, prepare: Callable[[], None]) -> float:
         """Seconds of a recorded round, the least of a few; ``prepare`` comes before each."""

@@ -89,9 +89,9 @@ class Core:
 
     def run(self) -> None:
         """Serve until told to stop."""
-        resting = False
+        resting = preparing = True
         while True:
-            message = self.link.receive(wait=not self.engine.has_work)
+            message = self.link.receive(wait=not preparing and not self.engine.has_work)
             while message is not None:
                 if not self._handle(message):
                     return
@@ -103,9 +103,11 @@ class Core:
                 resting = False
                 progress = self.engine.step()
                 self.link.send(Round([self._news(item) for item in progress], self._totals()))
-            elif not resting:
+                continue
+            if not resting:
                 resting = True
                 self.link.send(Round([], self._totals()))
+            preparing = preparing and self.engine.prepare()
 
     def _handle(self, message: messages.ToCore) -> bool:
         """Returns whether to go on."""
