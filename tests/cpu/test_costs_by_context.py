@@ -276,7 +276,7 @@ def test_rounds_draft_less_where_that_costs_more() -> None:
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_the_pipeline_reports_the_mean_length_now_and_then(count: int) -> None:
     engine = make_engine(
-        tiny_decoder(), True, max_num_seqs=count, max_draft_tokens=2, kv_blocks=30 * count
+        tiny_decoder(), True, max_num_seqs=count, max_draft_tokens=2, kv_blocks=40 * count
     )
     graphs, seen, launches = graphs_of(engine), [], []
     attend, launch = graphs.attend, graphs.launch
@@ -291,7 +291,7 @@ def test_the_pipeline_reports_the_mean_length_now_and_then(count: int) -> None:
 
     graphs.attend = record
     graphs.launch = lambda size: launches.append(size) or launch(size)
-    params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     run_jobs(engine, [Job(tuple(range(2, 5 + i)), params) for i in range(count)])
     alone = [at for at, _ in seen]
     assert seen[0][1] == pytest.approx(sum(3 + i for i in range(count)) / count + 1, abs=1)

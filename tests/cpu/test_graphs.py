@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness import make_engine, tiny_decoder
+from harness import Job, make_engine, on_torch_alone, run_jobs, tiny_decoder
 from surefoot.engine.graphs import RoundGraphs
+from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.sampling.params import Features
 from surefoot.speculation.replay import ADJUSTED, DRAWN, GREEDY, Size
 
@@ -35,8 +36,30 @@ def test_a_larger_round_is_taken_where_it_costs_less(graphs: RoundGraphs) -> Non
     seconds = (1, 2, 5, 5, 5, 3, 4)
     graphs.costs = {(4, r, None): cost for r, cost in zip(rows, seconds, strict=True)}
     assert [graphs.holding(base, r).rows for r in (4, 5, 6, 8, 13)] == [4, 5, 12, 12, 16]
-    # 3 requests: no drafts fit the 4 rows of a plain round but one; 9 drafts are all there are.
-    assert graphs.table(base, 3).tolist() == [1, 1, 2, 3, 3, 3, 3, 3, 3, 3]
+    # 3 requests: a round of 4 rows has room for a draft, but verifies none; 9 are all there are.
+    assert graphs.table(base, 3).tolist() == [1, 2, 2, 3, 3, 3, 3, 3, 3, 3]
+
+
+def test_a_draft_that_fits_an_empty_span_is_verified() -> None:
+    """3 requests in a round of 4 spans, of which one drafts one token."""
+    plain = make_engine(tiny_decoder(), False, max_num_seqs=3)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+    def jobs(method: str) -> list[Job]:
+        methods = (method, "off", "off")
+        return [
+            Job((5, 9, 2 + i), params, SpeculationParams(m, 1 if m == "oracle" else None))
+            for i, m in enumerate(methods)
+        ]
+
+    texts = tuple(tuple(request.tokens) for request in run_jobs(plain, jobs("off")))
+    engine = make_engine(
+        tiny_decoder(), True, max_num_seqs=3, max_draft_tokens=4, proposers=("oracle",),
+        proposer_options={"oracle": {"texts": texts}},
+    )  # fmt: skip
+    requests = run_jobs(on_torch_alone(engine), jobs("oracle"))
+    assert tuple(tuple(request.tokens) for request in requests) == texts
+    assert requests[0].stats.accepted > 8
 
 
 def test_drafters_draft_as_far_as_rows_hold_or_as_far_as_they_can() -> None:

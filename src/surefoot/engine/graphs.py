@@ -125,6 +125,11 @@ class RoundGraphs:
             base, rows=min(enough, key=lambda r: self.costs.get((spans, r, steps), float(r)))
         )
 
+    def rows_with(self, base: Size, requests: int, drafts: int) -> int:
+        """The rows that so many requests need: a round of one row a span verifies no draft, even
+        where some of its spans are empty."""
+        return max(requests + drafts, base.spans + (drafts > 0))
+
     def table(self, base: Size, requests: int) -> torch.Tensor:
         """float32 [n + 1]: seconds of a round of so many requests with 0 .. n drafts, at the steps
         of ``base``."""
@@ -137,9 +142,9 @@ class RoundGraphs:
         for at in reversed(range(len(costs) - 1)):
             costs[at] = min(costs[at], costs[at + 1])
         most = padded[-1] - base.spans
-        table, at = [], 0
-        for rows in range(requests, requests + min(most, requests * self.width) + 1):
-            while padded[at] < rows:
+        table, at = costs[:1], 0
+        for drafts in range(1, min(most, requests * self.width) + 1):
+            while padded[at] < self.rows_with(base, requests, drafts):
                 at += 1
             table.append(costs[at])
         known = self._tables_by[key] = torch.tensor(table)

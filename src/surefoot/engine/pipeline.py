@@ -222,7 +222,7 @@ class Pipeline:
         if offered is not None and offered.numel():
             drafts = int(split_rows(offered, graphs.table(base, count)).sum())
         self.rest.launched(drafts)
-        return graphs.holding(base, max(base.rows, count + drafts))
+        return graphs.holding(base, graphs.rows_with(base, count, drafts))
 
     def _steps(self, company: Company, base: Size, offered: torch.Tensor | None) -> int:
         count, graphs = len(company.requests), self.graphs
