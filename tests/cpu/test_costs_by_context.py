@@ -320,8 +320,7 @@ def test_rounds_that_draw_are_recorded_in_idle_moments(monkeypatch: pytest.Monke
     memory.append(SPARE)
     while graphs.prepare():
         pass
-    drawn = {size for size in greedy if size.proposers}
-    assert set(graphs.recorded) == greedy | {replace(size, kind=DRAWN) for size in drawn}
+    assert set(graphs.recorded) == greedy | {replace(size, kind=DRAWN) for size in greedy}
     assert set(graphs.recorded.values()) == {1}
 
 

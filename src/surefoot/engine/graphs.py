@@ -297,11 +297,14 @@ class CudaRoundGraphs(RoundGraphs):
         if not self.times:
             return False
         proposers = tuple(range(len(self.replay.controller.names))) if self.width else ()
-        sizes = (
-            Size(spans, rows, DRAWN, proposers, steps)
+        sizes = [
+            size
             for spans in self.spans
-            for rows, steps in self.variants(spans)
-        )
+            for size in (
+                *(Size(spans, rows, DRAWN, proposers, own) for rows, own in self.variants(spans)),
+                Size(spans, spans, DRAWN, ()),
+            )
+        ]
         missing = next((size for size in sizes if size not in self.graphs), None)
         if missing is None or self.spare_memory() < SPARE:
             return False
