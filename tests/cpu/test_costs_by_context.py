@@ -22,8 +22,9 @@ from harness import (
     tiny_decoder,
 )
 from surefoot.engine.costs import interpolate
+from surefoot.engine.cuda_graphs import SPARE, CudaRoundGraphs
 from surefoot.engine.engine import Engine
-from surefoot.engine.graphs import SPARE, CudaRoundGraphs, RoundGraphs
+from surefoot.engine.graphs import RoundGraphs
 from surefoot.engine.pipeline import LOOK_EVERY
 from surefoot.engine.rehearsal import CONTEXTS, contexts_to_time, rehearsal
 from surefoot.kernels.torch_backend import TorchBackend

@@ -21,8 +21,8 @@ from harness import (
     score_gap,
     tiny_config,
 )
+from surefoot.engine.cuda_graphs import CudaRoundGraphs
 from surefoot.engine.engine import Engine
-from surefoot.engine.graphs import CudaRoundGraphs
 from surefoot.kernels.triton.backend import TritonBackend
 from surefoot.models.decoder import Decoder
 from surefoot.request import Request, SamplingParams, SpeculationParams

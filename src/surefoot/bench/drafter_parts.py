@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import torch
 
+from surefoot.engine.cuda_graphs import CudaRoundGraphs
 from surefoot.engine.engine import Engine
-from surefoot.engine.graphs import CudaRoundGraphs
 from surefoot.engine.rehearsal import rehearsal
 from surefoot.sampling.params import Features
 from surefoot.speculation.proposer import Commits, Proposer

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 
 from surefoot.config import EngineConfig
+from surefoot.engine.cuda_graphs import CudaRoundGraphs
 from surefoot.engine.forwards import PaddedForward, RecordedForward
-from surefoot.engine.graphs import CudaRoundGraphs, RoundGraphs
+from surefoot.engine.graphs import RoundGraphs
 from surefoot.engine.memory import MemoryPlan
 from surefoot.speculation.replay import Override, ReplayRound
 from surefoot.speculation.round import SpeculativeRound
