@@ -10,8 +10,8 @@ from __future__ import annotations
 
 PATIENCE = 64
 """Rounds in a row without a draft before the first rest."""
-RESTED = 32
-"""Rounds that do not look."""
+RESTED = 16
+"""Rounds that do not look: as many at most go by before a text that begins to repeat is found out."""
 LOOKS = 6
 """Rounds that look before the next rest: offers are two rounds old when they are weighed."""
 
