@@ -11,7 +11,7 @@ from __future__ import annotations
 PATIENCE = 64
 """Rounds in a row without a draft before the first rest."""
 RESTED = 16
-"""Rounds that do not look: as many at most go by before a text that begins to repeat is found out."""
+"""Rounds that do not look: as late at most is it seen that a text begins to repeat itself."""
 LOOKS = 6
 """Rounds that look before the next rest: offers are two rounds old when they are weighed."""
 
