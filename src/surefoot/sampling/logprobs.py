@@ -54,6 +54,8 @@ def _few_rows(logits: torch.Tensor, tokens: torch.Tensor, width: int) -> tuple[t
 
 def _largest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``width`` largest of each row in falling order, and where they are."""
+    if not width:
+        return logits[:, :0], logits[:, :0].long()
     size, uneven = divmod(logits.shape[1], PARTS)
     if uneven or size < width:
         return logits.topk(width, dim=-1)
