@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness import Job, make_engine, on_torch_alone, run_jobs, tiny_decoder
+from harness import Job, make_engine, on_torch_alone, run_alone, run_jobs, tiny_decoder
 from surefoot.engine.graphs import RoundGraphs
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.sampling.params import Features
@@ -77,6 +77,30 @@ def test_drafters_draft_as_far_as_rows_hold_or_as_far_as_they_can() -> None:
     assert base == Size(4, 4, Features(), (0,), 0) and graphs.plain(3, Features(), ()).steps is None
     assert graphs.holding(replace(base, steps=2), 20) == replace(base, steps=2, rows=12)
     assert len(graphs.table(base, 3)) == 1 and len(graphs.table(replace(base, steps=1), 3)) == 5
+
+
+@pytest.mark.parametrize("policy", ["auto", "fixed"])
+def test_requests_may_do_without_the_drafter_that_others_have(policy: str) -> None:
+    """An engine with a drafter, and nobody there who uses it: some look things up, some do not."""
+    engine = on_torch_alone(
+        make_engine(
+            tiny_decoder(), True, max_num_seqs=4, max_draft_tokens=4, draft_policy=policy,
+            proposers=("ngram", "eagle3=dummy"),
+        )
+    )  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    for methods in (("ngram",), ("off", "ngram", "ngram"), ("off", "off")):
+        jobs = [Job((5, 9, 5, 9, i), params, SpeculationParams(m)) for i, m in enumerate(methods)]
+        before = engine.stats.replays
+        for job, request in zip(jobs, run_jobs(engine, jobs), strict=True):
+            assert request.output == run_alone(tiny_decoder(), job).output
+            assert (request.stats.drafted > 0) == (job.speculation.method == "ngram")
+        assert engine.stats.replays > before
+    graphs = engine.pipeline.graphs if engine.pipeline else None
+    assert graphs is not None
+    look, sleep = Size(4, 8, GREEDY, (0,)), Size(4, 8, GREEDY, (0, 1), 0)
+    assert graphs.seconds(look) == graphs.seconds(sleep) > 0
+    assert graphs.table(look, 3).tolist() == graphs.table(sleep, 3).tolist()
 
 
 def test_a_drafter_that_sleeps_offers_nothing() -> None:

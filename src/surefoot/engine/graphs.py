@@ -87,11 +87,17 @@ class RoundGraphs:
 
     def rows_for(self, spans: int, steps: int | None) -> list[int]:
         """The recorded numbers of rows with so many steps."""
+        steps = self.as_measured(steps)
         return [rows for rows, own in self.variants(spans) if own == steps]
+
+    def as_measured(self, steps: int | None) -> int | None:
+        """Rounds in which drafters have no part are not measured apart: they take as long as those
+        in which drafters sleep, or a little less."""
+        return 0 if steps is None and self.longest else steps
 
     def seconds(self, size: Size) -> float:
         """What a round takes as measured; 0 if it was not."""
-        return self.costs.get((size.spans, size.rows, size.steps), 0.0)
+        return self.costs.get((size.spans, size.rows, self.as_measured(size.steps)), 0.0)
 
     def rows(self, spans: int) -> list[int]:
         """The numbers of rows that rounds of so many spans come in."""
@@ -114,7 +120,7 @@ class RoundGraphs:
     def holding(self, base: Size, rows: int) -> Size:
         """The cheapest round of ``base``'s spans and steps that holds so many rows, or as many as
         there are; a larger one may cost less, and its spare rows go to less likely drafts."""
-        spans, steps = base.spans, base.steps
+        spans, steps = base.spans, self.as_measured(base.steps)
         recorded = self.rows_for(spans, steps) or self.rows(spans)
         enough = [r for r in recorded if r >= rows] or recorded[-1:]
         return replace(
@@ -129,12 +135,13 @@ class RoundGraphs:
     def table(self, base: Size, requests: int) -> torch.Tensor:
         """float32 [n + 1]: seconds of a round of so many requests with 0 .. n drafts, at the steps
         of ``base``."""
-        key = base.spans, requests, base.steps
+        steps = self.as_measured(base.steps)
+        key = base.spans, requests, steps
         known = self._tables_by.get(key)
         if known is not None:
             return known
-        padded = self.rows_for(base.spans, base.steps)
-        costs = [self.costs.get((base.spans, rows, base.steps), 1.0) for rows in padded]
+        padded = self.rows_for(base.spans, steps)
+        costs = [self.costs.get((base.spans, rows, steps), 1.0) for rows in padded]
         for at in reversed(range(len(costs) - 1)):
             costs[at] = min(costs[at], costs[at + 1])
         most = padded[-1] - base.spans
