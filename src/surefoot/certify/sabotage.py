@@ -1,11 +1,10 @@
 """Known defects, for the certificate to find: each breaks an engine in place, from outside.
 
 Nothing here is reachable from production code. All seams to the engine's insides are in this file.
-Rounds that the host plans: ``SpeculativeRound.sample``, ``judge``, ``decoder`` and
-``padded_forward``, and ``sample_rows`` as the round calls it. Rounds launched ahead:
-``ReplayRound.override``, the same decoder, ``sample_rows`` as the replay calls it, and
-``RoundGraphs.replay``. A defect works in both. What runs inside a round reads nothing on the host
-and draws its chances from a counter on the device, so that it can be recorded, and is recorded:
+Rounds that the host plans: ``SpeculativeRound.judge`` and ``padded_forward``. Rounds launched
+ahead: ``ReplayRound.override``. Both: ``SpeculativeRound.draw``, ``sample_rows`` as it calls it,
+and ``decoder``. A defect works in both. What runs inside a round reads nothing on the host and
+draws its chances from a counter on the device, so that it can be recorded, and is recorded:
 rounds recorded before are forgotten.
 """
 
@@ -26,7 +25,6 @@ from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.sampling.noise import philox
 from surefoot.sampling.params import Features, SlotParams
 from surefoot.sampling.sampler import SampleRows, adjust, apply_penalties, sample_rows
-from surefoot.speculation import replay as replay_module
 from surefoot.speculation import round as round_module
 from surefoot.speculation.layout import RoundPlan
 
@@ -261,32 +259,14 @@ def before_judging(engine: Engine, change: BeforeJudging) -> None:
 
 def sample_with(engine: Engine, stand_in: Callable[..., torch.Tensor]) -> None:
     """Replace the sampler while this engine samples, and only then."""
-    sample = engine.round.sample
+    draw = engine.round.draw
 
     def broken(*args: Any) -> Any:
         with _replaced(round_module, "sample_rows", stand_in):
-            return sample(*args)
+            return draw(*args)
 
-    _override(engine.round, "sample", broken)
-    if engine.pipeline is not None:
-        graphs = engine.pipeline.graphs
-        _override(graphs, "replay", ReplayProxy(graphs.replay, stand_in))
-        _forget_recorded(engine)
-
-
-class ReplayProxy:
-    """Stands in for the replayed round of the graphs, with another sampler."""
-
-    def __init__(self, replay: replay_module.ReplayRound, sampler: Callable[..., Any]) -> None:
-        self._replay = replay
-        self._sampler = sampler
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._replay, name)
-
-    def __call__(self, size: replay_module.Size) -> None:
-        with _replaced(replay_module, "sample_rows", self._sampler):
-            self._replay(size)
+    _override(engine.round, "draw", broken)
+    _forget_recorded(engine)
 
 
 def _forget_recorded(engine: Engine) -> None:

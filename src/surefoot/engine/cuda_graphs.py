@@ -91,21 +91,17 @@ class CudaRoundGraphs(RoundGraphs):
         contexts. Those that look for no drafts are recorded, too."""
         self._time_all(blocks, lambda size, prepare: self.time(self.graph(size), prepare))
         for spans in self.spans:
-            self.graph(Size(spans, spans, Features(), ()))
+            self.graph(self.plain(spans, Features(), ()))
 
     def prepare(self) -> bool:
         """As the base class: of drawn text, which ``measure`` leaves out for a quicker start."""
         if not self.times:
             return False
-        proposers = tuple(range(len(self.replay.controller.names))) if self.width else ()
-        sizes = [
+        sizes = (
             size
             for spans in self.spans
-            for size in (
-                *(Size(spans, rows, DRAWN, proposers, own) for rows, own in self.variants(spans)),
-                Size(spans, spans, DRAWN, ()),
-            )
-        ]
+            for size in (*self.looking(spans, DRAWN), self.plain(spans, DRAWN, ()))
+        )
         missing = next((size for size in sizes if size not in self.graphs), None)
         if missing is None or self.spare_memory() < SPARE:
             return False

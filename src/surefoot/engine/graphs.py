@@ -190,20 +190,23 @@ class RoundGraphs:
             for rows, steps in self.variants(spans):
                 self.costs[spans, rows, steps] = 1.0 + 0.001 * rows + 0.05 * (steps or 0)
 
+    def looking(self, spans: int, kind: Features) -> list[Size]:
+        """Every recorded round of so many spans with all proposers."""
+        proposers = tuple(range(len(self.replay.controller.names))) if self.width else ()
+        return self.sizes(self.plain(spans, kind, proposers))
+
     def _time_all(self, blocks: int, timed: Callable[[Size, Callable[[], None]], float]) -> None:
         """Fill ``times``, and ``costs`` by them, with what ``timed`` says of every greedy round
         with all proposers, every draft verified. It gets the round's size, and what it has to call
         before each run. The engine must be idle; it is as before afterwards."""
         replay = self.replay
-        proposers = tuple(range(len(replay.controller.names))) if self.width else ()
         self.times.clear()
         for spans in self.spans:
             for context in contexts_to_time(replay, blocks, spans):
                 with rehearsal(replay, blocks, context) as seat:
-                    for rows, steps in self.variants(spans):
-                        size = Size(spans, rows, Features(), proposers, steps)
+                    for size in self.looking(spans, Features()):
                         seconds = timed(size, partial(seat, spans))
-                        self.times.enter((spans, rows, steps), context, seconds)
+                        self.times.enter((spans, size.rows, size.steps), context, seconds)
         self._step = None
         self.attend(MIDDLING)
 

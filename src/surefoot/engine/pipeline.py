@@ -132,7 +132,7 @@ class Pipeline:
         self._attend(company)
         size = self._size(company)
         # Rows of requests that ended on the device go to the others: one may draft all it can.
-        longest = 1 + (self.state.max_drafts if size.rows > size.spans else 0)
+        longest = 1 + (self.state.max_drafts if size.verifies else 0)
         if not self._reserve(company, longest):
             return False
         if self._seated is not company:
@@ -276,9 +276,9 @@ class Pipeline:
         ahead = self._reaches(company)
         names, out = self.controller.names, []
         commit, far = self.kv.transaction().commit, flight.longest
-        rows = report[:, : 7 + width].tolist()
+        rows, scores = report[:, : 7 + width].tolist(), flight.report.scores
         # Hundreds of requests pass here every few milliseconds.
-        for request, row, reach in zip(company.requests, rows, ahead, strict=True):
+        for index, (request, row) in enumerate(zip(company.requests, rows, strict=True)):
             count, accepted, end, drafted, whose, offered = row[:6]
             if not count or request.status is Status.FINISHED:
                 continue
@@ -286,7 +286,7 @@ class Pipeline:
             current = output[-1] if output else request.prompt[-1]
             output += tokens
             # What the next launch will probably want stays, too.
-            commit(request.request_id, [current, *tokens[:-1]], reach + far)
+            commit(request.request_id, [current, *tokens[:-1]], ahead[index] + far)
             request.computed += count
             name, drafts, drafting = None, 0, NO_DRAFTING
             if drafted:
@@ -299,21 +299,7 @@ class Pipeline:
                 sources += [name] * drafts
             if count > drafts:
                 sources.append(None)
+            if scores is not None and request.params.logprobs is not None:
+                request.logprobs += unpack(scores[index], tokens, request.params.logprobs)
             out.append((Progress(request, tokens, drafting), end))
-        if flight.report.scores is not None:
-            self._score(company, rows, flight.report.scores, [item.request for item, _ in out])
         return out
-
-    @staticmethod
-    def _score(
-        company: Company,
-        rows: Sequence[Sequence[int]],
-        scores: torch.Tensor,
-        committed: Sequence[Request],
-    ) -> None:
-        """Hand their logprobs to the requests that got tokens and want them."""
-        waiting = set(map(id, committed))
-        for request, row, packed in zip(company.requests, rows, scores, strict=False):
-            width = request.params.logprobs
-            if width is not None and id(request) in waiting:
-                request.logprobs += unpack(packed, row[6 : 6 + row[0]], width)

@@ -13,8 +13,8 @@ from surefoot.engine.scheduler import Plan, Span
 from surefoot.engine.stats import Drafting
 from surefoot.engine.structured import cut_offers, token_masks
 from surefoot.kv.transaction import KVManager
-from surefoot.request import Request, TokenLogprobs
-from surefoot.sampling.logprobs import RowLogprobs
+from surefoot.request import Request
+from surefoot.sampling.logprobs import RowLogprobs, pack, unpack
 from surefoot.sampling.params import Features
 from surefoot.speculation.controller import Choice, Controller
 from surefoot.speculation.layout import RoundPlan
@@ -228,7 +228,7 @@ class Runner:
         columns += [verdict.first_sample, plan.drafts]
         packed = _to_host(columns, verdict.tokens)
         proposers = [] if choice is None else choice.proposer.tolist()
-        scores = None if verdict.logprobs is None else _HostLogprobs(verdict.logprobs)
+        scores = None if verdict.logprobs is None else pack(verdict.logprobs).cpu()
         self._read_prompt_scores(spans, verdict.prompt_logprobs)
         outcome = Outcome()
         for index, (span, row) in enumerate(zip(spans, packed, strict=True)):
@@ -246,8 +246,8 @@ class Runner:
             outcome.drafting[request.request_id] = Drafting(name, offered, drafted, drafts)
             request.proposed_by += [name] * drafts + [None] * (count - drafts)
             if scores is not None and request.params.logprobs is not None:
-                request.logprobs += scores.read(
-                    first_sample, tokens[:count], request.params.logprobs
+                request.logprobs += unpack(
+                    scores[first_sample:], tokens[:count], request.params.logprobs
                 )
             self.offered[request.request_id] = offered
         return outcome
@@ -255,7 +255,7 @@ class Runner:
     def _read_prompt_scores(self, spans: Sequence[Span], chunks: Sequence[RowLogprobs]) -> None:
         if not chunks:
             return
-        scores = _HostLogprobs(*chunks)
+        scores = torch.cat([pack(chunk) for chunk in chunks]).cpu()
         first = 0
         for span in spans:
             count, request = _prompt_targets(span), span.request
@@ -263,7 +263,7 @@ class Runner:
                 start = request.computed + 1
                 tokens = request.prompt[start : start + count]
                 width = request.params.prompt_logprobs or 0
-                request.prompt_logprobs += scores.read(first, tokens, width)
+                request.prompt_logprobs += unpack(scores[first:], tokens, width)
             first += count
 
     def forget(self, request: Request) -> None:
@@ -285,24 +285,3 @@ def _prompt_targets(span: Span) -> int:
     if request.prompt_scored:
         return 0
     return max(0, min(request.computed + span.rows, len(request.prompt) - 1) - request.computed)
-
-
-class _HostLogprobs:
-    """Logprobs of all rows of a round, copied to the host."""
-
-    def __init__(self, *chunks: RowLogprobs) -> None:
-        self.chosen = [value for chunk in chunks for value in chunk.chosen.tolist()]
-        self.ranks = [value for chunk in chunks for value in chunk.ranks.tolist()]
-        self.top_ids = [value for chunk in chunks for value in chunk.top_ids.tolist()]
-        self.top = [value for chunk in chunks for value in chunk.top.tolist()]
-
-    def read(self, first: int, tokens: Sequence[int], width: int) -> list[TokenLogprobs]:
-        return [
-            TokenLogprobs(
-                token,
-                self.chosen[row],
-                self.ranks[row],
-                tuple(zip(self.top_ids[row][:width], self.top[row][:width], strict=True)),
-            )
-            for row, token in enumerate(tokens, start=first)
-        ]

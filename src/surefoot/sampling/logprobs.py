@@ -65,16 +65,16 @@ def _largest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tens
     return best.values, ids.flatten(1).gather(1, best.indices)
 
 
-def pack(scores: RowLogprobs, rows: torch.Tensor) -> torch.Tensor:
-    """The scores of ``rows`` int64 [B, n] as int32 [B, n, 2 + 2 * width], to be copied at once:
-    logprob (its bits), rank, the most likely tokens, their logprobs (their bits)."""
-    chosen = scores.chosen[rows].float().view(torch.int32).unsqueeze(-1)
-    ranks, ids = scores.ranks[rows].int().unsqueeze(-1), scores.top_ids[rows].int()
-    return torch.cat((chosen, ranks, ids, scores.top[rows].float().view(torch.int32)), dim=-1)
+def pack(scores: RowLogprobs) -> torch.Tensor:
+    """int32 [M, 2 + 2 * width], to be copied at once: logprob (its bits), rank, the most likely
+    tokens, their logprobs (their bits)."""
+    chosen, ranks = (column.unsqueeze(1) for column in (scores.chosen, scores.ranks.int()))
+    bits = chosen.view(torch.int32), ranks, scores.top_ids.int(), scores.top.view(torch.int32)
+    return torch.cat(bits, dim=1)
 
 
 def unpack(packed: torch.Tensor, tokens: Sequence[int], width: int) -> list[TokenLogprobs]:
-    """One row of ``pack``'s [n, 2 + 2 * any width] on the host, for the tokens chosen there."""
+    """The first rows of ``pack``'s on the host, which chose ``tokens``, cut to a width."""
     numbers = packed[: len(tokens)].numpy()
     floats, most = numbers.view("float32"), (numbers.shape[1] - 2) // 2
     columns = (

@@ -70,7 +70,7 @@ class CompiledControl:
             self.seen,
             self.news,
             math.log2(GLOBAL_DECAY),
-            size.rows > size.spans and bool(size.proposers),
+            size.verifies and bool(size.proposers),
         )
 
     def finish(

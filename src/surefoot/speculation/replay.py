@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
-from surefoot.sampling.logprobs import WIDTHS, RowLogprobs, pack, row_logprobs
+from surefoot.sampling.logprobs import WIDTHS, RowLogprobs, pack
 from surefoot.sampling.params import Features
-from surefoot.sampling.sampler import sample_rows
 from surefoot.speculation.compiled_control import LEAST, CompiledControl
 from surefoot.speculation.controller import Choice, fill_rows
 from surefoot.speculation.proposer import Commits, Drafts, Outlook
@@ -66,6 +65,11 @@ class Size:
     Proposers without a network take no notice."""
     logprobs: int | None = None
     """How many likely tokens are reported beside each, one of ``WIDTHS``; None: no logprobs."""
+
+    @property
+    def verifies(self) -> bool:
+        """Whether drafts get rows, even where some spans are empty."""
+        return self.rows > self.spans
 
 
 class ReplayRound:
@@ -145,7 +149,7 @@ class ReplayRound:
         spans = RoundSpans(slots, known, drafts, known)
         backend = round_.decoder.backend
         # Nobody drafts in a round without rows to spare; kernels of single rows are quicker.
-        longest = 1 + (state.max_drafts if size.rows > size.spans else 0)
+        longest = 1 + (state.max_drafts if size.verifies else 0)
         layout = backend.lay_out_spans(
             spans, state.history, state.computed, state.block_tables,
             size.rows, size.rows, self.max_keys, longest,
@@ -154,7 +158,9 @@ class ReplayRound:
         if grown is not None:
             layout = lay_out_trees(layout, grown[0])
         forward = round_.decoder.forward(layout.batch, round_.kv, round_.capture)
-        sampled, logprobs = self._sample(layout, forward.hidden, size, grown)
+        sampled, logprobs = round_.draw(
+            layout, forward.hidden, size.kind, size.logprobs, self.max_keys, grown
+        )
         if self.override is not None:
             sampled = self.override(spans, layout, sampled)
         paths, chains = None, (spans, layout.first_sample, sampled)
@@ -185,29 +191,11 @@ class ReplayRound:
         """The trees among the drafts of a round's ``slots`` [B], and where its rows stand in them;
         None where there are only chains."""
         planting = any(self.controller.trees[index] for index in size.proposers)
-        if self.parents is None or not planting or size.rows == size.spans:
+        if self.parents is None or not planting or not size.verifies:
             return None
         parents = self.parents[slots]
         trees = Trees(self.tokens[slots], parents, *ancestors(parents))
         return node_rows(layout, trees), trees
-
-    def _sample(
-        self,
-        layout: RoundLayout,
-        hidden: torch.Tensor,
-        size: Size,
-        grown: tuple[NodeRows, Trees] | None,
-    ) -> tuple[torch.Tensor, RowLogprobs | None]:
-        """The token of every row, int64 [M], and its logprobs if wanted."""
-        state, decoder, kind = self.state, self.round.decoder, size.kind
-        if kind == GREEDY and size.logprobs is None:
-            return decoder.greedy(hidden), None
-        rows = self.round.rows_to_sample(layout, kind, grown, self.max_keys)
-        logits = decoder.logits(hidden)
-        sampled = sample_rows(logits, rows, state.params, kind, decoder.backend)
-        if size.logprobs is None:
-            return sampled, None
-        return sampled, row_logprobs(logits, sampled, size.logprobs)
 
     def _report_logprobs(
         self, logprobs: RowLogprobs, layout: RoundLayout, paths: Paths | None
@@ -216,7 +204,7 @@ class ReplayRound:
             logprobs = committed_logprobs(logprobs, layout, paths)
         first, most = layout.first_sample, len(logprobs.chosen) - 1
         rows = first.unsqueeze(1) + torch.arange(self.scores.shape[1], device=first.device)
-        packed = pack(logprobs, rows.clamp(max=most))
+        packed = pack(logprobs)[rows.clamp(max=most)]
         self.scores[: len(first), :, : packed.shape[2]] = packed
 
     def _split_torch(self, slots: torch.Tensor, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,7 +212,7 @@ class ReplayRound:
         that the host gave."""
         state = self.state
         known = self.alive[slots]
-        if size.rows == size.spans or not size.proposers:
+        if not size.verifies or not size.proposers:
             return known, torch.zeros_like(known)
         drafts = fill_rows(self.chances[slots] * known.unsqueeze(1), size.rows - known.sum())
         # Behind the committed tokens, as far as the offer goes; columns beyond the drafts that are

@@ -159,21 +159,32 @@ class SpeculativeRound:
         grown: tuple[NodeRows, Trees] | None = None,
     ) -> tuple[torch.Tensor, RowLogprobs | None]:
         """The token of every row that samples, int64 [M], and its logprobs if wanted."""
-        state = self.state
         if plan.sampled_rows == 0:
-            return torch.zeros(1, dtype=torch.int64, device=state.device), None
+            return torch.zeros(1, dtype=torch.int64, device=self.state.device), None
         if not plan.every_row_samples:
             hidden = hidden[layout.sample_index]
-        plain = wanted.features == Features() and wanted.masks is None
-        if wanted.logprobs is None and plain:
-            return self.decoder.greedy(hidden), None
-        logits = self.decoder.logits(hidden)
-        rows = self.rows_to_sample(layout, wanted.features, grown, plan.max_keys)
-        backend = self.decoder.backend
-        sampled = sample_rows(logits, rows, state.params, wanted.features, backend, wanted.masks)
-        if wanted.logprobs is None:
-            return sampled, None
-        return sampled, row_logprobs(logits, sampled, wanted.logprobs)
+        return self.draw(
+            layout, hidden, wanted.features, wanted.logprobs, plan.max_keys, grown, wanted.masks
+        )
+
+    def draw(
+        self,
+        layout: RoundLayout,
+        hidden: torch.Tensor,
+        features: Features,
+        logprobs: int | None,
+        max_keys: int,
+        grown: tuple[NodeRows, Trees] | None,
+        masks: TokenMasks | None = None,
+    ) -> tuple[torch.Tensor, RowLogprobs | None]:
+        """``sample`` for the rows of ``hidden`` [M, hidden], all of which sample."""
+        decoder = self.decoder
+        if features == Features() and masks is None and logprobs is None:
+            return decoder.greedy(hidden), None
+        logits = decoder.logits(hidden)
+        rows = self.rows_to_sample(layout, features, grown, max_keys)
+        sampled = sample_rows(logits, rows, self.state.params, features, decoder.backend, masks)
+        return sampled, None if logprobs is None else row_logprobs(logits, sampled, logprobs)
 
     def rows_to_sample(
         self,
