@@ -85,23 +85,32 @@ def split_rows_reference(
     batch, width = chances.shape
     limit = min(batch * width, table.shape[0] - 1)
     order = chances.flatten().argsort(descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     best = chances.flatten()[order][:limit]
-    taken = torch.zeros((limit + 1, batch), device=chances.device)
-    owner = order[:limit] // width
-    taken[1:].scatter_(1, owner.unsqueeze(1), best.unsqueeze(1))
-    gains = taken.cumsum(dim=0)
     seconds = table[: limit + 1]
     slowdown = seconds / seconds[0]
-    rate = (batch + gains.sum(dim=1)) / slowdown
-    fair = (1 + gains.amin(dim=1)) >= min_pace * slowdown
+    rate = (batch + torch.nn.functional.pad(best.cumsum(dim=0), (1, 0))) / slowdown
+    fair = (1 + _poorest(chances, rank.view(batch, width))[: limit + 1]) >= min_pace * slowdown
     worth = (rate >= min_gain * batch) & fair
     worth[1:] &= best > 0
     rate = torch.where(worth, rate, 0.0)
     # Entry 0, no drafts, always stands: plain decoding.
     rate[0] = batch
     count = rate.argmax()
-    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return (rank < count).view(batch, width).sum(dim=1)
+
+
+def _poorest(chances: torch.Tensor, rank: torch.Tensor) -> torch.Tensor:
+    """What the request that gains least gains from the n best drafts, float32 [B * K + 1] by n.
+    ``rank`` int64 [B, K]: how many drafts are better."""
+    batch, width = chances.shape
+    # A request has the gain of its first j drafts until draft j is taken. For any n, the gains it
+    # will have later are larger, so the least of all whose end lies beyond n is the one wanted.
+    gains = torch.nn.functional.pad(chances.cumsum(dim=1), (1, 0))
+    ends = torch.nn.functional.pad(rank, (0, 1), value=batch * width)
+    least = torch.full((batch * width + 1,), float("inf"), device=chances.device)
+    least.scatter_reduce_(0, ends.flatten(), gains.flatten(), "amin")
+    return least.flip(0).cummin(dim=0).values.flip(0)
 
 
 def fill_rows(chances: torch.Tensor, room: torch.Tensor) -> torch.Tensor:

@@ -238,10 +238,11 @@ class ReplayRound:
                 self.controller.offer(index, slots, offers)
             self._keep(slots, self.controller.choose(slots))
         else:
-            # Offers of earlier rounds do not follow these tokens.
-            self.controller.lengths[:, slots] = 0
-            self.lengths[slots] = 0
-            self.chances[slots] = 0.0
+            # Offers of earlier rounds do not follow these tokens. Assigning to an index would copy
+            # the number from the host, which cannot be recorded.
+            self.controller.lengths.index_fill_(1, slots, 0)
+            self.lengths.index_fill_(0, slots, 0)
+            self.chances.index_fill_(0, slots, 0.0)
         offered = self.lengths[slots]
         columns = [verdict.counts, verdict.accepted, verdict.ends, drafts, whose, offered]
         packed = torch.cat((torch.stack(columns, dim=1), verdict.tokens), dim=1)

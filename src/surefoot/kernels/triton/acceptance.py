@@ -20,7 +20,7 @@ def hashed(slots, positions, SALT: tl.constexpr):
     return x ^ (x >> 16)
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def replace_kernel(
     slot_ptr, position_ptr, sampled_ptr, rows, length_ptr, rate_ptr, token_ptr, offered_ptr,
     width, vocab, out_ptr, TILE: tl.constexpr,

@@ -47,7 +47,12 @@ def prefetch_keys(
     prefetch(kv_ptr + at, HEAD_DIM * element)
 
 
-@jit(do_not_specialize=["spans", "splits", "tiles", "first_key"])
+@jit(
+    do_not_specialize=["spans", "splits", "tiles", "first_key"],
+    do_not_specialize_on_alignment=[
+        "first_row_ptr", "rows_ptr", "slot_ptr", "start_ptr", "key_index_ptr", "mask_ptr"
+    ],
+)  # fmt: skip
 def attention_kernel(
     q_ptr, kv_ptr, out_ptr, part_ptr, lse_ptr, first_row_ptr, rows_ptr, slot_ptr, spans,
     tables_ptr, table_stride, start_ptr, key_index_ptr, mask_ptr, value_offset, scale,
@@ -173,22 +178,21 @@ def attention_kernel(
         tl.store(part_ptr + part[:, None] * HEAD_DIM + column[None, :], acc, mask=whole)
 
 
-@jit
+@jit(do_not_specialize=["splits"])
 def combine_kernel(
-    part_ptr, lse_ptr, out_ptr,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
-    PDL: tl.constexpr,
+    part_ptr, lse_ptr, out_ptr, splits,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     release_next(PDL)
     await_inputs(PDL)
     place = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, PADDED)
     column = tl.arange(0, WIDTH)
-    lse = tl.load(lse_ptr + place * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+    lse = tl.load(lse_ptr + place * splits + split, mask=split < splits, other=float("-inf"))
     weight = tl.exp2(lse - tl.max(lse, axis=0))
     part = tl.load(
-        part_ptr + (place * SPLITS + split)[:, None] * HEAD_DIM + column[None, :],
-        mask=(split < SPLITS)[:, None] & (column < HEAD_DIM)[None, :],
+        part_ptr + (place * splits + split)[:, None] * HEAD_DIM + column[None, :],
+        mask=(split < splits)[:, None] & (column < HEAD_DIM)[None, :],
         other=0.0,
     )
     result = tl.sum(part * weight[:, None], axis=0) / tl.sum(weight, axis=0)
@@ -303,8 +307,8 @@ def span_attention(
     _launch(q, kv, out, part, lse, spans, batch, shape, plan, width)
     if plan.splits > 1:
         combine_kernel[(rows * shape.heads,)](
-            part, lse, out,
-            shape.head_dim, width, plan.splits, next_power_of_2(plan.splits),
+            part, lse, out, plan.splits,
+            shape.head_dim, width, next_power_of_2(plan.splits),
             num_warps=2, **pdl(q.device),
         )  # fmt: skip
     return out

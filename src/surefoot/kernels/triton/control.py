@@ -24,7 +24,7 @@ COMPARED = 8192
 """Pairs of drafts that a program compares at a time."""
 
 
-@jit
+@jit(do_not_specialize=["spans", "rows"])
 def split_kernel(
     slots_ptr, spans, idle, alive_ptr, chance_ptr, token_ptr, width,
     history_ptr, history_stride, length_ptr, rows, known_ptr, drafts_ptr,
@@ -77,7 +77,10 @@ def split_kernel(
     tl.store(drafts_ptr + span, drafts)
 
 
-@jit
+@jit(
+    do_not_specialize=["offers", "confidence_row", "confidence_column"],
+    do_not_specialize_on_alignment=["slots_ptr", "offer_ptr", "offer_confidence_ptr"],
+)
 def learn_kernel(
     slots_ptr, idle, history_ptr, history_stride, length_ptr, limit_ptr, vocab,
     watched_ptr, watched_bins_ptr, watched_length_ptr, watched_start_ptr,

@@ -22,6 +22,8 @@ from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 
 PART = 2048
 """Logits that a program compares."""
+PAGES = 256
+"""Entries of a block table that a program writes at a time."""
 
 
 @jit
@@ -66,7 +68,7 @@ def entry_inputs(
     return out
 
 
-@jit
+@jit(do_not_specialize=["spans"])
 def shift_kernel(
     feature_ptr, before_ptr, last_of_block_ptr, width, row_slot_ptr, key_ptr,
     tables_ptr, table_stride, row_ptr, count_ptr, spans, shifted_ptr, position_ptr, last_position,
@@ -136,11 +138,15 @@ def shift_features(
     return shifted, positions
 
 
-@jit(do_not_specialize=["first_block", "scratch_blocks", "context", "steps", "requests"])
+@jit(
+    do_not_specialize=["first_block", "scratch_blocks", "context", "steps", "requests", "pages"],
+    do_not_specialize_on_alignment=["slots_ptr"],
+)
 def live_rows_kernel(
     slots_ptr, requests, before_ptr, width, history_ptr, history_stride, length_ptr,
     tables_ptr, table_stride, table_width, first_block, scratch_blocks, steps, last_position,
-    context, token_ptr, feature_ptr, key_ptr, position_ptr, out_tables_ptr, pages, lengths_ptr,
+    context, token_ptr, feature_ptr, key_ptr, position_ptr, out_tables_ptr, out_stride, pages,
+    lengths_ptr,
     BLOCK_SIZE: tl.constexpr, STEPS: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -158,16 +164,17 @@ def live_rows_kernel(
     position = tl.minimum(tl.maximum(key - 1, 0), last_position)
     tl.store(key_ptr + step * requests + row, key, mask=step <= steps)
     tl.store(position_ptr + step * requests + row, position, mask=step <= steps)
-    page = tl.arange(0, PAGES)
-    beyond = page - ((current - 1) // BLOCK_SIZE + 1)
-    own = tl.load(
-        tables_ptr + slot * table_stride + tl.minimum(page, table_width - 1),
-        mask=page < pages, other=0,
-    )  # fmt: skip
-    scratch = first_block + slot * scratch_blocks
-    scratch = scratch + tl.minimum(tl.maximum(beyond, 0), scratch_blocks - 1)
-    chosen = tl.where(beyond < 0, own, scratch.to(tl.int32))
-    tl.store(out_tables_ptr + row * pages + page, chosen, mask=page < pages)
+    for base in range(0, pages, PAGES):
+        page = base + tl.arange(0, PAGES)
+        beyond = page - ((current - 1) // BLOCK_SIZE + 1)
+        own = tl.load(
+            tables_ptr + slot * table_stride + tl.minimum(page, table_width - 1),
+            mask=page < pages, other=0,
+        )  # fmt: skip
+        scratch = first_block + slot * scratch_blocks
+        scratch = scratch + tl.minimum(tl.maximum(beyond, 0), scratch_blocks - 1)
+        chosen = tl.where(beyond < 0, own, scratch.to(tl.int32))
+        tl.store(out_tables_ptr + row * out_stride + page, chosen, mask=page < pages)
     column = tl.arange(0, BLOCK)
     x = tl.load(before_ptr + slot * width + column, mask=column < width)
     tl.store(feature_ptr + row * width + column, x, mask=column < width)
@@ -186,21 +193,23 @@ def live_rows(
 ) -> LiveRows:
     """``kernels.drafting.live_rows``."""
     count, width = slots.shape[0], before.shape[1]
+    # Attention is compiled for rows of tables that lie 64 bytes apart or a multiple of it.
+    tables = block_tables.new_empty((count, cdiv(scratch.pages, 16) * 16))
     live = LiveRows(
         tokens=slots.new_empty(count),
         features=before.new_empty((count, width)),
         keys=slots.new_empty((steps + 1, count)),
         positions=slots.new_empty((steps + 1, count)),
-        tables=block_tables.new_empty((count, scratch.pages)),
+        tables=tables[:, : scratch.pages],
         lengths=slots.new_empty(count),
     )
     live_rows_kernel[(count,)](
         slots, count, before, width, history, history.stride(0), length,
         block_tables, block_tables.stride(0), block_tables.shape[1], scratch.first, scratch.blocks,
         steps, last_position, context, live.tokens, live.features, live.keys, live.positions,
-        live.tables, scratch.pages, live.lengths,
-        scratch.block_size, next_power_of_2(steps + 1), next_power_of_2(scratch.pages),
-        next_power_of_2(width), num_warps=4, **pdl(slots.device),
+        tables, tables.stride(0), scratch.pages, live.lengths,
+        scratch.block_size, next_power_of_2(steps + 1), PAGES, next_power_of_2(width),
+        num_warps=4, **pdl(slots.device),
     )  # fmt: skip
     return live
 
@@ -227,7 +236,10 @@ def partial_likeliest_kernel(
     tl.store(total_ptr + place, tl.sum(tl.exp(values - pivot), axis=0))
 
 
-@jit
+@jit(
+    do_not_specialize=["token_stride", "chance_stride"],
+    do_not_specialize_on_alignment=["token_ptr", "chance_ptr"],
+)
 def final_likeliest_kernel(
     value_ptr, index_ptr, total_ptr, parts, width, ids_ptr,
     token_ptr, token_stride, chance_ptr, chance_stride,
@@ -273,7 +285,7 @@ def likeliest(
     )  # fmt: skip
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["slot_ptr", "position_ptr"])
 def draw_part_kernel(
     logits_ptr, largest_ptr, width, parts, ids_ptr, slot_ptr, position_ptr, temperature_ptr,
     min_p_ptr, limit_ptr, seed_ptr, choice_ptr, value_ptr, index_ptr, total_ptr,
@@ -307,7 +319,10 @@ def draw_part_kernel(
     tl.store(index_ptr + place, index)
 
 
-@jit
+@jit(
+    do_not_specialize=["token_stride", "chance_stride"],
+    do_not_specialize_on_alignment=["slot_ptr", "position_ptr", "token_ptr", "chance_ptr"],
+)
 def draw_final_kernel(
     value_ptr, index_ptr, total_ptr, largest_ptr, logits_ptr, parts, width, ids_ptr, slot_ptr,
     position_ptr, temperature_ptr, history_ptr, history_stride,

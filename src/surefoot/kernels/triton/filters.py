@@ -66,7 +66,7 @@ def is_limited(wanted_ptr, slot, vocab, MASS: tl.constexpr):
     return wanted < (1.0 if MASS else vocab)
 
 
-@jit(do_not_specialize=["shift"])
+@jit(do_not_specialize=["rows", "shift"])
 def narrow_kernel(
     logits_ptr, largest_ptr, vocab, slot_ptr, temperature_ptr, min_p_ptr, wanted_ptr, limit_ptr,
     sums_ptr, depth_ptr, rows, parts, shift,
@@ -108,7 +108,7 @@ def narrow_kernel(
         tl.store(place + bits, tl.sum(tl.where(candidate <= bits, weight, 0.0), axis=0))
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def limit_kernel(
     slot_ptr, temperature_ptr, wanted_ptr, limit_ptr, sums_ptr, depth_ptr, vocab, rows, parts,
     STEPS: tl.constexpr, MASS: tl.constexpr, CAPPED: tl.constexpr, PARTS: tl.constexpr,

@@ -12,7 +12,15 @@ from triton import knobs
 from surefoot.errors import SurefootError
 
 jit: Any = triton.jit
-"""The decorator, untyped: parameters of kernels are pointers and launch options come on top."""
+"""The decorator, untyped: parameters of kernels are pointers and launch options come on top.
+
+Triton compiles a kernel anew for integers that are 1 or divisible by 16 and for pointers that are
+not aligned to 16 bytes. Rounds that the host plans come in all sizes, and a compilation in the
+middle of serving holds up everybody for half a second, so parameters that differ between rounds are
+named in ``do_not_specialize`` and ``do_not_specialize_on_alignment``.
+"""
+PLAN = ["slots_ptr", "known_ptr", "drafts_ptr", "samples_ptr"]
+"""Columns of a round's plan, which lie packed: ``do_not_specialize_on_alignment``."""
 DTYPES = (torch.float32, torch.bfloat16)
 DEFAULT_PROCESSORS = 132  # of an H100 or H200 SXM; what the interpreter pretends to have
 DEFAULT_SHARED_MEMORY = 232_448

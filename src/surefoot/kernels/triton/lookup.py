@@ -10,7 +10,7 @@ from surefoot.kernels.triton.launch import jit, next_power_of_2
 TILE = 1024
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["slots_ptr"])
 def lookup_kernel(
     history_ptr, history_stride, length_ptr, slots_ptr, size_ptr, token_ptr,
     min_ngram, window, drafts,

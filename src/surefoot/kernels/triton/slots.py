@@ -12,7 +12,7 @@ import triton.language as tl
 
 from surefoot.kernels.backend import FlatBatch, SpanTable
 from surefoot.kernels.rounds import RoundLayout, RoundSpans
-from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
+from surefoot.kernels.triton.launch import PLAN, cdiv, jit, next_power_of_2
 
 TILE = 16
 
@@ -34,7 +34,10 @@ def pick(values, chosen):
     return tl.sum(tl.where(chosen, values[None, :], 0), axis=1)
 
 
-@jit
+@jit(
+    do_not_specialize=["spans", "rows", "sampled_rows"],
+    do_not_specialize_on_alignment=PLAN,
+)
 def lay_out_kernel(
     slots_ptr, known_ptr, drafts_ptr, samples_ptr, spans,
     history_ptr, history_stride, computed_ptr,

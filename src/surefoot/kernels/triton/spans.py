@@ -8,7 +8,7 @@ from surefoot.kernels.backend import FlatBatch, SpanTable
 from surefoot.kernels.triton.launch import jit, next_power_of_2
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def span_table_kernel(row_slot_ptr, rows, first_ptr, count_ptr, slot_ptr, TILE: tl.constexpr):
     slot = tl.program_id(0)
     first = rows + tl.zeros([], tl.int32)

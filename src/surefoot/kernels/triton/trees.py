@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
+from surefoot.kernels.triton.launch import PLAN, cdiv, jit, next_power_of_2
 
 TILE = 16
 
@@ -51,7 +51,7 @@ def ancestors(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return masks, depths
 
 
-@jit
+@jit(do_not_specialize=["spans", "rows", "first_decoding"])
 def node_rows_kernel(
     first_row_ptr, span_rows_ptr, spans, position_ptr, tree_mask_ptr, tree_depth_ptr, width,
     owner_ptr, offset_ptr, depth_ptr, new_position_ptr, mask_ptr, rows, first_decoding,
@@ -98,7 +98,7 @@ def node_rows(
     return out
 
 
-@jit
+@jit(do_not_specialize=["sampled_rows"], do_not_specialize_on_alignment=PLAN)
 def walk_kernel(
     token_ptr, parent_ptr, tree_mask_ptr, tree_depth_ptr, width,
     sampled_ptr, sampled_rows, first_sample_ptr, drafts_ptr,
@@ -156,7 +156,7 @@ def walk(
     return lengths, rows, out
 
 
-@jit
+@jit(do_not_specialize=["rows", "spans", "first_decoding"])
 def settle_kernel(
     owner_ptr, offset_ptr, depth_ptr, parent_ptr, path_ptr, length_ptr, width,
     first_row_ptr, count_ptr, key_index_ptr, row_slot_ptr, rows, spans, first_decoding,
@@ -217,7 +217,7 @@ def settle(
     return out[0], out[1], out[2], last
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["slots_ptr"])
 def learn_kernel(
     slots_ptr, history_ptr, history_stride, length_ptr,
     watched_ptr, bins_ptr, watched_length_ptr, start_ptr, mask_ptr, depth_ptr,
