@@ -57,7 +57,8 @@ def reports(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tenso
         report = launch(size)
         report.landed()
         seen.append(report.rows[: size.spans].clone())
-        return report
+        # How long the host takes must not matter here.
+        return replace(report, ready=lambda: False)
 
     monkeypatch.setattr(graphs, "launch", record)
     return seen

@@ -30,6 +30,8 @@ class Report:
     """int32 [spans, n, columns], ``logprobs.pack``'s, where the round's size asks for logprobs."""
     landed: Callable[[], None]
     """Waits until all is there; raises what the device raises."""
+    ready: Callable[[], bool]
+    """Whether the device has finished it. Without one nobody waits, and this says no."""
 
 
 class RoundGraphs:
@@ -158,7 +160,7 @@ class RoundGraphs:
         self.replay(size)
         scores = self._scores(self.replay.scores, size)
         return Report(
-            self.replay.report.clone(), None if scores is None else scores.clone(), _nothing
+            self.replay.report.clone(), None if scores is None else scores.clone(), _nothing, _no
         )
 
     @staticmethod
@@ -213,6 +215,10 @@ class RoundGraphs:
 
 def _nothing() -> None:
     pass
+
+
+def _no() -> bool:
+    return False
 
 
 def _powers(most: int) -> list[int]:

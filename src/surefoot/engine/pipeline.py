@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from surefoot.engine.graphs import Report, RoundGraphs
+from surefoot.engine.host_time import HostTime
 from surefoot.engine.stats import NO_DRAFTING, Drafting, Progress
 from surefoot.kv.transaction import KVManager
 from surefoot.request import Request, Status
@@ -84,6 +85,7 @@ class Pipeline:
         """Chances of the last report's offers, float32 [B, K]."""
         self.pace = Pace(graphs.longest)
         self.rest = Rest()
+        self.host = HostTime()
         self._last: Size | None = None
         """The last launched round's."""
 
@@ -119,6 +121,7 @@ class Pipeline:
     def leave(self) -> None:
         """The host plans the next rounds itself; nothing is in flight."""
         assert not self.flights
+        self.host.pause()
         self._company = self._seated = self._offers = self._last = None
 
     # --- launching ----------------------------------------------------------------------------
@@ -129,6 +132,7 @@ class Pipeline:
         if all(self._ends_in_flight(request) for request in running):
             return False
         company = self._gather(running)
+        self.host.launching(bool(self.flights) and self.flights[-1].report.ready())
         self._attend(company)
         size = self._size(company)
         # Rows of requests that ended on the device go to the others: one may draft all it can.
@@ -220,7 +224,7 @@ class Pipeline:
                 offered = self.pace.expected(offered, self._drafted_before)
         drafts = 0
         if offered is not None and offered.numel():
-            drafts = int(split_rows(offered, graphs.table(base, count)).sum())
+            drafts = int(split_rows(offered, self._table(base, count)).sum())
         self.rest.launched(drafts)
         return graphs.holding(base, graphs.rows_with(base, count, drafts))
 
@@ -230,10 +234,14 @@ class Pipeline:
             self.pace.meet()
         return self.pace.next(
             offered,
-            graphs.seconds(base) or 1.0,
-            lambda steps: graphs.table(replace(base, steps=steps), count),
+            max(graphs.seconds(base), self.host.seconds(base.spans, False)) or 1.0,
+            lambda steps: self._table(replace(base, steps=steps), count),
             graphs.depths(base.spans),
         )
+
+    def _table(self, base: Size, requests: int) -> torch.Tensor:
+        """``RoundGraphs.table``, no faster than the host."""
+        return self.host.table(base.spans, self.graphs.table(base, requests))
 
     def _drafters_alone(self, company: Company) -> bool:
         """Whether all offers come from drafters: then those that the next round verifies are as
@@ -264,6 +272,7 @@ class Pipeline:
         another round."""
         flight = self.flights.popleft()
         flight.report.landed()
+        self.host.landed(flight.size.spans, flight.size.verifies)
         width, company = self.state.max_drafts, flight.company
         report = flight.report.rows[: len(company.requests)]
         if not flight.size.proposers:
