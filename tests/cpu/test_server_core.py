@@ -3,21 +3,26 @@ rounds, when it waits, and what it says."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from harness import Job, make_engine, run_alone, tiny_decoder
+from surefoot.config import EngineConfig
 from surefoot.engine.engine import Engine
 from surefoot.request import SamplingParams, SpeculationParams
+from surefoot.server import core as core_module
 from surefoot.server.core import Core
 from surefoot.server.messages import (
     Abort,
     Accepted,
     Add,
+    Ready,
     Refused,
     Round,
+    Start,
     Stop,
     decode_to_core,
     decode_to_front,
@@ -155,3 +160,19 @@ def test_a_prompt_is_scored_once_for_all_choices() -> None:
     assert scored.id == "a" and len(scored.prompt_logprobs or ()) == len(PROMPT) - 1
     for item in news:
         assert item.logprobs is not None and len(item.logprobs) == len(item.tokens)
+
+
+def test_what_was_loaded_is_left_out_of_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking through torch and a model's objects takes a tenth of a second, in which no round
+    runs."""
+    engine, counts = make_engine(tiny_decoder()), []
+    monkeypatch.setattr(core_module, "build_engine", lambda config, progress: (engine, None))
+    monkeypatch.setattr(core_module.Core, "run", lambda core: counts.append(len(gc.get_objects())))
+    link: Any = WrittenLink({0: [Start(EngineConfig())]})
+    before = len(gc.get_objects())
+    try:
+        assert core_module._serve(link) == 0
+    finally:
+        gc.unfreeze()
+    assert counts[0] < before / 10
+    assert isinstance(link.sent[-1], Ready)
