@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness import Job, run_alone, run_jobs
-from surefoot.engine import host_time
+from surefoot.engine import host_time, pipeline
 from surefoot.engine.engine import Engine
 from surefoot.engine.host_time import FEWEST, FORGET_EVERY, RECENT, HostTime
 from surefoot.request import SamplingParams, SpeculationParams
@@ -29,6 +29,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(host_time, "time", clock)
+    monkeypatch.setattr(pipeline, "time", clock)
     return clock
 
 
@@ -36,17 +37,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def rounds(clock: Clock) -> tuple[HostTime, Callable[..., None]]:
     host = HostTime()
 
-    def run(count: int, seconds: float, verified: bool, idle: bool = True) -> None:
+    def run(count: int, seconds: float, verified: bool, waited: float = 0.0) -> None:
         for _ in range(count):
-            host.landed(8, verified)
-            clock.now += seconds
-            host.launching(idle)
+            host.landed(8, verified, waited)
+            clock.now += seconds + waited
+            host.launching()
 
-    host.launching(False)
+    host.launching()
     return host, run
 
 
-def test_a_hiccup_is_no_period(rounds: tuple[HostTime, Callable[..., None]]) -> None:
+def test_a_hiccup_counts_nothing(rounds: tuple[HostTime, Callable[..., None]]) -> None:
     host, run = rounds
     run(FEWEST - 1, 2.0, False)
     assert host.seconds(8, False) == 0.0, "too few"
@@ -56,18 +57,17 @@ def test_a_hiccup_is_no_period(rounds: tuple[HostTime, Callable[..., None]]) -> 
     assert host.seconds(8, True) == host.seconds(16, False) == 0.0
 
 
-def test_a_busy_device_and_a_pause_count_nothing(
+def test_waiting_for_the_device_and_a_pause_count_nothing(
     rounds: tuple[HostTime, Callable[..., None]], clock: Clock
 ) -> None:
     host, run = rounds
-    run(RECENT, 2.0, False, idle=False)
-    assert host.seconds(8, False) == 0.0
-    run(RECENT, 2.0, False)
+    run(RECENT, 2.0, False, waited=5.0)
+    assert host.seconds(8, False) == 2.0
     for _ in range(RECENT):
         host.pause()
-        host.landed(8, False)
+        host.landed(8, False, 0.0)
         clock.now += 50.0
-        host.launching(True)
+        host.launching()
     assert host.seconds(8, False) == 2.0
 
 
@@ -103,20 +103,29 @@ def test_an_engine_with_a_slow_host_drafts_only_as_far_as_that_pays(
 ) -> None:
     """The device's rows are nearly free, the host's reading of drafts is not."""
     engine: Engine = build(False, proposers=("ngram",), draft_policy="auto", max_num_seqs=2)
-    assert engine.pipeline is not None
-    pipeline, sizes = engine.pipeline, []
-    launch, land = pipeline.graphs.launch, pipeline.land
+    ahead, sizes = engine.pipeline, []
+    assert ahead is not None
+    launch, land = ahead.graphs.launch, ahead.land
+
+    def took(size: Size) -> float:
+        return 40.0 if size.verifies else 2.0
+
+    def wait(size: Size) -> None:
+        clock.now += took(size)
 
     def record(size: Size) -> Any:
         sizes.append(size)
-        return replace(launch(size), ready=lambda: slow)
+        report = launch(size)
+        return report if slow else replace(report, landed=lambda: wait(size))
 
     def read() -> Any:
-        clock.now += 40.0 if pipeline.flights[0].size.verifies else 2.0
-        return land()
+        size = ahead.flights[0].size
+        found = land()
+        clock.now += took(size) if slow else 0.1
+        return found
 
-    pipeline.graphs.launch = record  # type: ignore[method-assign]
-    pipeline.land = read  # type: ignore[method-assign]
+    ahead.graphs.launch = record  # type: ignore[method-assign]
+    ahead.land = read  # type: ignore[method-assign]
     params = SamplingParams(temperature=0, max_tokens=148, ignore_eos=True)
     jobs = [Job((5, 9, 5, 9 + i), params, SpeculationParams("auto")) for i in range(2)]
     for job, request in zip(jobs, run_jobs(engine, jobs), strict=True):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +22,20 @@ def capture(
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
+    with no_collections(), torch.cuda.graph(graph, pool=pool, stream=stream):
         result = run()
     torch.cuda.synchronize()
     return graph, result
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Without garbage collections: one that finds the graphs of an engine that is gone would
+    destroy them, which spoils whatever is being recorded."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -45,7 +45,7 @@ class CudaRoundGraphs(RoundGraphs):
             scores = self._copy_scores(scores, turn)
         event = torch.cuda.Event()
         event.record()
-        return Report(report, scores, event.synchronize, event.query)
+        return Report(report, scores, event.synchronize)
 
     def _copy_scores(self, scores: torch.Tensor, turn: int) -> torch.Tensor:
         if not self.score_reports:

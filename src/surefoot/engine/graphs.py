@@ -30,8 +30,6 @@ class Report:
     """int32 [spans, n, columns], ``logprobs.pack``'s, where the round's size asks for logprobs."""
     landed: Callable[[], None]
     """Waits until all is there; raises what the device raises."""
-    ready: Callable[[], bool]
-    """Whether the device has finished it. Without one nobody waits, and this says no."""
 
 
 class RoundGraphs:
@@ -160,7 +158,7 @@ class RoundGraphs:
         self.replay(size)
         scores = self._scores(self.replay.scores, size)
         return Report(
-            self.replay.report.clone(), None if scores is None else scores.clone(), _nothing, _no
+            self.replay.report.clone(), None if scores is None else scores.clone(), _nothing
         )
 
     @staticmethod
@@ -215,10 +213,6 @@ class RoundGraphs:
 
 def _nothing() -> None:
     pass
-
-
-def _no() -> bool:
-    return False
 
 
 def _powers(most: int) -> list[int]:

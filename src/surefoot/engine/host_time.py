@@ -13,40 +13,40 @@ from collections import deque
 import torch
 
 RECENT = 7
-"""Periods that count; a garbage collection among them does not."""
+"""Rounds of a kind that count; a garbage collection among them does not."""
 FEWEST = 3
-"""Periods before anything is said of a kind of round."""
+"""Rounds before anything is said of a kind."""
 FORGET_EVERY = 64
-"""Plain rounds after which one period with drafts is forgotten: one day they are tried again."""
+"""Plain rounds after which one with drafts is forgotten: one day they are tried again."""
 
 
 class HostTime:
     """Told of every launch and landing. Kinds of rounds: (spans, whether drafts are verified)."""
 
     def __init__(self) -> None:
-        self._periods: dict[tuple[int, bool], deque[float]] = {}
-        self._read: tuple[int, bool] | None = None
+        self._busy: dict[tuple[int, bool], deque[float]] = {}
+        self._read: tuple[tuple[int, bool], float] | None = None
         self._launched: float | None = None
         self._plain_rounds = 0
 
-    def landed(self, spans: int, verified: bool) -> None:
-        """Such a round was read."""
-        self._read = spans, verified
+    def landed(self, spans: int, verified: bool, waited: float) -> None:
+        """Such a round is there, after so many seconds of waiting; now it will be read."""
+        self._read = (spans, verified), waited
 
-    def launching(self, idle: bool) -> None:
-        """The next round is about to be launched; ``idle``: the device has finished all others."""
+    def launching(self) -> None:
+        """The next round is about to be launched. Since the launch before it the host has read one
+        round, and done whatever its callers do between rounds."""
         now = time.perf_counter()
-        before, kind = self._launched, self._read
+        before, read = self._launched, self._read
         self._launched, self._read = now, None
-        if before is None or kind is None:
+        if before is None or read is None:
             return
-        # While the device has work, the host costs nothing.
-        periods = self._periods.setdefault(kind, deque(maxlen=RECENT))
-        periods.append(now - before if idle else 0.0)
-        spans, verified = kind
+        (spans, verified), waited = read
+        recent = self._busy.setdefault((spans, verified), deque(maxlen=RECENT))
+        recent.append(now - before - waited)
         self._plain_rounds = 0 if verified else self._plain_rounds + 1
         if self._plain_rounds % FORGET_EVERY == FORGET_EVERY - 1:
-            drafting = self._periods.get((spans, True))
+            drafting = self._busy.get((spans, True))
             if drafting:
                 drafting.popleft()
 
@@ -55,17 +55,19 @@ class HostTime:
         self._launched = self._read = None
 
     def seconds(self, spans: int, verified: bool) -> float:
-        """The host's period of such rounds, 0 where the device's is longer or nothing is known."""
-        periods = self._periods.get((spans, verified), ())
-        return sorted(periods)[len(periods) // 2] if len(periods) >= FEWEST else 0.0
+        """What the host is busy with such a round for; 0 where too little is known."""
+        recent = self._busy.get((spans, verified), ())
+        return sorted(recent)[len(recent) // 2] if len(recent) >= FEWEST else 0.0
 
     def table(self, spans: int, table: torch.Tensor) -> torch.Tensor:
         """``table`` float32 [n + 1], the device's seconds of a round with 0 .. n drafts, nowhere
         less than the host's. Drafts of which nothing is known cost it nothing more."""
         plain = self.seconds(spans, False)
         drafting = max(plain, self.seconds(spans, True))
-        if not drafting:
+        # It never falls: where the device is slower throughout there is nothing to do.
+        least = float(table[0])
+        if drafting <= least:
             return table
         slow = table.clamp(min=drafting)
-        slow[0] = max(float(table[0]), plain)
+        slow[0] = max(least, plain)
         return slow

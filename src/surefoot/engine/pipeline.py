@@ -8,6 +8,7 @@ before. It learns of ends one round late; the device has known at once.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -132,7 +133,7 @@ class Pipeline:
         if all(self._ends_in_flight(request) for request in running):
             return False
         company = self._gather(running)
-        self.host.launching(bool(self.flights) and self.flights[-1].report.ready())
+        self.host.launching()
         self._attend(company)
         size = self._size(company)
         # Rows of requests that ended on the device go to the others: one may draft all it can.
@@ -271,8 +272,10 @@ class Pipeline:
         what each got and how it ended (0: it did not). The caller ends those before it launches
         another round."""
         flight = self.flights.popleft()
+        begun = time.perf_counter()
         flight.report.landed()
-        self.host.landed(flight.size.spans, flight.size.verifies)
+        waited = time.perf_counter() - begun
+        self.host.landed(flight.size.spans, flight.size.verifies, waited)
         width, company = self.state.max_drafts, flight.company
         report = flight.report.rows[: len(company.requests)]
         if not flight.size.proposers:

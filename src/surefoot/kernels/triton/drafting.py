@@ -1,7 +1,7 @@
 """What a drafter does beside its network's products, one small kernel each.
 
 Twins: ``kernels.drafting``. Those of greedy drafts are launched as ``pdl`` says; what they write of
-batches is read behind a product, when it is complete.
+batches is read behind a product or ``entry_inputs_kernel``, when it is complete.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def entry_inputs_kernel(
     token_ptr, token_stride, table_ptr, embedding_norm_ptr, feature_ptr, hidden_norm_ptr,
     out_ptr, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, half): the embedding, then the feature."""
-    release_next(PDL)
+    """Program (row, half): the embedding, then the feature. Lets the next kernel in as a product
+    does: ``qkv_kernel`` may follow, which reads the batch before it waits."""
     row = tl.program_id(0).to(tl.int64)
     half = tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -40,11 +40,13 @@ def entry_inputs_kernel(
     if half == 0:
         weight = tl.load(embedding_norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
         await_inputs(PDL)
+        release_next(PDL)
         token = tl.load(token_ptr + row * token_stride).to(tl.int64)
         x = tl.load(table_ptr + token * width + column, mask=inside, other=0.0)
     else:
         weight = tl.load(hidden_norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
         await_inputs(PDL)
+        release_next(PDL)
         x = tl.load(feature_ptr + row * width + column, mask=inside, other=0.0)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)

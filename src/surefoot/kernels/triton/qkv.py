@@ -93,7 +93,8 @@ def qkv_kernel(
     first = head * HEAD_DIM
     if PDL and DESCRIBED and ahead > 0:
         prefetch_weights(w_ptr, first, 0, inputs, outputs, inputs, ahead, HEAD_DIM, False)
-    # The batch is older than the kernel ahead, which is a norm behind a product (see ``pdl``).
+    # The batch is older than the kernel ahead: a norm behind a product, or one that lets this one
+    # in as late as a product does (see ``pdl``).
     row = tl.arange(0, BLOCK_M)
     valid, position, key, block = whereabouts(
         row, rows, position_ptr, key_index_ptr, row_slot_ptr, tables_ptr, table_stride, BLOCK_SIZE
