@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from surefoot.speculation.cost import CostModel
 from surefoot.speculation.layout import RoundPlan
+from surefoot.speculation.proposer import Outlook
 from surefoot.speculation.round import Wanted
 
 if TYPE_CHECKING:
@@ -28,10 +30,7 @@ def measure_cost(engine: Engine, max_rows: int, seconds: float) -> CostModel:
     room = min(kv.pool.capacity * kv.block_size, engine.max_model_len)
     sizes = [rows for rows in _KNOTS if rows <= min(max_rows, room)]
     if state.device.type == "cuda":
-        # Kernels are compiled at their first launch, the first time on a machine: not in `seconds`,
-        # and not when a prompt of that size comes.
-        for rows in sizes:
-            _time(engine, rows)
+        compile_prompts(engine, sizes)
     started = time.perf_counter()
     knots: list[int] = []
     times: list[float] = []
@@ -46,6 +45,18 @@ def measure_cost(engine: Engine, max_rows: int, seconds: float) -> CostModel:
     state.computed.zero_()
     state.block_tables.zero_()
     return CostModel(knots, times, max_rows)
+
+
+def compile_prompts(engine: Engine, sizes: Sequence[int]) -> None:
+    """Run prompts of so many tokens, and drafts after them: kernels are compiled at their first
+    launch, the first time on a machine. That is not to be timed, and not to happen while a server
+    answers."""
+    one = torch.zeros(1, dtype=torch.int64, device=engine.state.device)
+    for rows in sizes:
+        _time(engine, rows)
+        for proposer in engine.proposers:
+            proposer.expect(Outlook(max_keys=rows + 1))
+            proposer.propose(one)
 
 
 def _time(engine: Engine, rows: int) -> float:

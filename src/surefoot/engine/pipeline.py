@@ -8,7 +8,6 @@ before. It learns of ends one round late; the device has known at once.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from surefoot.engine.graphs import Report, RoundGraphs
-from surefoot.engine.host_time import HostTime
 from surefoot.engine.stats import NO_DRAFTING, Drafting, Progress
 from surefoot.kv.transaction import KVManager
 from surefoot.request import Request, Status
@@ -86,7 +84,6 @@ class Pipeline:
         """Chances of the last report's offers, float32 [B, K]."""
         self.pace = Pace(graphs.longest)
         self.rest = Rest()
-        self.host = HostTime()
         self._last: Size | None = None
         """The last launched round's."""
 
@@ -122,7 +119,6 @@ class Pipeline:
     def leave(self) -> None:
         """The host plans the next rounds itself; nothing is in flight."""
         assert not self.flights
-        self.host.pause()
         self._company = self._seated = self._offers = self._last = None
 
     # --- launching ----------------------------------------------------------------------------
@@ -133,7 +129,6 @@ class Pipeline:
         if all(self._ends_in_flight(request) for request in running):
             return False
         company = self._gather(running)
-        self.host.launching()
         self._attend(company)
         size = self._size(company)
         # Rows of requests that ended on the device go to the others: one may draft all it can.
@@ -225,7 +220,7 @@ class Pipeline:
                 offered = self.pace.expected(offered, self._drafted_before)
         drafts = 0
         if offered is not None and offered.numel():
-            drafts = int(split_rows(offered, self._table(base, count)).sum())
+            drafts = int(split_rows(offered, graphs.table(base, count)).sum())
         self.rest.launched(drafts)
         return graphs.holding(base, graphs.rows_with(base, count, drafts))
 
@@ -235,14 +230,10 @@ class Pipeline:
             self.pace.meet()
         return self.pace.next(
             offered,
-            max(graphs.seconds(base), self.host.seconds(base.spans, False)) or 1.0,
-            lambda steps: self._table(replace(base, steps=steps), count),
+            graphs.seconds(base) or 1.0,
+            lambda steps: graphs.table(replace(base, steps=steps), count),
             graphs.depths(base.spans),
         )
-
-    def _table(self, base: Size, requests: int) -> torch.Tensor:
-        """``RoundGraphs.table``, no faster than the host."""
-        return self.host.table(base.spans, self.graphs.table(base, requests))
 
     def _drafters_alone(self, company: Company) -> bool:
         """Whether all offers come from drafters: then those that the next round verifies are as
@@ -272,10 +263,7 @@ class Pipeline:
         what each got and how it ended (0: it did not). The caller ends those before it launches
         another round."""
         flight = self.flights.popleft()
-        begun = time.perf_counter()
         flight.report.landed()
-        waited = time.perf_counter() - begun
-        self.host.landed(flight.size.spans, flight.size.verifies, waited)
         width, company = self.state.max_drafts, flight.company
         report = flight.report.rows[: len(company.requests)]
         if not flight.size.proposers:
