@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from eagle3_engines import folder, target
 from harness import Job, make_engine, run_jobs
 from surefoot.engine.calibration import compile_prompts, measure_cost
@@ -30,6 +32,10 @@ def test_prompts_run_at_the_start_leave_no_trace() -> None:
     fresh, used = build(), build()
     compile_prompts(used, SIZES)
     measure_cost(used, 64, 0.01)
+    for left, right in zip(fresh.controller.estimators, used.controller.estimators, strict=True):
+        for name, table in vars(left).items():
+            if isinstance(table, torch.Tensor):
+                assert torch.equal(table, vars(right)[name]), name
     pairs = [run_jobs(engine, JOBS) for engine in (fresh, used)]
     for left, right in zip(*pairs, strict=True):
         assert left.output == right.output

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+
+from surefoot.engine.garbage import no_collections
 
 Result = TypeVar("Result")
 
@@ -22,20 +22,9 @@ def capture(
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    # A collection that finds the graphs of an engine that is gone would destroy them, which spoils
+    # whatever is being recorded.
     with no_collections(), torch.cuda.graph(graph, pool=pool, stream=stream):
         result = run()
     torch.cuda.synchronize()
     return graph, result
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Without garbage collections: one that finds the graphs of an engine that is gone would
-    destroy them, which spoils whatever is being recorded."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

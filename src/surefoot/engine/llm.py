@@ -8,6 +8,7 @@ from typing import Any
 
 from surefoot.config import EngineConfig
 from surefoot.engine.build import ProgressCallback, build_engine
+from surefoot.engine.garbage import only_new_garbage
 from surefoot.engine.output import CompletionOutput, RequestOutput, StreamChunk, TextStream
 from surefoot.errors import SurefootError
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
@@ -58,16 +59,9 @@ class LLM:
                 if request.params.stop_strings:
                     streams[request.request_id] = TextStream(request, self.tokenizer)
                 self.engine.add(request)
-        done = 0
         try:
-            while any(not request.finished for _, group in groups for request in group):
-                self._step(streams)
-                if on_progress is None:
-                    continue
-                finished = sum(all(r.finished for r in group) for _, group in groups)
-                if finished > done:
-                    done = finished
-                    on_progress(done, len(groups))
+            with only_new_garbage():
+                self._run(groups, streams, on_progress)
         except BaseException:
             self._cancel([request for _, group in groups for request in group])
             raise
@@ -152,6 +146,23 @@ class LLM:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt, add_special_tokens=True)
         return None, [int(token) for token in prompt]
+
+    def _run(
+        self,
+        groups: Sequence[tuple[str | None, Sequence[Request]]],
+        streams: Mapping[str, TextStream],
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        """Rounds until all requests have ended."""
+        done = 0
+        while any(not request.finished for _, group in groups for request in group):
+            self._step(streams)
+            if on_progress is None:
+                continue
+            finished = sum(all(r.finished for r in group) for _, group in groups)
+            if finished > done:
+                done = finished
+                on_progress(done, len(groups))
 
     def _step(self, streams: Mapping[str, TextStream]) -> list[tuple[Request, Sequence[int]]]:
         """One round; feeds texts and ends requests whose stop string occurred."""

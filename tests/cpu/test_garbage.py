@@ -1,0 +1,57 @@
+"""When garbage is collected: not while a graph is recorded, and never old things over and over."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from server_harness import emoji_model
+from surefoot import LLM, SamplingParams
+from surefoot.engine.garbage import no_collections, only_new_garbage
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    collects = gc.isenabled()
+    yield
+    gc.unfreeze()
+    (gc.enable if collects else gc.disable)()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_garbage_is_not_collected_meanwhile_and_then_as_before(before: bool) -> None:
+    (gc.enable if before else gc.disable)()
+    with pytest.raises(RuntimeError), no_collections():
+        assert not gc.isenabled()
+        raise RuntimeError
+    assert gc.isenabled() == before
+
+
+def test_only_what_is_new_is_looked_through() -> None:
+    before = len(gc.get_objects())
+    with pytest.raises(RuntimeError), only_new_garbage():
+        assert len(gc.get_objects()) < before / 10
+        raise RuntimeError
+    assert len(gc.get_objects()) > before / 2 and not gc.get_freeze_count()
+
+
+def test_what_somebody_else_left_out_stays_left_out() -> None:
+    gc.freeze()
+    with only_new_garbage():
+        pass
+    assert gc.get_freeze_count() > 1000
+
+
+def test_generate_collects_new_garbage_only(tmp_path: Path) -> None:
+    llm = LLM(str(emoji_model(tmp_path)), max_num_seqs=2, dtype="float32", kv_blocks=40)
+    before, seen = len(gc.get_objects()), []
+    llm.generate(
+        [[1, 2, 3], [4, 5]],
+        SamplingParams(max_tokens=4, ignore_eos=True),
+        on_progress=lambda done, total: seen.append(len(gc.get_objects())),
+    )
+    assert seen and max(seen) < before / 5
+    assert not gc.get_freeze_count()
