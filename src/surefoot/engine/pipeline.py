@@ -276,27 +276,39 @@ class Pipeline:
         ahead = self._reaches(company)
         names, out = self.controller.names, []
         commit, far = self.kv.transaction().commit, flight.longest
-        rows, scores = report[:, : 7 + width].tolist(), flight.report.scores
-        # Hundreds of requests pass here every few milliseconds.
-        for index, (request, row) in enumerate(zip(company.requests, rows, strict=True)):
-            count, accepted, end, drafted, whose, offered = row[:6]
+        # Hundreds of requests pass here every few milliseconds: no list is made that is not needed.
+        columns = report[:, :6].t().tolist()
+        texts = report[:, 6 : 6 + flight.longest].tolist()
+        scores = flight.report.scores
+        for index, (request, count, accepted, end, drafted, whose, offered, tokens) in enumerate(
+            zip(company.requests, *columns, texts, strict=True)
+        ):
             if not count or request.status is Status.FINISHED:
                 continue
-            tokens, output = row[6 : 6 + count], request.output
+            output = request.output
             current = output[-1] if output else request.prompt[-1]
+            if count == 1:
+                written = (current,)
+                if len(tokens) > 1:
+                    tokens = tokens[:1]
+            else:
+                tokens = tokens[:count]
+                written = (current, *tokens[:-1])
             output += tokens
             # What the next launch will probably want stays, too.
-            commit(request.request_id, [current, *tokens[:-1]], ahead[index] + far)
+            commit(request.request_id, written, ahead[index] + far)
             request.computed += count
-            name, drafts, drafting = None, 0, NO_DRAFTING
-            if drafted:
-                name, drafts = names[whose], min(accepted, count)
+            drafts, drafting = 0, NO_DRAFTING
             if drafted or offered:
+                name = names[whose] if drafted else None
+                drafts = min(accepted, count) if drafted else 0
                 drafting = Drafting(name, offered, drafted, drafts)
-            request.stats.count(name, offered, drafted, drafts)
+                request.stats.count(name, offered, drafted, drafts)
+            else:
+                request.stats.rounds += 1
             sources = request.proposed_by
             if drafts:
-                sources += [name] * drafts
+                sources += [names[whose]] * drafts
             if count > drafts:
                 sources.append(None)
             if scores is not None and request.params.logprobs is not None:
