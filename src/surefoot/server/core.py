@@ -18,6 +18,7 @@ import zmq
 
 from surefoot.engine.build import build_engine
 from surefoot.engine.engine import Engine, Progress
+from surefoot.engine.garbage import only_new_garbage
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
 from surefoot.request import FinishReason, Request
@@ -243,12 +244,10 @@ def _serve(link: Link) -> int:
         engine, _ = build_engine(
             start.config, lambda label, done, total: link.send(Loading(label, done, total))
         )
-        # What was loaded stays: looking through it again and again for what requests have left
-        # behind would hold up a round for a tenth of a second each time.
         gc.collect()
-        gc.freeze()
-        link.send(ready(engine))
-        Core(engine, link).run()
+        with only_new_garbage():
+            link.send(ready(engine))
+            Core(engine, link).run()
     except SurefootError as error:
         link.send(Failed(error.option, error.problem, error.fix))
         return 1
