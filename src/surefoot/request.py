@@ -250,8 +250,21 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     grammar: TextGrammar | None = None
     """Where the output stands in its grammar, if it has one."""
-    proposed_by: list[str | None] = field(default_factory=list)
-    """Per output token: the proposer whose accepted draft it was, None for the target's own."""
+    _proposed_by: list[str | None] = field(default_factory=list)
+    """As far as the last accepted draft, at least."""
+
+    @property
+    def proposed_by(self) -> list[str | None]:
+        """Per output token: the proposer whose accepted draft it was, None for the target's own."""
+        known = self._proposed_by
+        known += [None] * (len(self.output) - len(known))
+        return known
+
+    def note_drafts(self, proposer: str | None, count: int) -> None:
+        """Say whose accepted drafts the next ``count`` output tokens are, before they are added."""
+        if count:
+            sources = self.proposed_by
+            sources += [proposer] * count
 
     @property
     def length(self) -> int:

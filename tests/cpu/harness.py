@@ -218,7 +218,7 @@ def score_gap(decoder: Decoder, request: Request, at: int, other: int) -> float:
         output=list(request.output[:at]),
         slot=0,
     )
-    engine.state.admit(request)
+    engine.state.admit([request])
     zero = torch.zeros(1, dtype=torch.int64)
     rows = SampleRows(zero, zero + len(tokens), engine.state.history, len(tokens))
     params, features = engine.state.params, Features.of([request.params])

@@ -101,7 +101,8 @@ def rows_of(values: dict[str, Any], seed: int) -> tuple[Row, torch.Tensor, torch
     logits = 3 * torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed))
     request = Request("x", prompt, params, SpeculationParams(), seed, 99, (0, 1), output=output)
     slot = SlotParams(1, VOCAB, torch.device("cpu"))
-    slot.write(0, request)
+    request.slot = 0
+    slot.write([request])
     zero = torch.zeros(1, dtype=torch.int64)
     history = torch.tensor([[*prompt, *output, 7, 7]])
     rows = SampleRows(zero, torch.tensor([15]), history, 17)

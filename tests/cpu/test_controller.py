@@ -117,8 +117,8 @@ def make_controller(slots: int = 2, policy: str = "auto", **limits: Any) -> Cont
     cost = CostModel([1, 64], [1.0, 1.1], 64)
     controller = Controller(state, ["a", "b"], cost, policy)
     for slot in range(slots):
-        state.admit(make_request(slot))
-        controller.admit(slot, "auto", limits.get("max_draft_tokens"))
+        state.admit([make_request(slot)])
+        controller.admit([slot], [SpeculationParams(**limits)])
     return controller
 
 
@@ -210,7 +210,7 @@ def test_an_offer_stays_in_view_until_the_text_has_settled_it() -> None:
 def test_offers_are_cut_at_bad_ids_limits_and_the_requests_end() -> None:
     controller = make_controller(slots=3)
     state = controller.state
-    controller.admit(1, "auto", 1)
+    controller.admit([1], [SpeculationParams("auto", 1)])
     state.limit[2] = state.length[2] + 2
     offer = drafts([7, 50, 9], [7, 8, 9], [7, 8, 9])
     controller.offer(0, torch.tensor([0, 1, 2]), offer)
@@ -234,7 +234,7 @@ def test_methods_pin_or_forbid_proposers() -> None:
     controller = make_controller(slots=3)
     slots = torch.tensor([0, 1, 2])
     for slot, method in enumerate(["auto", "b", "off"]):
-        controller.admit(slot, method, None)
+        controller.admit([slot], [SpeculationParams(method)])
     controller.offer(0, slots, drafts([7], [7], [7], confidence=0.9))
     controller.offer(1, slots, drafts([8], [8], [8], confidence=0.2))
     choice = controller.choose(slots)
@@ -250,7 +250,7 @@ def test_a_new_request_inherits_nothing_from_the_slots_last() -> None:
         controller.offer(0, slots, drafts([7, 8, 9]))
         append(controller.state, 0, 7, 8, 9)
         controller.learn(slots)
-    controller.admit(0, "auto", None)
+    controller.admit([0], [SpeculationParams()])
     assert not controller.estimators[0].trials[0].any()
     assert controller.lengths[:, 0].sum() == 0
     assert int(controller.estimators[0].watched_length[0]) == 0
@@ -309,7 +309,7 @@ def test_slow_rounds_of_one_size_do_not_make_larger_ones_look_free() -> None:
 def test_compiled_book_keeping_equals_the_reference(data: Any) -> None:
     state = SlotState(3, 400, K, 4, 50, torch.device("cpu"))
     for slot in range(3):
-        state.admit(make_request(slot))
+        state.admit([make_request(slot)])
     compiled, reference = AcceptanceEstimator(state), AcceptanceEstimator(state)
     token = st.integers(0, 1)
     for _ in range(12):

@@ -111,7 +111,7 @@ def test_a_drafter_that_sleeps_offers_nothing() -> None:
     assert engine.pipeline is not None
     replay, state = engine.pipeline.replay, engine.state
     for slot in (0, 1):
-        engine.controller.admit(slot, "auto", None)
+        engine.controller.admit([slot], [SpeculationParams()])
     replay.enter([0, 1])
     replay.seat([0, 1])
     state.length[:2], state.computed[:2], state.limit[:2] = 5, 4, 40
@@ -124,8 +124,9 @@ def test_a_drafter_that_sleeps_offers_nothing() -> None:
 def test_blocks_that_change_in_the_middle_reach_the_device() -> None:
     state = make_engine(tiny_decoder(), True, max_num_seqs=2).state
     for blocks in ([1, 2, 3], [1, 4, 3], [1, 4], [5], [5, 6, 7, 8]):
-        state.set_blocks(0, blocks)
-        state.set_all_blocks([(1, blocks)])
+        state.set_blocks([(0, blocks)])
+        state.set_blocks([(1, blocks[:1])])
+        state.set_blocks([(1, blocks), (0, blocks)])
         for slot in (0, 1):
             assert state.block_tables[slot, : len(blocks)].tolist() == blocks
 

@@ -335,7 +335,6 @@ def test_text_does_not_depend_on_how_tokens_are_grouped(llm: LLM, data: Any) -> 
 
     def texts(sizes: list[int]) -> tuple[str, str, int, str | None]:
         request = Request("r", (1,), params, SpeculationParams(), 0, 99)
-        request.proposed_by = [None] * len(tokens)
         stream, taken, start = TextStream(request, llm.tokenizer), "", 0
         for size in sizes:
             group = tokens[start : start + size]
@@ -363,8 +362,11 @@ def test_text_does_not_depend_on_how_tokens_are_grouped(llm: LLM, data: Any) -> 
     assert grouped[0] == llm.tokenizer.decode(shown, params.skip_special_tokens)
     request = Request("r", (1,), params, SpeculationParams(), 0, 99, output=tokens)
     request.finish(reason)
-    whole = TextStream.whole(request, llm.tokenizer)
+    raw = Request("s", (1,), SamplingParams(skip_special_tokens=False), request.speculation, 0, 99)
+    raw.output = tokens[::-1]
+    other, whole = TextStream.whole([raw, request], llm.tokenizer)
     assert (whole.text, whole.kept) == (grouped[0], grouped[2])
+    assert (other.text, other.kept) == (llm.tokenizer.decode(tokens[::-1]), len(tokens))
 
 
 def test_a_stop_string_within_min_tokens_stops_nothing_later(llm: LLM) -> None:
@@ -372,7 +374,7 @@ def test_a_stop_string_within_min_tokens_stops_nothing_later(llm: LLM) -> None:
     short, other = llm.tokenizer.decode([4]), llm.tokenizer.decode([3])
     params = SamplingParams(stop=[short, other * 3], min_tokens=1)
     request = Request("r", (1,), params, SpeculationParams(), 0, 99)
-    request.proposed_by = [None] * 5
+    request.output = [4, 3, 5, 3, 4]
     stream, taken = TextStream(request, llm.tokenizer), ""
     for token in (4, 3, 5, 3, 4):
         stream.push([token], last=False)

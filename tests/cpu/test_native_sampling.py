@@ -52,7 +52,8 @@ def build(vocab: int, sets: list[dict[str, Any]]) -> tuple[SlotParams, SampleRow
     every = [SamplingParams(**values) for values in sets]
     for slot, one in enumerate(every):
         seed = (slot + 1) * 0x9E3779B97F4A7C1 % 2**63
-        params.write(slot, Request("r", (1, 2), one, SpeculationParams(), seed, 999, (0,)))
+        request = Request("r", (1, 2), one, SpeculationParams(), seed, 999, (0,), slot=slot)
+        params.write([request])
     history = torch.randint(0, vocab, (len(sets), 40), generator=torch.Generator().manual_seed(1))
     slots = torch.arange(len(sets))
     return params, SampleRows(slots, slots + 3, history, 40), Features.of(every)

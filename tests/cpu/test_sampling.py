@@ -94,7 +94,8 @@ def test_neighbouring_noise_is_uncorrelated(what: str) -> None:
 def slot_params(*requests: Request) -> SlotParams:
     params = SlotParams(len(requests), VOCAB, torch.device("cpu"))
     for slot, request in enumerate(requests):
-        params.write(slot, request)
+        request.slot = slot
+    params.write(requests)
     return params
 
 

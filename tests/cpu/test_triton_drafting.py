@@ -160,8 +160,9 @@ def test_draws_are_the_sampler_s(mapped: bool) -> None:
             SpeculationParams(),
             5 + 2**33 * slot,
             90,
+            slot=slot,
         )
-        params.write(slot, request)
+        params.write([request])
     slots, positions = torch.tensor([3, 0, 1, 4, 2]), torch.tensor([11, 7, 30, 8, 9])
     ids = torch.randperm(vocab)[:width].sort().values if mapped else None
     logits = torch.randn(5, width) * 3

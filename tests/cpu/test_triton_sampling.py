@@ -105,9 +105,9 @@ def tables(*kinds: dict[str, Any], stop: tuple[int, ...] = ()) -> tuple[SlotPara
         seed = slot * 77 + 2**40
         chosen = SamplingParams(**kind)
         request = Request(str(slot), (3, 4, 5, 4), chosen, SpeculationParams(), seed, 999, stop)
-        request.choice = slot % 3
+        request.choice, request.slot = slot % 3, slot
         requests.append(request)
-        params.write(slot, requests[-1])
+    params.write(requests)
     return params, Features.of(request.params for request in requests)
 
 

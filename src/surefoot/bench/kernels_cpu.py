@@ -147,8 +147,12 @@ def time_sampling(rows: int, repeats: int) -> None:
     for name, values in SAMPLING.items():
         params = SlotParams(rows, VOCAB, torch.device("cpu"))
         wanted = SamplingParams(**values)
-        for slot in range(rows):
-            params.write(slot, Request("r", (1,), wanted, SpeculationParams(), slot, 999, ()))
+        params.write(
+            [
+                Request("r", (1,), wanted, SpeculationParams(), slot, 999, slot=slot)
+                for slot in range(rows)
+            ]
+        )
         features = Features.of([wanted])
         (native, reference) = milliseconds(
             [

@@ -149,7 +149,6 @@ def _requests(engine: Engine, jobs: Sequence[Job]) -> list[Request]:
         name = f"certify-{next(_ids)}"
         request = engine.make_request(name, job.prompt, job.params, speculation, job.choice, leader)
         request.output.extend(job.start)
-        request.proposed_by.extend([None] * len(job.start))
         requests.append(request)
     return requests
 

@@ -292,7 +292,6 @@ def _recompute(
             f"fresh-{index}", job.prompt, job.params, SpeculationParams(name)
         )
         request.output.extend(offer.text[:-1])
-        request.proposed_by.extend([None] * (len(offer.text) - 1))
         found[request.request_id] = request
         engine.add(request)
     recorder = _FirstOffers(engine, name)

@@ -249,9 +249,7 @@ class Engine:
         self.stats.preemptions += len(plan.preempted)
         with plan.transaction:
             admitted = set(map(id, plan.admitted))
-            for span in plan.spans:
-                if id(span.request) in admitted:
-                    self.runner.admit(span.request)
+            self.runner.admit([s.request for s in plan.spans if id(s.request) in admitted])
             if not plan.spans:
                 return []
             self.stats.count_admissions(plan)
@@ -295,16 +293,17 @@ class Engine:
         plain = graphs.plain(size.spans, size.kind, size.proposers)
         self.stats.count_replay(
             size.rows,
-            [progress.drafting for progress, _ in landed],
+            [item.drafting for item in landed.progress] if landed.drafting else [],
             graphs.seconds(plain),
             graphs.seconds(size),
         )
-        offered = self.runner.offered
-        for progress, end in landed:
-            request = progress.request
-            offered[request.request_id] = progress.drafting.offered
-            self._end(request, progress.tokens, end)
-        return [progress for progress, _ in landed]
+        self.runner.offered.clear()
+        if landed.drafting:
+            offered = ((p.request.request_id, p.drafting.offered) for p in landed.progress)
+            self.runner.offered.update(offered)
+        for progress, end in landed.ended:
+            self._end(progress.request, progress.tokens, end)
+        return landed.progress
 
     def check_integrity(self) -> None:
         """Assert that scheduler, KV and slots agree (tests call it after every step)."""

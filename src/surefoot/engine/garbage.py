@@ -6,6 +6,10 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+INTERPRETERS_OWN = 10_000
+"""Objects, at most, that Python leaves out of collections of its own accord (3.12: some hundreds).
+Whoever leaves out what a program has loaded, leaves out more."""
+
 
 @contextmanager
 def no_collections() -> Iterator[None]:
@@ -23,7 +27,7 @@ def no_collections() -> Iterator[None]:
 def only_new_garbage() -> Iterator[None]:
     """Collections meanwhile leave out all that exists already. With a model loaded, looking through
     that takes a tenth of a second, once in a few hundred rounds."""
-    if gc.get_freeze_count():
+    if gc.get_freeze_count() > INTERPRETERS_OWN:
         # Somebody has done so before; undoing it is theirs, too.
         yield
         return

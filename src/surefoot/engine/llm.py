@@ -9,7 +9,7 @@ from typing import Any
 from surefoot.config import EngineConfig
 from surefoot.engine.build import ProgressCallback, build_engine
 from surefoot.engine.garbage import only_new_garbage
-from surefoot.engine.output import CompletionOutput, RequestOutput, StreamChunk, TextStream
+from surefoot.engine.output import RequestOutput, StreamChunk, TextStream
 from surefoot.errors import SurefootError
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
 
@@ -65,7 +65,10 @@ class LLM:
         except BaseException:
             self._cancel([request for _, group in groups for request in group])
             raise
-        return [self._output(text, group, streams) for text, group in groups]
+        unread = [r for _, group in groups for r in group if r.request_id not in streams]
+        for stream in TextStream.whole(unread, self.tokenizer):
+            streams[stream.request.request_id] = stream
+        return [_output(text, group, streams) for text, group in groups]
 
     def chat(
         self,
@@ -167,7 +170,10 @@ class LLM:
     def _step(self, streams: Mapping[str, TextStream]) -> list[tuple[Request, Sequence[int]]]:
         """One round; feeds texts and ends requests whose stop string occurred."""
         news = []
-        for item in self.engine.step():
+        progress = self.engine.step()
+        if not streams:
+            return news
+        for item in progress:
             request = item.request
             stream = streams.get(request.request_id)
             if stream is None:
@@ -184,24 +190,23 @@ class LLM:
             if not request.finished:
                 self.engine.finish(request, FinishReason.ABORT)
 
-    def _output(
-        self, text: str | None, group: Sequence[Request], streams: Mapping[str, TextStream]
-    ) -> RequestOutput:
-        first = group[0]
-        scores = None
-        if first.params.prompt_logprobs is not None:
-            scores = [None, *first.prompt_logprobs]
-        texts = [streams.get(r.request_id) or TextStream.whole(r, self.tokenizer) for r in group]
-        outputs: list[CompletionOutput] = [text.output() for text in texts]
-        return RequestOutput(
-            request_id=first.request_id.rsplit("-", 1)[0],
-            prompt=text,
-            prompt_token_ids=list(first.prompt),
-            outputs=outputs,
-            finished=all(request.finished for request in group),
-            prompt_logprobs=scores,
-            num_cached_tokens=first.cached,
-        )
+
+def _output(
+    text: str | None, group: Sequence[Request], streams: Mapping[str, TextStream]
+) -> RequestOutput:
+    first = group[0]
+    scores = None
+    if first.params.prompt_logprobs is not None:
+        scores = [None, *first.prompt_logprobs]
+    return RequestOutput(
+        request_id=first.request_id.rsplit("-", 1)[0],
+        prompt=text,
+        prompt_token_ids=list(first.prompt),
+        outputs=[streams[request.request_id].output() for request in group],
+        finished=all(request.finished for request in group),
+        prompt_logprobs=scores,
+        num_cached_tokens=first.cached,
+    )
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -75,13 +75,15 @@ class TextStream:
         self._emitted = 0
 
     @classmethod
-    def whole(cls, request: Request, tokenizer: Tokenizer) -> TextStream:
-        """The text of a finished request without stop strings, made at once. Without offsets."""
-        stream = cls(request, tokenizer)
-        shown = request.output[:-1] if stream._hides_last() else request.output
-        stream.kept = len(request.output)
-        stream.text = tokenizer.decode(shown, request.params.skip_special_tokens)
-        return stream
+    def whole(cls, requests: Sequence[Request], tokenizer: Tokenizer) -> list[TextStream]:
+        """The texts of finished requests without stop strings, made at once. Without offsets."""
+        streams: list[TextStream] = [cls(request, tokenizer) for request in requests]
+        for skip in (False, True):
+            alike = [s for s in streams if s.request.params.skip_special_tokens == skip]
+            shown = [s.request.output[: -1 if s._hides_last() else None] for s in alike]
+            for stream, text in zip(alike, tokenizer.decode_batch(shown, skip), strict=True):
+                stream.text, stream.kept = text, len(stream.request.output)
+        return streams
 
     def _hides_last(self) -> bool:
         """Whether the last token ended the text and is no part of it."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from surefoot.engine.graphs import Report, RoundGraphs
-from surefoot.engine.stats import NO_DRAFTING, Drafting, Progress
-from surefoot.kv.transaction import KVManager
-from surefoot.request import Request, Status
-from surefoot.sampling.logprobs import unpack, width_for
+from surefoot.engine.landing import Landing, read_report
+from surefoot.kv.transaction import KVManager, Lease
+from surefoot.request import Request
+from surefoot.sampling.logprobs import width_for
 from surefoot.sampling.params import Features
 from surefoot.speculation.controller import Controller, split_rows
 from surefoot.speculation.pace import Pace
@@ -29,6 +29,10 @@ from surefoot.speculation.state import SlotState
 IN_FLIGHT = 2
 LOOK_EVERY = 16
 """Launches between two looks at how long the texts of many requests are."""
+RESERVED_AHEAD = 32
+"""Positions that are reserved at once, so that not every launch has to look at every request."""
+PLENTY = 3
+"""How many times as many blocks have to be free, for that."""
 
 
 @dataclass
@@ -47,6 +51,7 @@ class Company:
     """Requests that decode together, and what follows from who they are."""
 
     requests: list[Request]
+    leases: list[Lease]
     members: frozenset[int]
     """Their identities."""
     fits: bool
@@ -59,6 +64,9 @@ class Company:
     """The width of logprobs that serves all who want any."""
     launches: int = 0
     """How often a round of theirs was sized."""
+    reserved: int = 0
+    """Positions that each of them has blocks for, at least, beyond what launched rounds may
+    write."""
 
 
 class Pipeline:
@@ -108,6 +116,7 @@ class Pipeline:
         limits = [request.speculation.max_draft_tokens for request in requests]
         return Company(
             requests=requests,
+            leases=[self.kv.leases[request.request_id] for request in requests],
             members=frozenset(map(id, requests)),
             fits=all(not r.prefilling and r.grammar is None for r in requests),
             kind=kind_of(Features.of(request.params for request in requests)),
@@ -119,6 +128,10 @@ class Pipeline:
     def leave(self) -> None:
         """The host plans the next rounds itself; nothing is in flight."""
         assert not self.flights
+        if self._seated is not None:
+            for request, lease in zip(self._seated.requests, self._seated.leases, strict=True):
+                if not request.finished:
+                    self.kv.give_back(lease)
         self._company = self._seated = self._offers = self._last = None
 
     # --- launching ----------------------------------------------------------------------------
@@ -159,30 +172,43 @@ class Pipeline:
 
     def _reserve(self, company: Company, longest: int) -> bool:
         """Blocks for what launched rounds and this one may write; the new ones are copied to the
-        device."""
-        kv, leases = self.kv, self.kv.leases
-        reach, wanted = self._reaches(company), {}
+        device. Where blocks abound, for some rounds to come, too."""
+        seated = self._seated is company
+        if seated and company.reserved >= longest:
+            company.reserved -= longest
+            return True
+        ahead = max(RESERVED_AHEAD, longest)
+        wanted, missing = self._wanted(company, ahead)
+        if PLENTY * missing > self.kv.pool.num_free:
+            ahead = longest
+            wanted, _ = self._wanted(company, ahead)
+        if wanted and not self.kv.transaction().reserve(wanted):
+            return False
+        company.reserved = ahead - longest
+        self.state.set_blocks(
+            (request.slot, lease.blocks)
+            for request, lease in zip(company.requests, company.leases, strict=True)
+            if not seated or request.request_id in wanted
+        )
+        return True
+
+    def _wanted(self, company: Company, ahead: int) -> tuple[dict[str, int], int]:
+        """Positions to reserve, by request that lacks blocks for what launched rounds may write and
+        ``ahead`` more; and how many blocks they lack together."""
         # A tree no deeper than what a request may still write can have more nodes than that.
         trees = any(self.controller.trees[index] for index in company.proposers)
         beyond = self.state.max_drafts if trees else 0
-        for request, ahead in zip(company.requests, reach, strict=True):
-            lease = leases[request.request_id]
+        size, wanted, missing = self.kv.block_size, {}, 0
+        for request, lease, flying in zip(
+            company.requests, company.leases, self._reaches(company), strict=True
+        ):
             room = request.max_length + beyond - request.computed
-            positions = min(ahead + longest, room)
-            if lease.committed + positions > len(lease.blocks) * kv.block_size:
+            positions = min(flying + ahead, room)
+            lacking = lease.committed + positions - len(lease.blocks) * size
+            if lacking > 0:
                 wanted[request.request_id] = positions
-        if not wanted and self._seated is company:
-            return True
-        if wanted and not kv.transaction().reserve(wanted):
-            return False
-        self.state.set_all_blocks(
-            [
-                (request.slot, leases[request.request_id].blocks)
-                for request in company.requests
-                if request.request_id in wanted or self._seated is not company
-            ]
-        )
-        return True
+                missing += self.kv.blocks_for(lacking)
+        return wanted, missing
 
     def _reaches(self, company: Company) -> list[int]:
         """Positions beyond the committed ones that launched rounds may write, by request."""
@@ -258,60 +284,25 @@ class Pipeline:
 
     # --- landing ------------------------------------------------------------------------------
 
-    def land(self) -> list[tuple[Progress, int]]:
-        """Read the oldest round: commit its tokens to the leases of requests still running. Returns
-        what each got and how it ended (0: it did not). The caller ends those before it launches
-        another round."""
+    def land(self) -> Landing:
+        """Read the oldest round: commit its tokens to the leases of requests still running. The
+        caller ends those that it ended before it launches another round."""
         flight = self.flights.popleft()
         flight.report.landed()
         width, company = self.state.max_drafts, flight.company
-        report = flight.report.rows[: len(company.requests)]
         if not flight.size.proposers:
             self._offers = None
         elif width:
-            chances = report[:, 7 + width :].contiguous().view(torch.float32)
+            rows = flight.report.rows[: len(company.requests)]
+            chances = rows[:, 7 + width :].contiguous().view(torch.float32)
             self._offers = company, chances
             if flight.size.steps is not None:
                 self.pace.saw(chances, flight.size.steps)
-        ahead = self._reaches(company)
-        names, out = self.controller.names, []
-        commit, far = self.kv.transaction().commit, flight.longest
-        # Hundreds of requests pass here every few milliseconds: no list is made that is not needed.
-        columns = report[:, :6].t().tolist()
-        texts = report[:, 6 : 6 + flight.longest].tolist()
-        scores = flight.report.scores
-        for index, (request, count, accepted, end, drafted, whose, offered, tokens) in enumerate(
-            zip(company.requests, *columns, texts, strict=True)
-        ):
-            if not count or request.status is Status.FINISHED:
-                continue
-            output = request.output
-            current = output[-1] if output else request.prompt[-1]
-            if count == 1:
-                written = (current,)
-                if len(tokens) > 1:
-                    tokens = tokens[:1]
-            else:
-                tokens = tokens[:count]
-                written = (current, *tokens[:-1])
-            output += tokens
-            # What the next launch will probably want stays, too.
-            commit(request.request_id, written, ahead[index] + far)
-            request.computed += count
-            drafts, drafting = 0, NO_DRAFTING
-            if drafted or offered:
-                name = names[whose] if drafted else None
-                drafts = min(accepted, count) if drafted else 0
-                drafting = Drafting(name, offered, drafted, drafts)
-                request.stats.count(name, offered, drafted, drafts)
-            else:
-                request.stats.rounds += 1
-            sources = request.proposed_by
-            if drafts:
-                sources += [names[whose]] * drafts
-            if count > drafts:
-                sources.append(None)
-            if scores is not None and request.params.logprobs is not None:
-                request.logprobs += unpack(scores[index], tokens, request.params.logprobs)
-            out.append((Progress(request, tokens, drafting), end))
-        return out
+        return read_report(
+            flight.report,
+            company.requests,
+            company.leases,
+            self.kv,
+            self.controller.names,
+            flight.longest,
+        )

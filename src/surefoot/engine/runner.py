@@ -4,7 +4,7 @@ verdict, measures its time."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -56,19 +56,27 @@ class Runner:
         self._choice: tuple[list[str], Choice] | None = None
         self._wanted_before: tuple[list[Request], Wanted] = ([], Wanted())
 
-    def admit(self, request: Request) -> None:
-        """Enter a request, new or resumed, into its slot's tensors."""
-        self.state.admit(request)
-        speculation = request.speculation
-        self.controller.admit(request.slot, speculation.method, speculation.max_draft_tokens)
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Enter requests, new or resumed, into their slots' tensors."""
+        if not requests:
+            return
+        self.state.admit(requests)
+        slots = [request.slot for request in requests]
+        self.controller.admit(slots, [request.speculation for request in requests])
         # Proposers look for what they know of a prefix hit in its blocks.
-        self.state.set_blocks(request.slot, self.kv.leases[request.request_id].blocks)
+        self._set_blocks(requests)
         for proposer in self.round.proposers:
-            proposer.admit(request.slot)
-        self.offered.pop(request.request_id, None)
-        if not request.prompt_scored:
-            # Preempted halfway through its prompt, which now runs again from the start.
-            request.prompt_logprobs.clear()
+            for slot in slots:
+                proposer.admit(slot)
+        for request in requests:
+            self.offered.pop(request.request_id, None)
+            if not request.prompt_scored:
+                # Preempted halfway through its prompt, which now runs again from the start.
+                request.prompt_logprobs.clear()
+
+    def _set_blocks(self, requests: Iterable[Request]) -> None:
+        leases = self.kv.leases
+        self.state.set_blocks((r.slot, leases[r.request_id].blocks) for r in requests)
 
     def draft_sizes(self, decoding: Sequence[Request], base_rows: int) -> Mapping[str, int]:
         """The controller's split of the coming round over the offers at hand."""
@@ -92,10 +100,7 @@ class Runner:
         """Run a plan's round. Raises whatever the device raises; the caller's transaction then
         rolls back."""
         spans = sorted(plan.spans, key=lambda span: (span.samples, not span.request.prefilling))
-        for span in spans:
-            request = span.request
-            blocks = self.kv.leases[request.request_id].blocks
-            self.state.set_blocks(request.slot, blocks)
+        self._set_blocks(span.request for span in spans)
         round_plan = self._round_plan(spans)
         choice = self._chosen(spans[round_plan.first_decoding :])
         wanted = self._wanted(spans, round_plan)
@@ -244,7 +249,7 @@ class Runner:
             drafts = min(accepted, count)
             request.stats.count(name, offered, drafted, drafts)
             outcome.drafting[request.request_id] = Drafting(name, offered, drafted, drafts)
-            request.proposed_by += [name] * drafts + [None] * (count - drafts)
+            request.note_drafts(name, drafts)
             if scores is not None and request.params.logprobs is not None:
                 request.logprobs += unpack(
                     scores[first_sample:], tokens[:count], request.params.logprobs

@@ -60,6 +60,31 @@ class KVManager:
         for block in reversed(lease.blocks):
             self.pool.release(block)
 
+    def keep(self, lease: Lease, tokens: Sequence[int]) -> None:
+        """Keep the next ``len(tokens)`` positions, which hold these tokens' KV, and what is
+        reserved beyond them. Full blocks become findable."""
+        lease.committed += len(tokens)
+        if lease.committed > len(lease.blocks) * self.block_size:
+            raise RuntimeError("committed beyond the reservation")
+        if self.prefix_caching:
+            self._register(lease, tokens)
+
+    def _register(self, lease: Lease, tokens: Sequence[int]) -> None:
+        size, partial = self.block_size, lease.partial
+        partial += tokens
+        while len(partial) >= size:
+            parent = lease.hashes[-1] if lease.hashes else b""
+            content = chain_hash(parent, partial[:size])
+            self.pool.register(lease.blocks[len(lease.hashes)], content)
+            lease.hashes.append(content)
+            del partial[:size]
+
+    def give_back(self, lease: Lease) -> None:
+        """End the reservation: whole blocks beyond the committed positions, last in first out."""
+        blocks = lease.blocks
+        while (len(blocks) - 1) * self.block_size >= lease.committed:
+            self.pool.release(blocks.pop())
+
     def transaction(self) -> Transaction:
         return Transaction(self)
 
@@ -102,34 +127,13 @@ class Transaction:
             blocks.extend(kv.pool.allocate() for _ in range(count))
         return True
 
-    def commit(self, request: str, tokens: Sequence[int], ahead: int = 0) -> None:
+    def commit(self, request: str, tokens: Sequence[int]) -> None:
         """Keep the next ``len(tokens)`` positions, which hold these tokens' KV, and give back
-        whole blocks beyond them, last in first out. Full blocks become findable.
-
-        ``ahead``: positions after those that a launched round may still write; their blocks
-        stay."""
-        kv, lease = self.kv, self.kv.leases[request]
-        lease.committed += len(tokens)
-        size, blocks = kv.block_size, lease.blocks
-        if lease.committed > len(blocks) * size:
-            raise RuntimeError(f"{request}: committed beyond its reservation")
-        keep = lease.committed + ahead
-        while (len(blocks) - 1) * size >= keep:
-            kv.pool.release(blocks.pop())
-        if self._blocks_before:
-            self._blocks_before.pop(request, None)
-        if kv.prefix_caching:
-            self._register(lease, tokens)
-
-    def _register(self, lease: Lease, tokens: Sequence[int]) -> None:
-        size, partial = self.kv.block_size, lease.partial
-        partial += tokens
-        while len(partial) >= size:
-            parent = lease.hashes[-1] if lease.hashes else b""
-            content = chain_hash(parent, partial[:size])
-            self.kv.pool.register(lease.blocks[len(lease.hashes)], content)
-            lease.hashes.append(content)
-            del partial[:size]
+        whole blocks beyond them. Full blocks become findable."""
+        lease = self.kv.leases[request]
+        self.kv.keep(lease, tokens)
+        self.kv.give_back(lease)
+        self._blocks_before.pop(request, None)
 
     def __enter__(self) -> Transaction:
         return self

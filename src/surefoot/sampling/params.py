@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,43 +74,56 @@ class SlotParams:
                 setattr(spread, name, value[slots])
         return spread
 
-    def write(self, slot: int, request: Request) -> None:
-        """Enter a request's parameters into its slot."""
-        params = request.params
-        self._floats[:, slot] = torch.tensor(
-            [
+    def write(self, requests: Sequence[Request]) -> None:
+        """Enter requests' parameters into their slots."""
+        every = [(request, request.params) for request in requests]
+        slots = torch.tensor([request.slot for request in requests], device=self.device)
+        floats = [
+            (
                 params.temperature,
                 params.min_p,
                 params.top_p,
                 params.repetition_penalty,
                 params.presence_penalty,
                 params.frequency_penalty,
-            ]
-        )
-        self._integers[:, slot] = torch.tensor(
-            [
+            )
+            for _, params in every
+        ]
+        integers = [
+            (
                 params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size,
                 request.seed,
                 request.choice,
                 len(request.prompt),
                 len(request.prompt) + params.min_tokens,
-            ]
-        )
-        self.stop_ids = _write_row(self.stop_ids, slot, list(request.stop_token_ids), -1)
-        bias = dict(params.logit_bias or {})
-        if bias or slot in self._biased:
-            self.bias_ids = _write_row(self.bias_ids, slot, list(bias), -1)
-            self.bias = _write_row(self.bias, slot, list(bias.values()), 0)
-            (self._biased.add if bias else self._biased.discard)(slot)
+            )
+            for request, params in every
+        ]
+        self._floats[:, slots] = torch.tensor(floats).t().to(self.device)
+        self._integers[:, slots] = torch.tensor(integers).t().to(self.device)
+        stops = [list(request.stop_token_ids) for request in requests]
+        self.stop_ids = _write_rows(self.stop_ids, slots, stops, -1)
+        biases = [dict(params.logit_bias or {}) for _, params in every]
+        changed = [i for i, r in enumerate(requests) if biases[i] or r.slot in self._biased]
+        if changed:
+            slots, biases = slots[changed], [biases[i] for i in changed]
+            self.bias_ids = _write_rows(self.bias_ids, slots, [list(bias) for bias in biases], -1)
+            values = [list(bias.values()) for bias in biases]
+            self.bias = _write_rows(self.bias, slots, values, 0)
+            for i, bias in zip(changed, biases, strict=True):
+                (self._biased.add if bias else self._biased.discard)(requests[i].slot)
 
 
-def _write_row(table: torch.Tensor, slot: int, values: list, fill: int) -> torch.Tensor:
-    """Set a padded row, widening the table (by powers of two) where it is too narrow."""
-    if len(values) > table.shape[1]:
-        width = 1 << (len(values) - 1).bit_length()
+def _write_rows(
+    table: torch.Tensor, slots: torch.Tensor, rows: Sequence[list], fill: int
+) -> torch.Tensor:
+    """Set padded rows, widening the table (by powers of two) where it is too narrow."""
+    longest = max(map(len, rows))
+    if longest > table.shape[1]:
+        width = 1 << (longest - 1).bit_length()
         wider = table.new_full((table.shape[0], width), fill)
         wider[:, : table.shape[1]] = table
         table = wider
-    row = values + [fill] * (table.shape[1] - len(values))
-    table[slot] = torch.tensor(row, dtype=table.dtype)
+    padded = [row + [fill] * (table.shape[1] - len(row)) for row in rows]
+    table[slots] = torch.tensor(padded, dtype=table.dtype).to(table.device)
     return table

@@ -63,10 +63,9 @@ class Choice:
         """A round's share: tokens, where they came from, and perhaps the end."""
         request = self.request
         name = proposers[news.proposer] if news.proposer >= 0 else None
+        request.note_drafts(name, news.accepted)
         request.output += news.tokens
-        request.proposed_by += [name] * news.accepted
         own = [None] * (len(news.tokens) - news.accepted)
-        request.proposed_by += own
         self.draft_positions += [*range(1, news.accepted + 1), *own]
         request.stats.count(name, news.offered, news.drafted, news.accepted)
         request.cached = news.cached or request.cached

@@ -15,6 +15,7 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.kernels.cpu.build import load_native
+from surefoot.request import SpeculationParams
 from surefoot.speculation.cost import CostModel
 from surefoot.speculation.estimator import AcceptanceEstimator
 from surefoot.speculation.native import split_rows_native
@@ -160,14 +161,18 @@ class Controller:
         self.allowed = torch.zeros((count, slots), dtype=torch.bool, device=device)
         self.draft_limit = torch.zeros(slots, dtype=torch.int64, device=device)
 
-    def admit(self, slot: int, method: str, max_draft_tokens: int | None) -> None:
-        """A request, new or resumed, entered the slot with this choice of speculation."""
-        self.lengths[:, slot] = 0
-        for index, name in enumerate(self.names):
-            self.allowed[index, slot] = method in ("auto", name)
-            self.estimators[index].admit(slot)
-        limit = self.state.max_drafts if max_draft_tokens is None else max_draft_tokens
-        self.draft_limit[slot] = min(limit, self.state.max_drafts)
+    def admit(self, slots: Sequence[int], choices: Sequence[SpeculationParams]) -> None:
+        """Requests, new or resumed, entered these slots with these choices of speculation."""
+        most = self.state.max_drafts
+        limits = [most if c.max_draft_tokens is None else c.max_draft_tokens for c in choices]
+        index = torch.tensor(slots, device=self.state.device)
+        self.draft_limit[index] = torch.tensor(limits, device=self.state.device).clamp(max=most)
+        self.lengths[:, index] = 0
+        allowed = [[choice.method in ("auto", name) for choice in choices] for name in self.names]
+        if allowed:
+            self.allowed[:, index] = torch.tensor(allowed, device=self.state.device)
+        for estimator in self.estimators:
+            estimator.admit(index)
 
     def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
         """Enter proposer ``index``'s offers for the next round, cut to what can be verified: valid

@@ -80,10 +80,11 @@ class AcceptanceEstimator:
         covariance = (self.all_agreement / self.all_weight).clamp(min=1e-6)
         return (mean * (1 - mean) / covariance - 1).clamp(*PRIOR_RANGE)
 
-    def admit(self, slot: int) -> None:
-        self.hits[slot] = 0
-        self.trials[slot] = 0
-        self.watched_length[slot] = 0
+    def admit(self, slots: torch.Tensor) -> None:
+        """Forget the requests that had ``slots``, int64 [B]."""
+        self.hits[slots] = 0
+        self.trials[slots] = 0
+        self.watched_length[slots] = 0
 
     def watch(self, slots: torch.Tensor, drafts: Drafts) -> None:
         """Take offers in view for those of ``slots`` [B] that watch none."""

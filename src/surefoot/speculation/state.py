@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -45,23 +46,30 @@ class SlotState:
         self.native = NativeRound.of(self)
         """Compiled twins of the round's operations on these tensors; None: torch does them."""
 
-    def admit(self, request: Request) -> None:
-        """Enter a request, new or resumed, into its slot."""
-        slot, tokens = request.slot, request.tokens
-        self.history[slot, : len(tokens)] = torch.tensor(tokens)
-        self._counts[:, slot] = torch.tensor([len(tokens), request.computed, request.max_length])
-        self.params.write(slot, request)
-        self._blocks_written[slot] = []
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Enter requests, new or resumed, into their slots."""
+        # Few copies for all of them: a wave of hundreds would wait for thousands.
+        slots = [request.slot for request in requests]
+        known = [request.tokens for request in requests]
+        counts = [
+            (slot, len(tokens), request.computed, request.max_length)
+            for slot, tokens, request in zip(slots, known, requests, strict=True)
+        ]
+        index, length, *others = torch.tensor(counts).t()
+        first = length.cumsum(0) - length
+        rows = index.repeat_interleave(length)
+        columns = torch.arange(len(rows)) - first.repeat_interleave(length)
+        texts = torch.tensor(list(itertools.chain.from_iterable(known)))
+        rows, columns, texts = torch.stack((rows, columns, texts)).to(self.device)
+        self.history[rows, columns] = texts
+        index, *counted = torch.stack((index, length, *others)).to(self.device)
+        self._counts[:, index] = torch.stack(counted)
+        self.params.write(requests)
+        for slot in slots:
+            self._blocks_written[slot] = []
 
-    def set_blocks(self, slot: int, blocks: Sequence[int]) -> None:
-        """Mirror a lease's blocks; only what changed since the last call is copied."""
-        common = self._common_blocks(slot, blocks)
-        if len(blocks) > common:
-            new = torch.tensor(blocks[common:], dtype=torch.int32, device=self.device)
-            self.block_tables[slot, common : len(blocks)] = new
-
-    def set_all_blocks(self, leases: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """``set_blocks`` for several slots, in one copy."""
+    def set_blocks(self, leases: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """Mirror the blocks of leases, by slot; one copy of what changed since the last call."""
         changes: list[tuple[int, int, int]] = []
         for slot, blocks in leases:
             common = self._common_blocks(slot, blocks)

@@ -50,6 +50,16 @@ class Tokenizer:
         """Text of ``ids``, invalid UTF-8 replaced by U+FFFD. Spaces are not cleaned up."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def decode_batch(
+        self, texts: Sequence[Sequence[int]], skip_special_tokens: bool = False
+    ) -> list[str]:
+        """``decode`` of several texts, on all processors."""
+        if not texts:
+            return []
+        return self.backend.decode_batch(
+            list(map(list, texts)), skip_special_tokens=skip_special_tokens
+        )
+
     @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included. The model's embedding may have more rows."""

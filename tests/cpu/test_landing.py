@@ -1,0 +1,197 @@
+"""What a landed round gives its requests, and the KV that is held for the rounds in flight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness import Job, make_engine, run_jobs, tiny_decoder
+from surefoot.engine.graphs import Report
+from surefoot.engine.landing import Landing, read_report
+from surefoot.engine.pipeline import RESERVED_AHEAD, Pipeline
+from surefoot.kv.transaction import KVManager
+from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams, Status
+from surefoot.speculation.state import SlotState
+
+
+def running(count: int, caching: bool, finished: set[int]) -> tuple[KVManager, list[Request]]:
+    kv, requests = KVManager(40, 2, caching), []
+    for index in range(count):
+        request = Request(
+            f"r{index}", (7, index, 3), SamplingParams(), SpeculationParams(), 0, 30, slot=index
+        )
+        kv.open(request.request_id, request.prompt)
+        with kv.transaction() as transaction:
+            assert transaction.reserve({request.request_id: 6})
+            lease = kv.leases[request.request_id]
+            kv.keep(lease, (7, index))
+            transaction.commit(request.request_id, ())
+        assert kv.transaction().reserve({request.request_id: 6})
+        request.computed, request.status = 2, Status.RUNNING
+        if index in finished:
+            request.finish(FinishReason.ABORT)
+        requests.append(request)
+    return kv, requests
+
+
+def told(landing: Landing) -> list[Any]:
+    got = [(item.request.request_id, item.tokens, item.drafting) for item in landing.progress]
+    return [got, [(item.request.request_id, end) for item, end in landing.ended]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 5), st.booleans())
+def test_rounds_without_drafts_land_as_any_other(data: Any, count: int, caching: bool) -> None:
+    """A report with logprobs takes the general way, one without drafts the short one."""
+    finished = data.draw(st.sets(st.integers(0, count - 1)))
+    rounds = data.draw(st.integers(1, 3))
+    reports = []
+    for _ in range(rounds):
+        rows = torch.zeros((count + 2, 11), dtype=torch.int32)
+        rows[:, 0] = torch.tensor([data.draw(st.integers(0, 1)) for _ in range(count + 2)])
+        rows[:, 2] = torch.tensor([data.draw(st.integers(0, 2)) for _ in range(count + 2)])
+        rows[:, 6] = torch.tensor([data.draw(st.integers(0, 9)) for _ in range(count + 2)])
+        reports.append(rows)
+    outcomes = []
+    for scores in (None, torch.zeros((count + 2, 3, 4), dtype=torch.int32)):
+        kv, requests = running(count, caching, finished)
+        leases = [kv.leases[request.request_id] for request in requests]
+        landed = [
+            read_report(Report(rows, scores, lambda: None), requests, leases, kv, ("a",), 3)
+            for rows in reports
+        ]
+        for before, after in zip(reports, landed, strict=True):
+            expected = [i for i in range(count) if before[i, 0] and i not in finished]
+            assert [item.request.slot for item in after.progress] == expected
+            assert [item.tokens for item in after.progress] == [[before[i, 6]] for i in expected]
+            assert [end for _, end in after.ended] == [e for i in expected if (e := before[i, 2])]
+        kv.check_integrity()
+        found = [dict(vars(lease)) for lease in leases], kv.pool._block_of
+        state = [replace(request, params=SamplingParams()) for request in requests]
+        told_of = [told(landing) for landing in landed]
+        outcomes.append((found, told_of, [vars(request) for request in state]))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_draft_is_its_proposer_s_and_the_rest_the_target_s() -> None:
+    kv, (request,) = running(1, True, set())
+    lease = kv.leases["r0"]
+    # Columns: tokens committed, accepted, end, drafted, whose, on offer.
+    for row in (
+        [1, 0, 0, 0, 0, 0, 4, 0, 0],
+        [3, 2, 0, 3, 1, 0, 5, 6, 7],
+        [1, 0, 2, 1, 0, 2, 8, 0, 0],
+    ):
+        report = Report(torch.tensor([row], dtype=torch.int32), None, lambda: None)
+        landing = read_report(report, [request], [lease], kv, ("a", "b"), 3)
+        assert landing.drafting == bool(row[3] or row[5])
+    assert request.output == [4, 5, 6, 7, 8]
+    assert request.proposed_by == [None, "b", "b", None, None]
+    assert request.stats.drafted_by_proposer == {"b": 3, "a": 1}
+    assert landing.ended == [(landing.progress[0], 2)]
+    assert lease.committed == request.computed == 7
+
+
+def jobs(*lengths: int) -> list[Job]:
+    """Texts of so many tokens, prompts included."""
+    every = [SamplingParams(temperature=0, max_tokens=n - 3, ignore_eos=True) for n in lengths]
+    return [Job((5, 9, i), p, SpeculationParams("off")) for i, p in enumerate(every)]
+
+
+def test_launches_seldom_look_at_every_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    wanted = Pipeline._wanted
+    monkeypatch.setattr(
+        Pipeline, "_wanted", lambda self, *args: looks.append(0) or wanted(self, *args)
+    )
+    engine = make_engine(tiny_decoder(), True, max_num_seqs=4, kv_blocks=400)
+    run_jobs(engine, jobs(*[103] * 4))
+    assert engine.stats.replays >= 99 and len(looks) <= 2 + 100 // RESERVED_AHEAD
+
+
+def test_where_blocks_are_scarce_none_is_reserved_for_later_rounds() -> None:
+    """Two texts get the blocks they end with when the third has ended, and no earlier."""
+    engine = make_engine(
+        tiny_decoder(), True,
+        max_num_seqs=3, block_size=16, kv_blocks=6, enable_prefix_caching=False,
+    )  # fmt: skip
+    finished = run_jobs(engine, jobs(48, 48, 12))
+    assert [len(request.tokens) for request in finished] == [48, 48, 12]
+    # Not one round had to be planned because there was nothing to reserve.
+    assert engine.stats.rounds - engine.stats.replays <= 2 and not engine.stats.preemptions
+
+
+def test_what_was_reserved_for_later_rounds_is_given_back() -> None:
+    engine = make_engine(tiny_decoder(), True, max_num_seqs=4, kv_blocks=400)
+    for index, job in enumerate(jobs(*[53] * 3)):
+        engine.add(engine.make_request(f"r{index}", job.prompt, job.params, job.speculation))
+    pipeline, kv = engine.pipeline, engine.kv
+    assert pipeline is not None
+    while engine.stats.replays < 5:
+        engine.step()
+    held = [len(lease.blocks) for lease in kv.leases.values()]
+    assert min(held) >= kv.blocks_for(RESERVED_AHEAD)
+    while pipeline.flights:
+        pipeline.land()
+    pipeline.leave()
+    for lease in kv.leases.values():
+        assert len(lease.blocks) == kv.blocks_for(lease.committed)
+    kv.check_integrity()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_requests_that_come_together_enter_as_one_by_one(data: Any) -> None:
+    device, vocab = torch.device("cpu"), 50
+
+    def some() -> Request:
+        number = st.integers(0, vocab - 1)
+        params = SamplingParams(
+            temperature=data.draw(st.sampled_from([0.0, 0.7])),
+            top_k=data.draw(st.sampled_from([0, 5, vocab + 3])),
+            top_p=data.draw(st.sampled_from([1.0, 0.5])),
+            min_tokens=data.draw(st.integers(0, 3)),
+            presence_penalty=data.draw(st.sampled_from([0.0, 1.5])),
+            stop_token_ids=data.draw(st.lists(number, max_size=7)),
+            logit_bias=data.draw(st.dictionaries(number, st.sampled_from([-2.0, 3.0]), max_size=3)),
+        )
+        prompt = tuple(data.draw(st.lists(number, min_size=1, max_size=9)))
+        seed, choice = data.draw(st.integers(0, 2**63 - 1)), data.draw(st.integers(0, 3))
+        computed = data.draw(st.integers(0, len(prompt) - 1))
+        output = data.draw(st.lists(number, max_size=4))
+        return Request(
+            "r", prompt, params, SpeculationParams(), seed, 20, (1,), choice,
+            output=output, computed=computed,
+        )  # fmt: skip
+
+    together, alone = (SlotState(4, 20, 2, 4, vocab, device) for _ in range(2))
+    for _ in range(2):
+        requests = [some() for _ in range(data.draw(st.integers(1, 4)))]
+        slots = data.draw(st.permutations(range(4)))[: len(requests)]
+        for slot, request in zip(slots, requests, strict=True):
+            request.slot = slot
+            alone.admit([request])
+        together.admit(requests)
+        for slot, request in zip(slots, requests, strict=True):
+            assert together.history[slot, : request.length].tolist() == request.tokens
+            assert together.limit[slot] == request.max_length
+            assert together.params.seed[slot] == request.seed
+            stops = [token for token in together.params.stop_ids[slot].tolist() if token >= 0]
+            assert stops == list(request.stop_token_ids)
+            ids, values = together.params.bias_ids[slot].tolist(), together.params.bias[slot]
+            bias = {i: v for i, v in zip(ids, values.tolist(), strict=True) if i >= 0}
+            assert bias == (request.params.logit_bias or {})
+    for state in (together, alone):
+        # Beyond a text, a slot holds whatever its last request left.
+        for slot in range(4):
+            state.history[slot, state.length[slot] :] = 0
+    for owner in ("", "params"):
+        left, right = (getattr(s, owner) if owner else s for s in (together, alone))
+        for name, value in vars(left).items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, getattr(right, name)), name
