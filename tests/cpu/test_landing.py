@@ -89,7 +89,7 @@ def test_a_draft_is_its_proposer_s_and_the_rest_the_target_s() -> None:
     ):
         report = Report(torch.tensor([row], dtype=torch.int32), None, lambda: None)
         landing = read_report(report, [request], [lease], kv, ("a", "b"), 3)
-        assert landing.drafting == bool(row[3] or row[5])
+        assert landing.drafting == (landing.progress if row[3] or row[5] else [])
     assert request.output == [4, 5, 6, 7, 8]
     assert request.proposed_by == [None, "b", "b", None, None]
     assert request.stats.drafted_by_proposer == {"b": 3, "a": 1}

@@ -293,14 +293,14 @@ class Engine:
         plain = graphs.plain(size.spans, size.kind, size.proposers)
         self.stats.count_replay(
             size.rows,
-            [item.drafting for item in landed.progress] if landed.drafting else [],
+            len(landed.progress),
+            [item.drafting for item in landed.drafting],
             graphs.seconds(plain),
             graphs.seconds(size),
         )
-        self.runner.offered.clear()
-        if landed.drafting:
-            offered = ((p.request.request_id, p.drafting.offered) for p in landed.progress)
-            self.runner.offered.update(offered)
+        self.runner.offered = {
+            item.request.request_id: item.drafting.offered for item in landed.drafting
+        }
         for progress, end in landed.ended:
             self._end(progress.request, progress.tokens, end)
         return landed.progress

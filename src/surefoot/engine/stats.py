@@ -69,9 +69,15 @@ class EngineStats:
             self.saved_seconds += plain - cost.predict(plan.rows)
 
     def count_replay(
-        self, rows: int, drafting: Sequence[Drafting], plain: float, seconds: float
+        self,
+        rows: int,
+        requests: int,
+        drafting: Sequence[Drafting],
+        plain: float,
+        seconds: float,
     ) -> None:
-        """A round of so many rows whose cost is ``seconds``, ``plain`` without its drafts."""
+        """A round of so many rows for so many requests. Its cost is ``seconds``, ``plain`` without
+        its drafts."""
         drafts = sum(item.drafted for item in drafting)
         self.rounds += 1
         self.replays += 1
@@ -79,4 +85,4 @@ class EngineStats:
         self.draft_rows += drafts
         if drafts:
             accepted = sum(item.accepted for item in drafting)
-            self.saved_seconds += plain * (1 + accepted / len(drafting)) - seconds
+            self.saved_seconds += plain * (1 + accepted / requests) - seconds
