@@ -18,6 +18,7 @@ from surefoot.engine.stats import EngineStats, Progress
 from surefoot.engine.structured import dead_end
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
+from surefoot.kernels.cpu.build import load_in_background
 from surefoot.kv.transaction import KVManager
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
@@ -78,6 +79,8 @@ class Engine:
         self.max_model_len = model_length(config, decoder.config)
         self.memory: MemoryPlan | None = None
         on_gpu = backend.device.type == "cuda"
+        # On a GPU the host's arithmetic is compiled, too: not when the first draft waits for it.
+        loading = load_in_background() if on_gpu and config.max_draft_tokens else None
         self._taken = Allocations(backend.device)
         self._taken.enter("weights")
         if ahead is None:
@@ -124,6 +127,8 @@ class Engine:
             if self.memory is not None:
                 held = self._taken.reserved() - before
                 self.memory = count_recorded(self.memory, graphs, self.round, held)
+        if loading is not None:
+            loading.join()
 
     def _chunk_rows(self, decoding: int) -> int:
         """Prefill rows that make a round at most ``LONGEST_STALL`` times as long as a plain one,

@@ -15,6 +15,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
@@ -23,7 +26,6 @@ FLAGS = [
     "-O3",
     "-march=native",
     "-pthread",
-    "-shared",
     "-fPIC",
     "-fvisibility=hidden",
     "-ffp-contract=off",
@@ -34,6 +36,9 @@ TIMEOUT_S = 300
 
 class _Unavailable(Exception):
     """Why there is no library, in words for the user."""
+
+
+_LOCK = threading.Lock()
 
 
 @functools.cache
@@ -49,12 +54,21 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 def load_native() -> ctypes.CDLL | None:
     """The library, compiled if need be, or None (``native_unavailable`` says why). Decided once per
     process."""
-    return _load()[0]
+    with _LOCK:
+        return _load()[0]
+
+
+def load_in_background() -> threading.Thread:
+    """Begin ``load_native``: compiling takes 10 to 40 seconds, the first time on a machine."""
+    thread = threading.Thread(target=load_native, name="surefoot-native", daemon=True)
+    thread.start()
+    return thread
 
 
 def native_unavailable() -> str | None:
     """None when the native kernels can be used, else the reason in one line."""
-    return _load()[1]
+    with _LOCK:
+        return _load()[1]
 
 
 def _compiler() -> str:
@@ -101,20 +115,26 @@ def _library() -> Path:
     if library.exists():
         return library
     # Compile beside the target and rename: other processes see a whole library or none.
-    handle, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
-    os.close(handle)
-    try:
-        sources = [str(path) for path in files if path.suffix == ".c"]
-        result = _run([compiler, *flags, *sources, "-o", name, "-lm"])
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as name:
+        built = Path(name) / library.name
+        _compile([compiler, *flags], [path for path in files if path.suffix == ".c"], built)
+        os.replace(built, library)
+    return library
+
+
+def _compile(command: Sequence[str], sources: Sequence[Path], library: Path) -> None:
+    """Each source by itself, as many at a time as there are processors."""
+    objects = [library.with_name(f"{path.stem}.o") for path in sources]
+    pairs = zip(sources, objects, strict=True)
+    steps = [[*command, "-c", str(source), "-o", str(target)] for source, target in pairs]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(_run, steps))
+    results.append(_run([*command, "-shared", *map(str, objects), "-o", str(library), "-lm"]))
+    for result in results:
         if result.returncode:
             lines = [line for line in result.stderr.splitlines() if "error" in line.lower()]
             detail = (lines or result.stderr.splitlines() or ["no message"])[0].strip()
-            raise _Unavailable(f"{compiler} could not compile the native kernels: {detail}")
-        os.chmod(name, 0o755)
-        os.replace(name, library)
-    finally:
-        Path(name).unlink(missing_ok=True)
-    return library
+            raise _Unavailable(f"{command[0]} could not compile the native kernels: {detail}")
 
 
 def _cache_folder() -> Path:
