@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -38,6 +39,24 @@ def test_a_larger_round_is_taken_where_it_costs_less(graphs: RoundGraphs) -> Non
     assert [graphs.holding(base, r).rows for r in (4, 5, 6, 8, 13)] == [4, 5, 12, 12, 16]
     # 3 requests: a round of 4 rows has room for a draft, but verifies none; 9 are all there are.
     assert graphs.table(base, 3).tolist() == [1, 2, 2, 3, 3, 3, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3, 4, 5, 6])
+def test_the_cost_of_drafts_is_that_of_the_cheapest_round_that_holds_them(
+    graphs: RoundGraphs, requests: int
+) -> None:
+    base = graphs.plain(requests, Features(), (0,))
+    rows = graphs.rows(base.spans)
+    chance = random.Random(requests)
+    for _ in range(20):
+        costs = {r: float(chance.randint(1, 9)) for r in rows}
+        graphs.costs = {(base.spans, r, None): cost for r, cost in costs.items()}
+        graphs._tables_by.clear()
+        expected = [
+            min(costs[r] for r in rows if r >= (graphs.rows_with(base, requests, n) if n else 0))
+            for n in range(min(rows[-1] - base.spans, 3 * requests) + 1)
+        ]
+        assert graphs.table(base, requests).tolist() == expected
 
 
 def test_a_draft_that_fits_an_empty_span_is_verified() -> None:

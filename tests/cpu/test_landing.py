@@ -103,14 +103,18 @@ def jobs(*lengths: int) -> list[Job]:
     return [Job((5, 9, i), p, SpeculationParams("off")) for i, p in enumerate(every)]
 
 
-def test_launches_seldom_look_at_every_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lengths", [(103,) * 4, (103, 75, 80, 93)])
+def test_launches_seldom_look_at_every_lease(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where one text after the other ends."""
     looks = []
     wanted = Pipeline._wanted
     monkeypatch.setattr(
         Pipeline, "_wanted", lambda self, *args: looks.append(0) or wanted(self, *args)
     )
     engine = make_engine(tiny_decoder(), True, max_num_seqs=4, kv_blocks=400)
-    run_jobs(engine, jobs(*[103] * 4))
+    run_jobs(engine, jobs(*lengths))
     assert engine.stats.replays >= 99 and len(looks) <= 2 + 100 // RESERVED_AHEAD
 
 

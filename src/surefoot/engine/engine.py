@@ -313,6 +313,9 @@ class Engine:
     def check_integrity(self) -> None:
         """Assert that scheduler, KV and slots agree (tests call it after every step)."""
         self.scheduler.check_integrity()
+        for request in self.scheduler.running:
+            blocks = self.kv.leases[request.request_id].blocks
+            assert self.state.block_tables[request.slot, : len(blocks)].tolist() == blocks
         if self.pipeline is not None and self.pipeline.flights:
             return  # The slots are ahead of what was read.
         for request in self.scheduler.running:

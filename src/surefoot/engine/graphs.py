@@ -144,13 +144,12 @@ class RoundGraphs:
         costs = [self.costs.get((base.spans, rows, steps), 1.0) for rows in padded]
         for at in reversed(range(len(costs) - 1)):
             costs[at] = min(costs[at], costs[at + 1])
-        most = padded[-1] - base.spans
-        table, at = costs[:1], 0
-        for drafts in range(1, min(most, requests * self.width) + 1):
-            while padded[at] < self.rows_with(base, requests, drafts):
-                at += 1
-            table.append(costs[at])
-        known = self._tables_by[key] = torch.tensor(table)
+        most = min(padded[-1] - base.spans, requests * self.width)
+        # As ``rows_with`` has it. Among hundreds of requests one ends in nearly every round.
+        rows = (requests + torch.arange(most + 1)).clamp(min=base.spans + 1)
+        rows[0] = base.spans
+        at = torch.searchsorted(torch.tensor(padded), rows)
+        known = self._tables_by[key] = torch.tensor(costs)[at]
         return known
 
     def launch(self, size: Size) -> Report:

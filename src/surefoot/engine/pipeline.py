@@ -103,23 +103,29 @@ class Pipeline:
 
     def _gather(self, running: Sequence[Request]) -> Company:
         # Between arrivals and ends nothing changes; every round asks.
-        company = self._company
+        before = company = self._company
         if company is None or company.requests != running or not company.fits:
             company = self._company = self._meet(list(running))
+            if before is not None and before.fits and company.members <= before.members:
+                # Some have ended; the others' blocks are as they were.
+                company.reserved, company.launches = before.reserved, before.launches
         return company
 
     def _meet(self, requests: list[Request]) -> Company:
-        methods = {request.speculation.method for request in requests}
+        # Requests that come together often share these.
+        params = {id(request.params): request.params for request in requests}.values()
+        choices = {id(request.speculation): request.speculation for request in requests}.values()
+        methods = {choice.method for choice in choices}
         names = self.controller.names if self.state.max_drafts else ()
         width = self.state.max_drafts
-        scored = [r.params.logprobs for r in requests if r.params.logprobs is not None]
-        limits = [request.speculation.max_draft_tokens for request in requests]
+        scored = [each.logprobs for each in params if each.logprobs is not None]
+        limits = [choice.max_draft_tokens for choice in choices]
         return Company(
             requests=requests,
             leases=[self.kv.leases[request.request_id] for request in requests],
             members=frozenset(map(id, requests)),
             fits=all(not r.prefilling and r.grammar is None for r in requests),
-            kind=kind_of(Features.of(request.params for request in requests)),
+            kind=kind_of(Features.of(params)),
             proposers=tuple(i for i, name in enumerate(names) if methods & {"auto", name}),
             most_drafts=max(width if limit is None else limit for limit in limits),
             logprobs=width_for(max(scored)) if scored else None,
@@ -173,8 +179,7 @@ class Pipeline:
     def _reserve(self, company: Company, longest: int) -> bool:
         """Blocks for what launched rounds and this one may write; the new ones are copied to the
         device. Where blocks abound, for some rounds to come, too."""
-        seated = self._seated is company
-        if seated and company.reserved >= longest:
+        if company.reserved >= longest:
             company.reserved -= longest
             return True
         ahead = max(RESERVED_AHEAD, longest)
@@ -188,7 +193,7 @@ class Pipeline:
         self.state.set_blocks(
             (request.slot, lease.blocks)
             for request, lease in zip(company.requests, company.leases, strict=True)
-            if not seated or request.request_id in wanted
+            if request.request_id in wanted
         )
         return True
 
