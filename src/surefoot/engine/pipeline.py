@@ -30,7 +30,10 @@ IN_FLIGHT = 2
 LOOK_EVERY = 16
 """Launches between two looks at how long the texts of many requests are."""
 RESERVED_AHEAD = 32
-"""Positions that are reserved at once, so that not every launch has to look at every request."""
+"""Positions that are reserved at once, at least, so that not every launch has to look at every
+request."""
+RESERVED_ROUNDS = 8
+"""Rounds that these last for, at least."""
 PLENTY = 3
 """How many times as many blocks have to be free, for that."""
 
@@ -103,15 +106,16 @@ class Pipeline:
 
     def _gather(self, running: Sequence[Request]) -> Company:
         # Between arrivals and ends nothing changes; every round asks.
-        before = company = self._company
+        company = self._company
         if company is None or company.requests != running or not company.fits:
-            company = self._company = self._meet(list(running))
-            if before is not None and before.fits and company.members <= before.members:
-                # Some have ended; the others' blocks are as they were.
-                company.reserved, company.launches = before.reserved, before.launches
+            company = self._company = self._meet(list(running), company)
         return company
 
-    def _meet(self, requests: list[Request]) -> Company:
+    def _meet(self, requests: list[Request], before: Company | None = None) -> Company:
+        members = frozenset(map(id, requests))
+        if before is not None and not (before.fits and members <= before.members):
+            before = None
+        # Else some have ended: the others decode as they did, and their blocks are as they were.
         # Requests that come together often share these.
         params = {id(request.params): request.params for request in requests}.values()
         choices = {id(request.speculation): request.speculation for request in requests}.values()
@@ -123,12 +127,15 @@ class Pipeline:
         return Company(
             requests=requests,
             leases=[self.kv.leases[request.request_id] for request in requests],
-            members=frozenset(map(id, requests)),
-            fits=all(not r.prefilling and r.grammar is None for r in requests),
+            members=members,
+            fits=before is not None
+            or all(not r.prefilling and r.grammar is None for r in requests),
             kind=kind_of(Features.of(params)),
             proposers=tuple(i for i, name in enumerate(names) if methods & {"auto", name}),
             most_drafts=max(width if limit is None else limit for limit in limits),
             logprobs=width_for(max(scored)) if scored else None,
+            launches=before.launches if before else 0,
+            reserved=before.reserved if before else 0,
         )
 
     def leave(self) -> None:
@@ -182,7 +189,7 @@ class Pipeline:
         if company.reserved >= longest:
             company.reserved -= longest
             return True
-        ahead = max(RESERVED_AHEAD, longest)
+        ahead = max(RESERVED_AHEAD, RESERVED_ROUNDS * longest)
         wanted, missing = self._wanted(company, ahead)
         if PLENTY * missing > self.kv.pool.num_free:
             ahead = longest
