@@ -157,10 +157,10 @@ def test_keyboard(server: Server, open_page: Callable[..., Any]) -> None:
     page.keyboard.press("Shift+Enter")
     page.keyboard.type("b")
     assert page.input_value("#prompt") == "a\nb"
-    # Esc as soon as there is something to see.
+    # Esc as soon as there is something to see, and to move along.
     page.evaluate(
         """new MutationObserver((_, observer) => {
-            if (!document.querySelector(".message .t")) return;
+            if (document.querySelectorAll(".message.assistant .t").length < 3) return;
             observer.disconnect();
             document.dispatchEvent(new KeyboardEvent("keydown", {key: "Escape", bubbles: true}));
         }).observe(document.getElementById("transcript"), {childList: true, subtree: true})"""
