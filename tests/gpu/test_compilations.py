@@ -53,7 +53,7 @@ def compiled_while_serving(proposer: str) -> list[str]:
             enable_prefix_caching=False,
         ),
     )
-    # What the host computes with, which takes a compiler half a minute.
+    # What the host computes with, which takes a compiler many seconds.
     assert _load.cache_info().currsize == 1
     names: list[str] = []
     knobs.compilation.listener = lambda **event: names.append(event["src"].name)

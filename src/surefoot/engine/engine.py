@@ -79,8 +79,6 @@ class Engine:
         self.max_model_len = model_length(config, decoder.config)
         self.memory: MemoryPlan | None = None
         on_gpu = backend.device.type == "cuda"
-        # On a GPU the host's arithmetic is compiled, too: not when the first draft waits for it.
-        loading = load_in_background() if on_gpu and config.max_draft_tokens else None
         self._taken = Allocations(backend.device)
         self._taken.enter("weights")
         if ahead is None:
@@ -95,6 +93,8 @@ class Engine:
         )
         self._taken.enter("slots")
         self.proposers = self._load_proposers()
+        # On a GPU the host's arithmetic is compiled, too: not when the first draft waits for it.
+        loading = load_in_background() if on_gpu and self.proposers else None
         self._taken.enter("drafters")
         self.kv_blocks = self._pool_size(backend)
         for proposer in self.proposers:

@@ -35,8 +35,8 @@ def read_report(
     ended are left alone. ``names`` are the proposers'."""
     rows, scores = report.rows[: len(requests)], report.scores
     # Hundreds of requests pass here every two milliseconds, and a device waits for nothing else:
-    # for those that do not draft no list is made that is not needed, no function called.
-    landing, keep, caching = Landing(), kv.keep, kv.prefix_caching
+    # for those that do not draft no list is made that is not needed.
+    landing, keep = Landing(), kv.keep
     counts, _, ends, drafted, _, offered = rows[:, :6].t().tolist()
     first: list[list[int]] = rows[:, 6:7].tolist()
     if scores is not None:
@@ -54,10 +54,7 @@ def read_report(
                 request.logprobs += unpack(scores[index], item.tokens, request.params.logprobs)
         else:
             output, stats = request.output, request.stats
-            if caching:
-                keep(lease, output[-1:] or request.prompt[-1:])
-            else:
-                lease.committed += 1
+            keep(lease, output[-1:] or request.prompt[-1:])
             output += token
             request.computed += 1
             stats.rounds += 1

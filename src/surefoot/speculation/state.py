@@ -51,19 +51,18 @@ class SlotState:
         # Few copies for all of them: a wave of hundreds would wait for thousands.
         slots = [request.slot for request in requests]
         known = [request.tokens for request in requests]
-        counts = [
-            (slot, len(tokens), request.computed, request.max_length)
-            for slot, tokens, request in zip(slots, known, requests, strict=True)
-        ]
-        index, length, *others = torch.tensor(counts).t()
+        computed = [request.computed for request in requests]
+        limits = [request.max_length for request in requests]
+        table = torch.tensor([slots, list(map(len, known)), computed, limits])
+        slot, length = table[:2]
+        rows = slot.repeat_interleave(length)
         first = length.cumsum(0) - length
-        rows = index.repeat_interleave(length)
         columns = torch.arange(len(rows)) - first.repeat_interleave(length)
         texts = torch.tensor(list(itertools.chain.from_iterable(known)))
         rows, columns, texts = torch.stack((rows, columns, texts)).to(self.device)
         self.history[rows, columns] = texts
-        index, *counted = torch.stack((index, length, *others)).to(self.device)
-        self._counts[:, index] = torch.stack(counted)
+        table = table.to(self.device)
+        self._counts[:, table[0]] = table[1:]
         self.params.write(requests)
         for slot in slots:
             self._blocks_written[slot] = []

@@ -59,7 +59,7 @@ def load_native() -> ctypes.CDLL | None:
 
 
 def load_in_background() -> threading.Thread:
-    """Begin ``load_native``: compiling takes 10 to 40 seconds, the first time on a machine."""
+    """Begin ``load_native``: compiling takes many seconds, the first time on a machine."""
     thread = threading.Thread(target=load_native, name="surefoot-native", daemon=True)
     thread.start()
     return thread
@@ -96,7 +96,7 @@ def _flags() -> list[str]:
     return FLAGS + os.environ.get("SUREFOOT_NATIVE_MARCH", "").split()
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -128,13 +128,16 @@ def _compile(command: Sequence[str], sources: Sequence[Path], library: Path) -> 
     pairs = zip(sources, objects, strict=True)
     steps = [[*command, "-c", str(source), "-o", str(target)] for source, target in pairs]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = list(pool.map(_run, steps))
-    results.append(_run([*command, "-shared", *map(str, objects), "-o", str(library), "-lm"]))
-    for result in results:
-        if result.returncode:
-            lines = [line for line in result.stderr.splitlines() if "error" in line.lower()]
-            detail = (lines or result.stderr.splitlines() or ["no message"])[0].strip()
-            raise _Unavailable(f"{command[0]} could not compile the native kernels: {detail}")
+        list(pool.map(_run_compiler, steps))
+    _run_compiler([*command, "-shared", *map(str, objects), "-o", str(library), "-lm"])
+
+
+def _run_compiler(command: Sequence[str]) -> None:
+    result = _run(command)
+    if result.returncode:
+        lines = [line for line in result.stderr.splitlines() if "error" in line.lower()]
+        detail = (lines or result.stderr.splitlines() or ["no message"])[0].strip()
+        raise _Unavailable(f"{command[0]} could not compile the native kernels: {detail}")
 
 
 def _cache_folder() -> Path:
