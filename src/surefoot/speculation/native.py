@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from surefoot.kernels.cpu.build import load_native
+from surefoot.kernels.rounds import RoundSpans, RoundVerdict
 
 if TYPE_CHECKING:
     from surefoot.speculation.state import SlotState
@@ -55,6 +56,7 @@ class NativeRound:
         )
         self.address = ctypes.addressof(self._struct)
         self.max_drafts = state.max_drafts
+        self.nobody = state.idle_slot
 
     @classmethod
     def of(cls, state: SlotState) -> NativeRound | None:
@@ -72,26 +74,20 @@ class NativeRound:
         )
 
     def lay_out(
-        self,
-        slots: torch.Tensor,
-        known: torch.Tensor,
-        drafts: torch.Tensor,
-        first_sampling: int,
-        rows: int,
-        sampled_rows: int,
+        self, spans: RoundSpans, rows: int, sampled_rows: int
     ) -> tuple[torch.Tensor, ...]:
-        """``layout.lay_out``: the tensors of ``_Layout``, in its order."""
-        batch = len(slots)
+        """``kernels.rounds.lay_out_spans``: the tensors of ``_Layout``, in its order."""
+        batch = len(spans.slots)
         sizes = (rows, rows, rows, batch, sampled_rows, sampled_rows, sampled_rows, batch)
         out = tuple(_integers(size) for size in sizes)
         struct = _Layout(*(tensor.data_ptr() for tensor in out))
         self.library.sf_lay_out(
             self.address,
-            slots.data_ptr(),
-            known.data_ptr(),
-            drafts.data_ptr(),
+            spans.slots.data_ptr(),
+            spans.known.data_ptr(),
+            spans.drafts.data_ptr(),
+            spans.samples.data_ptr(),
             batch,
-            first_sampling,
             rows,
             sampled_rows,
             ctypes.addressof(struct),
@@ -100,23 +96,22 @@ class NativeRound:
 
     def judge(
         self,
-        slots: torch.Tensor,
-        drafts: torch.Tensor,
-        first_sampling: int,
-        sampled: torch.Tensor,
+        spans: RoundSpans,
         first_sample: torch.Tensor,
+        sampled: torch.Tensor,
         stop_ids: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``SpeculativeRound.judge``."""
-        batch, width = len(slots), self.max_drafts
+    ) -> RoundVerdict:
+        """``kernels.rounds.judge_and_advance``."""
+        batch, width = len(spans.slots), self.max_drafts
         tokens = _integers(batch, width + 1)
-        accepted, counts, ends = _integers(batch), _integers(batch), _integers(batch)
+        out = [_integers(batch) for _ in range(6)]
         self.library.sf_judge(
             self.address,
-            slots.data_ptr(),
-            drafts.data_ptr(),
+            spans.slots.data_ptr(),
+            spans.known.data_ptr(),
+            spans.drafts.data_ptr(),
+            spans.samples.data_ptr(),
             batch,
-            first_sampling,
             sampled.data_ptr(),
             len(sampled),
             first_sample.data_ptr(),
@@ -124,30 +119,10 @@ class NativeRound:
             stop_ids.data_ptr(),
             stop_ids.shape[1],
             tokens.data_ptr(),
-            accepted.data_ptr(),
-            counts.data_ptr(),
-            ends.data_ptr(),
+            *(tensor.data_ptr() for tensor in out),
+            self.nobody,
         )
-        return tokens, accepted, counts, ends
-
-    def advance(
-        self, slots: torch.Tensor, known: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``SpeculativeRound.advance``."""
-        first, settled = _integers(len(slots)), _integers(len(slots))
-        tokens, counts = tokens.contiguous(), counts.contiguous()
-        self.library.sf_advance(
-            self.address,
-            slots.data_ptr(),
-            known.data_ptr(),
-            len(slots),
-            tokens.data_ptr(),
-            tokens.shape[1],
-            counts.data_ptr(),
-            first.data_ptr(),
-            settled.data_ptr(),
-        )
-        return first, settled
+        return RoundVerdict(tokens, *out)
 
     def sanitise(
         self,
@@ -179,29 +154,3 @@ class NativeRound:
             *(tensor.data_ptr() for tensor in out),
         )
         return out
-
-
-def split_rows_native(
-    library: ctypes.CDLL,
-    chances: torch.Tensor,
-    table: torch.Tensor,
-    min_gain: float,
-    min_pace: float,
-) -> torch.Tensor:
-    """``controller.split_rows``."""
-    chances, table = chances.contiguous(), table.contiguous()
-    batch, width = chances.shape
-    counts, gains, scratch = _integers(batch), torch.empty(batch), _integers(batch)
-    library.sf_split(
-        chances.data_ptr(),
-        batch,
-        width,
-        table.data_ptr(),
-        len(table),
-        min_gain,
-        min_pace,
-        counts.data_ptr(),
-        gains.data_ptr(),
-        scratch.data_ptr(),
-    )
-    return counts

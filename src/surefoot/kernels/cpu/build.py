@@ -183,16 +183,12 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             [pointer, pointer, int64, pointer, pointer, pointer, int64, int64] + [pointer] * 4,
         ),
         "sf_write_drafts": (None, [pointer, pointer, int64, pointer, int64]),
-        "sf_lay_out": (None, [*([pointer] * 4), *([int64] * 4), pointer]),
+        "sf_lay_out": (None, [*([pointer] * 5), *([int64] * 3), pointer]),
         "sf_judge": (
             None,
-            [pointer, pointer, pointer, int64, int64, pointer, int64, pointer, int64]
-            + [pointer, int64]
-            + [pointer] * 4,
-        ),
-        "sf_advance": (
-            None,
-            [pointer, pointer, pointer, int64, pointer, int64, pointer, pointer, pointer],
+            [*([pointer] * 5), int64, pointer, int64, pointer, int64, pointer, int64]
+            + [pointer] * 7
+            + [int64],
         ),
         "sf_sanitise": (
             None,

@@ -29,12 +29,12 @@ typedef struct {
 } layout;
 
 SF_EXPORT void sf_lay_out(const slot_state *state, const int64_t *slots, const int64_t *known,
-                          const int64_t *drafts, int64_t count, int64_t first_sampling,
+                          const int64_t *drafts, const int64_t *samples, int64_t count,
                           int64_t rows, int64_t sampled_rows, const layout *out) {
     int64_t row = 0, sample = 0;
     for (int64_t i = 0; i < count; i++) {
         const int64_t slot = slots[i], start = state->computed[slot];
-        const int64_t size = known[i] + drafts[i];
+        const int64_t size = known[i] ? known[i] + drafts[i] : 0;
         const int64_t *text = state->history + slot * state->width + start;
         out->first_row[i] = row;
         out->first_sample[i] = sample;
@@ -43,7 +43,7 @@ SF_EXPORT void sf_lay_out(const slot_state *state, const int64_t *slots, const i
             out->positions[row + j] = start + j;
             out->row_slot[row + j] = slot;
         }
-        if (i >= first_sampling)
+        if (size && samples[i])
             for (int64_t j = known[i] - 1; j < size; j++, sample++) {
                 out->sample_index[sample] = row + j;
                 out->sample_slots[sample] = slot;
@@ -70,41 +70,39 @@ static int contains(const int64_t *ids, int64_t count, int64_t id) {
     return 0;
 }
 
-SF_EXPORT void sf_judge(const slot_state *state, const int64_t *slots, const int64_t *drafts,
-                        int64_t count, int64_t first_sampling, const int64_t *sampled,
-                        int64_t sampled_rows, const int64_t *first_sample, int64_t most_drafts,
-                        const int64_t *stop_ids, int64_t stop_width, int64_t *tokens,
-                        int64_t *accepted, int64_t *counts, int64_t *ends) {
+/* Accept, cut at ends, commit; an entry without known rows changes nothing. */
+SF_EXPORT void sf_judge(const slot_state *state, const int64_t *slots, const int64_t *known,
+                        const int64_t *drafts, const int64_t *samples, int64_t count,
+                        const int64_t *sampled, int64_t sampled_rows, const int64_t *first_sample,
+                        int64_t most_drafts, const int64_t *stop_ids, int64_t stop_width,
+                        int64_t *tokens, int64_t *accepted, int64_t *counts, int64_t *ends,
+                        int64_t *first, int64_t *settled, int64_t *going, int64_t nobody) {
     for (int64_t i = 0; i < count; i++) {
         const int64_t slot = slots[i], length = state->length[slot];
-        const int64_t *offered = state->history + slot * state->width + length;
+        int64_t *text = state->history + slot * state->width + length;
         int64_t *token = tokens + i * (most_drafts + 1);
         for (int64_t j = 0; j <= most_drafts; j++)
             token[j] = sampled[least(first_sample[i] + j, sampled_rows - 1)];
-        int64_t right = 0;
-        while (right < least(drafts[i], most_drafts) && token[right] == offered[right]) right++;
-        accepted[i] = right;
-        counts[i] = ends[i] = 0;
-        if (i < first_sampling) continue;
-        const int64_t room = state->limit[slot] - length, most = least(right + 1, room);
-        int64_t kept = 0, stopped = 0;
-        while (kept < most && !stopped)
-            stopped = contains(stop_ids + slot * stop_width, stop_width, token[kept++]);
-        counts[i] = kept;
-        ends[i] = stopped ? 1 : kept >= room ? 2 : 0;
-    }
-}
-
-SF_EXPORT void sf_advance(const slot_state *state, const int64_t *slots, const int64_t *known,
-                          int64_t count, const int64_t *tokens, int64_t stride,
-                          const int64_t *counts, int64_t *first, int64_t *settled) {
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t slot = slots[i];
-        int64_t *text = state->history + slot * state->width + state->length[slot];
-        for (int64_t j = 0; j < counts[i]; j++) text[j] = tokens[i * stride + j];
         first[i] = state->computed[slot];
-        state->length[slot] += counts[i];
-        settled[i] = counts[i] ? state->length[slot] - 1 - first[i] : known[i];
+        accepted[i] = counts[i] = ends[i] = settled[i] = 0;
+        going[i] = nobody;
+        if (!known[i]) continue;
+        settled[i] = known[i];
+        if (samples[i]) {
+            int64_t right = 0;
+            while (right < least(drafts[i], most_drafts) && token[right] == text[right]) right++;
+            const int64_t room = state->limit[slot] - length, most = least(right + 1, room);
+            int64_t kept = 0, stopped = 0;
+            while (kept < most && !stopped)
+                stopped = contains(stop_ids + slot * stop_width, stop_width, token[kept++]);
+            accepted[i] = right;
+            counts[i] = kept;
+            ends[i] = stopped ? 1 : kept >= room ? 2 : 0;
+            for (int64_t j = 0; j < kept; j++) text[j] = token[j];
+            if (kept) settled[i] = length + kept - 1 - first[i];
+            if (kept && !ends[i]) going[i] = slot;
+        }
+        state->length[slot] = length + counts[i];
         state->computed[slot] = first[i] + settled[i];
     }
 }
