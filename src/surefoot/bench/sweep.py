@@ -19,6 +19,7 @@ from statistics import median
 from surefoot.engine.engine import Engine
 from surefoot.errors import SurefootError
 from surefoot.request import Request, SamplingParams, SpeculationParams
+from surefoot.speculation.fixed import FixedPlanner
 
 Mode = int | str
 """A fixed number of drafts, or ``auto``; 0 is plain decoding without proposers."""
@@ -160,12 +161,11 @@ def until_all_decode(engine: Engine, requests: Sequence[Request]) -> None:
 @contextmanager
 def drafting(engine: Engine, mode: Mode) -> Iterator[SpeculationParams]:
     """Set the engine's policy for a mode; what its requests have to say for it."""
-    controller, runner = engine.controller, engine.runner
-    before = controller.policy, runner.thrift
-    controller.policy = "auto" if mode in ("auto", PLAIN) else "fixed"
-    if controller.policy == "fixed":
+    loop = engine.loop
+    before = loop.planner
+    if mode not in ("auto", PLAIN):
         # A drafter that does not pay drafts all the same.
-        runner.thrift = {}
+        loop.planner = FixedPlanner(engine.state.max_drafts, exact=not engine.rounds.recorded)
     try:
         if mode == "auto":
             yield SpeculationParams()
@@ -174,7 +174,7 @@ def drafting(engine: Engine, mode: Mode) -> Iterator[SpeculationParams]:
         else:
             yield SpeculationParams("auto", int(mode))
     finally:
-        controller.policy, runner.thrift = before
+        loop.planner = before
 
 
 def sweep(

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from surefoot.kernels.rounds import RoundLayout, RoundSpans
 from surefoot.speculation import registry
-from surefoot.speculation.layout import RoundPlan
 from surefoot.speculation.proposer import Drafts, Needs, Proposer
-from surefoot.speculation.replay import ReplayRound
+from surefoot.speculation.round import Round
 from surefoot.speculation.state import SlotState
 
 NAME = "synthetic"
@@ -63,9 +61,9 @@ class SyntheticAcceptance:
     """Replaces sampled tokens by the drafts on offer, whoever made them (chains), or by others:
     ``rates[slot]`` are the unconditional rates of drafts 1, 2, …"""
 
-    def __init__(self, replay: ReplayRound, rates: Sequence[Sequence[float]]) -> None:
-        state = replay.state
-        self.state = state
+    def __init__(self, round_: Round, rates: Sequence[Sequence[float]]) -> None:
+        self.state = state = round_.state
+        self.offers = round_.books.offers
         width = state.max_drafts
         table = torch.zeros((state.slots, width + 1))
         for slot in range(state.slots):
@@ -75,48 +73,35 @@ class SyntheticAcceptance:
                 table[slot, place] = rate / before if before > 0 else 0.0
                 before = rate
         self.conditional = table.to(state.device)
-        controller = replay.controller
-        alone = len(controller.names) == 1
-        # One proposer's offers are known to rounds that the host plans, too.
-        self.tokens = controller.tokens[0] if alone else replay.tokens
-        self.lengths = controller.lengths[0] if alone else replay.lengths
 
     def __call__(
-        self, spans: RoundSpans | None, layout: RoundLayout, sampled: torch.Tensor
+        self, spans: RoundSpans, layout: RoundLayout, sampled: torch.Tensor
     ) -> torch.Tensor:
         """int64 [M] -> int64 [M]."""
         slots, positions = layout.sample_slots, layout.sample_positions
+        tokens, lengths = self.offers.tokens, self.offers.lengths
+        if not len(slots):
+            return sampled
         if self.state.device.type == "cuda":
             from surefoot.kernels.triton.acceptance import replace_sampled
 
             return replace_sampled(
                 slots, positions, sampled, self.state.length, self.conditional,
-                self.tokens, self.lengths, self.state.vocab_size,
+                tokens, lengths, self.state.vocab_size,
             )  # fmt: skip
         place = (positions - self.state.length[slots]).clamp(0, self.state.max_drafts)
-        offered = self.tokens[slots, place.clamp(max=self.state.max_drafts - 1)]
+        offered = tokens[slots, place.clamp(max=self.state.max_drafts - 1)]
         other = draft_at(slots, positions, self.state)
-        draft = torch.where(place < self.lengths[slots], offered, other)
+        draft = torch.where(place < lengths[slots], offered, other)
         coin = _hash(slots, positions, 2).float() / 2**31
         right = coin < self.conditional[slots, place]
         return torch.where(right, draft, (draft + 1 + sampled % 7) % self.state.vocab_size)
 
 
-def accept(replay: ReplayRound, rates: Sequence[float]) -> SyntheticAcceptance:
-    """What makes a new engine accept drafts at these unconditional rates, for greedy requests: its
-    ``override``."""
-    acceptance, round_ = SyntheticAcceptance(replay, [rates]), replay.round
-    sample = round_.sample
-
-    def sample_so(plan: RoundPlan, layout: RoundLayout, *rest: Any) -> Any:
-        sampled, logprobs = sample(plan, layout, *rest)
-        if plan.sampled_rows:
-            sampled = acceptance(None, layout, sampled)
-        return sampled, logprobs
-
-    # While some prompts are not finished the host plans; nobody should learn from noise then.
-    setattr(round_, "sample", sample_so)  # noqa: B010
-    return acceptance
+def accept(round_: Round, rates: Sequence[float]) -> SyntheticAcceptance:
+    """What makes an engine accept drafts at these unconditional rates, for greedy requests: its
+    ``replace_sampled``."""
+    return SyntheticAcceptance(round_, [rates])
 
 
 def register() -> None:

@@ -185,7 +185,8 @@ class Loop:
     # --- launching ----------------------------------------------------------------------------
 
     def launch(self) -> bool:
-        """Launch a round. False where there is nobody for it, or no room before a report is read."""
+        """Launch a round. False where there is nobody for it, or no room before a report is
+        read."""
         begun = time.perf_counter()
         while (batch := self._gather()) is not None:
             if batch.group.masked:

@@ -52,9 +52,7 @@ class Reservations:
             self.capacity[slot] = len(blocks) * size
         self.state.set_blocks(pairs)
 
-    def make(
-        self, transaction: Transaction, batch: Batch, decision: Decision
-    ) -> np.ndarray | None:
+    def make(self, transaction: Transaction, batch: Batch, decision: Decision) -> np.ndarray | None:
         """Reserve for a round of ``batch``; None if the pool has too little. Returns the positions
         that it may write for each decoding request, int64 [decoding spans]."""
         slots = np.array(batch.group.slots, dtype=np.int64)

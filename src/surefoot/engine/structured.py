@@ -14,8 +14,8 @@ import torch
 
 from surefoot.kernels.upload import upload
 from surefoot.request import Request
-from surefoot.speculation.controller import Controller
 from surefoot.speculation.books import Offers
+from surefoot.speculation.controller import Controller
 from surefoot.structured import TextGrammar
 
 

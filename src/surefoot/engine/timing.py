@@ -18,7 +18,8 @@ KNOTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 5
 """Rows of rounds that are timed where rounds are called."""
 REPEATS = 3
 Seat = Callable[[int, int], None]
-"""(Requests that decode, rows of a prompt chunk beside them): called before every round."""
+"""(Requests, rows of a prompt chunk that the first of them runs, or 0): called before every
+round."""
 
 
 def contexts_to_time(round_: Round, blocks: int, requests: int) -> list[int]:
@@ -38,8 +39,8 @@ def contexts_to_time(round_: Round, blocks: int, requests: int) -> list[int]:
 
 @contextmanager
 def made_up_requests(round_: Round, blocks: int, context: int) -> Iterator[Seat]:
-    """Yields ``seat``: requests then decode behind ``context`` tokens (three quarters of the longest
-    text, if that is less) with full offers of drafts, and one more runs a chunk of its prompt.
+    """Yields ``seat``: requests then decode behind ``context`` tokens (three quarters of the
+    longest text, if that is less) with full offers of drafts; the first may run a prompt chunk.
     ``blocks``: those of the KV pool, block 0 (nobody's) included; a request's are its own as far as
     they suffice, for keys that all share stay in a cache and cost nothing to read.
 

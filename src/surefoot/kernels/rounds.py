@@ -48,9 +48,9 @@ class RoundLayout:
 class RoundVerdict:
     """int64 [B] each, but for the tokens. ``accepted``: drafts accepted, before the cut at an end;
     ``counts``: tokens committed, 0 for spans that sample nothing; ``ends``: 0 runs on, 1 ended by a
-    stop id, 2 by the token limit; ``first``: leading positions whose KV was written before the round; ``settled``: how many more
-    are final now; ``going``: the slots that got tokens and did not end, elsewhere the last slot,
-    which is nobody's.
+    stop id, 2 by the token limit; ``first``: leading positions whose KV was written before the
+    round; ``settled``: how many more are final now; ``going``: the slots that got tokens and did
+    not end, elsewhere the last slot, which is nobody's.
     """
 
     tokens: torch.Tensor

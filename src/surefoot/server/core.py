@@ -184,7 +184,7 @@ class Core:
             preemptions=stats.preemptions,
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
-            probes=engine.controller.probes,
+            probes=engine.planner.explored,
             saved_seconds=stats.saved_seconds,
         )
 

@@ -1,7 +1,7 @@
 """What may be verified next: the best offer of every slot, and the book-keeping around a round.
 
-``OfferBooks`` is the reference in torch, for any device; ``compiled_control`` does the same in a few
-kernels on an NVIDIA GPU.
+``OfferBooks`` is the reference in torch, for any device; ``compiled_control`` does the same in a
+few kernels on an NVIDIA GPU.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from surefoot.kernels.rounds import RoundSpans, RoundVerdict
+from surefoot.speculation.books import LEAST, OfferBooks, Propose
 from surefoot.speculation.controller import Controller
 from surefoot.speculation.estimator import BINS, GLOBAL_DECAY, PRIOR_RANGE, SLOT_DECAY
-from surefoot.speculation.books import LEAST, OfferBooks, Propose
 
 if TYPE_CHECKING:
     from surefoot.speculation.proposer import Drafts

@@ -1,8 +1,8 @@
 """What proposers offer to each request, and how likely each draft is right.
 
-Proposers offer; the best offer of each request, with the chance that each of its drafts is accepted,
-is what a round may verify. Everything is decided per request: one with repetitive text keeps its
-drafts while its neighbour with prose gets none.
+Proposers offer; the best offer of each request, with the chance that each of its drafts is
+accepted, is what a round may verify. Everything is decided per request: one with repetitive text
+keeps its drafts while its neighbour with prose gets none.
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ class FixedPlanner:
             drafts = 0
         elif self.exact:
             chances = situation.chances
-            offered = 0 if chances is None else int(np.nan_to_num(chances.numpy()).astype(bool).sum())
+            offered = (
+                0 if chances is None else int(np.nan_to_num(chances.numpy()).astype(bool).sum())
+            )
             drafts = min(drafts, offered)
         return Decision(drafts, situation.proposers, min(situation.draft_limit, self.width))
 

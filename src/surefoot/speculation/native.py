@@ -73,9 +73,7 @@ class NativeRound:
             self.address, slots.data_ptr(), len(slots), tokens.data_ptr(), tokens.shape[1]
         )
 
-    def lay_out(
-        self, spans: RoundSpans, rows: int, sampled_rows: int
-    ) -> tuple[torch.Tensor, ...]:
+    def lay_out(self, spans: RoundSpans, rows: int, sampled_rows: int) -> tuple[torch.Tensor, ...]:
         """``kernels.rounds.lay_out_spans``: the tensors of ``_Layout``, in its order."""
         batch = len(spans.slots)
         sizes = (rows, rows, rows, batch, sampled_rows, sampled_rows, sampled_rows, batch)

@@ -10,7 +10,7 @@ may launch the next one before it has read this one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.sampling.logprobs import WIDTHS, RowLogprobs, pack, row_logprobs
 from surefoot.sampling.params import Features
 from surefoot.sampling.sampler import SampleRows, sample_rows
+from surefoot.speculation.books import OfferBooks
 from surefoot.speculation.compiled_control import CompiledControl
 from surefoot.speculation.controller import Controller
-from surefoot.speculation.books import OfferBooks
 from surefoot.speculation.proposer import Commits, Drafts, Outlook, Proposer
 from surefoot.speculation.size import Size
 from surefoot.speculation.state import SlotState
@@ -117,9 +117,9 @@ class Round:
     ) -> list[RowLogprobs]:
         """Run a round: updates the slots, and leaves ``books.report`` and ``scores``.
 
-        ``max_keys`` bounds what the texts hold after it, drafts included (None: nothing is known).
-        ``prompt_rows`` int64 [R]: flat rows of prompts whose next token's logprobs are wanted, which
-        are returned.
+        ``max_keys`` bounds what the texts hold after it, drafts included (None: nothing is
+        known). ``prompt_rows`` int64 [R]: flat rows of prompts whose next token's logprobs are
+        wanted, which are returned.
         """
         max_keys = max_keys or self.state.history.shape[1]
         slots, books = self.slots[: size.spans], self.books

@@ -45,8 +45,8 @@ class SlotState:
         self.length, self.computed, self.limit, self.alive, self.structured = self._counts
         self.length[self.idle_slot] = 1
         self.mask_bits = torch.zeros((0, 0), dtype=torch.int32, device=device)
-        """int32 [slots * (1 + max_drafts), ceil(vocab / 32)], as in ``TokenMasks``: what the rows of
-        a slot that is ``structured`` (1) may sample. Made when the first such request comes."""
+        """int32 [slots * (1 + max_drafts), ceil(vocab / 32)], as in ``TokenMasks``: what the rows
+        of a slot that is ``structured`` (1) may sample. Made when the first such request comes."""
         blocks = -(-width // block_size)
         self.block_tables = torch.zeros((slots, blocks), dtype=torch.int32, device=device)
         self.params = SlotParams(slots, vocab_size, device)

@@ -81,9 +81,7 @@ def split_kernel(
             inside = flat < spans * width
             owner = tl.load(slots_ptr + flat // width, mask=inside, other=0)
             share = tl.load(quota_ptr + flat // width, mask=inside, other=0)
-            _, _, drafting = known_rows(
-                owner, share, length_ptr, computed_ptr, alive_ptr, inside
-            )
+            _, _, drafting = known_rows(owner, share, length_ptr, computed_ptr, alive_ptr, inside)
             chance = tl.load(chance_ptr + owner * width + flat % width, mask=inside, other=0.0)
             chance = tl.where(drafting, chance, 0.0)
             earlier = flat[None, :] < (span * width + step)[:, None]

@@ -88,7 +88,8 @@ def node_rows(
     drafts: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """``first_row`` and ``span_rows`` int64 [B], ``positions`` int64 [N] of chains, ``masks`` and
-    ``depths`` int64 [B, K + 1], ``drafts`` int64 [B]: those verified (none: no tree) -> (owner, offset, depth, position, mask), int64 [N] each."""
+    ``depths`` int64 [B, K + 1], ``drafts`` int64 [B]: those verified (none: no tree) -> (owner,
+    offset, depth, position, mask), int64 [N] each."""
     rows, spans = positions.shape[0], first_row.shape[0]
     out = tuple(positions.new_empty(rows) for _ in range(5))
     node_rows_kernel[(cdiv(rows, TILE),)](
@@ -205,8 +206,8 @@ def settle(
     drafts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``rows``: owner, offset and depth int64 [N]; ``path``: lengths [B] and rows [B, K + 1];
-    ``counts`` int64 [B]: positions settled; ``drafts`` int64 [B] as in ``node_rows`` -> (key index, slot, row before), int64 [N] each, and
-    the last settled row int64 [B]."""
+    ``counts`` int64 [B]: positions settled; ``drafts`` int64 [B] as in ``node_rows`` -> (key
+    index, slot, row before), int64 [N] each, and the last settled row int64 [B]."""
     total, spans = key_index.shape[0], first_row.shape[0]
     out = [torch.empty_like(key_index) for _ in range(3)]
     last = torch.empty_like(first_row)
