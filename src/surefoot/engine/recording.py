@@ -36,7 +36,7 @@ def prepare_rounds(
     if config.draft_policy == "fixed":
         return rounds, FixedPlanner(width, exact=not ahead)
     if isinstance(rounds, PaddedRounds):
-        costs = _measure_padded(rounds, config, blocks)
+        costs = _measure_padded(rounds, blocks)
     else:
         costs = _measure_called(round_, config, blocks, most)
     planner = Planner(costs, HostCosts(), width, tuple(round_.drafters), overlap=ahead)
@@ -58,7 +58,7 @@ def _measure_called(round_: Round, config: EngineConfig, blocks: int, most: int)
     return ExactCosts(rows, seconds, _proposing(round_, times))
 
 
-def _measure_padded(rounds: PaddedRounds, config: EngineConfig, blocks: int) -> RoundCosts:
+def _measure_padded(rounds: PaddedRounds, blocks: int) -> RoundCosts:
     round_ = rounds.round
     if round_.state.device.type != "cuda":
         # A made-up device on which rows are nearly free: here such rounds are for tests only.
@@ -72,7 +72,7 @@ def _measure_padded(rounds: PaddedRounds, config: EngineConfig, blocks: int) -> 
     from surefoot.engine.recorded_costs import measure_recorded
 
     assert isinstance(rounds, RecordedRounds)
-    return measure_recorded(rounds, config, blocks)
+    return measure_recorded(rounds, blocks)
 
 
 def _proposing(round_: Round, times: dict[int, list[float]]) -> dict[int, Proposing]:

@@ -48,7 +48,9 @@ def split_kernel(
     span = tl.program_id(0)
     slot = tl.load(slots_ptr + span)
     quota = tl.load(quota_ptr + span)
-    known, samples, alone = known_rows(slot, quota, length_ptr, computed_ptr, alive_ptr, None)
+    known, samples, alone = known_rows(
+        slot, quota, length_ptr, computed_ptr, alive_ptr, slot >= 0
+    )
     if span == 0:
         for base in range(0, entries, BLOCK):
             entry = base + tl.arange(0, BLOCK)
@@ -67,7 +69,7 @@ def split_kernel(
         there = others < spans
         other_slots = tl.load(slots_ptr + others, mask=there, other=0)
         quotas = tl.load(quota_ptr + others, mask=there, other=0)
-        needed, sampled, _ = known_rows(
+        needed, sampled, unused = known_rows(
             other_slots, quotas, length_ptr, computed_ptr, alive_ptr, there
         )
         room = rows - tl.sum(needed, axis=0)
@@ -81,7 +83,7 @@ def split_kernel(
             inside = flat < spans * width
             owner = tl.load(slots_ptr + flat // width, mask=inside, other=0)
             share = tl.load(quota_ptr + flat // width, mask=inside, other=0)
-            _, _, drafting = known_rows(owner, share, length_ptr, computed_ptr, alive_ptr, inside)
+            has_known, has_sample, drafting = known_rows(owner, share, length_ptr, computed_ptr, alive_ptr, inside)
             chance = tl.load(chance_ptr + owner * width + flat % width, mask=inside, other=0.0)
             chance = tl.where(drafting, chance, 0.0)
             earlier = flat[None, :] < (span * width + step)[:, None]
@@ -217,7 +219,7 @@ def keep_kernel(
         for index in range(0, proposers):
             place = index * slots + slot
             size = tl.load(token_length_ptr + place)
-            size = tl.where((awake >> index) & 1, size, 0)
+            size = tl.where(((awake >> index) & 1) != 0, size, 0)
             tl.store(token_length_ptr + place, size, mask=slot != idle)
             sure = tl.load(confidence_ptr + place * width + step, mask=inside, other=0.0)
             bins = tl.minimum(tl.maximum((sure * BINS).to(tl.int64), 0), BINS - 1)
