@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from surefoot.speculation.replay import ReplayRound
 
 from certify_setups import register
 from eagle3_engines import folder, target
@@ -25,7 +26,6 @@ from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.speculation.proposer import Commits, Drafts, Needs, Proposer
-from surefoot.speculation.replay import ReplayRound
 
 
 class Summing(Proposer):

@@ -18,7 +18,8 @@ def filled(kv: KVManager, name: str, tokens: list[int]) -> int:
     hit = kv.open(name, tokens)
     with kv.transaction() as transaction:
         assert transaction.reserve({name: len(tokens) - hit})
-        transaction.commit(name, tokens[hit:])
+        kv.keep(kv.leases[name], tokens[hit:])
+        transaction.keep()
     return hit
 
 
@@ -33,14 +34,17 @@ def test_reserve_is_all_or_none() -> None:
         assert kv.pool.num_free == 0
 
 
-def test_commit_gives_back_whole_unused_blocks() -> None:
+def test_whole_unused_blocks_can_be_given_back() -> None:
     kv = KVManager(num_blocks=10, block_size=4)
     kv.open("a", [1])
     with kv.transaction() as transaction:
         assert transaction.reserve({"a": 17})
         assert len(kv.leases["a"].blocks) == 5
         kept = kv.leases["a"].blocks[:2]
-        transaction.commit("a", [1, 2, 3, 4, 5])
+        kv.keep(kv.leases["a"], [1, 2, 3, 4, 5])
+        transaction.keep()
+    assert len(kv.leases["a"].blocks) == 5
+    kv.give_back(kv.leases["a"])
     assert kv.leases["a"].blocks == kept
 
 
@@ -51,6 +55,18 @@ def test_an_exception_rolls_back() -> None:
         transaction.reserve({"a": 9})
         raise ZeroDivisionError
     assert kv.leases["a"].blocks == []
+    kv.check_integrity()
+
+
+def test_what_is_not_kept_is_rolled_back() -> None:
+    kv = KVManager(num_blocks=10, block_size=4)
+    kv.open("a", [1])
+    with kv.transaction() as transaction:
+        assert transaction.reserve({"a": 4})
+        transaction.keep()
+    with kv.transaction() as transaction:
+        assert transaction.reserve({"a": 16})
+    assert len(kv.leases["a"].blocks) == 1
     kv.check_integrity()
 
 
@@ -96,10 +112,12 @@ def test_a_rejected_draft_never_becomes_findable() -> None:
     kv.open("a", [1, 2])
     with kv.transaction() as transaction:
         transaction.reserve({"a": 6})
-        transaction.commit("a", [1, 2])
+        kv.keep(kv.leases["a"], [1, 2])
+        transaction.keep()
     with kv.transaction() as transaction:
         transaction.reserve({"a": 6})
-        transaction.commit("a", [7, 8])
+        kv.keep(kv.leases["a"], [7, 8])
+        transaction.keep()
     assert kv.open("b", [1, 2, 7, 8, 5]) == 4
     assert kv.open("c", [1, 2, 3, 4, 5]) == 0
 
@@ -166,9 +184,11 @@ class Transactions(RuleBasedStateMachine):
                     return
                 if fail:
                     raise ZeroDivisionError
+                transaction.keep()
                 for name, new in tokens.items():
                     self.texts[name] += new
-                    transaction.commit(name, new)
+                    self.kv.keep(self.kv.leases[name], new)
+                    self.kv.give_back(self.kv.leases[name])
                     self.ahead.discard(name)
                     self._write(name)
         except ZeroDivisionError:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from surefoot.engine.graphs import Report
+from surefoot.engine.pipeline import RESERVED_AHEAD, Pipeline
 
 from harness import Job, make_engine, run_jobs, tiny_decoder
-from surefoot.engine.graphs import Report
 from surefoot.engine.landing import Landing, read_report
-from surefoot.engine.pipeline import RESERVED_AHEAD, Pipeline
 from surefoot.kv.transaction import KVManager
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams, Status
 from surefoot.speculation.state import SlotState

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from surefoot.engine.graphs import RoundGraphs
 from typer.testing import CliRunner
 
 from harness import make_engine, tiny_decoder
@@ -24,7 +25,6 @@ from surefoot.bench.sweep import (
 )
 from surefoot.bench.traffic import kv_bytes_per_token, round_bytes, weight_bytes
 from surefoot.cli.main import app
-from surefoot.engine.graphs import RoundGraphs
 from surefoot.errors import SurefootError
 from surefoot.models.decoder import expected_shapes
 from surefoot.request import SamplingParams

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from surefoot.speculation.replay import GREEDY as GREEDY_FEATURES
+from surefoot.speculation.replay import Size
 
 import tree_proposers  # noqa: F401 - registers
 from eagle3_engines import folder, target
@@ -17,8 +19,6 @@ from surefoot.engine.engine import Engine
 from surefoot.kernels.rounds import RoundSpans, lay_out_spans
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.proposer import Drafts
-from surefoot.speculation.replay import GREEDY as GREEDY_FEATURES
-from surefoot.speculation.replay import Size
 from surefoot.speculation.trees import Trees, ancestors, lay_out_trees, node_rows
 from test_eagle3_engine import crowd
 from test_round import EVERY_OPTION, Watch

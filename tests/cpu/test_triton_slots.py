@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 
 import triton_interpreter  # isort: skip
 
+from surefoot.speculation.layout import RoundPlan
+
 from surefoot.kernels import rounds
 from surefoot.kernels.lookup import ngram_lookup_reference
 from surefoot.kernels.rounds import RoundSpans
@@ -18,7 +20,6 @@ from surefoot.kernels.triton.lookup import ngram_lookup
 from surefoot.kernels.triton.slots import lay_out
 from surefoot.kernels.triton.verdict import judge_and_advance
 from surefoot.speculation import layout as reference
-from surefoot.speculation.layout import RoundPlan
 from surefoot.speculation.state import SlotState
 from triton_interpreter import DEVICE
 
