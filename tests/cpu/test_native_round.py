@@ -94,9 +94,7 @@ def test_a_round_commits_the_same(data: Any, seed: int) -> None:
         size = Size(len(spans.slots), rows, sampled_rows, Features(), ())
         if state.native is not None:
             layout = native_layout(state, spans, size, 40)
-            found = state.native.judge(
-                spans, layout.first_sample, sampled, state.params.stop_ids
-            )
+            found = state.native.judge(spans, layout.first_sample, sampled, state.params.stop_ids)
         else:
             layout = lay_out_spans(
                 spans, state.history, state.computed, state.block_tables, rows, sampled_rows, 40, 40
