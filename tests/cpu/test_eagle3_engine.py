@@ -106,8 +106,7 @@ def test_rounds_launched_ahead_offer_the_same() -> None:
         target(), True, draft_policy="fixed", proposers=("eagle3",), proposer_options=own,
         max_draft_tokens=4, max_num_batched_tokens=7, max_num_seqs=3,
     )  # fmt: skip
-    assert engine.pipeline is not None
-    propose, idle = engine.proposers[0].propose, engine.pipeline.replay.idle_slot
+    propose, idle = engine.proposers[0].propose, engine.state.idle_slot
     offers: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
 
     def watched(slots: torch.Tensor) -> Drafts:

@@ -30,7 +30,9 @@ def actions_of(rounds: RecordedRounds, spans: int) -> list[Action]:
     return found
 
 
-def decoding_sizes(rounds: RecordedRounds, spans: int, kind: Features, action: Action) -> list[Size]:
+def decoding_sizes(
+    rounds: RecordedRounds, spans: int, kind: Features, action: Action
+) -> list[Size]:
     """Rounds of so many spans that propose so, by rows; the first verifies no drafts."""
     base = Size(spans, spans, spans, kind, *action)
     if not rounds.round.proposers:

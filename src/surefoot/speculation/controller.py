@@ -162,14 +162,6 @@ class Controller:
         lengths = torch.where(self.allowed[index, slots], lengths, 0)
         return Drafts(tokens.clamp(0, state.vocab_size - 1), lengths, confidence, parents)
 
-    def cut(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Keep of the offers for ``slots`` [B] only ``lengths`` [proposers, B] drafts: a grammar
-        forbids what follows."""
-        lengths = torch.minimum(self.lengths[:, slots], lengths)
-        self.lengths[:, slots] = lengths
-        for estimator, kept in zip(self.estimators, lengths, strict=True):
-            estimator.shorten(slots, kept)
-
     def learn(self, slots: torch.Tensor) -> None:
         """Judge watched offers by the tokens that a round committed to ``slots``."""
         for estimator in self.estimators:

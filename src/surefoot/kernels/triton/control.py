@@ -48,9 +48,7 @@ def split_kernel(
     span = tl.program_id(0)
     slot = tl.load(slots_ptr + span)
     quota = tl.load(quota_ptr + span)
-    known, samples, alone = known_rows(
-        slot, quota, length_ptr, computed_ptr, alive_ptr, slot >= 0
-    )
+    known, samples, alone = known_rows(slot, quota, length_ptr, computed_ptr, alive_ptr, slot >= 0)
     if span == 0:
         for base in range(0, entries, BLOCK):
             entry = base + tl.arange(0, BLOCK)
@@ -83,7 +81,9 @@ def split_kernel(
             inside = flat < spans * width
             owner = tl.load(slots_ptr + flat // width, mask=inside, other=0)
             share = tl.load(quota_ptr + flat // width, mask=inside, other=0)
-            has_known, has_sample, drafting = known_rows(owner, share, length_ptr, computed_ptr, alive_ptr, inside)
+            has_known, has_sample, drafting = known_rows(
+                owner, share, length_ptr, computed_ptr, alive_ptr, inside
+            )
             chance = tl.load(chance_ptr + owner * width + flat % width, mask=inside, other=0.0)
             chance = tl.where(drafting, chance, 0.0)
             earlier = flat[None, :] < (span * width + step)[:, None]
