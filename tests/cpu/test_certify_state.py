@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from surefoot.speculation.replay import ReplayRound
 
 from certify_setups import register
 from eagle3_engines import folder, target
@@ -26,6 +25,7 @@ from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.speculation.proposer import Commits, Drafts, Needs, Proposer
+from surefoot.speculation.round import Round
 
 
 class Summing(Proposer):
@@ -159,13 +159,13 @@ def test_offers_of_recorded_rounds_are_checked_too(monkeypatch: pytest.MonkeyPat
     recorded = sum(count for name, count in situations.items() if name.endswith("recorded"))
     assert recorded >= QUICK.min_offers
 
-    propose = ReplayRound.propose
+    propose = Round.propose
 
-    def late(self: ReplayRound, *args: Any) -> Drafts:
+    def late(self: Round, *args: Any) -> Drafts:
         drafts = propose(self, *args)
         return replace(drafts, tokens=drafts.tokens.roll(1, dims=1))
 
-    monkeypatch.setattr(ReplayRound, "propose", late)
+    monkeypatch.setattr(Round, "propose", late)
     section = check("summing", recorded=True)
     assert len(section.problems) == 1 and "stale" in section.problems[0]
 

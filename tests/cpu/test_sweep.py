@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from surefoot.engine.graphs import RoundGraphs
 from typer.testing import CliRunner
 
 from harness import make_engine, tiny_decoder
@@ -25,9 +24,12 @@ from surefoot.bench.sweep import (
 )
 from surefoot.bench.traffic import kv_bytes_per_token, round_bytes, weight_bytes
 from surefoot.cli.main import app
+from surefoot.engine import recording
 from surefoot.errors import SurefootError
 from surefoot.models.decoder import expected_shapes
 from surefoot.request import SamplingParams
+from surefoot.speculation.fixed import FixedPlanner
+from surefoot.speculation.round import Round
 from tiny_models import tiny_hf_model
 
 QUICK = ["--backend", "torch", "--dtype", "float32", "--threads", "1"]
@@ -189,18 +191,18 @@ def test_an_override_is_there_when_rounds_are_measured(monkeypatch: pytest.Monke
     from surefoot.engine.engine import Engine
 
     seen = []
-    honest = RoundGraphs.measure
+    honest = recording.time_called
 
-    def measure(self: RoundGraphs, blocks: int) -> None:
-        seen.append(self.replay.override)
-        honest(self, blocks)
+    def measure(round_: Round, *rest: Any) -> Any:
+        seen.append(round_.replace_sampled)
+        return honest(round_, *rest)
 
-    monkeypatch.setattr(RoundGraphs, "measure", measure)
+    monkeypatch.setattr(recording, "time_called", measure)
     decoder = tiny_decoder()
     config = make_engine(decoder).config
-    engine = Engine(decoder, config, True, lambda replay: lambda spans, layout, sampled: sampled)
-    assert engine.pipeline is not None
-    assert seen == [engine.pipeline.replay.override] and seen[0] is not None
+    seen.clear()
+    engine = Engine(decoder, config, None, lambda round_: lambda spans, layout, sampled: sampled)
+    assert seen == [engine.round.replace_sampled] and seen[0] is not None
 
 
 def test_every_repeat_turns_the_order_around_after_the_warmup(
@@ -231,12 +233,11 @@ def test_passes_without_a_steady_state_have_no_steady_numbers() -> None:
 
 def test_a_pass_counts_what_was_decoded_and_leaves_the_engine_as_it_was() -> None:
     engine = make_engine(tiny_decoder(), max_num_seqs=2, max_draft_tokens=3)
-    engine.runner.thrift = kept = {7: object()}  # type: ignore[dict-item]
+    planner = engine.loop.planner
     with drafting(engine, 2) as wish:
-        assert (engine.controller.policy, engine.runner.thrift) == ("fixed", {})
+        assert isinstance(engine.loop.planner, FixedPlanner)
         assert wish.max_draft_tokens == 2
-    assert (engine.controller.policy, engine.runner.thrift) == ("auto", kept)
-    engine.runner.thrift = {}
+    assert engine.loop.planner is planner
     result = run_pass(engine, 2, 0, Load(random_prompts(48, 1, 10), GREEDY))
     assert result.accepted_length == 1 and result.drafts_per_round == 0
     # 10 to 34 tokens each, two requests: their mean in the steady state is near the middle.
