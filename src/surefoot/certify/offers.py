@@ -157,18 +157,19 @@ class _Listener:
         report = self._launch(size, keys, prompt_rows)
         if self.index not in size.proposers:
             return report
-        state, offers = self.engine.state, self.engine.round.books.offers
+        report.wait()
+        state, columns = self.engine.state, self.engine.round.books.columns
         slots = self.engine.round.slots[: size.spans].tolist()
         by_slot = {request.slot: request for request in self.engine.scheduler.running}
-        for request in [by_slot[slot] for slot in slots if slot in by_slot]:
-            slot = request.slot
-            length, count = int(state.length[slot]), int(offers.lengths[slot])
-            if not int(state.alive[slot]) or int(state.computed[slot]) != length - 1:
+        for slot, row in zip(slots, report.rows.tolist(), strict=True):
+            request = by_slot.get(slot)
+            if request is None or not row[columns.COUNT] or row[columns.END]:
                 continue
-            if count and int(offers.proposer[slot]) != self.index:
+            whose, drafts, _ = columns.read_offer(row)
+            if drafts and whose != self.index:
                 continue
-            text = tuple(state.history[slot, len(request.prompt) : length].tolist())
-            self.enter(request, text, tuple(offers.tokens[slot, :count].tolist()))
+            text = state.history[slot, len(request.prompt) : int(state.length[slot])].tolist()
+            self.enter(request, tuple(text), tuple(drafts))
         return report
 
     def on_step(self, step: int) -> None:
@@ -180,9 +181,12 @@ class _Listener:
         return self.step // SPELL % 4
 
     def after(self, request: Request) -> str:
+        """What came before this request's next offer."""
         if request.preemptions:
-            return "preemption"
-        return "prefix hit" if request.cached else self.after_spell()
+            found = "preemption"
+        else:
+            found = "prefix hit" if request.cached else self.after_spell()
+        return f"{found}, recorded" if self.engine.rounds.recorded else found
 
     def after_spell(self) -> str:
         if self.step < SPELL:
