@@ -97,6 +97,8 @@ class Loop:
         """The next round's spans, with whoever can be let in."""
         self._sort()
         decoding = self._decoding()
+        if not self._prompts and not self.scheduler.waiting:
+            return decoding
         room = self._prompt_room(decoding)
         if self.scheduler.waiting:
             left = room - sum(map(_missing, self._prompts))

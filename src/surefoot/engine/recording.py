@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +12,7 @@ from surefoot.engine.rounds import PaddedRounds, Rounds
 from surefoot.engine.timing import time_called, time_proposing
 from surefoot.kv.transaction import KVManager
 from surefoot.speculation.costs import ExactCosts, Proposing
-from surefoot.speculation.decisions import RoundCosts
+from surefoot.speculation.decisions import NOTHING, RoundCosts
 from surefoot.speculation.fixed import FixedPlanner
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.planner import Planner
@@ -21,8 +22,8 @@ LONGEST_STALL = 0.1
 """Seconds that a round with a prompt chunk may take while others decode, unless plain rounds take
 long themselves; then ``STALLED_ROUNDS`` of these."""
 STALLED_ROUNDS = 4.0
-LEAST_CHUNK = 64
-"""Rows of a prompt chunk, at least, where so many are wanted: a prompt must end."""
+CHUNKS = tuple(64 * 2 ** (step // 4) * (4 + step % 4) // 4 for step in range(37))
+"""Rows of the longest prompt chunks that are considered: 64 at least, for a prompt must end."""
 
 
 def prepare_rounds(
@@ -92,14 +93,13 @@ def _proposing(round_: Round, times: dict[int, list[float]]) -> dict[int, Propos
 
 def _longest_chunk(planner: Planner, decoding: int) -> int:
     """Rows of a prompt chunk beside so many requests that decode, at most."""
-    plain = float(planner.costs.table(decoding, 0, ((), 0), 0, 1024.0)[1][0])
-    most = max(LONGEST_STALL, STALLED_ROUNDS * plain)
-    low, high = LEAST_CHUNK, 1 << 16
-    while low < high:
-        middle = (low + high + 1) // 2
-        seconds = float(planner.costs.table(decoding, middle, ((), 0), 0, 1024.0)[1][0])
-        low, high = (middle, high) if seconds <= most else (low, middle - 1)
-    return low
+
+    def seconds(prompt_rows: int) -> float:
+        return float(planner.costs.table(decoding, prompt_rows, NOTHING, 0, 1024.0)[1][0])
+
+    most = max(LONGEST_STALL, STALLED_ROUNDS * seconds(0))
+    fits = bisect.bisect_right(CHUNKS, most, key=seconds)
+    return CHUNKS[max(fits - 1, 0)]
 
 
 def count_recorded(plan: MemoryPlan, rounds: Rounds, held: int) -> MemoryPlan:
