@@ -140,7 +140,7 @@ def test_what_was_reserved_for_later_rounds_is_given_back_before_anybody_is_pree
     """Two texts hold blocks for rounds to come when a third one wants them."""
     engine = make_engine(
         tiny_decoder(), True,
-        max_num_seqs=3, block_size=4, kv_blocks=32, enable_prefix_caching=False,
+        max_num_seqs=3, block_size=4, kv_blocks=52, enable_prefix_caching=False,
     )  # fmt: skip
     first, second = jobs(40, 40)
     for index, job in enumerate((first, second)):
@@ -149,8 +149,9 @@ def test_what_was_reserved_for_later_rounds_is_given_back_before_anybody_is_pree
         engine.step()
     held = [len(lease.blocks) for lease in engine.kv.leases.values()]
     assert min(held) > engine.kv.blocks_for(12)
-    late = Job((3,) * 40, SamplingParams(temperature=0, max_tokens=8), SpeculationParams("off"))
-    engine.add(engine.make_request("late", late.prompt, late.params, late.speculation))
+    # All blocks that are free, so that there is none for its first token.
+    prompt, params = [3] * (4 * engine.kv.pool.num_free), jobs(11)[0].params
+    engine.add(engine.make_request("late", prompt, params, SpeculationParams("off")))
     while engine.has_work:
         engine.step()
         engine.check_integrity()
