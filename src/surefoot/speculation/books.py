@@ -91,6 +91,8 @@ class OfferBooks:
         (int64 [B]); the rest of the rows goes to the likeliest drafts of requests that have
         nothing but their current token to run. Drafts stand behind the committed tokens then."""
         state, offers = self.state, self.offers
+        if state.native is not None:
+            return state.native.split(slots, quota, size.rows, size.samples, offers, size.verifies)
         missing = state.length[slots] - state.computed[slots]
         known = torch.minimum(quota, missing) * state.alive[slots]
         samples = ((known == missing) & (known > 0)).long()
@@ -124,9 +126,6 @@ class OfferBooks:
         """Judge earlier offers of ``slots`` [B] by the new tokens, take the offers for the next
         round, and report. ``drafts`` int64 [B]: those verified."""
         state, controller, offers = self.state, self.controller, self.offers
-        # Unused entries share a slot: what they write must not depend on who is last.
-        ended = state.alive[slots] * (verdict.ends != 0)
-        state.alive.index_put_((slots,), -ended, accumulate=True)
         whose, going = offers.proposer[slots], verdict.going
         if size.proposers:
             controller.learn(going)
@@ -156,7 +155,13 @@ class OfferBooks:
     def _report(
         self, slots: torch.Tensor, drafts: torch.Tensor, whose: torch.Tensor, verdict: RoundVerdict
     ) -> None:
-        offers = self.offers
+        offers, state = self.offers, self.state
+        if state.native is not None:
+            state.native.report(slots, drafts, whose, verdict, offers, self.report)
+            return
+        # Unused entries share a slot: what they write must not depend on who is last.
+        ended = state.alive[slots] * (verdict.ends != 0)
+        state.alive.index_put_((slots,), -ended, accumulate=True)
         goes = verdict.going != self.state.idle_slot
         offered = torch.where(goes, offers.lengths[slots], 0)
         columns = [verdict.counts, verdict.accepted, verdict.ends, drafts, whose, offered]

@@ -16,6 +16,7 @@ from surefoot.kernels.cpu.build import load_native
 from surefoot.kernels.rounds import RoundSpans, RoundVerdict
 
 if TYPE_CHECKING:
+    from surefoot.speculation.books import Offers
     from surefoot.speculation.state import SlotState
 
 
@@ -26,6 +27,7 @@ class _State(ctypes.Structure):
         ("length", ctypes.c_void_p),
         ("computed", ctypes.c_void_p),
         ("limit", ctypes.c_void_p),
+        ("alive", ctypes.c_void_p),
     ]
 
 
@@ -53,6 +55,7 @@ class NativeRound:
             state.length.data_ptr(),
             state.computed.data_ptr(),
             state.limit.data_ptr(),
+            state.alive.data_ptr(),
         )
         self.address = ctypes.addressof(self._struct)
         self.max_drafts = state.max_drafts
@@ -121,6 +124,70 @@ class NativeRound:
             self.nobody,
         )
         return RoundVerdict(tokens, *out)
+
+    def split(
+        self,
+        slots: torch.Tensor,
+        quota: torch.Tensor,
+        rows: int,
+        sampled_rows: int,
+        offers: Offers,
+        verifies: bool,
+    ) -> RoundSpans:
+        """``OfferBooks.split``."""
+        batch, width = len(slots), self.max_drafts
+        known, drafts, samples, scratch = _integers(4, batch)
+        mine = torch.empty(batch * width if verifies else 0)
+        self.library.sf_split(
+            self.address,
+            slots.data_ptr(),
+            quota.data_ptr(),
+            batch,
+            rows,
+            sampled_rows,
+            offers.chances.data_ptr(),
+            offers.tokens.data_ptr(),
+            width,
+            verifies,
+            known.data_ptr(),
+            drafts.data_ptr(),
+            samples.data_ptr(),
+            scratch.data_ptr(),
+            mine.data_ptr(),
+        )
+        return RoundSpans(slots, known, drafts, samples)
+
+    def report(
+        self,
+        slots: torch.Tensor,
+        drafts: torch.Tensor,
+        whose: torch.Tensor,
+        verdict: RoundVerdict,
+        offers: Offers,
+        report: torch.Tensor,
+    ) -> None:
+        """``OfferBooks._report``, and the marks of requests that ended."""
+        self.library.sf_report(
+            self.address,
+            slots.data_ptr(),
+            len(slots),
+            self.nobody,
+            verdict.counts.data_ptr(),
+            verdict.accepted.data_ptr(),
+            verdict.ends.data_ptr(),
+            drafts.data_ptr(),
+            whose.data_ptr(),
+            verdict.going.data_ptr(),
+            verdict.tokens.data_ptr(),
+            self.max_drafts,
+            offers.tokens.data_ptr(),
+            offers.chances.data_ptr(),
+            offers.lengths.data_ptr(),
+            offers.proposer.data_ptr(),
+            None if offers.parents is None else offers.parents.data_ptr(),
+            report.data_ptr(),
+            report.shape[1],
+        )
 
     def sanitise(
         self,

@@ -203,7 +203,11 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ),
         "sf_split": (
             None,
-            [pointer, int64, int64, pointer, int64, ctypes.c_float, ctypes.c_float] + [pointer] * 3,
+            [*([pointer] * 3), int64, int64, int64, pointer, pointer, int64, int64] + [pointer] * 5,
+        ),
+        "sf_report": (
+            None,
+            [pointer, pointer, int64, int64, *([pointer] * 7), int64] + [pointer] * 6 + [int64],
         ),
         "sf_argmax": (None, [pointer, int64, int64, pointer, pointer, pointer, int32]),
         "sf_adjust": (int32, [pointer, pointer, int64, int64, pointer, pointer, int32]),
