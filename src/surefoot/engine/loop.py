@@ -224,7 +224,7 @@ class Loop:
         if self._seated is not batch:
             self.round.seat(batch.group.slots, batch.quota)
             self._seated = batch
-        size = self.rounds.size(batch, decision)
+        size = self.rounds.size(batch, decision, situation.context)
         scored = [_prompt_targets(*pair) for pair in zip(requests, batch.chunks, strict=False)]
         prompt_rows = None
         if any(scored):

@@ -70,7 +70,7 @@ def _measure_padded(rounds: PaddedRounds, blocks: int) -> RoundCosts:
         }
         return ExactCosts(rows, [1 + 0.001 * count for count in rows], proposing)
     from surefoot.engine.cuda_graphs import RecordedRounds
-    from surefoot.engine.recorded_costs import measure_recorded
+    from surefoot.engine.measuring import measure_recorded
 
     assert isinstance(rounds, RecordedRounds)
     return measure_recorded(rounds, blocks)

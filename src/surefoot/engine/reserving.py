@@ -111,7 +111,7 @@ class Reservations:
         for request in requests:
             self.kv.give_back(self.kv.leases[request.request_id])
         self._mirror(requests)
-        return False
+        return self.kv.pool.num_free > before
 
     def clear(self) -> None:
         """Nothing is in flight any more."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from surefoot.engine.batch import Batch
 from surefoot.sampling.logprobs import RowLogprobs
-from surefoot.speculation.decisions import Decision
+from surefoot.speculation.decisions import Action, Decision
+from surefoot.speculation.recorded_costs import RecordedSize
 from surefoot.speculation.round import Round
 from surefoot.speculation.size import Size
+
+ChooseSize = Callable[[int, int, Action, int, float], RecordedSize | None]
+"""(Requests, rows of prompts, action, drafts, tokens of every text) -> size."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,8 @@ class Rounds:
         """The most rows of prompt chunks in a round in which so many requests decode."""
         return 1 << 40 if self.chunk_limit is None else self.chunk_limit(decoding)
 
-    def size(self, batch: Batch, decision: Decision) -> Size:
-        """The size of a round of ``batch``."""
+    def size(self, batch: Batch, decision: Decision, context: float) -> Size:
+        """The size of a round of ``batch``, whose texts have ``context`` tokens each."""
         drafts = min(decision.drafts, batch.decoding * self.width)
         return Size(
             spans=batch.count,
@@ -155,10 +159,10 @@ class PaddedRounds(Rounds):
         self.prompt_rows = prompt_row_counts(most_rows + len(round_.slots) * self.width)
         self.longest = min(self.width, max(round_.drafters.values(), default=0))
         """Most steps that a drafter drafts; 0 where there is none."""
-        self.cost: Callable[[Size], float] | None = None
-        """Believed seconds of a size."""
+        self.choose: ChooseSize | None = None
+        """Finds the cheapest size of rounds without prompts; a larger one may cost less."""
 
-    def size(self, batch: Batch, decision: Decision) -> Size:
+    def size(self, batch: Batch, decision: Decision, context: float) -> Size:
         drafts = min(decision.drafts, batch.decoding * self.width)
         if batch.prompt_rows:
             return self._with_prompts(batch, decision, drafts)
@@ -168,10 +172,11 @@ class PaddedRounds(Rounds):
             return base
         # A round of one row a span verifies no draft, even where some of its spans are empty.
         wanted = max(batch.count + drafts, spans + 1)
-        rows = self.rows(spans)
-        enough = [count for count in rows if count >= wanted] or rows[-1:]
-        sizes = [replace(base, rows=count, samples=count) for count in enough]
-        return sizes[0] if self.cost is None else min(sizes, key=self.cost)
+        rows = next((rows for rows in self.rows(spans) if rows >= wanted), self.rows(spans)[-1])
+        if self.choose is not None:
+            found = self.choose(batch.count, 0, decision.action, drafts, context)
+            rows = rows if found is None or found.spans != spans else found.rows
+        return replace(base, rows=rows, samples=rows)
 
     def base(self, spans: int, batch: Batch, decision: Decision, verifies: bool) -> Size:
         """A round of so many spans without rows for drafts."""
@@ -236,8 +241,3 @@ def prompt_row_counts(most: int) -> list[int]:
         while counts[-1] < min(end, most):
             counts.append(counts[-1] + step)
     return [count for count in counts if count < most] + [most]
-
-
-def sequence_of(sizes: Sequence[Size]) -> list[Size]:
-    """Without repetition, in order."""
-    return list(dict.fromkeys(sizes))

@@ -34,14 +34,17 @@ from surefoot.speculation.decisions import (
     Situation,
 )
 from surefoot.speculation.exploring import Budget, Trial
-from surefoot.speculation.goodput import best_count
+from surefoot.speculation.goodput import best_count, nearest_count
 from surefoot.speculation.host_costs import HostCosts, HostSample
-from surefoot.speculation.offers import Offers
+from surefoot.speculation.offers import OfferMemory
 
 BARREN_ROUNDS = 4096
 """Rounds in a row with drafts on offer and none verified, after which a line is logged."""
 _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
+_UNLIKELY = 3.0
+"""Standard deviations that noise does not explain."""
+_USUAL = 0.05
 _RECENT = 0.02
 """Weight of a round in running averages."""
 _log = logging.getLogger(__name__)
@@ -63,8 +66,7 @@ class Planner:
         of both times, not their sum."""
         self.costs = costs
         self.host = host
-        self.width = width
-        self.drafters = frozenset(drafters)
+        self.offers = OfferMemory(width, frozenset(drafters))
         self.overlap = overlap
         self.budget = Budget()
         self.explored = 0
@@ -73,9 +75,11 @@ class Planner:
         """Rounds in a row that had drafts on offer and verified none."""
         self.believed_seconds = self.measured_seconds = 0.0
         """Of late rounds, on average."""
-        self._offers: dict[tuple[int, ...], Offers] = {}
         self._promises: dict[Action, Promise] = {}
         self._best = NOTHING
+        self._usual: dict[Action, float] = {}
+        """What rounds gain that do what is best: accepted drafts of a request less the extra time,
+        both in plain rounds, on average."""
         self._turn = 0
         self._last = Decision(0, *NOTHING)
         self._reported = NOTHING
@@ -100,21 +104,20 @@ class Planner:
         offered = chances is not None and bool(chances.any())
         trial = self.budget.next([t for t in trials if not t.verify or (offered and not drafts)])
         if trial is not None and not trial.verify:
-            action = self._action_of(trial, actions)
+            action = self._action_of(trial, actions, situation, plain)
             drafts, seconds = self._verify(situation, action, chances, apart)
         elif trial is not None:
-            drafts, seconds = self._verify(situation, action, chances, apart, any_gain=True)
+            drafts, seconds = self._verify(situation, action, chances, apart, in_any_case=True)
         # What other proposers offer is verified a round later; what that loses is the trial's, too.
         before = self._last.expected.trial
         charged = trial or (
             before if self._last.explores and before and not before.verify else None
         )
-        best = self._promises.get(self._best, PLAIN)
         self._last = Decision(
             drafts,
             *action,
             trial is not None,
-            Expectation(seconds, plain, prompts, best, charged, trials),
+            Expectation(seconds, plain, prompts, self._best, charged, trials),
         )
         return self._last
 
@@ -125,14 +128,8 @@ class Planner:
         self._unread = False
         proposers, steps = self._reported
         if proposers:
-            chances = situation.chances.numpy()
-            self._offers_of(proposers).enter(chances, situation.whose.numpy(), steps)
-
-    def _offers_of(self, proposers: tuple[int, ...]) -> Offers:
-        known = self._offers.get(proposers)
-        if known is None:
-            known = self._offers[proposers] = Offers(self.width, self.drafters & set(proposers))
-        return known
+            chances, whose = situation.chances.numpy(), situation.whose.numpy()
+            self.offers.enter(chances, whose, proposers, steps)
 
     def _allowed(self, situation: Situation) -> tuple[Action, ...]:
         """What the requests' choices leave of the actions."""
@@ -170,7 +167,7 @@ class Planner:
     ) -> tuple[np.ndarray, np.ndarray]:
         """As of ``RoundCosts``, the host included."""
         s = situation
-        drafting = s.requests * self._offers_of(action[0]).share if action[0] else 0.0
+        drafting = s.requests * self.offers.share(action[0])
         drafts, seconds = self.costs.table(s.requests, prompt_rows, action, most, s.context)
         return drafts, self._together(seconds, self.host.seconds(s.requests, drafting))
 
@@ -184,18 +181,37 @@ class Planner:
         if len(actions) < 2:
             self._best = NOTHING
             return
+        if self._best not in actions:
+            self._best = max(actions, key=lambda a: self._promises.get(a, PLAIN).rate)
+        # Both with what is known now: older promises of other times may be better, and wrong.
         self._turn += 1
-        new = [action for action in actions[1:] if action not in self._promises]
-        for action in new or [actions[1 + self._turn % (len(actions) - 1)]]:
-            drafts, seconds = self._table(situation, action, situation.requests * self.width, 0)
-            tokens, seconds = self._offers_of(action[0]).promise(
-                situation.requests, action[1], drafts, seconds, self._margin
-            )
-            self._promises[action] = Promise(tokens / situation.requests, seconds / plain)
-        rates = {action: self._promises.get(action, PLAIN).rate for action in actions}
-        best = max(actions, key=rates.__getitem__)
-        if rates[best] > self._margin * rates.get(self._best, 0.0):
-            self._best = best
+        other = actions[self._turn % len(actions)]
+        for action in (self._best, other):
+            self._promises[action] = self._promise(situation, action, plain)
+        if self._promises[other].rate > self._margin * self._promises[self._best].rate:
+            # Texts repeat themselves for a while, now and then, and nothing tells when but a look.
+            # That is given up where it does not pay in the long run.
+            looks = set(self._best[0]) - set(other[0]) - self.offers.drafters
+            if looks:
+                rates = (
+                    self._promise(situation, a, plain, False).rate for a in (self._best, other)
+                )
+                if next(rates) > next(rates):
+                    return
+            self._best = other
+
+    def _promise(
+        self, situation: Situation, action: Action, plain: float, lately: bool = True
+    ) -> Promise:
+        """What a round of so many requests brings with an action."""
+        if action == NOTHING:
+            return PLAIN
+        requests = situation.requests
+        drafts, seconds = self._table(situation, action, requests * self.offers.width, 0)
+        tokens, seconds = self.offers.promise(
+            requests, *action, drafts, seconds, self._margin, lately
+        )
+        return Promise(tokens / requests, seconds / plain)
 
     def _at_hand(self, situation: Situation) -> np.ndarray | None:
         """float32 [requests, K]: chances of the drafts that this round finds on offer, as far as
@@ -203,15 +219,15 @@ class Planner:
         proposers, steps = self._last.action
         if not proposers or not situation.requests:
             return None
-        offers, (reported, reported_steps) = self._offers_of(proposers), self._reported
+        reported, reported_steps = self._reported
         if situation.chances is None or situation.whose is None or reported != proposers:
-            return offers.draw(situation.requests, steps)
+            return self.offers.latest(situation.requests, proposers, steps)
         chances = situation.chances.numpy()
         unknown = np.isnan(chances[:, 0])
-        chances = offers.continued(chances, situation.whose.numpy(), reported_steps, steps)
+        chances = self.offers.continued(chances, situation.whose.numpy(), reported_steps, steps)
         if unknown.any():
             chances = chances.copy()
-            chances[unknown] = offers.draw(int(unknown.sum()), steps)
+            chances[unknown] = self.offers.latest(int(unknown.sum()), proposers, steps)
         return chances
 
     def _verify(
@@ -220,16 +236,16 @@ class Planner:
         action: Action,
         chances: np.ndarray | None,
         apart: float,
-        any_gain: bool = False,
+        in_any_case: bool = False,
     ) -> tuple[int, float]:
         """How many drafts to verify in a round that then proposes so, and its seconds.
-        ``any_gain``: at least one, even if none pays."""
+        ``in_any_case``: at least one, even if none pays."""
         offered = 0 if chances is None else int(np.count_nonzero(chances))
         drafts, seconds = self._table(situation, action, offered, situation.prompt_rows)
         if chances is None or not offered:
             return 0, float(seconds[0])
-        if any_gain:
-            at = best_count(chances, drafts, seconds, apart, 0.0, 0.0)
+        if in_any_case:
+            at = nearest_count(chances, drafts, seconds, apart)
         else:
             at = best_count(chances, drafts, seconds, apart, self._margin)
         return min(int(drafts[at]), offered), float(seconds[at])
@@ -242,19 +258,26 @@ class Planner:
             return ()
         proposers, steps = self._best
         if (actions, self._best) != self._trials_for:
-            trials = [Trial(False, chosen) for chosen in dict(actions) if chosen != proposers]
+            trials = [
+                Trial(False, chosen, proposers) for chosen in dict(actions) if chosen != proposers
+            ]
             if steps < dict(actions)[proposers]:
-                trials.append(Trial(False, proposers))
-            trials.append(Trial(True))
+                trials.append(Trial(False, proposers, proposers))
+            trials.append(Trial(True, proposers, proposers))
             self._trials_for, self._trials_there = (actions, self._best), tuple(trials)
         return self._trials_there
 
-    def _action_of(self, trial: Trial, actions: tuple[Action, ...]) -> Action:
-        """Others are tried as they promise most; those that are awake as far as they can go."""
+    def _action_of(
+        self, trial: Trial, actions: tuple[Action, ...], situation: Situation, plain: float
+    ) -> Action:
+        """Others are tried as far as now, or as they promise most; those that are awake as far as
+        they can go."""
         own = [action for action in actions if action[0] == trial.proposers]
         if trial.proposers == self._best[0]:
             return own[-1]
-        return max(own, key=lambda action: self._promises.get(action, PLAIN).rate)
+        if (same := (trial.proposers, self._best[1])) in own:
+            return same
+        return max(own, key=lambda action: self._promise(situation, action, plain).rate)
 
     # --- learning -----------------------------------------------------------------------------
 
@@ -283,12 +306,24 @@ class Planner:
             _log.warning("no draft was verified in %d rounds that had some on offer", self.barren)
 
     def _account(self, expected: Expectation, seconds: float, accepted: float) -> None:
-        """Time earns credit for trials; what they lose is taken off it."""
+        """Time earns credit for trials; what they lose is taken off it. Where the measured time
+        does not contradict what was believed, that is less noisy; where it does, it is no longer
+        than noise explains: hiccups of the machine are not the trial's."""
         plain = expected.plain_seconds
         if not expected.trials or plain <= 0:
             return
         self.budget.earn(expected.trials, seconds / plain)
-        if expected.trial is not None:
-            extra = (seconds - expected.prompt_seconds) / plain - 1.0
-            best = (expected.best.tokens - 1.0) - (expected.best.seconds - 1.0)
-            self.budget.pay(expected.trial, best - (accepted - extra))
+        noise = _UNLIKELY * self.costs.noise * expected.seconds
+        if seconds > expected.seconds - noise:
+            seconds = min(max(seconds - noise, expected.seconds), expected.seconds + noise)
+        extra = (seconds - expected.prompt_seconds) / plain - 1.0
+        tokens, seconds_of_it = self._promises.get(expected.best, PLAIN)
+        usual = self._usual.get(expected.best, tokens - seconds_of_it)
+        if expected.trial is None:
+            self._usual[expected.best] = usual + _USUAL * (accepted - extra - usual)
+        elif expected.trial.verify:
+            # Paid in full, whatever it gives: drafts that are believed to be unfair to somebody
+            # must not pay for themselves.
+            self.budget.pay(expected.trial, extra)
+        else:
+            self.budget.pay(expected.trial, usual - (accepted - extra))
