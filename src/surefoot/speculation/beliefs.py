@@ -47,7 +47,7 @@ class Beliefs:
         size = len(self.mean)
         doubt = self.covariance.reshape(-1)[:: size + 1]
         doubt += self._drift * (doubt < self._most)
-        own = max(0.0, float(weights @ self.covariance @ weights))
+        own = float(weights @ self.covariance @ weights)
         far = off / (own + self._variance) ** 0.5
         self._count_contradictions(far)
         if abs(self._side) >= 2:
@@ -57,10 +57,13 @@ class Beliefs:
             self._variance *= 1 + _NOISE_WEIGHT * (min(far * far, FARTHEST**2) - 1)
             self._variance = max(self._variance, _LEAST_NOISE**2)
         spread = self.covariance @ weights
-        total = max(0.0, float(weights @ spread)) + self._variance
+        total = float(weights @ spread) + self._variance
         most = FARTHEST * total**0.5
         self.mean += spread * (min(max(off, -most), most) / total)
         self.covariance -= np.multiply.outer(spread, spread / total)
+        # Rounding makes the two halves differ; growing doubt would make much of that.
+        self.covariance += self.covariance.T.copy()
+        self.covariance *= 0.5
 
     def _count_contradictions(self, far: float) -> None:
         side = 0 if abs(far) < _CONTRADICTED else (1 if far > 0 else -1)
