@@ -92,11 +92,11 @@ def test_only_long_spans_in_number_are_worth_tiles() -> None:
         assert not worth_tiles(2048, 2048, **{**usual, **odd})
 
 
-@pytest.mark.parametrize("tiles", [0, 3])
+@pytest.mark.parametrize("tiles", [0, 2])
 def test_longer_spans_may_be_left_out(tiles: int) -> None:
     shape = AttentionShape(2, 1, 16, 0.25)
     q, kv, batch = attention_case([(5, 9), (4, 20), (30, 8)], shape, torch.float32, True)
-    programs = 3 * tiles if tiles else 8
+    programs = 3 * tiles if tiles else 3  # None for tiles of the long span.
     plan = attention.AttentionPlan(16, 32, 2, tiles, programs, 4, 2)
     own = kv.transpose(2, 3).contiguous()
     found = attention.span_attention(q, own, batch, shape, plan, longest=9)

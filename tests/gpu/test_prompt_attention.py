@@ -162,7 +162,7 @@ def test_recorded_once_for_all_partitions() -> None:
         return [(random.randint(0, 900), count) for count in counts]
 
     kv, tables = pool([(0, 1600)] * 6, shape, 16)
-    batch = batch_of(draw(), tables, padding=0)
+    batch = replace(batch_of(draw(), tables, padding=0), max_keys=1600)
     q = torch.randn(rows, 32, 128, dtype=bf16)
 
     def run() -> torch.Tensor:

@@ -3,6 +3,7 @@
 A program takes one tile of a span's rows, all query heads of one kv head with them (so that a key
 is loaded once for the whole group), and one of ``splits`` shares of the keys (flash-decoding). A
 second kernel adds the shares up. How long a share is follows from the span's length on the device.
+Long spans on Hopper are ``prompt_attention``'s.
 Twin: ``kernels.attention.torch_paged.span_attention``.
 """
 
@@ -251,7 +252,7 @@ def plan_attention(
     unsplit = max(1, min(ragged, programs)) * shape.kv_heads
     wanted = min(sms // unsplit, MAX_SPLITS)
     block_n, stages = (64 if narrow else 32), 2
-    # All borders are where measurements changed sides on an H100 (docs/log.md).
+    # All borders are where measurements changed sides on an H100 or H200 (docs/log.md).
     if light:
         wanted = min(2 * sms // unsplit, LIGHT_SPLITS)
         stages = 4 if unsplit <= 3 * sms else 3
@@ -261,6 +262,8 @@ def plan_attention(
         elif roomy and block_m < 64 and wanted < 8 and unsplit < 6 * sms:
             block_n = 128
         stages = 3 if block_n < 128 or unsplit <= sms else 2
+        if roomy and block_m == 16 and wanted >= 8 and rows > spans:
+            stages = 4  # One row alone gains nothing by it.
     splits = max(1, min(wanted, -(-max_keys // block_n)))
     return AttentionPlan(
         block_m=block_m,

@@ -38,12 +38,11 @@ def pivot_of(best):
 
 
 @jit
-def weigh(scores, pivot, scale):
-    """Weights of the softmax, and their sums by the four threads that share a row."""
-    M: gl.constexpr = scores.shape[0]
-    N: gl.constexpr = scores.shape[1]
-    weights = exp2(gl.fma(scores, gl.to_tensor(scale), (-pivot * scale)[:, None]))
-    return weights, gl.sum(gl.sum(weights.reshape([M, N // 8, 4, 2]), axis=3), axis=1)
+def split_rows(x):
+    """[M, N] -> [M, N / 8, 4]: pairs added, and a column for each thread that shares a row."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    return gl.sum(x.reshape([M, N // 8, 4, 2]), axis=3)
 
 
 @jit
@@ -88,21 +87,39 @@ def merge(whole, first, acc, old, new):
 
 
 @jit
+def soften(scores, prior, best, acc, total, scale):
+    """From a tile's scores to its weights in bf16; what came before them in the chunk is scaled
+    from its highest score ``prior`` (-inf: nothing did) to ``best``."""
+    layout: gl.constexpr = acc.type.layout
+    acc_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    total_rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    pivot = pivot_of(best)
+    decay = exp2((prior - pivot) * scale)
+    weights = exp2(gl.fma(scores, gl.to_tensor(scale), (-pivot * scale)[:, None]))
+    # By the four threads that share a row: they add up once a chunk.
+    sums = gl.sum(split_rows(weights), axis=1)
+    total = total * gl.convert_layout(decay, total_rows)[:, None] + sums
+    acc = gl.fma(acc, gl.convert_layout(decay, acc_rows)[:, None], 0.0)
+    p = gl.convert_layout(weights.to(gl.bfloat16), gl.DotOperandLayout(0, layout, 2))
+    return p, acc, total
+
+
+@jit
 def advance(
-    q, buffers, barriers, whole, acc, p, best, total, whole_best, whole_total, old, new,
+    q, buffers, barriers, whole, acc, scores, prior, best, total, whole_best, whole_total,
     step, tile, last_key, column, scale, CHUNK: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Scores and weights of tile ``tile``, while the values of the one before are added up.
+    """The weights of tile - 1; then its values are added up beside the scores of ``tile``.
 
-    ``acc`` [64, head_dim] holds the values up to then of the chunk of tile - 1, or of the whole
-    chunk before that if tile - 1 has opened one; ``p`` the weights of tile - 1.
+    Exponentials do not run beside the warpgroup's own products, but beside the other's: that is
+    faster, and each takes its turn by itself.
     """
     q_s, k_s, v_s, info_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[1]
-    rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     score_layout: gl.constexpr = column.type.layout.parent
+    p, acc, total = soften(scores, prior, best, acc, total, scale)
     before = step % STAGES
     stage = (step + 1) % STAGES
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
@@ -110,11 +127,8 @@ def advance(
     scores = warpgroup_mma(
         q, k_s.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
     )
-    opened = (tile - 1) % CHUNK == 0
-    if opened & (tile > 1):
-        merge(whole, tile - 1 == CHUNK, acc, old, new)
     mbarrier.wait(v_full.index(before), (step // STAGES) & 1)
-    acc = warpgroup_mma(p, v_s.index(before), acc, use_acc=opened == 0, is_async=True)
+    acc = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASKED:
@@ -129,17 +143,8 @@ def advance(
         whole_best, whole_total, old, new = merge_totals(
             best, total, whole_best, whole_total, scale
         )
-    # Exponentials come only now: they run beside the other warpgroup's products. Beside one's own
-    # they were slower.
-    pivot = pivot_of(higher)
-    decay = exp2((prior - pivot) * scale)
-    weights, sums = weigh(scores, pivot, scale)
-    total_rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
-    total = total * gl.convert_layout(decay, total_rows)[:, None] + sums
-    # A whole chunk's values stay as they are until they are merged.
-    acc = acc * gl.convert_layout(gl.where(opens, 1.0, decay), rows)[:, None]
-    p = gl.convert_layout(weights.to(gl.bfloat16), p.type.layout)
-    return acc, p, higher, total, whole_best, whole_total, old, new
+        merge(whole, tile == CHUNK, acc, old, new)
+    return acc, scores, prior, higher, total, whole_best, whole_total
 
 
 @jit
@@ -200,7 +205,6 @@ def attend_partition(
     HEAD_DIM: gl.constexpr = q_s.shape[2]
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    weight_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     score_rows: gl.constexpr = gl.SliceLayout(1, score_layout)
     q, info_s = q_s.index(half), info_s.index(half)
     q_full, q_empty = q_full.index(half), q_empty.index(half)
@@ -229,38 +233,35 @@ def attend_partition(
         visible = (column[None, :] <= last_key[:, None]) & (column >= first_key)[None, :]
         scores = gl.where(visible, scores, float("-inf"))
         best = gl.max(scores, axis=1)
-        weights, total = weigh(scores, pivot_of(best), scale)
-        p = gl.convert_layout(weights.to(gl.bfloat16), weight_layout)
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, out_layout)
         whole_best = gl.full([ROWS], float("-inf"), gl.float32, score_rows)
         whole_total = gl.zeros([ROWS], gl.float32, score_rows)
-        old, new = whole_total, whole_total
-
+        prior = whole_best
+        # In the layout of such sums.
+        total = gl.zeros_like(gl.sum(split_rows(scores), axis=1))
         # Tiles that every row sees whole need no mask.
         clear = gl.maximum(gl.minimum((key + 1) // BLOCK_N, tiles), 1)
         for tile in range(1, clear):
-            acc, p, best, total, whole_best, whole_total, old, new = advance(
-                q, buffers, barriers, whole, acc, p, best, total, whole_best, whole_total, old, new,
-                step, tile, last_key, column, scale, CHUNK, False,
+            acc, scores, prior, best, total, whole_best, whole_total = advance(
+                q, buffers, barriers, whole, acc, scores, prior, best, total, whole_best,
+                whole_total, step, tile, last_key, column, scale, CHUNK, False,
             )  # fmt: skip
             step += 1
         for tile in range(clear, tiles):
-            acc, p, best, total, whole_best, whole_total, old, new = advance(
-                q, buffers, barriers, whole, acc, p, best, total, whole_best, whole_total, old, new,
-                step, tile, last_key, column, scale, CHUNK, True,
+            acc, scores, prior, best, total, whole_best, whole_total = advance(
+                q, buffers, barriers, whole, acc, scores, prior, best, total, whole_best,
+                whole_total, step, tile, last_key, column, scale, CHUNK, True,
             )  # fmt: skip
             step += 1
         mbarrier.arrive(q_empty, count=1)
 
+        p, acc, total = soften(scores, prior, best, acc, total, scale)
         stage = step % STAGES
         mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
         v = v_s.index(stage)
         if known < BLOCK_N:
             clear_rows(v, known)
-        opened = (tiles - 1) % CHUNK == 0
-        if opened & (tiles > 1):
-            merge(whole, tiles - 1 == CHUNK, acc, old, new)
-        acc = warpgroup_mma(p, v, acc, use_acc=opened == 0, is_async=True)
+        acc = warpgroup_mma(p, v, acc, is_async=True)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         mbarrier.arrive(v_empty.index(stage), count=1)
         step += 1
