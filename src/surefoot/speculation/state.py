@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from surefoot.kernels.upload import upload
@@ -58,23 +58,26 @@ class SlotState:
         """Enter requests, new or resumed, into their slots."""
         # Few copies for all of them: a wave of hundreds would wait for thousands.
         slots = [request.slot for request in requests]
-        known = [request.tokens for request in requests]
-        computed = [request.computed for request in requests]
-        limits = [request.max_length for request in requests]
-        alive = [1] * len(slots)
-        structured = [int(request.grammar is not None) for request in requests]
-        table = torch.tensor([slots, list(map(len, known)), computed, limits, alive, structured])
-        slot, length = table[:2]
-        rows = slot.repeat_interleave(length)
-        first = length.cumsum(0) - length
-        columns = torch.arange(len(rows)) - first.repeat_interleave(length)
-        texts = torch.tensor(list(itertools.chain.from_iterable(known)))
-        rows, columns, texts = upload(torch.stack((rows, columns, texts)), self.device)
+        known = [np.array(request.tokens, dtype=np.int64) for request in requests]
+        lengths = [len(text) for text in known]
+        table = np.array(
+            [
+                slots,
+                lengths,
+                [request.computed for request in requests],
+                [request.max_length for request in requests],
+                [1] * len(slots),
+                [request.grammar is not None for request in requests],
+            ],
+            dtype=np.int64,
+        )
+        texts = np.stack((np.repeat(slots, lengths), _count_up(lengths), np.concatenate(known)))
+        rows, columns, texts = upload(torch.from_numpy(texts), self.device)
         self.history[rows, columns] = texts
-        table = upload(table, self.device)
-        self._counts[:, table[0]] = table[1:]
+        entered = upload(torch.from_numpy(table), self.device)
+        self._counts[:, entered[0]] = entered[1:]
         self.params.write(requests)
-        if any(structured):
+        if any(request.grammar is not None for request in requests):
             self._make_masks()
         for slot in slots:
             self._blocks_written[slot] = []
@@ -86,13 +89,19 @@ class SlotState:
 
     def set_blocks(self, leases: Iterable[tuple[int, Sequence[int]]]) -> None:
         """Mirror the blocks of leases, by slot; one copy of what changed since the last call."""
-        changes: list[tuple[int, int, int]] = []
+        slots, counts, first, changed = [], [], [], []
         for slot, blocks in leases:
             common = self._common_blocks(slot, blocks)
-            changes += [(slot, at, blocks[at]) for at in range(common, len(blocks))]
-        if changes:
-            table = upload(changes, self.device)
-            self.block_tables[table[:, 0], table[:, 1]] = table[:, 2].int()
+            if common < len(blocks):
+                slots.append(slot)
+                counts.append(len(blocks) - common)
+                first.append(common)
+                changed.append(np.array(blocks[common:], dtype=np.int64))
+        if changed:
+            columns = _count_up(counts) + np.repeat(first, counts)
+            table = np.stack((np.repeat(slots, counts), columns, np.concatenate(changed)))
+            rows, columns, ids = upload(torch.from_numpy(table), self.device)
+            self.block_tables[rows, columns] = ids.int()
 
     def _common_blocks(self, slot: int, blocks: Sequence[int]) -> int:
         """How many of a lease's leading blocks the device has already; the rest is noted as
@@ -106,3 +115,9 @@ class SlotState:
         common = next((at for at, (old, new) in pairs if old != new), shorter)
         self._blocks_written[slot] = list(blocks)
         return common
+
+
+def _count_up(lengths: Sequence[int]) -> np.ndarray:
+    """int64: 0, 1, … for each of ``lengths``, one after the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
