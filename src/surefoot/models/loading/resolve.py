@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from surefoot.cache import Progress
 from surefoot.errors import SurefootError
-from surefoot.models.loading.cache_folder import Progress
 from surefoot.models.loading.embedded import EMBEDDED, embedded_path
 
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(.+\.gguf))?")

@@ -9,9 +9,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from surefoot.cache import Progress
 from surefoot.errors import SurefootError
 from surefoot.models.config import ModelConfig, RopeScaling
-from surefoot.models.loading.cache import Progress
 from surefoot.models.loading.embedded import EMBEDDED
 from surefoot.models.loading.gguf_config import read_gguf_config
 from surefoot.models.loading.gguf_container import GgufFile
