@@ -10,7 +10,7 @@ import typer
 
 from surefoot import __version__
 from surefoot.cli import bench, certify, chat, generate, models, serve
-from surefoot.cli.terminal import prepare_libraries
+from surefoot.cli.terminal import prepare_libraries, show_log
 from surefoot.cli.verb import INTERRUPTED
 
 app = typer.Typer(
@@ -45,6 +45,7 @@ def surefoot(
 ) -> None:
     """LLM inference whose speculative decoding is exact and never slower."""
     prepare_libraries()
+    show_log()
 
 
 def main() -> None:
