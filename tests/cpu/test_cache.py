@@ -72,7 +72,7 @@ def test_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     assert cache_root() == tmp_path / "cache"
     monkeypatch.delenv("SUREFOOT_CACHE")
-    problem = "SUREFOOT_CACHE: this user has no home folder for a cache; set SUREFOOT_CACHE"
+    problem = "^SUREFOOT_CACHE: this user has no home folder for a cache; set SUREFOOT_CACHE"
     for call in (cache_root, hub_caches, lambda: load_checkpoint("org/x", dtype=torch.float32)):
         with pytest.raises(SurefootError, match=problem):
             call()
