@@ -281,6 +281,28 @@ def test_models_list_shows_sizes(root: Path, model: Path, monkeypatch: pytest.Mo
     assert leftover.exists()
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_folders_that_cannot_be_read(
+    own: bool, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = tmp_path / "home" / ".cache" / "huggingface" / "hub"
+    closed = root / "converted" if own else hub
+    closed.mkdir(parents=True)
+    for name in ("iterdir", "glob"):
+        honest = getattr(Path, name)
+
+        def refuse(path: Path, *arguments: str, honest: Any = honest) -> Any:
+            if path == closed:
+                raise PermissionError(13, "Permission denied", str(path))
+            return honest(path, *arguments)
+
+        monkeypatch.setattr(Path, name, refuse)
+    result = run("list")
+    option = "SUREFOOT_CACHE" if own else "HF_HOME"
+    assert result.stderr == f"error: {option}: {closed} cannot be read: Permission denied\n"
+    assert result.exit_code == 1
+
+
 def test_models_prune(root: Path, model: Path) -> None:
     convert(model)
     [converted] = (root / "converted").iterdir()
