@@ -14,7 +14,7 @@ from surefoot.bench.machine_load import LoadWatch, MachineLoad
 from surefoot.bench.measure import Measured, Pair, Run, Settings
 from surefoot.bench.prompts import BenchPrompt, builtin_prompts, load_prompts, select
 from surefoot.bench.report import first_difference, summaries, summarise, to_json
-from surefoot.bench.spread import spread
+from surefoot.bench.spread import about_range, spread
 from surefoot.bench.table import build_table, speed_sentence
 from surefoot.engine.output import CompletionOutput
 from surefoot.errors import SurefootError
@@ -196,6 +196,11 @@ def test_sentences_tell_how_sure_a_ratio_is() -> None:
     assert "2.00–3.00 in 2 pairs of runs; 95% confidence takes 6" in sentence(1)
     single = speed_sentence(summarise([fake_batch("a", [2.0], [1.0])]))
     assert single == "2.00 times as fast (one pair of runs; the noise shows with 6 or more)"
+
+
+def test_tables_of_few_turns_say_what_noise_alone_would_do() -> None:
+    assert "highest of 3 turns" in about_range(3) and "25% of cases" in about_range(3)
+    assert "none" in about_range(1) and "95% interval" in about_range(6)
 
 
 def test_ratios_are_of_pairs() -> None:

@@ -79,6 +79,7 @@ def test_synthetic_acceptance_on_random_weights(model: Path) -> None:
     assert "12 prompt + 40 output tokens; drafts accepted at rates 0.8, 0.5, 0; 2 passes" in (
         result.stdout
     )
+    assert "lowest to the highest of 2 turns" in result.stdout
     assert "TB/s" in result.stdout and "quests" in result.stdout
 
 

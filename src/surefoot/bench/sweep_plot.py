@@ -35,9 +35,13 @@ def plot(path: Path, caption: Sequence[str], points: Sequence[Point]) -> None:
 
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
-    for mode in dict.fromkeys(point.mode for point in points):
+    ticks = sorted({point.concurrency for point in points})
+    modes = list(dict.fromkeys(point.mode for point in points))
+    for index, mode in enumerate(modes):
         own = [p for p in points if p.mode == mode and p.median.tokens_per_s is not None]
-        counts = [point.concurrency for point in own]
+        # Side by side, or their bars would hide each other.
+        shift = 2 ** (0.04 * (index - (len(modes) - 1) / 2))
+        counts = [point.concurrency * shift for point in own]
         label = mode if not mode.isdigit() else f"{mode} draft{'s' * (mode != '1')}"
         speeds = [_speed(point.median) for point in own]
         below = [_speed(point.median) - _speed(point.lowest) for point in own]
@@ -47,6 +51,7 @@ def plot(path: Path, caption: Sequence[str], points: Sequence[Point]) -> None:
     axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.set_xticks(ticks)
     axes.set_xlabel("requests at once")
     axes.set_ylabel("tokens a second, all decoding (bars: lowest to highest pass)")
     title, *lines = caption

@@ -204,15 +204,19 @@ def _print(
 ) -> None:
     from rich.console import Console
 
-    from surefoot.bench.sweep_report import parts_table, sweep_table
+    from surefoot.bench.spread import about_range
+    from surefoot.bench.sweep_report import parts_table, ratios_to_plain, sweep_table
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160
     print("", *caption, "", sep="\n")
     console.print(sweep_table(engine, points, bandwidth))
+    print()
+    if ratios_to_plain(points):
+        print(about_range(len(points[0].passes)))
     print(
-        "\nof copy (read) speed: bytes of the weights and of the requests' keys and values per "
+        "of copy (read) speed: bytes of the weights and of the requests' keys and values per "
         f"second of a round,\nof the {bandwidth['copy_tb_s']:.3g} ({bandwidth['read_tb_s']:.3g}) "
         "TB/s that a plain copy (reading) does here"
     )
