@@ -184,8 +184,8 @@ def test_a_ratio_inside_its_spread_is_no_difference(ratios: list[float], verdict
 def test_without_verified_drafts_no_ratio_is_a_gain() -> None:
     line = summarise([fake_batch("a", [1.43] * 6, [1.0] * 6, accepted=0)])
     assert line.verified == 0 and line.verdict == "no drafts verified"
-    assert speed_sentence(line).startswith("no drafts verified: 1.43 times as fast (95% interval")
-    assert speed_sentence(line).endswith("is not for the drafts")
+    assert speed_sentence(line).startswith("no drafts verified; 1.43 times (95% interval")
+    assert speed_sentence(line).endswith("is noise or the cost of looking for drafts")
 
 
 def test_sentences_tell_how_sure_a_ratio_is() -> None:

@@ -56,7 +56,8 @@ def speed_sentence(line: Summary) -> str:
     ratio = line.ratio
     times = f"{ratio.median:.2f} times"
     if not line.verified:
-        return f"no drafts verified: {times} as fast ({ratio.described()}) is not for the drafts"
+        known = f"{times} ({ratio.described()})"
+        return f"no drafts verified; {known} is noise or the cost of looking for drafts"
     if ratio.verdict == "no difference":
         return f"no difference in speed ({times}, {ratio.described()})"
     return f"{times} as fast ({ratio.described()})"
