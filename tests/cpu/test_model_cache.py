@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import shutil
 import sys
 import zipfile
 from dataclasses import replace
@@ -13,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from surefoot.cache import cache_root, replacing, size_in_words
 from surefoot.errors import SurefootError
 from surefoot.models.loading import load_checkpoint
-from surefoot.models.loading.cache import cache_root, replacing
 from surefoot.models.loading.embedded import EMBEDDED, EmbeddedModel, embedded_path
 from tiny_models import tiny_gguf, tiny_weights
 
@@ -107,11 +109,45 @@ def test_another_file_of_the_same_name(path: Path) -> None:
     assert not same(first, second)
 
 
-def test_an_unwritable_cache_is_no_error(path: Path, root: Path) -> None:
-    root.write_text("not a folder")
-    kept, _ = load(path)
-    root.unlink()
+def test_an_unwritable_cache_is_a_warning(
+    path: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root.mkdir()
+    (root / "converted").write_text("not a folder")
+    kept, calls = load(path)
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and calls == []
+    message = record.getMessage()
+    assert f"the weights of model.gguf as float32 cannot be kept in {root / 'converted'}" in message
+    assert "every start converts them anew; set SUREFOOT_CACHE to a folder" in message
+    (root / "converted").unlink()
     assert same(kept, load(path)[0])
+
+
+def test_a_full_disk_is_a_warning(
+    path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    usage = shutil.disk_usage(root.parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    _, calls = load(path)
+    assert calls == [] and "(No space left on device)" in caplog.records[0].getMessage()
+    assert list((root / "converted").iterdir()) == []
+
+
+def test_a_conversion_is_announced(
+    path: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        load(path)
+    [entry] = (root / "converted").iterdir()
+    [message] = [record.getMessage() for record in caplog.records]
+    size = size_in_words(entry.stat().st_size)
+    assert f"Converting model.gguf to float32, once: {size} in {root / 'converted'}" in message
+    assert "surefoot models prune converted" in message
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        load(path)
+    assert caplog.records == []
 
 
 def test_replacing_leaves_nothing_behind(tmp_path: Path) -> None:
