@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from surefoot.cache import cache_root, replacing, size_in_words
+from surefoot.cache import size_in_words
+from surefoot.cli.main import app
 from surefoot.errors import SurefootError
 from surefoot.models.loading import load_checkpoint
 from surefoot.models.loading.embedded import EMBEDDED, EmbeddedModel, embedded_path
@@ -50,16 +52,6 @@ def load(path: Path, **options: Any) -> tuple[dict[str, Any], list[tuple[str, in
 
 def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
-
-
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert cache_root() == tmp_path / "cache"
-    monkeypatch.delenv("SUREFOOT_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_root() == tmp_path / "surefoot"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_root() == tmp_path / ".cache" / "surefoot"
 
 
 def test_converted_once(path: Path, root: Path) -> None:
@@ -134,6 +126,19 @@ def test_a_full_disk_is_a_warning(
     assert list((root / "converted").iterdir()) == []
 
 
+def test_the_command_line_tells_of_conversions(path: Path, root: Path) -> None:
+    line = ["generate", "x", "-m", str(path), "--backend", "torch", "--dtype", "float32"]
+    line += ["--max-tokens", "1", "--threads", "1", "--speculation", "off"]
+    first, second = (CliRunner().invoke(app, line).stderr.splitlines() for _ in range(2))
+    assert first[0].startswith("Converting model.gguf to float32, once: ")
+    assert first[1:] == second and len(second) == 1
+    shutil.rmtree(root / "converted")
+    (root / "converted").write_text("not a folder")
+    warning, rest = CliRunner().invoke(app, line).stderr.splitlines()
+    assert warning.startswith("warning: the weights of model.gguf as float32 cannot be kept in ")
+    assert rest == second[0]
+
+
 def test_a_conversion_is_announced(
     path: Path, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,19 +153,6 @@ def test_a_conversion_is_announced(
     with caplog.at_level(logging.INFO):
         load(path)
     assert caplog.records == []
-
-
-def test_replacing_leaves_nothing_behind(tmp_path: Path) -> None:
-    target = tmp_path / "folder" / "file"
-    with pytest.raises(KeyError), replacing(target) as file:
-        file.write(b"half")
-        raise KeyError
-    assert list(target.parent.iterdir()) == []
-    with replacing(target) as first, replacing(target) as second:
-        first.write(b"first")
-        second.write(b"second")
-    assert target.read_bytes() == b"first"
-    assert [item.name for item in target.parent.iterdir()] == ["file"]
 
 
 @pytest.fixture

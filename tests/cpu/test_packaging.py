@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
+import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hatchling.builders.wheel import WheelBuilder
@@ -64,16 +67,16 @@ def test_commit_of_an_installation(checkout: Path) -> None:
     assert version.known_commit(package) == "0123"
 
 
-def build(folder: Path, kind: str) -> dict[str, bytes]:
-    """The files of a wheel of this tree, ``standard`` or ``editable``."""
-    [path] = WheelBuilder(str(ROOT)).build(directory=str(folder), versions=[kind])
+def build(folder: Path) -> dict[str, bytes]:
+    """The files of a wheel of this tree."""
+    [path] = WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
     with zipfile.ZipFile(path) as wheel:
         return {name: wheel.read(name) for name in wheel.namelist()}
 
 
 def test_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUREFOOT_COMMIT", "0123456789ab")
-    files = build(tmp_path, "standard")
+    files = build(tmp_path)
     assert files["surefoot/commit.txt"] == b"0123456789ab\n"
     sources = {
         path.relative_to(ROOT / "src").as_posix()
@@ -90,17 +93,23 @@ def test_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wheel_without_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SUREFOOT_COMMIT", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")  # No git.
-    assert "surefoot/commit.txt" not in build(tmp_path, "standard")
+    assert "surefoot/commit.txt" not in build(tmp_path)
 
 
-def test_editable_wheel_asks_git_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_editable_installation_asks_git_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUREFOOT_COMMIT", "0123456789ab")
-    assert not any("commit" in name for name in build(tmp_path, "editable"))
+    hooks = runpy.run_path(str(ROOT / "hatch_build.py"))
+    for kind in ("editable", "standard"):
+        hook = hooks["CommitHook"](str(ROOT), {}, None, None, "", "wheel")
+        data: dict[str, Any] = {"force_include": {}}
+        hook.initialize(kind, data)
+        assert list(data["force_include"].values()) == (
+            [] if kind == "editable" else ["surefoot/commit.txt"]
+        )
+        hook.finalize(kind, data, "")
 
 
 def test_every_requirement_has_a_lower_bound() -> None:
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     for text in [*project["dependencies"], *extras["server"], *extras["structured"]]:

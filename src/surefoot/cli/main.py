@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from surefoot.cli import bench, certify, chat, doctor, generate, models, serve
-from surefoot.cli.terminal import prepare_libraries
+from surefoot.cli.terminal import prepare_libraries, show_log
 from surefoot.cli.verb import INTERRUPTED
 from surefoot.cli.version import version_line
 
@@ -46,6 +46,7 @@ def surefoot(
 ) -> None:
     """LLM inference whose speculative decoding is exact and never slower."""
     prepare_libraries()
+    show_log()
 
 
 def main() -> None:

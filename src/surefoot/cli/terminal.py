@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,6 +60,22 @@ def prepare_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Their progress bars would tear ours apart.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def show_log() -> None:
+    """From now on print what Surefoot logs, from INFO on, as lines on stderr."""
+    logger = logging.getLogger("surefoot")
+    logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        logger.addHandler(_LogLines())
+
+
+class _LogLines(logging.Handler):
+    """Asks for stderr each time: progress bars put something else there, to stay below."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        print(level + self.format(record), file=sys.stderr)
 
 
 def describe(llm: LLM) -> str:

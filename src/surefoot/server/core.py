@@ -24,6 +24,7 @@ from surefoot.kernels.backend import Backend
 from surefoot.request import FinishReason, Request
 from surefoot.server import messages
 from surefoot.server.compiling import Compiler
+from surefoot.server.log_forwarding import forwarded_log
 from surefoot.server.messages import (
     Abort,
     Accepted,
@@ -241,9 +242,10 @@ def _serve(link: Link) -> int:
     if not isinstance(start, Start):
         return 0
     try:
-        engine, _ = build_engine(
-            start.config, lambda label, done, total: link.send(Loading(label, done, total))
-        )
+        with forwarded_log(link.send):
+            engine, _ = build_engine(
+                start.config, lambda label, done, total: link.send(Loading(label, done, total))
+            )
         gc.collect()
         with only_new_garbage():
             link.send(ready(engine))

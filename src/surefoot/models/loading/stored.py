@@ -41,22 +41,19 @@ class Entry:
     ``kind`` is ``embedded`` or ``hub`` (models), ``converted`` (weights), ``kernels``, ``wheel``
     (put there by hand) or ``unfinished`` (being written, or left by an interrupted write).
     ``model`` is the model that the entry is, or that converted weights belong to; None for others
-    and where it cannot be told. ``useless`` says why no start will use
-    the entry; None when one may. ``busy``: another process is writing it, or was an hour ago.
+    and where it cannot be told. ``useless`` says why no start will use the entry; None when one
+    may. ``busy``: another process is writing it, or did within the last hour. ``parts`` are what
+    belongs to the entry in the folder ``path``, if that is not all.
     """
 
     kind: str
     name: str
     bytes: int
-    paths: tuple[Path, ...]
+    path: Path
     model: str | None = None
     useless: str | None = None
     busy: bool = False
-
-    @property
-    def path(self) -> Path:
-        """The file or folder; of several, the folder that holds them."""
-        return self.paths[0] if len(self.paths) == 1 else self.paths[0].parent
+    parts: tuple[Path, ...] = ()
 
     def is_called(self, name: str) -> bool:
         """Whether a user who says ``name`` means this: its name, kind or model."""
@@ -137,7 +134,7 @@ def _remove(entry: Entry) -> None:
         if entry.path.exists():
             raise OSError("the hub's client could not delete all of it")
         return
-    for path in entry.paths:
+    for path in entry.parts or (entry.path,):
         if PART.fullmatch(path.name):
             remove_abandoned([path])
         else:
@@ -150,7 +147,7 @@ def _part(path: Path) -> Entry:
 
 def _unfinished(path: Path, abandoned: bool) -> Entry:
     useless = "left by an interrupted write" if abandoned else None
-    return Entry("unfinished", path.name, size_of(path), (path,), None, useless, not abandoned)
+    return Entry("unfinished", path.name, size_of(path), path, None, useless, not abandoned)
 
 
 def _models(items: list[Path]) -> Iterator[Entry]:
@@ -158,14 +155,14 @@ def _models(items: list[Path]) -> Iterator[Entry]:
     for path in items:
         if path.name in names:
             name = names[path.name]
-            yield Entry("embedded", name, size_of(path), (path,), name)
+            yield Entry("embedded", name, size_of(path), path, name)
 
 
 def _wheels(items: list[Path]) -> Iterator[Entry]:
     known = {model.wheel for model in EMBEDDED.values()}
     for path in items:
         if path.name in known:
-            yield Entry("wheel", path.name, size_of(path), (path,))
+            yield Entry("wheel", path.name, size_of(path), path)
 
 
 def _repositories(items: list[Path]) -> Iterator[Entry]:
@@ -180,8 +177,8 @@ def _repositories(items: list[Path]) -> Iterator[Entry]:
         if item.repo_type == "model":
             path = item.repo_path
             busy = any(part.is_relative_to(path) for part in fresh)
-            name = item.repo_id
-            yield Entry("hub", name, item.size_on_disk, (path,), name, busy=busy)
+            name = repository_name(path)
+            yield Entry("hub", name, item.size_on_disk, path, name, busy=busy)
     for part in parts:
         yield _unfinished(part, part not in fresh)
 
@@ -193,7 +190,7 @@ def _converted(items: list[Path]) -> Iterator[Entry]:
         origin = read_origin(path)
         model = _model_name(origin.source) if origin else None
         useless = origin.obsolete() if origin else "of another version of Surefoot"
-        yield Entry("converted", path.name, size_of(path), (path,), model, useless)
+        yield Entry("converted", path.name, size_of(path), path, model, useless)
 
 
 def _libraries(items: list[Path]) -> Iterator[Entry]:
@@ -203,7 +200,7 @@ def _libraries(items: list[Path]) -> Iterator[Entry]:
             # Without a compiler nothing tells which of them would be loaded.
             other = current is not None and path.name != current
             useless = "for other sources, another compiler or CPU" if other else None
-            yield Entry("kernels", path.name, size_of(path), (path,), useless=useless)
+            yield Entry("kernels", path.name, size_of(path), path, useless=useless)
         elif path.name.startswith("build-"):  # Earlier versions compiled there.
             yield _unfinished(path, unchanged_for_long(path))
 
@@ -214,7 +211,8 @@ def _triton_kernels(items: list[Path]) -> Iterator[Entry]:
     for busy in (False, True):
         paths = tuple(path for path in kernels if (path in fresh) == busy)
         if paths:
-            yield Entry("kernels", "triton", sum(map(size_of, paths)), paths, busy=busy)
+            size = sum(map(size_of, paths))
+            yield Entry("kernels", "triton", size, paths[0].parent, busy=busy, parts=paths)
 
 
 def _model_name(source: Path) -> str:
