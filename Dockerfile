@@ -2,6 +2,8 @@
 # --build-arg TORCH=cuda for NVIDIA GPUs. No model is inside: models come into the volume /cache.
 ARG PYTHON=3.12
 ARG TORCH=cpu
+# What the tests pass with.
+ARG TORCH_VERSION=2.13.0
 
 FROM python:${PYTHON}-slim-bookworm AS wheel
 WORKDIR /build
@@ -20,11 +22,13 @@ RUN apt-get update \
 COPY constraints-cpu.txt /constraints.txt
 
 FROM base AS torch-cpu
-RUN pip install --no-cache-dir --constraint /constraints.txt \
-    --index-url https://download.pytorch.org/whl/cpu torch
+ARG TORCH_VERSION
+RUN pip install --no-cache-dir --constraint /constraints.txt "torch==${TORCH_VERSION}" \
+    --index-url https://download.pytorch.org/whl/cpu
 
 FROM base AS torch-cuda
-RUN pip install --no-cache-dir --constraint /constraints.txt torch
+ARG TORCH_VERSION
+RUN pip install --no-cache-dir --constraint /constraints.txt "torch==${TORCH_VERSION}"
 
 # hadolint ignore=DL3006
 FROM torch-${TORCH}

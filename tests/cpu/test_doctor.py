@@ -204,6 +204,8 @@ def test_models_of_the_hub(tmp_path: Path, root: Path, monkeypatch: pytest.Monke
     os.rename(tiny_hf_model("llama", tmp_path), folder / "snapshots" / "abc")
     code, found = run("--model", "some/model")
     assert code == 0 and found["model"].status == "ok" and "safetensors" in found["model"].detail
+    # A file of it that was not downloaded.
+    assert run("--model", "some/model:file.gguf")[1]["model"].status == "warn"
 
 
 def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
