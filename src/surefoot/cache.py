@@ -149,19 +149,16 @@ def is_abandoned(part: Path) -> bool:
     return lock is not None
 
 
-def remove_abandoned(parts: Iterable[Path]) -> list[Path]:
-    """Remove those that nobody is writing any more; returns them. Raises OSError."""
-    removed = []
+def remove_abandoned(parts: Iterable[Path]) -> None:
+    """Remove those that nobody is writing any more. Raises OSError."""
     for part in parts:
         lock = _try_lock(part)
         if lock is None:
             continue
         try:
             remove(part)
-            removed.append(part)
         finally:
             os.close(lock)
-    return removed
 
 
 def remove(path: Path) -> None:
@@ -181,8 +178,9 @@ def unchanged_for_long(path: Path) -> bool:
 def _new_part(path: Path, folder: bool) -> tuple[Path, int]:
     """A new, locked part of ``path`` and its descriptor. Leftovers of earlier ones go."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    mine = path.parent.glob(f".{glob.escape(path.name)}.*.part")
     with suppress(OSError):  # A leftover that stays does not hinder the new one.
-        remove_abandoned(path.parent.glob(f".{glob.escape(path.name)}.*.part"))
+        remove_abandoned(part for part in mine if PART.fullmatch(part.name))
     while True:
         part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
         if folder:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections import namedtuple
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -218,12 +218,12 @@ def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_packages_that_are_missing_or_old(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ["nonesuch>=1", "torch>=99", "numpy", "absent; sys_platform == 'nowhere'"]
     extra = ["surefoot[other]; extra == 'server'", "missing>=2; extra == 'other'"]
-    monkeypatch.setattr(doctor, "requires", lambda name: wanted + extra)
+    monkeypatch.setattr(metadata, "requires", lambda name: wanted + extra)
     code, found = run()
     assert code == 1 and found["packages"].status == "fail"
     assert found["packages"].fix == "pip install 'nonesuch>=1' 'torch>=99'"
     assert f"torch is {torch.__version__}, not >=99" in found["packages"].detail
-    monkeypatch.setattr(doctor, "requires", lambda name: ["numpy", *extra])
+    monkeypatch.setattr(metadata, "requires", lambda name: ["numpy", *extra])
     code, found = run()
     assert code == 0 and found["packages"].status == "ok"
     assert found["server"].status == "warn" and found["server"].fix == "pip install 'missing>=2'"
@@ -231,9 +231,9 @@ def test_packages_that_are_missing_or_old(tiny: Path, monkeypatch: pytest.Monkey
 
 def test_not_installed(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> list[str]:
-        raise PackageNotFoundError(name)
+        raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(doctor, "requires", absent)
+    monkeypatch.setattr(metadata, "requires", absent)
     code, found = run()
     assert code == 0 and found["packages"].status == "warn"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import time
@@ -656,7 +657,7 @@ def test_two_threads_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A start in the background, and somebody who cannot wait for it."""
     looked = []
 
-    def slowly() -> Path:
+    def slowly() -> ctypes.CDLL:
         looked.append(time.sleep(0.2))
         return library()
 

@@ -118,7 +118,7 @@ def test_a_wheel_put_there_by_hand_goes_by_its_name_only(root: Path) -> None:
 
 
 def repository(cache: Path, name: str = "org/some--name", file: str = "model.safetensors") -> Path:
-    """As the hub's client lays it out."""
+    """As the hub's client lays it out. All have the same revision, as copies do on the hub."""
     folder = cache / f"models--{name.replace('/', '--')}"
     write(folder / "blobs" / "abc", 1000)
     (folder / "snapshots" / "rev").mkdir(parents=True)
@@ -171,8 +171,8 @@ def test_hub_models_are_pruned_by_name(root: Path, tmp_path: Path) -> None:
     shared = repository(tmp_path / "home" / ".cache" / "huggingface" / "hub", "org/shared")
     folder = repository(root / "hub")
     other = repository(root / "hub", "org/other")
-    [one, two] = stored_entries()
-    assert {one.name, two.name} == {"org/some--name", "org/other"} and one.bytes == 1000
+    sizes = {entry.name: entry.bytes for entry in stored_entries()}
+    assert sizes == {"org/some--name": 1000, "org/other": 1000}
     stale = write(folder / "blobs" / "def.incomplete", age=4000)
     fresh = write(folder / "blobs" / "ghi.incomplete")
     assert [entry.path for entry in prune()] == [stale]
@@ -279,6 +279,28 @@ def test_models_list_shows_sizes(root: Path, model: Path, monkeypatch: pytest.Mo
         last == f"{total} in {root} (SUREFOOT_CACHE moves it); `surefoot models prune` frees 2.0 kB"
     )
     assert leftover.exists()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_folders_that_cannot_be_read(
+    own: bool, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = tmp_path / "home" / ".cache" / "huggingface" / "hub"
+    closed = root / "converted" if own else hub
+    closed.mkdir(parents=True)
+    for name in ("iterdir", "glob"):
+        honest = getattr(Path, name)
+
+        def refuse(path: Path, *arguments: str, honest: Any = honest) -> Any:
+            if path == closed:
+                raise PermissionError(13, "Permission denied", str(path))
+            return honest(path, *arguments)
+
+        monkeypatch.setattr(Path, name, refuse)
+    result = run("list")
+    option = "SUREFOOT_CACHE" if own else "HF_HOME"
+    assert result.stderr == f"error: {option}: {closed} cannot be read: Permission denied\n"
+    assert result.exit_code == 1
 
 
 def test_models_prune(root: Path, model: Path) -> None:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -115,9 +114,11 @@ def check_python() -> Finding:
 
 def check_packages(name: str, extra: str, status: str, what: str) -> Finding:
     """What the package metadata asks for, with ``extra``; ``status`` if any of it is wrong."""
+    from importlib import metadata
+
     try:
         wrong = _wrong_packages(extra)
-    except PackageNotFoundError:
+    except metadata.PackageNotFoundError:
         fix = "pip install surefoot, or pip install -e . in a checkout"
         return Finding(name, WARN, "cannot be told, as Surefoot is not installed", fix)
     if not wrong:
@@ -129,10 +130,12 @@ def check_packages(name: str, extra: str, status: str, what: str) -> Finding:
 def _wrong_packages(extra: str) -> dict[str, str]:
     """What is wrong by requirement: those that are missing or have another version. ``extra`` joins
     its own requirements to those of every installation."""
+    from importlib import metadata
+
     from packaging.requirements import Requirement
 
     wrong = {}
-    for text in requires("surefoot") or []:
+    for text in metadata.requires("surefoot") or []:
         requirement = Requirement(text)
         name, wanted = requirement.name, requirement.specifier
         if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
@@ -142,9 +145,10 @@ def _wrong_packages(extra: str) -> dict[str, str]:
                 wrong |= _wrong_packages(other)
             continue
         try:
-            if not wanted.contains(version(name), prereleases=True):
-                wrong[f"{name}{wanted}"] = f"{name} is {version(name)}, not {wanted}"
-        except PackageNotFoundError:
+            there = metadata.version(name)
+            if not wanted.contains(there, prereleases=True):
+                wrong[f"{name}{wanted}"] = f"{name} is {there}, not {wanted}"
+        except metadata.PackageNotFoundError:
             wrong[f"{name}{wanted}"] = f"{name} is not installed"
     return wrong
 

@@ -66,14 +66,11 @@ def resolve_model(model: str, progress: Progress | None = None) -> Source:
 def _hub_folder(repository: str, progress: Progress | None) -> Path:
     from huggingface_hub import snapshot_download
 
+    cache = hub_cache_for(repository)
     if progress:
         progress(f"Downloading {repository}", 0, 0)
     try:
-        folder = Path(
-            snapshot_download(
-                repository, allow_patterns=HUB_PATTERNS, cache_dir=hub_cache_for(repository)
-            )
-        )
+        folder = Path(snapshot_download(repository, allow_patterns=HUB_PATTERNS, cache_dir=cache))
     except Exception as error:  # the hub's client lets through its HTTP library's exceptions
         raise _unreachable(repository, error) from error
     if not (folder / "config.json").is_file():
@@ -88,8 +85,9 @@ def _hub_folder(repository: str, progress: Progress | None) -> Path:
 def _hub_file(repository: str, file: str) -> Path:
     from huggingface_hub import hf_hub_download
 
+    cache = hub_cache_for(repository)
     try:
-        return Path(hf_hub_download(repository, file, cache_dir=hub_cache_for(repository)))
+        return Path(hf_hub_download(repository, file, cache_dir=cache))
     except Exception as error:  # as above
         raise _unreachable(f"{repository}:{file}", error) from error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +128,10 @@ def _remove(entry: Entry) -> None:
 
         # It knows which files several repositories share.
         known = scan_cache_dir(entry.path.parent)
-        revisions = [item.revisions for item in known.repos if item.repo_path == entry.path]
-        hashes = [revision.commit_hash for item in revisions for revision in item]
-        known.delete_revisions(*hashes).execute()
+        repos = frozenset(item for item in known.repos if item.repo_path == entry.path)
+        hashes = [revision.commit_hash for item in repos for revision in item.revisions]
+        # It takes a revision from whichever repository has it, and copies have the same ones.
+        replace(known, repos=repos).delete_revisions(*hashes).execute()
         if entry.path.exists():
             raise OSError("the hub's client could not delete all of it")
         return
@@ -173,12 +174,12 @@ def _repositories(items: list[Path]) -> Iterator[Entry]:
     # The hub's client holds no locks on what it writes.
     parts = [part for path in items for part in path.glob("blobs/*.incomplete")]
     fresh = {part for part in parts if not unchanged_for_long(part)}
-    for item in scan_cache_dir(items[0].parent).repos:
-        if item.repo_type == "model":
-            path = item.repo_path
-            busy = any(part.is_relative_to(path) for part in fresh)
-            name = repository_name(path)
-            yield Entry("hub", name, item.size_on_disk, path, name, busy=busy)
+    known = scan_cache_dir(items[0].parent).repos
+    sizes = {item.repo_path: item.size_on_disk for item in known if item.repo_type == "model"}
+    for path, size in sorted(sizes.items()):
+        busy = any(part.is_relative_to(path) for part in fresh)
+        name = repository_name(path)
+        yield Entry("hub", name, size, path, name, busy=busy)
     for part in parts:
         yield _unfinished(part, part not in fresh)
 

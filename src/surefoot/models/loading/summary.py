@@ -73,7 +73,11 @@ def list_local_models() -> list[dict[str, Any]]:
     for name, embedded in EMBEDDED.items():
         models.append(_model(name, "embedded", embedded.path if embedded.is_here else None))
     for cache in hub_caches():
-        for folder in sorted(cache.glob("models--*--*/snapshots/*")):
+        try:
+            folders = sorted(cache.glob("models--*--*/snapshots/*"))
+        except OSError as error:
+            raise SurefootError("HF_HOME", f"{cache} cannot be read: {error.strerror}") from error
+        for folder in folders:
             try:
                 read_hf_config(folder)
                 weight_files(folder)

@@ -61,9 +61,9 @@ def find_folder(path: str) -> Path:
         raise SurefootError(OPTION, f"there is no folder {path!r}", "give a folder or org/name")
     from huggingface_hub import snapshot_download
 
+    cache = hub_cache_for(path)
     try:
-        found = snapshot_download(path, allow_patterns=_HUB_PATTERNS, cache_dir=hub_cache_for(path))
-        return Path(found)
+        return Path(snapshot_download(path, allow_patterns=_HUB_PATTERNS, cache_dir=cache))
     except Exception as error:  # the hub's client lets through its HTTP library's exceptions
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise SurefootError(
