@@ -47,13 +47,7 @@ def test_help_is_quick() -> None:
     pytest.fail(f"the best of five took {best:.2f} s")
 
 
-def test_version() -> None:
-    from surefoot import __version__
-
-    assert run("--version").stdout == f"surefoot {__version__}\n"
-
-
-@pytest.mark.parametrize("verb", ["generate", "chat", "bench", "models"])
+@pytest.mark.parametrize("verb", ["generate", "chat", "bench", "models", "doctor"])
 def test_every_verb_has_help(verb: str) -> None:
     assert run(verb, "--help").exit_code == 0
 

@@ -124,6 +124,16 @@ def current_library() -> str | None:
         return None
 
 
+def describe_compiler() -> str | None:
+    """Path and version of the C compiler; None when there is none that runs."""
+    try:
+        compiler = _compiler()
+        lines = _run([compiler, "--version"]).stdout.splitlines()
+    except _Unavailable:
+        return None
+    return ", ".join([compiler, *lines[:1]])
+
+
 def _name(compiler: str) -> str:
     parts = [compiler, _run([compiler, "--version"]).stdout, " ".join(_flags()), _cpu()]
     digest = hashlib.sha256("\0".join(parts).encode())

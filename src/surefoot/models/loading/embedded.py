@@ -40,6 +40,11 @@ class EmbeddedModel:
         """Whether it has been fetched."""
         return os.path.isfile(self.path) and self.path.stat().st_size == self.size
 
+    def is_whole(self) -> bool:
+        """Whether the file's checksum is right; reads all of it."""
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
+
 
 EMBEDDED = {
     "smollm2-135m": EmbeddedModel(

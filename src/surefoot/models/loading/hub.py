@@ -21,13 +21,29 @@ def hub_cache_for(repository: str) -> Path:
     """The folder from ``hub_caches`` for the model ``org/name``: that which has it, else the first,
     to download to."""
     caches = hub_caches()
-    name = f"models--{repository.replace('/', '--')}"
+    name = _folder_name(repository)
     return next((cache for cache in caches if os.path.isdir(cache / name / "snapshots")), caches[0])
+
+
+def downloaded(repository: str, file: str = "") -> Path | None:
+    """The folder here that has the branch ``main`` of the model ``org/name``, or ``file`` in it;
+    None if it was not downloaded."""
+    folder = hub_cache_for(repository) / _folder_name(repository)
+    try:
+        revision = (folder / "refs" / "main").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    path = folder / "snapshots" / revision / file
+    return path if path.exists() else None
 
 
 def repository_name(folder: Path) -> str:
     """``org/name`` of the folder ``models--org--name``."""
     return folder.name.removeprefix("models--").replace("--", "/", 1)
+
+
+def _folder_name(repository: str) -> str:
+    return f"models--{repository.replace('/', '--')}"
 
 
 def _shared() -> Path:
