@@ -63,7 +63,6 @@ $(VENV)/.created: $(if $(PYTHON),FORCE)
 	fi
 
 $(TORCH_PIN): $(VENV)/.created tools/install_torch.py $(if $(TORCH),FORCE)
-	@echo "Installing torch (once)"
 	@$(BIN)/python tools/install_torch.py "$(or $(TORCH),auto)" $@
 
 $(VENV)/.installed: $(TORCH_PIN) pyproject.toml constraints-cpu.txt

@@ -78,6 +78,8 @@ def find_cpu_build(index: str | None = None) -> bool:
     there."""
     if index:
         say(f"Downloading a CPU build of torch {VERSION} from PyTorch's index")
+    else:
+        say(f"Installing torch {VERSION}: a CPU build, where there is one")
     places = ["--index-url", index] if index else []
     try:
         pip("--no-deps", *places, f"torch=={VERSION}+cpu", show=index is not None)
