@@ -22,6 +22,7 @@ import sys
 import tempfile
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
 
@@ -120,7 +121,7 @@ def unreachable(index: str) -> str | None:
     try:
         with urllib.request.urlopen(f"{index}/torch/", timeout=ANSWER_S):
             return None
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         return f"does not answer ({error})"
 
 
@@ -132,7 +133,7 @@ def download_sizes(urls: list[str]) -> list[int | None]:
             request = urllib.request.Request(url, method="HEAD")
             with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
                 return int(answer.headers["Content-Length"])
-        except (OSError, TypeError, ValueError):
+        except (OSError, HTTPException, TypeError, ValueError):
             return None
 
     with ThreadPoolExecutor(8) as pool:
