@@ -79,7 +79,7 @@ def why_slow(engine: Engine) -> str | None:
         return None
     from surefoot.kernels.cpu.build import native_unavailable
 
-    return f"compiled kernels would be several times as fast: {native_unavailable()}"
+    return f"compiled kernels would make this several times faster: {native_unavailable()}"
 
 
 def _device(name: str) -> torch.device:
