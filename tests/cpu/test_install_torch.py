@@ -175,6 +175,14 @@ def test_cpu_is_a_cpu_build_or_nothing(machine: Machine) -> None:
     assert "there is no CPU build" in done.stderr
 
 
+@needs_linux
+def test_a_broken_cpu_build_is_no_reason_to_take_another(machine: Machine) -> None:
+    (machine.links / f"torch-{VERSION}+cpu-py3-none-any.whl").write_text("broken off")
+    done = machine.install("auto", f"{machine.address}/cpu")
+    assert done.returncode == 1 and not machine.pin.exists()
+    assert "is invalid" in done.stderr
+
+
 def test_failures_are_told(machine: Machine) -> None:
     done = machine.install("torch==1.0")
     assert done.returncode == 1 and not machine.pin.exists()
