@@ -194,6 +194,19 @@ def test_generate_marks_drafts(model: Path) -> None:
     assert text.replace("\x1b[32m", "").replace("\x1b[0m", "") == plain
 
 
+@pytest.mark.parametrize(("backend", "lines"), [("auto", 1), ("torch", 0)])
+def test_missing_kernels_are_told_in_one_line(
+    backend: str, lines: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "no C compiler found"
+    monkeypatch.setattr("surefoot.kernels.cpu.build.native_unavailable", lambda: reason)
+    options = [*QUICK, "--backend", backend, "--max-tokens", "1"]
+    said = run("generate", "the cat", "-m", model, *options).stderr.splitlines()
+    assert [line for line in said if "faster" in line or reason in line] == [
+        f"compiled kernels would make this several times faster: {reason}"
+    ] * lines
+
+
 def test_default_length_is_what_the_context_leaves(model: Path) -> None:
     line = ["generate", "the cat", "-m", model, *QUICK, "--ignore-eos", "--json"]
     output = json.loads(run(*line, "--max-model-len", "32").stdout)

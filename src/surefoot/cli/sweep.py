@@ -183,14 +183,18 @@ def _measure(
 
 
 def _introduce(engine: Engine, title: str) -> None:
-    """What was built, and the limits that hold, on stderr."""
+    """What was built, the limits that hold, and what makes it slow, if anything, on stderr."""
     from surefoot.bench.sweep_engine import kind_of_rounds
+    from surefoot.engine.build import why_slow
 
     print(
         f"{title}; up to {engine.config.max_num_seqs} requests at once, "
         f"KV cache for {engine.kv_tokens} tokens; decoding rounds {kind_of_rounds(engine)}",
         file=sys.stderr,
     )
+    slow = why_slow(engine)
+    if slow is not None:
+        print(slow, file=sys.stderr)
     for line in engine.memory.lines() if engine.memory else ():
         print(f"  {line}", file=sys.stderr)
 

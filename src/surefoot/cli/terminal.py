@@ -41,14 +41,18 @@ def progress_bars() -> Iterator[ProgressCallback]:
 
 
 def load(options: Mapping[str, Any], **more: Any) -> LLM:
-    """Load a model and print, on stderr, what was chosen and the limits that hold; on a GPU also
-    who gets its memory."""
+    """Load a model and print, on stderr, what was chosen and the limits that hold; what makes it
+    slow, if anything; on a GPU also who gets its memory."""
     with progress_bars() as progress:
         progress("Starting", 0, 0)
+        from surefoot.engine.build import why_slow
         from surefoot.engine.llm import LLM
 
         llm = LLM(progress=progress, **options, **more)
     print(describe(llm), file=sys.stderr)
+    slow = why_slow(llm.engine)
+    if slow is not None:
+        print(slow, file=sys.stderr)
     if llm.engine.memory is not None:
         print(llm.engine.memory.summary(), file=sys.stderr)
     return llm
