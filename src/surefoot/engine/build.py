@@ -73,6 +73,16 @@ def choose_backend(config: EngineConfig) -> Backend:
     return backend
 
 
+def why_slow(engine: Engine) -> str | None:
+    """One line if ``auto`` found no compiled kernels for this CPU, else None."""
+    backend = engine.decoder.backend
+    if engine.config.backend != "auto" or backend.name != "torch" or backend.device.type != "cpu":
+        return None
+    from surefoot.kernels.cpu.build import native_unavailable
+
+    return f"compiled kernels would make this several times faster: {native_unavailable()}"
+
+
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
