@@ -22,7 +22,7 @@ from surefoot.bench.sweep import (
     summarise,
     sweep,
 )
-from surefoot.bench.traffic import kv_bytes_per_token, round_bytes, weight_bytes
+from surefoot.bench.bandwidth import kv_bytes_per_token, round_bytes, weight_bytes
 from surefoot.cli.main import app
 from surefoot.engine.graphs import RoundGraphs
 from surefoot.errors import SurefootError

@@ -143,7 +143,7 @@ def _measure(
     from surefoot.bench.sweep import Load, mode_name, random_prompts, sweep
     from surefoot.bench.sweep_engine import build_subject
     from surefoot.bench.sweep_report import everything
-    from surefoot.bench.traffic import memory_bandwidth
+    from surefoot.bench.bandwidth import memory_bandwidth
     from surefoot.engine.build import choose_backend
 
     parts: dict[tuple[int, str], dict[str, float]] = {}
