@@ -35,7 +35,7 @@ def engine_with(rates: list[float], spans: int) -> Engine:
         proposers=("eagle3=dummy",), max_draft_tokens=WIDTH, max_num_seqs=spans, block_size=4,
         kv_blocks=50 * spans, calibration_seconds=0.02,
     )  # fmt: skip
-    engine = Engine(tiny_decoder(), config, True, lambda replay: synthetic.accept(replay, rates))
+    engine = Engine(tiny_decoder(), config, True, synthetic.accept_at(rates))
     assert engine.pipeline is not None
     graphs = engine.pipeline.graphs
     graphs.costs = {
@@ -60,7 +60,8 @@ def simulate(engine: Engine, count: int, mode: Mode, tokens: int = 90) -> tuple[
         engine.make_request(f"{mode}-{i}", [chooser.randrange(2, 48)] * 9, params, wish)
         for i in range(count)
     ]
-    for request in requests:
+    for index, request in enumerate(requests):
+        request.seed = index
         engine.add(request)
     while engine.has_work:
         engine.step()

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from harness import make_engine, tiny_decoder
+from surefoot.bench.bandwidth import kv_bytes_per_token, round_bytes, weight_bytes
 from surefoot.bench.parts import attribute, group_of
 from surefoot.bench.sweep import (
     Load,
@@ -22,12 +23,13 @@ from surefoot.bench.sweep import (
     summarise,
     sweep,
 )
-from surefoot.bench.bandwidth import kv_bytes_per_token, round_bytes, weight_bytes
 from surefoot.cli.main import app
+from surefoot.engine import engine as engine_module
 from surefoot.engine.graphs import RoundGraphs
 from surefoot.errors import SurefootError
 from surefoot.models.decoder import expected_shapes
 from surefoot.request import SamplingParams
+from surefoot.speculation.round import SpeculativeRound
 from tiny_models import tiny_hf_model
 
 QUICK = ["--backend", "torch", "--dtype", "float32", "--threads", "1"]
@@ -66,7 +68,7 @@ def test_synthetic_acceptance_on_random_weights(model: Path) -> None:
             # 1 + 0.8 + 0.5 in the long run.
             assert 1.6 < point["accepted_length"] < 2.9
     assert found["synthetic_acceptance"] == [0.8, 0.5, 0.0] and found["model"] is None
-    assert found["engine"]["rounds"] == "run ahead, not recorded"
+    assert found["engine"]["rounds"] == "planned by the host"
     assert found["engine"]["max_draft_tokens"] == 3 and found["hardware"]["cores"] >= 1
     assert "TB/s" in result.stdout and "quests" in result.stdout
 
@@ -139,10 +141,6 @@ REFUSED = [
     ("--concurrency 1 --synthetic-acceptance 1.5", "--synthetic-acceptance"),
     ("--concurrency 1 --synthetic-acceptance x", "--synthetic-acceptance"),
     ("--concurrency 1 --synthetic-acceptance 0.5 --proposer ngram", "--proposer"),
-    (
-        "--concurrency 1 --synthetic-acceptance 0.5 --device cuda --enforce-eager",
-        "--synthetic-acceptance",
-    ),
     ("--concurrency 1 --plot /does/not/exist/x.png", "--plot"),
     ("--concurrency 1 --plot x.txtt", "--plot"),
 ]
@@ -185,22 +183,26 @@ def test_a_missing_matplotlib_is_said_before_measuring(monkeypatch: pytest.Monke
     assert result.exit_code == 2 and "surefoot[plot]" in result.stderr
 
 
-def test_an_override_is_there_when_rounds_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from surefoot.engine.engine import Engine
-
+def test_rounds_are_prepared_before_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    honest = RoundGraphs.measure
+    honest, calibrate = RoundGraphs.measure, engine_module.measure_cost
 
     def measure(self: RoundGraphs, blocks: int) -> None:
-        seen.append(self.replay.override)
+        seen.append("recorded rounds")
         honest(self, blocks)
 
+    def measure_cost(*arguments: Any) -> Any:
+        seen.append("others")
+        return calibrate(*arguments)
+
     monkeypatch.setattr(RoundGraphs, "measure", measure)
+    monkeypatch.setattr(engine_module, "measure_cost", measure_cost)
     decoder = tiny_decoder()
     config = make_engine(decoder).config
-    engine = Engine(decoder, config, True, lambda replay: lambda spans, layout, sampled: sampled)
-    assert engine.pipeline is not None
-    assert seen == [engine.pipeline.replay.override] and seen[0] is not None
+    seen.clear()
+    engine_module.Engine(decoder, config, True, lambda round_: seen.append(round_))
+    assert seen[1:] == ["others", "recorded rounds"]
+    assert isinstance(seen[0], SpeculativeRound)
 
 
 def test_every_repeat_turns_the_order_around_after_the_warmup(

@@ -18,7 +18,7 @@ from statistics import median
 
 from surefoot.engine.engine import Engine
 from surefoot.errors import SurefootError
-from surefoot.request import Request, SamplingParams, SpeculationParams
+from surefoot.request import MAX_SEED, Request, SamplingParams, SpeculationParams
 
 Mode = int | str
 """A fixed number of drafts, or ``auto``; 0 is plain decoding without proposers."""
@@ -142,12 +142,13 @@ def _steady(engine: Engine, requests: Sequence[Request]) -> Pass:
 
 
 def submit(engine: Engine, concurrency: int, load: Load, wish: SpeculationParams) -> list[Request]:
-    """Make the requests and add them to the engine."""
+    """Make the requests and add them to the engine. Each has a seed of its own."""
     prompts = itertools.islice(itertools.cycle(load.prompts), concurrency)
     requests = [
         engine.make_request(f"sweep-{next(_ids)}", prompt, load.params, wish) for prompt in prompts
     ]
-    for request in requests:
+    for index, request in enumerate(requests):
+        request.seed = (request.seed + index) % MAX_SEED
         engine.add(request)
     return requests
 

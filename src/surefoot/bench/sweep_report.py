@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from surefoot import __version__
-from surefoot.bench.hardware import describe_hardware
-from surefoot.bench.sweep import PLAIN, Load, Point, SweepSettings, mode_name
-from surefoot.bench.sweep_engine import Subject, kind_of_rounds
 from surefoot.bench.bandwidth import kv_bytes_per_token, round_bytes, weight_bytes
+from surefoot.bench.hardware import describe_hardware
+from surefoot.bench.subject import Subject, kind_of_rounds
+from surefoot.bench.sweep import PLAIN, Load, Point, SweepSettings, mode_name
 
 if TYPE_CHECKING:
     from rich.table import Table

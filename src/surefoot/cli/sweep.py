@@ -14,8 +14,8 @@ from surefoot.request import SamplingParams
 
 if TYPE_CHECKING:
     from surefoot.bench.prompts import BenchPrompt
+    from surefoot.bench.subject import Subject
     from surefoot.bench.sweep import Mode, Point, SweepSettings
-    from surefoot.bench.sweep_engine import Subject
     from surefoot.config import EngineConfig
     from surefoot.engine.engine import Engine
 
@@ -104,8 +104,8 @@ def run_sweep(
 ) -> None:
     """Measure, print tables, and the line of JSON. ``options`` are the engine's; ``prompts`` as
     chosen from a file; ``given`` are the parameters of ``surefoot bench``."""
+    from surefoot.bench.subject import Subject, subject_config, tokenize
     from surefoot.bench.sweep import SweepSettings
-    from surefoot.bench.sweep_engine import Subject, sweep_config, tokenize
     from surefoot.bench.sweep_plot import check_plot
 
     counts = read_concurrency(given["concurrency"])
@@ -124,7 +124,7 @@ def run_sweep(
         raise SurefootError("prompt_tokens", f"{length} is below 1")
     longest = max(map(len, texts)) if texts else length
     drafts = max([len(rates), *(mode for mode in wanted if isinstance(mode, int))])
-    config = sweep_config(
+    config = subject_config(
         subject, max(counts), longest + (params.max_tokens or 0), drafts or DEFAULT_DRAFTS
     )
     _measure(subject, config, settings, params, texts, length, given)
@@ -139,11 +139,11 @@ def _measure(
     length: int,
     given: Mapping[str, Any],
 ) -> None:
-    from surefoot.bench.parts import round_parts
-    from surefoot.bench.sweep import Load, mode_name, random_prompts, sweep
-    from surefoot.bench.sweep_engine import build_subject
-    from surefoot.bench.sweep_report import everything
     from surefoot.bench.bandwidth import memory_bandwidth
+    from surefoot.bench.parts import round_parts
+    from surefoot.bench.subject import build_subject
+    from surefoot.bench.sweep import Load, mode_name, random_prompts, sweep
+    from surefoot.bench.sweep_report import everything
     from surefoot.engine.build import choose_backend
 
     parts: dict[tuple[int, str], dict[str, float]] = {}
@@ -186,7 +186,7 @@ def _title(engine: Engine, subject: Subject) -> str:
 
 def _introduce(engine: Engine, subject: Subject) -> None:
     """What was built, and the limits that hold, on stderr."""
-    from surefoot.bench.sweep_engine import kind_of_rounds
+    from surefoot.bench.subject import kind_of_rounds
 
     print(
         f"{_title(engine, subject)}; up to {engine.config.max_num_seqs} requests at once, "

@@ -34,7 +34,6 @@ from surefoot.speculation import registry
 from surefoot.speculation.controller import Controller
 from surefoot.speculation.cost import CostModel
 from surefoot.speculation.proposer import Proposer, read_options
-from surefoot.speculation.replay import Override, ReplayRound
 from surefoot.speculation.round import SpeculativeRound
 from surefoot.speculation.state import SlotState
 from surefoot.structured import TextGrammar
@@ -66,11 +65,11 @@ class Engine:
         decoder: Decoder,
         config: EngineConfig,
         ahead: bool | None = None,
-        override: Callable[[ReplayRound], Override] | None = None,
+        prepare: Callable[[SpeculativeRound], None] | None = None,
     ) -> None:
         """``ahead``: whether decoding rounds are launched before the one before is read; None: on
-        a GPU, unless ``config.enforce_eager``. ``override`` makes ``ReplayRound.override``, part of
-        the rounds from the first one measured."""
+        a GPU, unless ``config.enforce_eager``. ``prepare`` may change the round, before the first
+        one runs and is measured."""
         self.decoder = decoder
         self.config = config
         self.grammars: Grammars | None = None
@@ -112,6 +111,8 @@ class Engine:
         self.round = SpeculativeRound(
             decoder, kv_pools, self.state, self.proposers, self.controller
         )
+        if prepare is not None:
+            prepare(self.round)
         self.runner = Runner(self.state, self.round, self.controller, self.kv)
         self.stats = EngineStats()
         before = self._taken.reserved()
@@ -122,7 +123,7 @@ class Engine:
             self.scheduler.chunk_rows = self._chunk_rows
         self.pipeline: Pipeline | None = None
         if ahead:
-            graphs = record_rounds(self.round, config, self.kv_blocks, override)
+            graphs = record_rounds(self.round, config, self.kv_blocks)
             self.pipeline = Pipeline(graphs.replay, graphs, self.controller, self.kv, self.state)
             if self.memory is not None:
                 held = self._taken.reserved() - before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -12,7 +11,7 @@ from surefoot.engine.cuda_graphs import CudaRoundGraphs
 from surefoot.engine.forwards import PaddedForward, RecordedForward
 from surefoot.engine.graphs import RoundGraphs
 from surefoot.engine.memory import MemoryPlan
-from surefoot.speculation.replay import Override, ReplayRound
+from surefoot.speculation.replay import ReplayRound
 from surefoot.speculation.round import SpeculativeRound
 
 
@@ -32,17 +31,10 @@ def pad_forward(round_: SpeculativeRound, config: EngineConfig, most: int) -> Pa
     return forward
 
 
-def record_rounds(
-    round_: SpeculativeRound,
-    config: EngineConfig,
-    kv_blocks: int,
-    override: Callable[[ReplayRound], Override] | None = None,
-) -> RoundGraphs:
-    """The rounds that need no host, timed. ``override`` makes ``ReplayRound.override``."""
+def record_rounds(round_: SpeculativeRound, config: EngineConfig, kv_blocks: int) -> RoundGraphs:
+    """The rounds that need no host, timed."""
     spans = config.max_num_seqs
     replay = ReplayRound(round_, spans)
-    if override is not None:
-        replay.override = override(replay)
     on_gpu = round_.state.device.type == "cuda"
     graphs = (CudaRoundGraphs if on_gpu else RoundGraphs)(replay, spans)
     if _at_the_start(config):
