@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from surefoot.bench import synthetic
+from surefoot.bench.hardware import describe_hardware
 from surefoot.bench.prompts import BenchPrompt
 from surefoot.config import DEFAULT_MODEL, EngineConfig
 from surefoot.engine.build import ProgressCallback, build_engine, choose_backend
@@ -114,3 +115,25 @@ def read_dummy_config(path: Path) -> ModelConfig:
 def kind_of_rounds(engine: Engine) -> str:
     """How decoding rounds run."""
     return "planned by the host" if engine.pipeline is None else "recorded"
+
+
+def describe_subject(engine: Engine, subject: Subject) -> dict[str, Any]:
+    """The model, the engine and the machine; JSON-ready."""
+    config, backend = engine.config, engine.decoder.backend
+    return {
+        "model": config.model if subject.dummy is None else None,
+        "dummy_weights": None if subject.dummy is None else str(subject.dummy),
+        "synthetic_acceptance": list(subject.rates),
+        "hardware": describe_hardware(config.device),
+        "engine": {
+            **asdict(config),
+            "backend": backend.name,
+            "dtype": str(backend.dtype).removeprefix("torch."),
+            "proposers": [item.name for item in engine.proposers],
+            "max_model_len": engine.max_model_len,
+            "kv_tokens": engine.kv_tokens,
+            "rounds": kind_of_rounds(engine),
+        },
+        "shape": asdict(engine.decoder.config),
+        "memory": asdict(engine.memory) if engine.memory else None,
+    }

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from surefoot import __version__
 from surefoot.bench.bandwidth import kv_bytes_per_token, round_bytes, weight_bytes
-from surefoot.bench.hardware import describe_hardware
-from surefoot.bench.subject import Subject, kind_of_rounds
+from surefoot.bench.subject import Subject, describe_subject
 from surefoot.bench.sweep import PLAIN, Load, Point, SweepSettings, mode_name
 
 if TYPE_CHECKING:
@@ -133,25 +132,10 @@ def everything(
     parts: Parts,
 ) -> dict[str, Any]:
     """All that was measured, and on what; JSON-ready."""
-    config, backend = engine.config, engine.decoder.backend
     lengths = [len(prompt) for prompt in load.prompts]
     return {
         "surefoot": __version__,
-        "model": config.model if subject.dummy is None else None,
-        "dummy_weights": None if subject.dummy is None else str(subject.dummy),
-        "synthetic_acceptance": list(subject.rates),
-        "hardware": describe_hardware(config.device),
-        "engine": {
-            **asdict(config),
-            "backend": backend.name,
-            "dtype": str(backend.dtype).removeprefix("torch."),
-            "proposers": [item.name for item in engine.proposers],
-            "max_model_len": engine.max_model_len,
-            "kv_tokens": engine.kv_tokens,
-            "rounds": kind_of_rounds(engine),
-        },
-        "shape": asdict(engine.decoder.config),
-        "memory": asdict(engine.memory) if engine.memory else None,
+        **describe_subject(engine, subject),
         "settings": {
             **asdict(settings),
             "modes": [mode_name(mode) for mode in settings.modes],

@@ -50,6 +50,14 @@ class EngineStats:
     """By the cost model: what plain rounds would have taken for the same tokens, less what the
     rounds with drafts took. Only counted where the cost of rounds was measured."""
 
+    @property
+    def rounds_by_kind(self) -> dict[str, int]:
+        """How many rounds of each kind there were, by its name."""
+        return {
+            "launched ahead": self.replays,
+            "planned by the host": self.rounds - self.replays,
+        }
+
     def count_admissions(self, plan: Plan) -> None:
         """Call it before the round runs, which moves ``computed``."""
         for request in plan.admitted:
