@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from surefoot import __version__
 from surefoot.bench.latency import PERCENTILES, Latency
-from surefoot.bench.spread import Spread, spread
+from surefoot.bench.spread import ENOUGH, LEVEL, Spread, spread
 from surefoot.bench.sweep import PLAIN, Mode, mode_name
 from surefoot.bench.traffic import KindOfRounds, Run, TrafficSettings
 from surefoot.bench.workload import Call, Shape
@@ -55,12 +55,14 @@ def traffic_table(results: Results) -> Table:
     table = _table()
     table.add_column("mode", no_wrap=True)
     ranks = " / ".join(f"p{rank}" for rank in PERCENTILES)
-    several = max(len(runs) for runs in results.values()) > 1
+    count = max(len(runs) for runs in results.values())
+    interval = f"{LEVEL:.0%} in-\nterval" if count >= ENOUGH else "lowest–\nhighest"
+    several = (interval,) if count > 1 else ()
     for heading in (
         "output\ntok/s",
-        *(("lowest–\nhighest",) if several else ()),
+        *several,
         "of\nplain",
-        *(("lowest–\nhighest",) if several else ()),
+        *several,
         f"first token, ms\n{ranks}",
         f"gaps, ms\n{ranks}",
         f"ms a token\n{ranks}",
@@ -73,7 +75,7 @@ def traffic_table(results: Results) -> Table:
         table.add_row(
             mode_name(mode),
             f"{speed.median:.0f}",
-            *((f"{speed.low:.0f}–{speed.high:.0f}",) if several else ()),
+            *((speed.interval(".0f"),) if several else ()),
             "" if ratio is None else f"{ratio.median:.2f}×",
             *(("" if ratio is None else ratio.interval(),) if several else ()),
             *(_latencies([getattr(r.traffic, name) for r in runs]) for name in LATENCIES),
@@ -127,6 +129,21 @@ def shares(kinds: Mapping[str, KindOfRounds]) -> dict[str, dict[str, float]]:
         }
         for kind, entry in kinds.items()
     }
+
+
+def describe_load(results: Results, shape: Shape, settings: TrafficSettings) -> str:
+    """What was asked for, in a sentence."""
+    first = next(iter(results.values()))[0].traffic
+    limits = []
+    if shape.rate is not None:
+        limits.append(f"{shape.rate:g} arriving a second")
+    if settings.at_once is not None:
+        limits.append(f"at most {settings.at_once} at once")
+    passes = f"{settings.repeats} pass{'es' * (settings.repeats > 1)} of each mode"
+    return (
+        f"{shape.requests} requests, {', '.join(limits)}; prompts of {first.prompt_tokens} tokens "
+        f"together, outputs of {first.output_tokens}; {passes}."
+    )
 
 
 def _table() -> Table:

@@ -80,7 +80,7 @@ def read_range(option: str, text: str | None, default: tuple[int, int]) -> tuple
     if text is None:
         return default
     words = text.split("-")
-    low, high = read_counts(option, words if len(words) == 2 else words * 2, " or LOW-HIGH")
+    low, high = read_counts(option, words if len(words) == 2 else [text, text], " or LOW-HIGH")
     if low > high:
         raise SurefootError(option, f"{text!r} goes down", "use LOW-HIGH")
     return low, high

@@ -90,7 +90,7 @@ def run_traffic(
     report = (_on_server if on_server else _in_process)(options, shape, prompts, given)
     if given["with_json"]:
         print(json.dumps(report), flush=True)
-    if any(mode["failed"] for mode in report["modes"]):
+    if any(run["failed"] for mode in report["modes"] for run in mode["runs"]):
         raise typer.Exit(OTHER_ERROR)
 
 
@@ -140,7 +140,7 @@ def _in_process(
         results = traffic.measure(
             engine, calls, settings, lambda done, total: progress("Measuring", done, total)
         )
-    _print(results)
+    _print(results, shape, settings)
     return everything(describe_subject(engine, subject), shape, settings, calls, results)
 
 
@@ -173,16 +173,16 @@ def _on_server(
             settings,
             lambda done, total: progress("Measuring", done, total),
         )
-    _print(results)
+    _print(results, shape, settings)
     subject = {"url": server.client.url, "model": server.model}
     calls = draw_calls(shape, vocab_size, prompts or ())
     return everything(subject, shape, settings, calls, results)
 
 
-def _print(results: Results) -> None:
+def _print(results: Results, shape: Shape, settings: TrafficSettings) -> None:
     from rich.console import Console
 
-    from surefoot.bench.traffic_report import rounds_table, traffic_table
+    from surefoot.bench.traffic_report import describe_load, rounds_table, traffic_table
 
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -190,8 +190,9 @@ def _print(results: Results) -> None:
     print()
     console.print(traffic_table(results))
     print(
-        "\nfirst token: from sending a request to its first; gaps: between what arrives together; "
-        "ms a token:\nfrom a request's first token to its last, divided by its tokens less one"
+        f"\n{describe_load(results, shape, settings)}\n"
+        "first token: from sending a request; gaps: from what came at once to what comes next; ms a "
+        "token:\nfrom a request's first token to its last, divided by its tokens less one"
     )
     if (rounds := rounds_table(results)) is not None:
         print()
