@@ -20,6 +20,7 @@ from surefoot.bench.sweep import (
     drafting,
     random_prompts,
     run_pass,
+    submit,
     summarise,
     sweep,
 )
@@ -28,7 +29,7 @@ from surefoot.engine import engine as engine_module
 from surefoot.engine.graphs import RoundGraphs
 from surefoot.errors import SurefootError
 from surefoot.models.decoder import expected_shapes
-from surefoot.request import SamplingParams
+from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.round import SpeculativeRound
 from tiny_models import tiny_hf_model
 
@@ -244,6 +245,12 @@ def test_a_pass_counts_what_was_decoded_and_leaves_the_engine_as_it_was() -> Non
     # 10 to 34 tokens each, two requests: their mean in the steady state is near the middle.
     assert result.context == pytest.approx(2 * 24.5, abs=4)
     assert not engine.has_work
+
+
+def test_requests_of_a_pass_have_seeds_of_their_own() -> None:
+    engine = make_engine(tiny_decoder(), max_num_seqs=3)
+    load = Load([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=4, seed=5))
+    assert [request.seed for request in submit(engine, 3, load, SpeculationParams())] == [5, 6, 7]
 
 
 def test_bytes_of_a_round() -> None:

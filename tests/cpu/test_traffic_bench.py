@@ -253,6 +253,16 @@ def test_rounds_are_told_apart_by_kind_with_their_time() -> None:
     assert shares(clock.kinds)["odd"]["share"] == pytest.approx(1 / 3)
     assert shares(clock.kinds)["even"]["time_share"] == pytest.approx(5 / 7.5)
 
+    def two_at_once() -> list[Any]:
+        engine.now += 3.0
+        engine.stats.rounds_by_kind = {"even": 3, "odd": 2, "other": 1}
+        return []
+
+    engine.step = two_at_once  # type: ignore[method-assign]
+    clock.step()
+    found = {kind: (entry.rounds, entry.seconds) for kind, entry in clock.kinds.items()}
+    assert found == {"even": (3, 6.0), "odd": (2, 3.0), "other": (1, 1.0), IDLE: (0, 0.5)}
+
 
 def test_ratios_are_taken_pass_by_pass() -> None:
     def runs(*seconds: float) -> list[Run]:
@@ -474,5 +484,5 @@ def test_prompts_go_with_a_tokenizer_only(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "the cat"}\n')
     for option in ("--dummy-weights", "--prompt-tokens", "--vocab-size"):
-        result = bench("--traffic", "--prompts", prompts, option, 5)
+        result = bench("--traffic", "--url", "http://127.0.0.1:9", "--prompts", prompts, option, 5)
         assert result.exit_code == 2 and result.stderr.startswith(f"error: {option}: ")
