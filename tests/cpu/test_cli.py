@@ -221,6 +221,11 @@ def test_bench_reports_identical_texts(model: Path, tmp_path: Path) -> None:
     assert [entry["prompts"] for entry in report["batches"]] == [["1"], ["7", "3"]]
     assert len(report["batches"][1]["plain"]["seconds"]) == 2
     assert report["hardware"]["cores"] >= 1 and report["engine"]["dtype"] == "float32"
+    assert report["overall"]["ratio"]["count"] == 2 and report["overall"]["verdict"]
+    words = " ".join(result.stdout.split())
+    assert "3 prompts, 2 at once, up to 8 output tokens; 2 pairs of runs each" in words
+    assert words.count("the same text as without speculation") == 2
+    assert report["machine_load"]["busy"] == ("The machine was busy" in words)
 
 
 def test_bench_fails_when_texts_differ(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

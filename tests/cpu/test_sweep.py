@@ -16,6 +16,7 @@ from surefoot.bench.parts import attribute, group_of
 from surefoot.bench.sweep import (
     Load,
     Pass,
+    Point,
     SweepSettings,
     drafting,
     random_prompts,
@@ -24,6 +25,7 @@ from surefoot.bench.sweep import (
     summarise,
     sweep,
 )
+from surefoot.bench.sweep_report import ratios_to_plain, verdict
 from surefoot.cli.main import app
 from surefoot.engine import engine as engine_module
 from surefoot.engine.graphs import RoundGraphs
@@ -71,6 +73,16 @@ def test_synthetic_acceptance_on_random_weights(model: Path) -> None:
     assert found["synthetic_acceptance"] == [0.8, 0.5, 0.0] and found["model"] is None
     assert found["engine"]["rounds"] == "planned by the host"
     assert found["engine"]["max_draft_tokens"] == 3 and found["hardware"]["cores"] >= 1
+    assert found["machine_load"]["cores"] == found["hardware"]["cores"]
+    assert all(
+        (point["of_plain"] is None) == (mode == "plain")
+        and bool(point["verdict"]) != (mode == "plain")
+        for (_, mode), point in points.items()
+    )
+    assert "12 prompt + 40 output tokens; drafts accepted at rates 0.8, 0.5, 0; 2 passes" in (
+        result.stdout
+    )
+    assert "lowest to the highest of 2 turns" in result.stdout
     assert "TB/s" in result.stdout and "quests" in result.stdout
 
 
@@ -112,6 +124,40 @@ def test_a_picture_is_drawn(model: Path, tmp_path: Path) -> None:
     line = ["--concurrency", "1,2", "--dummy-weights", model / "config.json", "--no-parts"]
     found = report(run(*line, "--modes", "plain,1", "--plot", picture, *QUICK, *SHORT))
     assert picture.read_bytes().startswith(b"\x89PNG") and len(found["points"]) == 4
+    assert [len(point["passes"]) for point in found["points"]] == [3] * 4
+
+
+def test_a_picture_has_bars_and_the_workload(
+    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    from surefoot.bench import machine_load, sweep_plot
+
+    drawn: list[Any] = []
+    honest = figure.Figure.savefig
+
+    def keep(self: Any, *arguments: Any, **options: Any) -> None:
+        drawn.append(self)
+        honest(self, *arguments, **options)
+
+    monkeypatch.setattr(figure.Figure, "savefig", keep)
+    speeds = [4.0, 5.0, 8.0]
+    points = [summarise(2, mode, [Pass(1.0, value) for value in speeds]) for mode in (0, "auto")]
+    sweep_plot.plot(tmp_path / "made-up.svg", ["a model", "a load", "a machine"], points)
+    assert [text.get_text() for text in drawn[0].texts] == ["a model"]
+    [axes] = drawn[0].axes
+    assert axes.get_title() == "a load\na machine"
+    for container in axes.containers:
+        _, _, [bars] = container
+        [bar] = bars.get_segments()
+        assert bar[:, 1].tolist() == [4, 8]
+    monkeypatch.setattr(machine_load, "BUSY_OTHERS", -1.0)
+    line = ["--concurrency", "1", "--dummy-weights", model / "config.json", "--no-parts"]
+    result = run(*line, "--modes", "plain", "--plot", tmp_path / "s.png", *QUICK, *SHORT)
+    assert report(result)["machine_load"]["busy"] and "The machine was busy" in result.stdout
+    caption = drawn[1].axes[0].get_title()
+    for words in ("12 prompt + 40 output tokens", "3 passes a point", "core", "The machine was"):
+        assert words in caption.replace("\n", " "), caption
 
 
 REFUSED = [
@@ -230,6 +276,27 @@ def test_passes_without_a_steady_state_have_no_steady_numbers() -> None:
     point = summarise(3, "auto", [Pass(2.0), Pass(4.0, tokens_per_s=7.0)])
     assert (point.median.end_to_end_per_s, point.median.tokens_per_s) == (3, 7)
     assert summarise(3, 0, [Pass(2.0)]).median.tokens_per_s is None
+
+
+def test_ratios_to_plain_are_of_turns_and_say_what_they_mean() -> None:
+    def point(mode: Any, speeds: list[float | None], drafts: float = 1.0) -> Point:
+        return summarise(
+            4, mode, [Pass(1.0, value, drafts_per_round=drafts if mode else 0) for value in speeds]
+        )
+
+    plain = point(0, [10.0, 20.0, 40.0])
+    # A machine that gets faster all the time: each turn's ratio is 1.2.
+    steady, even = point("auto", [12.0, 24.0, 48.0]), point(2, [9.0, 20.0, 48.0])
+    partly, idle = point(1, [11.0, None, None]), point(3, [12.0, 24.0, 48.0], drafts=0)
+    ratios = ratios_to_plain([plain, steady, even, partly, idle])
+    assert set(ratios) == {(4, mode) for mode in ("auto", "2", "1", "3")}
+    found = ratios[4, "auto"]
+    assert (found.median, found.low, found.high, found.count) == pytest.approx((1.2, 1.2, 1.2, 3))
+    verdicts = [verdict(item, ratios.get((4, item.mode))) for item in (plain, steady, even)]
+    assert verdicts == ["", "faster in all 3", "no difference"]
+    assert verdict(partly, ratios[4, "1"]) == "one run"
+    assert verdict(idle, ratios[4, "3"]) == "no drafts verified"
+    assert ratios_to_plain([steady]) == {}
 
 
 def test_a_pass_counts_what_was_decoded_and_leaves_the_engine_as_it_was() -> None:

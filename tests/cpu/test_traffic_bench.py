@@ -412,7 +412,7 @@ def test_traffic_on_random_weights(model: Path) -> None:
         low, high = entry["low_high"]["output_throughput"]
         assert 0 < low <= entry["output_throughput"] <= high
         assert sum(kind["share"] for kind in entry["rounds"].values()) == pytest.approx(1)
-        ratio = entry["ratio_to_plain"]
+        ratio = entry["of_plain"]
         assert ratio is None if mode == "plain" else ratio["count"] == 2
         assert entry["total_output_tokens"] == modes["plain"]["total_output_tokens"]
     assert modes["plain"]["accepted_length"] == 1 < modes["2"]["accepted_length"]

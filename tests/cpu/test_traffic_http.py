@@ -245,7 +245,7 @@ def test_our_server(url: str) -> None:
         )
         assert entry["total_input_tokens"] == plain["total_input_tokens"] > 45
     assert plain["accepted_length"] == 1 and plain["drafts_verified"] == 0
-    assert auto["accepted_length"] >= 1 and auto["ratio_to_plain"]["count"] == 2
+    assert auto["accepted_length"] >= 1 and auto["of_plain"]["count"] == 2
 
 
 def test_requests_that_fail_are_told_and_fail_the_command(url: str) -> None:

@@ -71,6 +71,20 @@ def spread(values: Sequence[float]) -> Spread:
     )
 
 
+def about_range(count: int) -> str:
+    """What the ranges of a table of ratios, each of ``count`` turns, are."""
+    if count == 1:
+        return f"its range: none for a single pass; --repeats {ENOUGH} or more shows the noise"
+    if count < ENOUGH:
+        chance = 1 - _confidence(count, 1)
+        return (
+            f"its range: from the lowest to the highest of {count} turns; noise alone puts all of "
+            f"them\non one side of 1 in {chance:.0%} of cases; --repeats {ENOUGH} or more gives "
+            f"{LEVEL:.0%} intervals"
+        )
+    return f"its range: {LEVEL:.0%} interval of the median of {count} turns"
+
+
 def _confidence(count: int, rank: int) -> float:
     """The chance that the median lies between the ``rank``-th lowest and highest value."""
     return max(0.0, 1 - 2 * sum(math.comb(count, i) for i in range(rank)) / 2**count)

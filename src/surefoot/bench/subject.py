@@ -117,6 +117,13 @@ def kind_of_rounds(engine: Engine) -> str:
     return "planned by the host" if engine.pipeline is None else "recorded"
 
 
+def title(engine: Engine, subject: Subject) -> str:
+    """Model, backend and dtype."""
+    backend = engine.decoder.backend
+    model = engine.config.model if subject.dummy is None else f"random weights of {subject.dummy}"
+    return f"{model}, {backend.name} backend, {str(backend.dtype).removeprefix('torch.')}"
+
+
 def describe_subject(engine: Engine, subject: Subject) -> dict[str, Any]:
     """The model, the engine and the machine; JSON-ready."""
     config, backend = engine.config, engine.decoder.backend

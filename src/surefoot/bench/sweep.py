@@ -51,7 +51,7 @@ class SweepSettings:
 
     concurrency: tuple[int, ...]
     modes: tuple[Mode, ...]
-    repeats: int = 1
+    repeats: int = 3
     warmup: int = 1
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ class TrafficSettings:
 
     modes: tuple[Mode, ...]
     at_once: int | None = 64
-    repeats: int = 1
+    repeats: int = 3
     warmup: int = 1
     temperature: float = 0.0
 

@@ -39,6 +39,14 @@ def ratio_to_plain(results: Results, mode: Mode) -> Spread | None:
     return spread(ratios) if ratios else None
 
 
+def verdict(runs: Sequence[Run], ratio: Spread | None) -> str:
+    """The ratio's, or that there was nothing to compare."""
+    if ratio is None:
+        return ""
+    verified = [run.drafted.verified for run in runs if run.drafted is not None]
+    return "no drafts verified" if verified and not any(verified) else ratio.verdict
+
+
 def rounds_of(runs: Sequence[Run]) -> dict[str, KindOfRounds]:
     """All runs' rounds together, the kind that took the most time first."""
     found: dict[str, KindOfRounds] = {}
@@ -62,13 +70,14 @@ def traffic_table(results: Results) -> Table:
         "output\ntok/s",
         *several,
         "of\nplain",
-        *several,
+        *(("its\nrange",) if several else ()),
         f"first token, ms\n{ranks}",
         f"gaps, ms\n{ranks}",
         f"ms a token\n{ranks}",
         "tokens\n/round",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
     for mode, runs in results.items():
         speed, ratio = throughput(runs), ratio_to_plain(results, mode)
         lengths = [run.drafted.accepted_length for run in runs if run.drafted is not None]
@@ -80,6 +89,7 @@ def traffic_table(results: Results) -> Table:
             *(("" if ratio is None else ratio.interval(),) if several else ()),
             *(_latencies([getattr(r.traffic, name) for r in runs]) for name in LATENCIES),
             f"{mean(lengths):.2f}" if lengths else "",
+            verdict(runs, ratio),
         )
     return table
 
@@ -163,7 +173,8 @@ def mode_json(results: Results, mode: Mode) -> dict[str, Any]:
         "mode": mode_name(mode),
         **{name: median(values) for name, values in columns.items()},
         "low_high": {name: [min(values), max(values)] for name, values in columns.items()},
-        "ratio_to_plain": None if ratio is None else asdict(ratio),
+        "of_plain": None if ratio is None else asdict(ratio),
+        "verdict": verdict(runs, ratio) or None,
         "rounds": shares(rounds_of(runs)),
         "runs": every,
     }

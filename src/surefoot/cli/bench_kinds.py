@@ -140,16 +140,9 @@ def most_drafts(rates: Sequence[float], modes: Sequence[Mode]) -> int:
     return longest or DEFAULT_DRAFTS
 
 
-def title(engine: Engine, subject: Subject) -> str:
-    """Model, backend and dtype."""
-    backend = engine.decoder.backend
-    model = engine.config.model if subject.dummy is None else f"random weights of {subject.dummy}"
-    return f"{model}, {backend.name} backend, {str(backend.dtype).removeprefix('torch.')}"
-
-
 def introduce(engine: Engine, subject: Subject) -> None:
     """What was built, and the limits that hold, on stderr."""
-    from surefoot.bench.subject import kind_of_rounds
+    from surefoot.bench.subject import kind_of_rounds, title
 
     print(
         f"{title(engine, subject)}; up to {engine.config.max_num_seqs} requests at once, "

@@ -13,7 +13,6 @@ from surefoot.cli.bench_kinds import (
     read_counts,
     read_modes,
     read_rates,
-    title,
 )
 from surefoot.cli.terminal import progress_bars
 from surefoot.request import SamplingParams
@@ -44,10 +43,8 @@ def run_sweep(
     wanted = read_modes(given["modes"], options.get("max_draft_tokens"))
     rates = read_rates(given["synthetic_acceptance"])
     subject = Subject(options, given["dummy_weights"], rates)
-    repeats, warmup = given["repeats"], given["warmup"]
-    settings = SweepSettings(
-        counts, wanted, 1 if repeats is None else repeats, 1 if warmup is None else warmup
-    )
+    times = {name: given[name] for name in ("repeats", "warmup") if given[name] is not None}
+    settings = SweepSettings(counts, wanted, **times)
     if given["plot"] is not None:
         check_plot(given["plot"])
     texts = None if prompts is None else tokenize(options, prompts)
@@ -67,10 +64,11 @@ def _measure(
     given: Mapping[str, Any],
 ) -> None:
     from surefoot.bench.bandwidth import memory_bandwidth
+    from surefoot.bench.machine_load import LoadWatch
     from surefoot.bench.parts import round_parts
     from surefoot.bench.subject import build_subject
     from surefoot.bench.sweep import Load, mode_name, random_prompts, sweep
-    from surefoot.bench.sweep_report import everything
+    from surefoot.bench.sweep_report import everything, workload
     from surefoot.engine.build import choose_backend
 
     parts: dict[tuple[int, str], dict[str, float]] = {}
@@ -82,43 +80,56 @@ def _measure(
             vocab = engine.decoder.config.vocab_size
             texts = random_prompts(vocab, max(settings.concurrency), length, params.seed or 0)
         load = Load(texts, params)
+        caption = workload(engine, subject, settings, load)
         introduce(engine, subject)
+        watch = LoadWatch()
         points = sweep(
             engine,
             settings,
             load,
             on_progress=lambda done, total: progress("Measuring", done, total),
         )
+        busyness = watch.stop()
+        if busyness.busy:
+            caption.append(busyness.note())
         if given["parts"] is not False:
             for concurrency in settings.concurrency:
                 for mode in settings.modes:
                     progress("Taking rounds apart", len(parts), len(points))
                     found = round_parts(engine, concurrency, mode, load)
                     parts[concurrency, mode_name(mode)] = found
-    _print(engine, points, bandwidth, parts)
+    _print(engine, points, bandwidth, parts, caption)
     if given["plot"] is not None:
         from surefoot.bench.sweep_plot import plot
 
-        plot(given["plot"], title(engine, subject), points)
+        plot(given["plot"], caption, points)
     if given["with_json"]:
-        report = everything(engine, subject, settings, load, points, bandwidth, parts)
+        report = everything(engine, subject, settings, load, points, bandwidth, parts, busyness)
         print(json.dumps(report), flush=True)
 
 
 def _print(
-    engine: Engine, points: list[Point], bandwidth: Mapping[str, float], parts: Mapping[Any, Any]
+    engine: Engine,
+    points: list[Point],
+    bandwidth: Mapping[str, float],
+    parts: Mapping[Any, Any],
+    caption: list[str],
 ) -> None:
     from rich.console import Console
 
-    from surefoot.bench.sweep_report import parts_table, sweep_table
+    from surefoot.bench.spread import about_range
+    from surefoot.bench.sweep_report import parts_table, ratios_to_plain, sweep_table
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160
-    print()
+    print("", *caption, "", sep="\n")
     console.print(sweep_table(engine, points, bandwidth))
+    print()
+    if ratios_to_plain(points):
+        print(about_range(len(points[0].passes)))
     print(
-        "\nof copy (read) speed: bytes of the weights and of the requests' keys and values per "
+        "of copy (read) speed: bytes of the weights and of the requests' keys and values per "
         f"second of a round,\nof the {bandwidth['copy_tb_s']:.3g} ({bandwidth['read_tb_s']:.3g}) "
         "TB/s that a plain copy (reading) does here"
     )

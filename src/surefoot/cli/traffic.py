@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from surefoot.bench.traffic_report import Results
     from surefoot.bench.workload import Shape
 
-REQUESTS, AT_ONCE, REPEATS, VOCAB_SIZE = 256, 64, 3, 32000
+REQUESTS, AT_ONCE, VOCAB_SIZE = 256, 64, 32000
 _traffic = functools.partial(option, panel="Traffic")
 
 
@@ -100,9 +100,8 @@ def _settings(given: Mapping[str, Any], modes: tuple[Mode, ...]) -> TrafficSetti
     at_once = given["at_once"]
     if at_once is None and given["rate"] is None:
         at_once = AT_ONCE
-    repeats = REPEATS if given["repeats"] is None else given["repeats"]
-    warmup = 1 if given["warmup"] is None else given["warmup"]
-    return TrafficSettings(modes, at_once, repeats, warmup, given["temperature"])
+    times = {name: given[name] for name in ("repeats", "warmup") if given[name] is not None}
+    return TrafficSettings(modes, at_once, temperature=given["temperature"], **times)
 
 
 def _in_process(
@@ -113,15 +112,17 @@ def _in_process(
 ) -> dict[str, Any]:
     """On an engine of its own."""
     from surefoot.bench import traffic
+    from surefoot.bench.machine_load import LoadWatch
     from surefoot.bench.subject import (
         Subject,
         build_subject,
         describe_subject,
         subject_config,
+        title,
         tokenize,
     )
     from surefoot.bench.sweep import check_modes
-    from surefoot.bench.traffic_report import everything
+    from surefoot.bench.traffic_report import describe_load, everything
     from surefoot.bench.workload import draw_calls
 
     modes = read_modes(given["modes"], options.get("max_draft_tokens"))
@@ -137,11 +138,16 @@ def _in_process(
         check_modes(engine, modes)
         introduce(engine, subject)
         calls = draw_calls(shape, engine.decoder.config.vocab_size, texts)
+        watch = LoadWatch()
         results = traffic.measure(
             engine, calls, settings, lambda done, total: progress("Measuring", done, total)
         )
-    _print(results, shape, settings)
-    return everything(describe_subject(engine, subject), shape, settings, calls, results)
+        busyness = watch.stop()
+    _print(results, f"{title(engine, subject)}: {describe_load(results, shape, settings)}")
+    if busyness.busy:
+        print(f"\n{busyness.note()}")
+    about = {**describe_subject(engine, subject), "machine_load": busyness.to_json()}
+    return everything(about, shape, settings, calls, results)
 
 
 def _on_server(
@@ -152,7 +158,7 @@ def _on_server(
 ) -> dict[str, Any]:
     """Over HTTP."""
     from surefoot.bench import http_traffic
-    from surefoot.bench.traffic_report import everything
+    from surefoot.bench.traffic_report import describe_load, everything
     from surefoot.bench.workload import draw_calls
 
     for name in (*options, "dummy_weights", "synthetic_acceptance"):
@@ -173,16 +179,16 @@ def _on_server(
             settings,
             lambda done, total: progress("Measuring", done, total),
         )
-    _print(results, shape, settings)
-    subject = {"url": server.client.url, "model": server.model}
+    _print(results, f"{server.client.url}: {describe_load(results, shape, settings)}")
+    about = {"url": server.client.url, "model": server.model}
     calls = draw_calls(shape, vocab_size, prompts or ())
-    return everything(subject, shape, settings, calls, results)
+    return everything(about, shape, settings, calls, results)
 
 
-def _print(results: Results, shape: Shape, settings: TrafficSettings) -> None:
+def _print(results: Results, caption: str) -> None:
     from rich.console import Console
 
-    from surefoot.bench.traffic_report import describe_load, rounds_table, traffic_table
+    from surefoot.bench.traffic_report import rounds_table, traffic_table
 
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -190,9 +196,9 @@ def _print(results: Results, shape: Shape, settings: TrafficSettings) -> None:
     print()
     console.print(traffic_table(results))
     print(
-        f"\n{describe_load(results, shape, settings)}\n"
-        "first token: from sending a request; gaps: from what came at once to what comes next; ms a "
-        "token:\nfrom a request's first token to its last, divided by its tokens less one"
+        f"\n{caption}\n"
+        "first token: from sending a request; gaps: from what came at once to what comes next;\n"
+        "ms a token: from a request's first token to its last, divided by its tokens less one"
     )
     if (rounds := rounds_table(results)) is not None:
         print()
