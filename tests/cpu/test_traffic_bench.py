@@ -1,37 +1,22 @@
-"""``surefoot bench --traffic``: workloads, the arithmetic of latencies, the closed loop, synthetic
-acceptance in every kind of round, and the command."""
+"""``surefoot bench --traffic``: workloads, the arithmetic of latencies, and the loop."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-from collections import defaultdict
-from pathlib import Path
 from statistics import fmean, pstdev
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from harness import tiny_decoder
-from surefoot.bench import synthetic
 from surefoot.bench.latency import Latency, Timeline, summarise
-from surefoot.bench.sweep import drafting, random_prompts
 from surefoot.bench.traffic import IDLE, RoundClock, Run, TrafficSettings, run_calls
 from surefoot.bench.traffic_report import mode_json, ratio_to_plain, shares
 from surefoot.bench.workload import Call, Shape, arrivals, draw_calls
-from surefoot.cli.main import app
-from surefoot.config import EngineConfig
-from surefoot.engine.engine import Engine
-from surefoot.errors import SurefootError
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
-from tiny_models import tiny_hf_model
-from tree_proposers import Bush
 
 OFF = SpeculationParams("off")
 
@@ -275,214 +260,3 @@ def test_ratios_are_taken_pass_by_pass() -> None:
     assert ratio_to_plain(results, 0) is None
     report = mode_json(results, "auto")
     assert report["output_throughput"] == 6 and report["low_high"]["output_throughput"] == [3, 6]
-
-
-# --- synthetic acceptance in every kind of round --------------------------------------------------
-
-RATES = (0.8, 0.5, 0.1)
-
-
-def synthetic_engine(ahead: bool, proposer: str = synthetic.NAME, **more: Any) -> Engine:
-    synthetic.register()
-    values: dict[str, Any] = dict(
-        proposers=(proposer,), max_draft_tokens=4, max_num_seqs=6, kv_blocks=400, block_size=4,
-        calibration_seconds=0.02, enable_prefix_caching=False, max_num_batched_tokens=24,
-    )  # fmt: skip
-    config = EngineConfig(**{**values, **more})
-    return Engine(tiny_decoder(), config, ahead, synthetic.accept_at(RATES))
-
-
-def some_calls(count: int) -> list[Call]:
-    """More than fit at once, so that prompts come while others decode."""
-    prompts = random_prompts(48, count, 17)
-    return [Call(prompt, 30 + 2 * (i % 10), seed=i) for i, prompt in enumerate(prompts)]
-
-
-def run_counting(
-    engine: Engine, mode: Any, count: int = 12, temperature: float = 0.0
-) -> tuple[list[Any], Any]:
-    """The texts, and by kind of round how many times draft 1, 2, … was (verified, right)."""
-    counts: dict[str, list[list[int]]] = defaultdict(lambda: [[0, 0] for _ in range(4)])
-    texts: dict[str, list[int]] = {}
-    step = engine.step
-
-    def counting() -> list[Any]:
-        before = engine.stats.rounds_by_kind
-        progress = step()
-        now = engine.stats.rounds_by_kind
-        [kind] = [kind for kind in now if now[kind] != before[kind]] or [IDLE]
-        for item in progress:
-            texts[item.request.request_id] = item.request.output
-            for place in range(item.drafting.drafted):
-                counts[kind][place][0] += 1
-                counts[kind][place][1] += place < item.drafting.accepted
-        return progress
-
-    engine.step = counting  # type: ignore[method-assign]
-    with drafting(engine, mode) as wish:
-        run_calls(
-            engine, some_calls(count), TrafficSettings((mode,), 6, temperature=temperature), wish
-        )
-    engine.step = step  # type: ignore[method-assign]
-    return [texts[name] for name in sorted(texts)], counts
-
-
-@pytest.mark.parametrize("proposer", [synthetic.NAME, "eagle3=dummy"])
-def test_drafts_are_right_at_the_given_rates_in_every_kind_of_round(proposer: str) -> None:
-    engine = synthetic_engine(True, proposer)
-    texts, counts = run_counting(engine, 4, 60)
-    assert len(counts) == 2, "one of the kinds of rounds did not occur"
-    for kind, places in counts.items():
-        for (verified, right), rate in zip(places, (*RATES, 0.0), strict=True):
-            assert verified > 150, kind
-            # Nearly independent coins; where a text ends, right drafts are cut.
-            off = 4 * math.sqrt(rate * (1 - rate) / verified) + 0.02
-            assert right / verified == pytest.approx(rate, abs=off), kind
-    assert len({tuple(text[:20]) for text in texts}) == len(texts)
-
-
-def test_the_text_is_the_same_however_it_is_scheduled() -> None:
-    expected = run_counting(synthetic_engine(False), 0)[0]
-    assert run_counting(synthetic_engine(True), 0)[0] == expected
-    for engine in (synthetic_engine(False, max_num_seqs=2), synthetic_engine(True)):
-        for mode in ("auto", 3):
-            assert run_counting(engine, mode)[0] == expected
-    assert run_counting(synthetic_engine(True), 2, temperature=1.0)[0] == expected
-
-
-def test_coins_and_tokens_are_even_and_independent() -> None:
-    state: Any = SimpleNamespace(
-        device=torch.device("cpu"), max_drafts=3, vocab_size=1000,
-        params=SimpleNamespace(seed=torch.arange(64)),
-    )  # fmt: skip
-    slots, first = torch.arange(64), torch.full((64,), 100)
-    half = torch.full((500,), synthetic.ALWAYS // 2)
-    text = synthetic.tokens_at(state, slots, first, torch.full((500,), synthetic.ALWAYS))
-    right = (synthetic.tokens_at(state, slots, first, half) == text).double()
-    assert right.mean() == pytest.approx(0.5, abs=0.015)
-    for one, other in ((right[:, 1:], right[:, :-1]), (right[1:], right[:-1])):
-        assert ((one - 0.5) * (other - 0.5)).mean() == pytest.approx(0, abs=0.008)
-    assert text.double().mean() == pytest.approx(499.5, abs=10)
-    assert torch.bincount(text.flatten() // 100, minlength=10).min() > 0.92 * text.numel() / 10
-
-
-def test_trees_are_refused() -> None:
-    with pytest.raises(SurefootError, match="chains") as caught:
-        synthetic_engine(False, Bush.name)
-    assert caught.value.option == "synthetic_acceptance"
-
-
-# --- the command ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_hf_model("llama", tmp_path_factory.mktemp("models"))
-
-
-QUICK = ["--backend", "torch", "--dtype", "float32", "--threads", "1"]
-SMALL = ["--requests", "8", "--at-once", "3", "--max-tokens", "4-24", "--repeats", "2"]
-
-
-def bench(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, ["bench", *(str(item) for item in arguments)])
-
-
-def report(result: Any) -> dict[str, Any]:
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-def test_traffic_on_random_weights(model: Path) -> None:
-    line = [
-        "--dummy-weights",
-        model,
-        "--synthetic-acceptance",
-        "0.9,0.6",
-        "--modes",
-        "plain,2,auto",
-    ]
-    result = bench("--traffic", *line, *SMALL, "--prompt-tokens", "5-60", *QUICK)
-    found = report(result)
-    modes = {entry["mode"]: entry for entry in found["modes"]}
-    assert list(modes) == ["plain", "2", "auto"]
-    for mode, entry in modes.items():
-        assert len(entry["runs"]) == 2 and entry["completed"] == 8 and entry["failed"] == 0
-        assert entry["p50_itl_ms"] <= entry["p90_itl_ms"] <= entry["p99_itl_ms"]
-        low, high = entry["low_high"]["output_throughput"]
-        assert 0 < low <= entry["output_throughput"] <= high
-        assert sum(kind["share"] for kind in entry["rounds"].values()) == pytest.approx(1)
-        ratio = entry["of_plain"]
-        assert ratio is None if mode == "plain" else ratio["count"] == 2
-        assert entry["total_output_tokens"] == modes["plain"]["total_output_tokens"]
-    assert modes["plain"]["accepted_length"] == 1 < modes["2"]["accepted_length"]
-    assert found["settings"]["at_once"] == 3 and found["settings"]["prompt_tokens"] == [5, 60]
-    assert found["engine"]["max_num_seqs"] == 3 and found["engine"]["max_model_len"] == 84
-    assert "8 requests, at most 3 at once" in result.stdout
-
-
-def test_traffic_on_a_model_with_prompts_that_arrive(model: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "the cat sat on the mat"}\n{"turns": ["the dog"]}\n')
-    line = ["-m", model, "--prompts", prompts, "--requests", "6", "--rate", "50", "--no-json"]
-    result = bench("--traffic", *line, "--max-tokens", "8", "--repeats", "1", *QUICK)
-    assert result.exit_code == 0, result.output
-    assert "6 requests, 50 arriving a second; prompts of" in result.stdout
-    assert "outputs of 48; 1 pass of" in result.stdout and not result.stdout.endswith("}\n")
-
-
-REFUSED = [
-    ("--requests 4", "--requests"),
-    ("--at-once 4", "--at-once"),
-    ("--rate 4", "--rate"),
-    ("--url http://x", "--url"),
-    ("--vocab-size 9", "--vocab-size"),
-    ("--concurrency 2 --rate 4", "--rate"),
-    ("--traffic --concurrency 2", "--concurrency"),
-    ("--traffic --batch-size 2", "--batch-size"),
-    ("--traffic --show-drafts", "--show-drafts"),
-    ("--traffic --prefix-caching", "--prefix-caching"),
-    ("--traffic --parts", "--parts"),
-    ("--traffic --plot x.png", "--plot"),
-    ("--traffic --speculation off", "--speculation"),
-    ("--traffic --draft-policy fixed", "--draft-policy"),
-    ("--traffic --categories a", "--categories"),
-    ("--traffic --requests 0", "--requests"),
-    ("--traffic --at-once 0", "--at-once"),
-    ("--traffic --rate 0", "--rate"),
-    ("--traffic --rate nan", "--rate"),
-    ("--traffic --repeats 0", "--repeats"),
-    ("--traffic --prompt-tokens 9-3", "--prompt-tokens"),
-    ("--traffic --prompt-tokens 3-9-12", "--prompt-tokens"),
-    ("--traffic --max-tokens 0-4", "--max-tokens"),
-    ("--traffic --max-tokens many", "--max-tokens"),
-    ("--max-tokens 4-8", "--max-tokens"),
-    ("--concurrency 1 --prompt-tokens 4-8", "--prompt-tokens"),
-    ("--traffic --modes often", "--modes"),
-    ("--traffic --vocab-size 9", "--vocab-size"),
-    ("--traffic --dummy-weights x --model y", "--dummy-weights"),
-    ("--traffic --synthetic-acceptance 0.5 --proposer ngram", "--proposer"),
-    ("--traffic --url http://x --dummy-weights x", "--dummy-weights"),
-    ("--traffic --url http://x --synthetic-acceptance 0.5", "--synthetic-acceptance"),
-    ("--traffic --url http://x --device cuda", "--device"),
-    ("--traffic --url http://x --modes 3", "--modes"),
-    ("--traffic --url http://x --vocab-size 0", "--vocab-size"),
-    ("--traffic --url ftp://x", "--url"),
-    ("--traffic --url http://x:port", "--url"),
-    ("--traffic --url http://127.0.0.1:9", "--url"),
-]
-
-
-@pytest.mark.parametrize(("line", "option"), REFUSED)
-def test_options_that_do_not_apply_are_refused_by_name(line: str, option: str) -> None:
-    result = bench(*line.split())
-    assert result.exit_code == 2, result.output
-    assert result.stderr.startswith(f"error: {option}: ") and result.stderr.count("\n") == 1
-
-
-def test_prompts_go_with_a_tokenizer_only(tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "the cat"}\n')
-    for option in ("--dummy-weights", "--prompt-tokens", "--vocab-size"):
-        result = bench("--traffic", "--url", "http://127.0.0.1:9", "--prompts", prompts, option, 5)
-        assert result.exit_code == 2 and result.stderr.startswith(f"error: {option}: ")

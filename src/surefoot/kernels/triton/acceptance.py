@@ -20,7 +20,7 @@ def hashed(seeds, positions, SALT: tl.constexpr):
     return x ^ (x >> 16)
 
 
-@jit(do_not_specialize=["count"])
+@jit(do_not_specialize=["count", "width"])
 def synthetic_tokens_kernel(
     slot_ptr, first_ptr, seed_ptr, threshold_ptr, count, width, vocab, out_ptr, TILE: tl.constexpr,
 ):  # fmt: skip
