@@ -24,7 +24,7 @@ from surefoot.request import FinishReason, Request, SamplingParams, SpeculationP
 
 PLAIN = "off"
 WARMUP_TOKENS = 16
-PASSES_SECONDS = 20.0
+PASSES_SECONDS = 24.0
 FEWEST_PASSES, MOST_PASSES = 3, 30
 _ids = itertools.count()
 

@@ -71,7 +71,7 @@ def bench(
     repeats: Annotated[
         int | None,
         typer.Option(
-            help="Runs of each prompt, each way. (default: as many as fit into 20 s, from 3 to 30; "
+            help="Runs of each prompt, each way. (default: as many as fit into 24 s, from 3 to 30; "
             "in sweeps and traffic 3)"
         ),
     ] = None,
