@@ -81,8 +81,8 @@ def test_prompts_ride_with_drafts(ahead: bool) -> None:
     first, _ = run_jobs(engine, [job, late])
     assert first.output == list(text[4:]) and first.stats.accepted > 30
     kinds = engine.stats.rounds_by_kind
-    assert kinds["prompts with drafts"][0] >= 2
-    rounds = sum(count for count, _ in kinds.values())
+    assert kinds["prompts with drafts"] >= 2
+    rounds = sum(kinds.values())
     assert rounds == engine.stats.rounds <= 32
 
 

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from harness import make_engine, tiny_decoder
+from surefoot.bench.bandwidth import kv_bytes_per_token, round_bytes, weight_bytes
 from surefoot.bench.parts import attribute, group_of
 from surefoot.bench.sweep import (
     Load,
@@ -20,18 +21,18 @@ from surefoot.bench.sweep import (
     drafting,
     random_prompts,
     run_pass,
+    submit,
     summarise,
     sweep,
 )
 from surefoot.bench.sweep_report import ratios_to_plain, verdict
-from surefoot.bench.traffic import kv_bytes_per_token, round_bytes, weight_bytes
 from surefoot.cli.main import app
 from surefoot.engine import recording
+from surefoot.engine.engine import Engine
 from surefoot.errors import SurefootError
 from surefoot.models.decoder import expected_shapes
-from surefoot.request import SamplingParams
+from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.fixed import FixedPlanner
-from surefoot.speculation.round import Round
 from tiny_models import tiny_hf_model
 
 QUICK = ["--backend", "torch", "--dtype", "float32", "--threads", "1"]
@@ -70,7 +71,7 @@ def test_synthetic_acceptance_on_random_weights(model: Path) -> None:
             # 1 + 0.8 + 0.5 in the long run.
             assert 1.6 < point["accepted_length"] < 2.9
     assert found["synthetic_acceptance"] == [0.8, 0.5, 0.0] and found["model"] is None
-    assert found["engine"]["rounds"] == "run ahead, not recorded"
+    assert found["engine"]["rounds"] == "called"
     assert found["engine"]["max_draft_tokens"] == 3 and found["hardware"]["cores"] >= 1
     assert found["machine_load"]["cores"] == found["hardware"]["cores"]
     assert all(
@@ -110,7 +111,7 @@ def test_real_prompts_on_a_model(model: Path, tmp_path: Path) -> None:
     found = report(run("--concurrency", "2", *line))
     assert [item["mode"] for item in found["points"]] == ["plain", "4", "auto"]
     assert found["settings"]["prompts"] == 2 and found["settings"]["params"]["ignore_eos"]
-    assert found["engine"]["rounds"] == "planned by the host"
+    assert found["engine"]["rounds"] == "called"
     assert not any(item["parts_ms"] for item in found["points"])
     assert found["engine"]["max_model_len"] == found["settings"]["prompt_tokens"][1] + 24
     only = report(run("--concurrency", "1", *line, "--categories", "b", "--modes", "plain"))
@@ -187,10 +188,6 @@ REFUSED = [
     ("--concurrency 1 --synthetic-acceptance 1.5", "--synthetic-acceptance"),
     ("--concurrency 1 --synthetic-acceptance x", "--synthetic-acceptance"),
     ("--concurrency 1 --synthetic-acceptance 0.5 --proposer ngram", "--proposer"),
-    (
-        "--concurrency 1 --synthetic-acceptance 0.5 --device cuda --enforce-eager",
-        "--synthetic-acceptance",
-    ),
     ("--concurrency 1 --plot /does/not/exist/x.png", "--plot"),
     ("--concurrency 1 --plot x.txtt", "--plot"),
 ]
@@ -233,22 +230,19 @@ def test_a_missing_matplotlib_is_said_before_measuring(monkeypatch: pytest.Monke
     assert result.exit_code == 2 and "surefoot[plot]" in result.stderr
 
 
-def test_an_override_is_there_when_rounds_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from surefoot.engine.engine import Engine
-
+def test_rounds_are_prepared_before_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     honest = recording.time_called
 
-    def measure(round_: Round, *rest: Any) -> Any:
-        seen.append(round_.replace_sampled)
-        return honest(round_, *rest)
+    def measure(*arguments: Any) -> Any:
+        seen.append("measured")
+        return honest(*arguments)
 
     monkeypatch.setattr(recording, "time_called", measure)
-    decoder = tiny_decoder()
-    config = make_engine(decoder).config
+    config = make_engine(tiny_decoder()).config
     seen.clear()
-    engine = Engine(decoder, config, None, lambda round_: lambda spans, layout, sampled: sampled)
-    assert seen == [engine.round.replace_sampled] and seen[0] is not None
+    Engine(tiny_decoder(), config, prepare=lambda round_: seen.append("prepared"))
+    assert seen == ["prepared", "measured"]
 
 
 def test_every_repeat_turns_the_order_around_after_the_warmup(
@@ -310,6 +304,12 @@ def test_a_pass_counts_what_was_decoded_and_leaves_the_engine_as_it_was() -> Non
     # 10 to 34 tokens each, two requests: their mean in the steady state is near the middle.
     assert result.context == pytest.approx(2 * 24.5, abs=4)
     assert not engine.has_work
+
+
+def test_requests_of_a_pass_have_seeds_of_their_own() -> None:
+    engine = make_engine(tiny_decoder(), max_num_seqs=3)
+    load = Load([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=4, seed=5))
+    assert [request.seed for request in submit(engine, 3, load, SpeculationParams())] == [5, 6, 7]
 
 
 def test_bytes_of_a_round() -> None:

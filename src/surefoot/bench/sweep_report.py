@@ -7,12 +7,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from surefoot import __version__
-from surefoot.bench.hardware import describe_hardware, name_hardware
+from surefoot.bench.bandwidth import kv_bytes_per_token, round_bytes, weight_bytes
+from surefoot.bench.hardware import name_hardware
 from surefoot.bench.machine_load import MachineLoad
 from surefoot.bench.spread import Spread, spread
+from surefoot.bench.subject import Subject, describe_subject, title
 from surefoot.bench.sweep import PLAIN, Load, Point, SweepSettings, mode_name
-from surefoot.bench.sweep_engine import Subject, kind_of_rounds
-from surefoot.bench.traffic import kv_bytes_per_token, round_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -61,14 +61,12 @@ def verdict(point: Point, ratio: Spread | None) -> str:
 
 def workload(engine: Engine, subject: Subject, settings: SweepSettings, load: Load) -> list[str]:
     """What was measured, on what, and how often: lines for captions."""
-    backend = engine.decoder.backend
-    model = engine.config.model if subject.dummy is None else f"random weights of {subject.dummy}"
     low, high = _lengths(load)
     length = f"{low}" if low == high else f"{low}–{high}"
     rates = ", ".join(f"{rate:g}" for rate in subject.rates)
     repeats = settings.repeats
     return [
-        f"{model}, {backend.name} backend, {str(backend.dtype).removeprefix('torch.')}",
+        title(engine, subject),
         f"{length} prompt + {load.params.max_tokens} output tokens"
         + (f"; drafts accepted at rates {rates}" if rates else "")
         + f"; {repeats} pass{'es' * (repeats != 1)} a point",
@@ -190,26 +188,11 @@ def everything(
     busyness: MachineLoad,
 ) -> dict[str, Any]:
     """All that was measured, and on what; JSON-ready."""
-    config, backend = engine.config, engine.decoder.backend
     ratios = ratios_to_plain(points)
     return {
         "surefoot": __version__,
-        "model": config.model if subject.dummy is None else None,
-        "dummy_weights": None if subject.dummy is None else str(subject.dummy),
-        "synthetic_acceptance": list(subject.rates),
-        "hardware": describe_hardware(config.device),
+        **describe_subject(engine, subject),
         "machine_load": busyness.to_json(),
-        "engine": {
-            **asdict(config),
-            "backend": backend.name,
-            "dtype": str(backend.dtype).removeprefix("torch."),
-            "proposers": [item.name for item in engine.proposers],
-            "max_model_len": engine.max_model_len,
-            "kv_tokens": engine.kv_tokens,
-            "rounds": kind_of_rounds(engine),
-        },
-        "shape": asdict(engine.decoder.config),
-        "memory": asdict(engine.memory) if engine.memory else None,
         "settings": {
             **asdict(settings),
             "modes": [mode_name(mode) for mode in settings.modes],

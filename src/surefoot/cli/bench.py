@@ -1,5 +1,6 @@
 """``surefoot bench``: speculation against plain decoding, in one process, on one engine; or, with
---concurrency, throughput by the number of requests (``sweep``)."""
+--concurrency, throughput by the number of requests (``sweep``); or, with --traffic, throughput and
+latencies where requests come and go (``traffic``)."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from surefoot.cli.bench_kinds import SWEEP, TRAFFIC, choose_kind, read_count
 from surefoot.cli.options import engine_options, option, speculation_option
-from surefoot.cli.sweep import refuse_other_kind, run_sweep
+from surefoot.cli.sweep import run_sweep
 from surefoot.cli.terminal import DraftPainter, load, progress_bars
+from surefoot.cli.traffic import run_traffic, traffic_options
 from surefoot.cli.verb import OTHER_ERROR, verb
 from surefoot.request import SamplingParams
 
@@ -32,18 +35,20 @@ first time, confirmed guesses marked, and the speeds follow."""
 
 
 _sweep = functools.partial(option, panel="Sweep over --concurrency")
+_both = functools.partial(option, panel="With --concurrency or --traffic")
 
 
-@verb(engine=engine_options, speculation=speculation_option)
+@verb(engine=engine_options, speculation=speculation_option, traffic=traffic_options)
 def bench(
     engine: dict[str, Any],
     speculation: str,
+    traffic: dict[str, Any],
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help='JSON lines with "prompt", "messages" or "turns" (the first is asked), and an '
-            'optional "category". Without it: three built-in samples; in a sweep, random tokens.',
+            'optional "category". Without it: three built-in samples; else random tokens.',
             show_default=False,
         ),
     ] = None,
@@ -54,12 +59,20 @@ def bench(
     per_category: Annotated[
         int | None, typer.Option(help="The first N of each category.", show_default=False)
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of each answer.")] = 128,
+    max_tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Most tokens of each answer; of traffic LOW-HIGH, drawn evenly. "
+            "(default: 128; of traffic 64-448)",
+            show_default=False,
+        ),
+    ] = None,
     repeats: Annotated[
         int | None,
         typer.Option(
             help="Runs of each prompt, each way. (default: as many as fit into 24 s, from 3 to 30; "
-            "in a sweep 3)"
+            "in sweeps and traffic 3)"
         ),
     ] = None,
     batch_size: Annotated[
@@ -68,8 +81,7 @@ def bench(
     warmup: Annotated[
         int | None,
         typer.Option(
-            help="Runs each way that are not counted: short ones; in a sweep whole passes. "
-            "(default: 1)"
+            help="Runs each way that are not counted: short ones; else whole passes. (default: 1)"
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -98,7 +110,7 @@ def bench(
     ] = None,
     modes: Annotated[
         str | None,
-        _sweep(
+        _both(
             metavar="A,B,…",
             help="plain, auto, and numbers of drafts that are always verified. "
             "(default: plain,4,auto)",
@@ -106,18 +118,23 @@ def bench(
     ] = None,
     dummy_weights: Annotated[
         Path | None,
-        _sweep(metavar="CONFIG", help="Random weights for this config.json, or a folder's."),
+        _both(metavar="CONFIG", help="Random weights for this config.json, or a folder's."),
     ] = None,
     synthetic_acceptance: Annotated[
         str | None,
-        _sweep(
+        _both(
             metavar="R1,R2,…",
             help="Drafts 1, 2, … are right in this share of all rounds, whatever the model: for "
             "measuring speed, the texts mean nothing.",
         ),
     ] = None,
     prompt_tokens: Annotated[
-        int | None, _sweep(help="Length of the random prompts. (default: 512)")
+        str | None,
+        _both(
+            metavar="N",
+            help="Length of the random prompts; of traffic LOW-HIGH, lognormal in between. "
+            "(default: 512; of traffic 32-2048)",
+        ),
     ] = None,
     parts: Annotated[
         bool | None,
@@ -140,22 +157,29 @@ def bench(
 
     With --concurrency it is a sweep instead: tokens per second while all of so many requests
     decode, and end to end, for every mode, with the lowest and highest; texts are not compared.
+
+    With --traffic requests of many lengths come and go: output tokens per second, time to first
+    token and gaps between tokens, as `vllm bench serve` defines them, for every mode; with --url
+    on a server.
     """
-    given = dict(locals())
+    given = {**locals(), **traffic}
     from surefoot.bench.prompts import builtin_prompts, load_prompts, select
 
-    refuse_other_kind(concurrency, given)
+    kind = choose_kind(given)
     names = None if categories is None else [name.strip() for name in categories.split(",")]
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        ignore_eos=concurrency is not None,
-    )
     chosen = None
     if prompts is not None:
         chosen = select(load_prompts(prompts), names, per_category)
-    if concurrency is not None:
+    if kind == TRAFFIC:
+        run_traffic(engine, chosen, given)
+        return
+    params = SamplingParams(
+        max_tokens=read_count("max_tokens", max_tokens, 128),
+        temperature=temperature,
+        seed=seed,
+        ignore_eos=kind == SWEEP,
+    )
+    if kind == SWEEP:
         run_sweep(engine, params, chosen, given)
         return
     chosen = chosen or select(builtin_prompts(), names, per_category)

@@ -15,7 +15,7 @@ from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.models.loading import Checkpoint, load_checkpoint
 from surefoot.sampling.grammar import Grammars
-from surefoot.speculation.round import ReplaceSampled, Round
+from surefoot.speculation.round import Round
 
 _TORCH_THREADS = torch.get_num_threads()
 """What torch found fit for this machine, before any engine changed it."""
@@ -25,11 +25,9 @@ ProgressCallback = Callable[[str, int, int], None]
 def build_engine(
     config: EngineConfig,
     progress: ProgressCallback | None = None,
-    ahead: bool | None = None,
-    replace_sampled: Callable[[Round], ReplaceSampled] | None = None,
+    prepare: Callable[[Round], None] | None = None,
 ) -> tuple[Engine, Checkpoint]:
-    """Load ``config.model`` and build an engine around it; ``ahead`` and ``replace_sampled`` as
-    there."""
+    """Load ``config.model`` and build an engine around it; ``prepare`` as there."""
     torch.set_num_threads(config.threads or _TORCH_THREADS)
     backend = choose_backend(config)
     native_weights = config.weights == "native" or (
@@ -40,7 +38,7 @@ def build_engine(
     )
     max_model_len = model_length(config, checkpoint.config)
     decoder = Decoder(checkpoint.config, checkpoint.weights, backend, max_model_len)
-    engine = Engine(decoder, config, ahead, replace_sampled)
+    engine = Engine(decoder, config, prepare=prepare)
     model = checkpoint.config
     engine.grammars = Grammars(checkpoint.tokenizer, model.vocab_size, model.eos_token_ids)
     return engine, checkpoint

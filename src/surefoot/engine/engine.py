@@ -31,7 +31,7 @@ from surefoot.sampling.grammar import Grammars
 from surefoot.speculation import registry
 from surefoot.speculation.controller import Controller
 from surefoot.speculation.proposer import Proposer, read_options
-from surefoot.speculation.round import ReplaceSampled, Round
+from surefoot.speculation.round import Round
 from surefoot.speculation.state import SlotState
 from surefoot.structured import TextGrammar
 
@@ -57,11 +57,11 @@ class Engine:
         decoder: Decoder,
         config: EngineConfig,
         ahead: bool | None = None,
-        replace_sampled: Callable[[Round], ReplaceSampled] | None = None,
+        prepare: Callable[[Round], None] | None = None,
     ) -> None:
         """``ahead``: whether rounds are launched before the one before is read, in few sizes; None:
-        on a GPU, unless ``config.enforce_eager``. ``replace_sampled`` makes
-        ``Round.replace_sampled``, part of the rounds from the first one measured."""
+        on a GPU, unless ``config.enforce_eager``. ``prepare`` may change the round, before the
+        first one runs and is measured."""
         self.decoder = decoder
         self.config = config
         self.grammars: Grammars | None = None
@@ -101,8 +101,8 @@ class Engine:
         self.round = Round(
             decoder, kv_pools, self.state, self.proposers, self.controller, config.max_num_seqs
         )
-        if replace_sampled is not None:
-            self.round.replace_sampled = replace_sampled(self.round)
+        if prepare is not None:
+            prepare(self.round)
         self.stats = EngineStats()
         before = self._taken.reserved()
         self.rounds, self.planner = prepare_rounds(self.round, config, self.kv, ahead)

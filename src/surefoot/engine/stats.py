@@ -49,9 +49,10 @@ class EngineStats:
     saved_seconds: float = 0.0
     """By what rounds are believed to cost: what plain rounds would have taken for the same tokens,
     less what the rounds with drafts took. Only counted where the cost of rounds was measured."""
-    rounds_by_kind: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """(Rounds, seconds on the device) of rounds with prompt chunks and without, with drafts and
-    without."""
+    rounds_by_kind: dict[str, int] = field(default_factory=dict)
+    """Rounds with prompt chunks and without, with drafts and without."""
+    seconds_by_kind: dict[str, float] = field(default_factory=dict)
+    """What they took on the device."""
 
     def count_admissions(self, loop: Loop) -> None:
         """Requests were let in, or sent back to the queue."""
@@ -72,8 +73,9 @@ class EngineStats:
         self.draft_rows += drafts
         kind = "prompts" if landing.prompt_rows else "decoding"
         kind += " with drafts" if drafts else ""
-        count, seconds = self.rounds_by_kind.get(kind, (0, 0.0))
-        self.rounds_by_kind[kind] = count + 1, seconds + (landing.seconds or 0.0)
+        self.rounds_by_kind[kind] = self.rounds_by_kind.get(kind, 0) + 1
+        seconds = self.seconds_by_kind.get(kind, 0.0) + (landing.seconds or 0.0)
+        self.seconds_by_kind[kind] = seconds
         expected = decision.expected
         if drafts and landing.progress and not landing.prompt_rows:
             gained = 1 + landing.accepted / len(landing.progress)

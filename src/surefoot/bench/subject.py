@@ -1,16 +1,16 @@
-"""The engine of a sweep: a model's weights or random ones, real or synthetic acceptance."""
+"""The engine of a benchmark: a model's weights or random ones, real or synthetic acceptance."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from surefoot.bench import synthetic
+from surefoot.bench.hardware import describe_hardware
 from surefoot.bench.prompts import BenchPrompt
 from surefoot.config import DEFAULT_MODEL, EngineConfig
 from surefoot.engine.build import ProgressCallback, build_engine, choose_backend
@@ -46,21 +46,16 @@ class Subject:
                     raise SurefootError(
                         name,
                         "does not go with --synthetic-acceptance, which drafts itself",
-                        "drop one of them, or name one drafter with its path",
+                        "drop one of them, or name a drafter with its path",
                     )
 
     @property
     def drafter(self) -> bool:
         """Whether a drafter does all its work, however its drafts are then accepted."""
-        proposers = tuple(self.options.get("proposers") or ())
-        return len(proposers) == 1 and "=" in proposers[0]
-
-    @property
-    def on_gpu(self) -> bool:
-        return str(self.options.get("device", "cpu")).startswith("cuda")
+        return any("=" in name for name in self.options.get("proposers") or ())
 
 
-def sweep_config(subject: Subject, most: int, longest: int, drafts: int) -> EngineConfig:
+def subject_config(subject: Subject, most: int, longest: int, drafts: int) -> EngineConfig:
     """The engine's configuration for up to ``most`` requests of ``longest`` tokens (unless the
     options say otherwise) with ``drafts`` drafts each (likewise)."""
     options = {
@@ -79,21 +74,20 @@ def sweep_config(subject: Subject, most: int, longest: int, drafts: int) -> Engi
 def build_subject(
     subject: Subject, config: EngineConfig, progress: ProgressCallback | None = None
 ) -> Engine:
-    """Load or draw the weights. Synthetic acceptance is part of the rounds from the first one
-    measured."""
-    rates = subject.rates
-    replace_sampled = partial(synthetic.accept, rates=rates) if rates else None
-    if rates:
+    """Load or draw the weights. Synthetic acceptance is part of the rounds from the first one that
+    is measured."""
+    prepare = synthetic.accept_at(subject.rates) if subject.rates else None
+    if subject.rates:
         synthetic.register()
     if subject.dummy is None:
-        return build_engine(config, progress, None, replace_sampled)[0]
+        return build_engine(config, progress, prepare)[0]
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     backend = choose_backend(config)
     shape = read_dummy_config(subject.dummy)
     weights = DummyWeights(shape, backend.device, backend.dtype)
     decoder = Decoder(shape, weights, backend, config.max_model_len)
-    return Engine(decoder, config, None, replace_sampled)
+    return Engine(decoder, config, prepare=prepare)
 
 
 def tokenize(options: Mapping[str, Any], prompts: Sequence[BenchPrompt]) -> list[list[int]]:
@@ -121,3 +115,32 @@ def read_dummy_config(path: Path) -> ModelConfig:
 def kind_of_rounds(engine: Engine) -> str:
     """How rounds run."""
     return "recorded" if engine.rounds.recorded else "called"
+
+
+def title(engine: Engine, subject: Subject) -> str:
+    """Model, backend and dtype."""
+    backend = engine.decoder.backend
+    model = engine.config.model if subject.dummy is None else f"random weights of {subject.dummy}"
+    return f"{model}, {backend.name} backend, {str(backend.dtype).removeprefix('torch.')}"
+
+
+def describe_subject(engine: Engine, subject: Subject) -> dict[str, Any]:
+    """The model, the engine and the machine; JSON-ready."""
+    config, backend = engine.config, engine.decoder.backend
+    return {
+        "model": config.model if subject.dummy is None else None,
+        "dummy_weights": None if subject.dummy is None else str(subject.dummy),
+        "synthetic_acceptance": list(subject.rates),
+        "hardware": describe_hardware(config.device),
+        "engine": {
+            **asdict(config),
+            "backend": backend.name,
+            "dtype": str(backend.dtype).removeprefix("torch."),
+            "proposers": [item.name for item in engine.proposers],
+            "max_model_len": engine.max_model_len,
+            "kv_tokens": engine.kv_tokens,
+            "rounds": kind_of_rounds(engine),
+        },
+        "shape": asdict(engine.decoder.config),
+        "memory": asdict(engine.memory) if engine.memory else None,
+    }
