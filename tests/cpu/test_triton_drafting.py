@@ -193,23 +193,21 @@ def test_synthetic_acceptance() -> None:
         device=DEVICE, max_drafts=width, slots=SLOTS, vocab_size=vocab,
         length=torch.randint(3, 30, (SLOTS,)),
     )  # fmt: skip
-    tokens = torch.randint(0, vocab, (1, SLOTS, width))
-    lengths = torch.randint(0, width + 1, (1, SLOTS))
-    replay = SimpleNamespace(
-        state=state, controller=SimpleNamespace(names=("x",), tokens=tokens, lengths=lengths)
-    )
-    acceptance = SyntheticAcceptance(cast(Any, replay), [[0.8, 0.5, 0.1], [0.3]])
+    tokens = torch.randint(0, vocab, (SLOTS, width))
+    lengths = torch.randint(0, width + 1, (SLOTS,))
+    offers = SimpleNamespace(tokens=tokens, lengths=lengths)
+    round_ = SimpleNamespace(state=state, books=SimpleNamespace(offers=offers))
+    acceptance = SyntheticAcceptance(cast(Any, round_), [[0.8, 0.5, 0.1], [0.3]])
     slots = torch.arange(SLOTS).repeat_interleave(70)
     positions = state.length[slots] + torch.arange(70).repeat(SLOTS) % 5
     sampled = torch.randint(0, vocab, (len(slots),))
     layout = SimpleNamespace(sample_slots=slots, sample_positions=positions)
     expected = acceptance(None, cast(Any, layout), sampled)
     found = replace_sampled(
-        slots, positions, sampled, state.length, acceptance.conditional, acceptance.tokens,
-        acceptance.lengths, vocab,
-    )  # fmt: skip
+        slots, positions, sampled, state.length, acceptance.conditional, tokens, lengths, vocab
+    )
     assert torch.equal(found, expected)
     place = positions - state.length[slots]
-    offered = place < lengths[0, slots]
-    right = found[offered] == tokens[0][slots[offered], place[offered]]
+    offered = place < lengths[slots]
+    right = found[offered] == tokens[slots[offered], place[offered]]
     assert 0 < right.sum() < len(right)
