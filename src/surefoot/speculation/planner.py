@@ -42,9 +42,11 @@ BARREN_ROUNDS = 4096
 """Rounds in a row with drafts on offer and none verified, after which a line is logged."""
 _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
+_BEYOND = 1.5
+"""How many times longer rounds may be than they would be, to learn about more drafts."""
 _UNLIKELY = 3.0
 """Standard deviations that noise does not explain."""
-_USUAL = 0.05
+_USUAL = 0.1
 _RECENT = 0.02
 """Weight of a round in running averages."""
 _log = logging.getLogger(__name__)
@@ -77,9 +79,9 @@ class Planner:
         """Of late rounds, on average."""
         self._promises: dict[Action, Promise] = {}
         self._best = NOTHING
-        self._usual: dict[Action, float] = {}
-        """What rounds gain that do what is best: accepted drafts of a request less the extra time,
-        both in plain rounds, on average."""
+        self._usual_tokens = self._usual_rounds = 1.0
+        """Of rounds that try nothing, on the running average: tokens of a request, and the time in
+        plain rounds."""
         self._turn = 0
         self._last = Decision(0, *NOTHING)
         self._reported = NOTHING
@@ -100,14 +102,15 @@ class Planner:
         chances = self._at_hand(situation)
         action, apart = self._best, prompts
         drafts, seconds = self._verify(situation, action, chances, apart)
+        without = seconds
         trials = self._trials(actions)
-        offered = chances is not None and bool(chances.any())
-        trial = self.budget.next([t for t in trials if not t.verify or (offered and not drafts)])
+        spare = chances is not None and drafts < np.count_nonzero(chances)
+        trial = self.budget.next([t for t in trials if spare or not t.verify])
         if trial is not None and not trial.verify:
             action = self._action_of(trial, actions, situation, plain)
             drafts, seconds = self._verify(situation, action, chances, apart)
         elif trial is not None:
-            drafts, seconds = self._verify(situation, action, chances, apart, in_any_case=True)
+            drafts, seconds = self._verify(situation, action, chances, apart, beyond=drafts)
         # What other proposers offer is verified a round later; what that loses is the trial's, too.
         before = self._last.expected.trial
         charged = trial or (
@@ -117,7 +120,7 @@ class Planner:
             drafts,
             *action,
             trial is not None,
-            Expectation(seconds, plain, prompts, self._best, charged, trials),
+            Expectation(seconds, without, plain, prompts, charged, trials),
         )
         return self._last
 
@@ -236,18 +239,22 @@ class Planner:
         action: Action,
         chances: np.ndarray | None,
         apart: float,
-        in_any_case: bool = False,
+        beyond: int | None = None,
     ) -> tuple[int, float]:
-        """How many drafts to verify in a round that then proposes so, and its seconds.
-        ``in_any_case``: at least one, even if none pays."""
+        """How many drafts to verify in a round that then proposes so, and its seconds. ``beyond``:
+        more than these, which are believed best."""
         offered = 0 if chances is None else int(np.count_nonzero(chances))
         drafts, seconds = self._table(situation, action, offered, situation.prompt_rows)
         if chances is None or not offered:
             return 0, float(seconds[0])
-        if in_any_case:
+        if beyond is None:
+            at = best_count(chances, drafts, seconds, apart, self._margin)
+        elif beyond == 0:
             at = nearest_count(chances, drafts, seconds, apart)
         else:
-            at = best_count(chances, drafts, seconds, apart, self._margin)
+            at = int(np.searchsorted(drafts, beyond))
+            most = int(np.searchsorted(seconds, _BEYOND * seconds[at], side="right")) - 1
+            at = min(max(most, at + 1), len(drafts) - 1)
         return min(int(drafts[at]), offered), float(seconds[at])
 
     # --- exploring ----------------------------------------------------------------------------
@@ -312,18 +319,19 @@ class Planner:
         plain = expected.plain_seconds
         if not expected.trials or plain <= 0:
             return
-        self.budget.earn(expected.trials, seconds / plain)
         noise = _UNLIKELY * self.costs.noise * expected.seconds
         if seconds > expected.seconds - noise:
             seconds = min(max(seconds - noise, expected.seconds), expected.seconds + noise)
-        extra = (seconds - expected.prompt_seconds) / plain - 1.0
-        tokens, seconds_of_it = self._promises.get(expected.best, PLAIN)
-        usual = self._usual.get(expected.best, tokens - seconds_of_it)
+        took = max(0.0, (seconds - expected.prompt_seconds) / plain)
+        self.budget.earn(expected.trials, took)
         if expected.trial is None:
-            self._usual[expected.best] = usual + _USUAL * (accepted - extra - usual)
+            self._usual_tokens += _USUAL * (1.0 + accepted - self._usual_tokens)
+            self._usual_rounds += _USUAL * (took - self._usual_rounds)
         elif expected.trial.verify:
             # Paid in full, whatever it gives: drafts that are believed to be unfair to somebody
             # must not pay for themselves.
-            self.budget.pay(expected.trial, extra)
+            without = (expected.without_trial - expected.prompt_seconds) / plain
+            self.budget.pay(expected.trial, took - without)
         else:
-            self.budget.pay(expected.trial, usual - (accepted - extra))
+            usual = (1.0 + accepted) * self._usual_rounds / self._usual_tokens
+            self.budget.pay(expected.trial, took - usual)
