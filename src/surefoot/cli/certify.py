@@ -56,7 +56,7 @@ def engine_group(
         _option(
             "--enforce-eager",
             panel="Engine",
-            help="On a GPU: certify rounds that the host plans, not recorded ones.",
+            help="On a GPU: certify called rounds, not recorded ones.",
         ),
     ] = None,
     threads: Annotated[
