@@ -83,6 +83,9 @@ class Planner:
         """Of rounds that try nothing, on the running average: tokens of a request, and the time in
         plain rounds."""
         self._turn = 0
+        self._depth = 0
+        self._second: Trial | None = None
+        """What the last round tried, if that takes another round."""
         self._last = Decision(0, *NOTHING)
         self._reported = NOTHING
         self._unread = False
@@ -105,12 +108,22 @@ class Planner:
         without = seconds
         trials = self._trials(actions)
         spare = chances is not None and drafts < np.count_nonzero(chances)
-        trial = self.budget.next([t for t in trials if spare or not t.verify])
-        if trial is not None and not trial.verify:
-            action = self._action_of(trial, actions, situation, plain)
+        trial, tried = self._second, self._last.action
+        self._second = None
+        if trial is not None and tried in actions:
+            # A second round verifies what the first had others offer.
+            action = tried
             drafts, seconds = self._verify(situation, action, chances, apart)
-        elif trial is not None:
-            drafts, seconds = self._verify(situation, action, chances, apart, beyond=drafts)
+            if spare and not drafts:
+                drafts, seconds = self._verify(situation, action, chances, apart, beyond=0)
+        else:
+            trial = self.budget.next([t for t in trials if spare or not t.verify])
+            if trial is not None and trial.verify:
+                drafts, seconds = self._verify(situation, action, chances, apart, beyond=drafts)
+            elif trial is not None:
+                action = self._action_of(trial, actions, situation, plain)
+                drafts, seconds = self._verify(situation, action, chances, apart)
+                self._second = trial if action != NOTHING else None
         # What other proposers offer is verified a round later; what that loses is the trial's, too.
         before = self._last.expected.trial
         charged = trial or (
@@ -185,13 +198,15 @@ class Planner:
             self._best = NOTHING
             return
         if self._best not in actions:
-            self._best = max(actions, key=lambda a: self._promises.get(a, PLAIN).rate)
-        # Both with what is known now: older promises of other times may be better, and wrong.
+            self._best = max(actions, key=lambda action: self._promise_of(action).rate)
+        # One a round, and none older than that: of old promises the best would be too good.
         self._turn += 1
-        other = actions[self._turn % len(actions)]
-        for action in (self._best, other):
-            self._promises[action] = self._promise(situation, action, plain)
-        if self._promises[other].rate > self._margin * self._promises[self._best].rate:
+        if self._turn % 2:
+            self._promises[self._best] = self._promise(situation, self._best, plain)
+            return
+        other = actions[self._turn // 2 % len(actions)]
+        self._promises[other] = self._promise(situation, other, plain)
+        if self._promises[other].rate > self._margin * self._promise_of(self._best).rate:
             # Texts repeat themselves for a while, now and then, and nothing tells when but a look.
             # That is given up where it does not pay in the long run.
             looks = set(self._best[0]) - set(other[0]) - self.offers.drafters
@@ -202,6 +217,10 @@ class Planner:
                 if next(rates) > next(rates):
                     return
             self._best = other
+
+    def _promise_of(self, action: Action) -> Promise:
+        """The last time that it was weighed."""
+        return self._promises.get(action, PLAIN)
 
     def _promise(
         self, situation: Situation, action: Action, plain: float, lately: bool = True
@@ -263,12 +282,12 @@ class Planner:
         """What may be tried beside the best action."""
         if len(actions) < 2:
             return ()
-        proposers, steps = self._best
+        proposers = self._best[0]
         if (actions, self._best) != self._trials_for:
             trials = [
                 Trial(False, chosen, proposers) for chosen in dict(actions) if chosen != proposers
             ]
-            if steps < dict(actions)[proposers]:
+            if sum(action[0] == proposers for action in actions) > 1:
                 trials.append(Trial(False, proposers, proposers))
             trials.append(Trial(True, proposers, proposers))
             self._trials_for, self._trials_there = (actions, self._best), tuple(trials)
@@ -277,11 +296,13 @@ class Planner:
     def _action_of(
         self, trial: Trial, actions: tuple[Action, ...], situation: Situation, plain: float
     ) -> Action:
-        """Others are tried as far as now, or as they promise most; those that are awake as far as
-        they can go."""
+        """Others are tried as far as now, or as they promise most; those that are awake to each
+        other depth in turn, the longest first."""
         own = [action for action in actions if action[0] == trial.proposers]
         if trial.proposers == self._best[0]:
-            return own[-1]
+            own.remove(self._best)
+            self._depth += 1
+            return own[-self._depth % len(own)]
         if (same := (trial.proposers, self._best[1])) in own:
             return same
         return max(own, key=lambda action: self._promise(situation, action, plain).rate)
