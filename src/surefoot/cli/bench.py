@@ -54,7 +54,10 @@ def bench(
     per_category: Annotated[
         int | None, typer.Option(help="The first N of each category.", show_default=False)
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of each answer.")] = 128,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Most tokens of each answer. (default: 96; in a sweep 128)"),
+    ] = None,
     repeats: Annotated[
         int | None,
         typer.Option(
@@ -147,7 +150,7 @@ def bench(
     refuse_other_kind(concurrency, given)
     names = None if categories is None else [name.strip() for name in categories.split(",")]
     params = SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=_answer_length(max_tokens, concurrency is not None),
         temperature=temperature,
         seed=seed,
         ignore_eos=concurrency is not None,
@@ -171,6 +174,13 @@ def bench(
         print(json.dumps(everything(llm, settings, results, busyness)), flush=True)
     if not lines[-1].identical:
         raise typer.Exit(OTHER_ERROR)
+
+
+def _answer_length(given: int | None, sweep: bool) -> int:
+    """Short answers make many pairs of runs, which tell more than few long ones."""
+    if given is not None:
+        return given
+    return 128 if sweep else 96
 
 
 def _settings(
