@@ -235,6 +235,14 @@ def test_bench_reports_identical_texts(model: Path, tmp_path: Path) -> None:
     assert report["machine_load"]["busy"] == ("The machine was busy" in words)
 
 
+def test_answers_of_a_comparison_are_short_unless_said(model: Path) -> None:
+    line = ["bench", "-m", model, *QUICK, "--repeats", "1", "--max-model-len", "512"]
+    result = run(*line, "--categories", "write")
+    assert json.loads(result.stdout.splitlines()[-1])["settings"]["params"]["max_tokens"] == 96
+    sweep = run(*line, "--concurrency", "1", "--modes", "plain", "--prompt-tokens", "5")
+    assert json.loads(sweep.stdout.splitlines()[-1])["settings"]["params"]["max_tokens"] == 128
+
+
 def test_bench_fails_when_texts_differ(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from surefoot.bench import measure
 

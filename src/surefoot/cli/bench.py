@@ -60,6 +60,7 @@ def bench(
         int | None, typer.Option(help="The first N of each category.", show_default=False)
     ] = None,
     max_tokens: Annotated[
+<<<<<<< HEAD
         str | None,
         typer.Option(
             metavar="N",
@@ -67,6 +68,10 @@ def bench(
             "(default: 128; of traffic 64-448)",
             show_default=False,
         ),
+=======
+        int | None,
+        typer.Option(help="Most tokens of each answer. (default: 96; in a sweep 128)"),
+>>>>>>> main
     ] = None,
     repeats: Annotated[
         int | None,
@@ -167,6 +172,15 @@ def bench(
 
     kind = choose_kind(given)
     names = None if categories is None else [name.strip() for name in categories.split(",")]
+<<<<<<< HEAD
+=======
+    params = SamplingParams(
+        max_tokens=_answer_length(max_tokens, concurrency is not None),
+        temperature=temperature,
+        seed=seed,
+        ignore_eos=concurrency is not None,
+    )
+>>>>>>> main
     chosen = None
     if prompts is not None:
         chosen = select(load_prompts(prompts), names, per_category)
@@ -195,6 +209,13 @@ def bench(
         print(json.dumps(everything(llm, settings, results, busyness)), flush=True)
     if not lines[-1].identical:
         raise typer.Exit(OTHER_ERROR)
+
+
+def _answer_length(given: int | None, sweep: bool) -> int:
+    """Short answers make many pairs of runs, which tell more than few long ones."""
+    if given is not None:
+        return given
+    return 128 if sweep else 96
 
 
 def _settings(
