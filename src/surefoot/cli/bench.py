@@ -34,6 +34,8 @@ prompt now runs without speculation and with it, in turn, several times; these a
 first time, confirmed guesses marked, and the speeds follow."""
 
 
+SHORT = 96
+"""Tokens of an answer: short ones make many pairs of runs, which tell more than few long ones."""
 _sweep = functools.partial(option, panel="Sweep over --concurrency")
 _both = functools.partial(option, panel="With --concurrency or --traffic")
 
@@ -60,18 +62,13 @@ def bench(
         int | None, typer.Option(help="The first N of each category.", show_default=False)
     ] = None,
     max_tokens: Annotated[
-<<<<<<< HEAD
         str | None,
         typer.Option(
             metavar="N",
             help="Most tokens of each answer; of traffic LOW-HIGH, drawn evenly. "
-            "(default: 128; of traffic 64-448)",
+            "(default: 96; in a sweep 128; of traffic 64-448)",
             show_default=False,
         ),
-=======
-        int | None,
-        typer.Option(help="Most tokens of each answer. (default: 96; in a sweep 128)"),
->>>>>>> main
     ] = None,
     repeats: Annotated[
         int | None,
@@ -172,15 +169,6 @@ def bench(
 
     kind = choose_kind(given)
     names = None if categories is None else [name.strip() for name in categories.split(",")]
-<<<<<<< HEAD
-=======
-    params = SamplingParams(
-        max_tokens=_answer_length(max_tokens, concurrency is not None),
-        temperature=temperature,
-        seed=seed,
-        ignore_eos=concurrency is not None,
-    )
->>>>>>> main
     chosen = None
     if prompts is not None:
         chosen = select(load_prompts(prompts), names, per_category)
@@ -188,7 +176,7 @@ def bench(
         run_traffic(engine, chosen, given)
         return
     params = SamplingParams(
-        max_tokens=read_count("max_tokens", max_tokens, 128),
+        max_tokens=read_count("max_tokens", max_tokens, 128 if kind == SWEEP else SHORT),
         temperature=temperature,
         seed=seed,
         ignore_eos=kind == SWEEP,
@@ -209,13 +197,6 @@ def bench(
         print(json.dumps(everything(llm, settings, results, busyness)), flush=True)
     if not lines[-1].identical:
         raise typer.Exit(OTHER_ERROR)
-
-
-def _answer_length(given: int | None, sweep: bool) -> int:
-    """Short answers make many pairs of runs, which tell more than few long ones."""
-    if given is not None:
-        return given
-    return 128 if sweep else 96
 
 
 def _settings(
