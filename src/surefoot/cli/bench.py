@@ -140,6 +140,8 @@ def bench(
 
     With --concurrency it is a sweep instead: tokens per second while all of so many requests
     decode, and end to end, for every mode, with the lowest and highest; texts are not compared.
+
+    What the model's generation_config.json recommends for sampling is not used.
     """
     given = dict(locals())
     from surefoot.bench.prompts import builtin_prompts, load_prompts, select
@@ -162,7 +164,7 @@ def bench(
     size = 1 if batch_size is None else batch_size
     settings = _settings(params, speculation, repeats, size, 1 if warmup is None else warmup)
     engine.setdefault("max_num_seqs", max(size, 32))
-    llm = load(engine, enable_prefix_caching=bool(prefix_caching))
+    llm = load(engine, enable_prefix_caching=bool(prefix_caching), generation_config="none")
     from surefoot.bench.context import everything, workload
 
     results, lines, busyness = _run(llm, chosen, settings, show_drafts)
