@@ -103,9 +103,9 @@ class SamplingParams:
         """
         values = {**defaults, **given}
         if "max_tokens" in defaults and "max_tokens" not in given:
-            least = max(defaults["max_tokens"], given.get("min_tokens", 0))
+            wanted = max(defaults["max_tokens"], given.get("min_tokens", 0))
             # Without room the prompt is at fault, and the engine will say so.
-            values["max_tokens"] = min(least, room) if room > 0 else None
+            values["max_tokens"] = min(wanted, room) if room > 0 else None
         return cls(**values)
 
     @property
