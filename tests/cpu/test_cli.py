@@ -143,7 +143,7 @@ def test_errors_that_name_no_option_exit_with_1(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_unknown_exceptions_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surefoot.cli.generate.load", lambda *_: 1 / 0)
+    monkeypatch.setattr("surefoot.cli.generate.load", lambda *_, **__: 1 / 0)
     assert isinstance(run("generate", "x").exception, ZeroDivisionError)
 
 
