@@ -198,7 +198,7 @@ def generation_config_option(
         _sampling(
             metavar="auto|none",
             help="auto: what is not given is as the model recommends in its generation_config.json "
-            "or GGUF file; none: whatever it recommends. (default: auto)",
+            "or GGUF file; none: its recommendations are not used. (default: auto)",
         ),
     ] = "auto",
 ) -> str:
