@@ -163,6 +163,8 @@ def bench(
     With --traffic requests of many lengths come and go: output tokens per second, time to first
     token and gaps between tokens, as `vllm bench serve` defines them, for every mode; with --url
     on a server.
+
+    What the model's generation_config.json recommends for sampling is not used.
     """
     given = {**locals(), **traffic}
     from surefoot.bench.prompts import builtin_prompts, load_prompts, select
@@ -188,7 +190,7 @@ def bench(
     size = 1 if batch_size is None else batch_size
     settings = _settings(params, speculation, repeats, size, 1 if warmup is None else warmup)
     engine.setdefault("max_num_seqs", max(size, 32))
-    llm = load(engine, enable_prefix_caching=bool(prefix_caching))
+    llm = load(engine, enable_prefix_caching=bool(prefix_caching), generation_config="none")
     from surefoot.bench.context import everything, workload
 
     results, lines, busyness = _run(llm, chosen, settings, show_drafts)
