@@ -112,7 +112,7 @@ class World:
 
     def step(self, planner) -> Decision:
         chances, whose = self.report if self.report is not None else (None, None)
-        if chances is not None and len(chances) != self.requests:
+        if chances is not None and whose is not None and len(chances) != self.requests:
             grown = np.full((self.requests, chances.shape[1]), np.nan, dtype=np.float32)
             count = min(len(grown), len(chances))
             grown[:count] = chances[:count]
@@ -163,7 +163,7 @@ class World:
         self.seconds += max(device, host) if self.overlap else device + host
         self.verified += verified
         self.looked += bool(decision.proposers)
-        landed = Landed(device, host, verified, gained, int(drafting.sum()), 0)
+        landed = Landed(device, host, verified, gained, int(drafting.sum()), 0)  # type: ignore[arg-type]
         return landed, new
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner_world import Fixed, Texts, World
+from planner_world import Fixed, Seconds, Texts, World
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action
 from surefoot.speculation.goodput import MIN_PACE, best_count
@@ -36,9 +36,8 @@ def host(requests: int, drafting: int, ends: int) -> float:
     return 1e-4 + 2e-6 * requests + 4e-6 * drafting
 
 
-def planner(wrong: Callable[[int], float] = lambda rows: 1.0, true: object = device) -> Planner:
+def planner(wrong: Callable[[int], float] = lambda rows: 1.0, true: Seconds = device) -> Planner:
     """One that has measured the device ``wrong`` times too slow, by rows."""
-    assert callable(true)
     seconds = [true(rows, 0, NOTHING, 0) * wrong(rows) for rows in ROWS]
     costs = ExactCosts(ROWS, seconds, {0: Proposing(3e-5)})
     samples = [HostSample(b, d, 0, host(b, d, 0)) for b in (1, 8) for d in (0, b)]

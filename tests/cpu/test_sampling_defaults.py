@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from surefoot.bench.sweep_engine import Subject, sweep_config
 from typer.testing import CliRunner
 
 from server_harness import LOOP, emoji_model, offline, running_server
 from server_scripted import END, READY, ScriptedCore, ask
 from surefoot import LLM, SamplingParams, SurefootError
+from surefoot.bench.subject import Subject, subject_config
 from surefoot.cli import certify
 from surefoot.cli.conversation import Conversation
 from surefoot.cli.main import app
@@ -249,7 +249,7 @@ def test_benchmarks_and_certificates_do_not_read_them(
 ) -> None:
     broken = {"model": str(write(emoji_model(tmp_path), top_k="many")), "backend": "torch"}
     assert certify._load(broken).default_sampling_params() == NEUTRAL
-    assert sweep_config(Subject(broken), 1, 64, 4).generation_config == "none"
+    assert subject_config(Subject(broken), 1, 64, 4).generation_config == "none"
     seen: list[Any] = []
 
     def load(engine: Any, **more: Any) -> LLM:
