@@ -79,9 +79,9 @@ def test_acceptance_is_learnt_without_verifying_anything() -> None:
         controller.offer(0, slots, offer)
         append(controller.state, 0, 7)
         append(controller.state, 1, 3)
-        controller.learn(slots)
+        controller.learn(slots, (0, 1))
         append(controller.state, 0, 8, 9)
-        controller.learn(slots)
+        controller.learn(slots, (0, 1))
     assert chance(controller, 0) > max(before, 0.75)
     assert chance(controller, 1) < min(before, 0.25)
     assert chance(controller, 0, draft=2) > 0.5
@@ -95,7 +95,7 @@ def test_conditional_rates_equal_counting_by_hand() -> None:
     for step in range(6):
         controller.offer(0, slots, drafts([7, 8]))
         append(controller.state, 0, 7 if step % 2 else 5, 8 if step == 1 else 4)
-        controller.learn(slots)
+        controller.learn(slots, (0, 1))
     bin_ = 4
     trials, hits = learner.trials[0, bin_], learner.hits[0, bin_]
     decay = 0.92
@@ -117,12 +117,12 @@ def test_an_offer_stays_in_view_until_the_text_has_settled_it() -> None:
     slots = torch.tensor([0])
     controller.offer(0, slots, drafts([7, 8, 9]))
     append(controller.state, 0, 7)
-    controller.learn(slots)
+    controller.learn(slots, (0, 1))
     assert int(controller.estimators[0].watched_length[0]) == 3
     controller.offer(0, slots, drafts([1, 1, 1]))
     assert controller.estimators[0].watched[0].tolist() == [7, 8, 9]
     append(controller.state, 0, 6)
-    controller.learn(slots)
+    controller.learn(slots, (0, 1))
     assert int(controller.estimators[0].watched_length[0]) == 0
 
 
@@ -168,7 +168,7 @@ def test_a_new_request_inherits_nothing_from_the_slots_last() -> None:
     for _ in range(9):
         controller.offer(0, slots, drafts([7, 8, 9]))
         append(controller.state, 0, 7, 8, 9)
-        controller.learn(slots)
+        controller.learn(slots, (0, 1))
     admit(controller, 0, SpeculationParams())
     assert not controller.estimators[0].trials[0].any()
     assert controller.lengths[:, 0].sum() == 0

@@ -128,7 +128,7 @@ class OfferBooks:
         state, controller, offers = self.state, self.controller, self.offers
         whose, going = offers.proposer[slots], verdict.going
         if size.proposers:
-            controller.learn(going)
+            controller.learn(going, size.proposers)
             for index in range(len(controller.names)):
                 if index in size.proposers:
                     controller.offer(index, going, propose(index, going))

@@ -162,10 +162,11 @@ class Controller:
         lengths = torch.where(self.allowed[index, slots], lengths, 0)
         return Drafts(tokens.clamp(0, state.vocab_size - 1), lengths, confidence, parents)
 
-    def learn(self, slots: torch.Tensor) -> None:
-        """Judge watched offers by the tokens that a round committed to ``slots``."""
-        for estimator in self.estimators:
-            estimator.learn(slots)
+    def learn(self, slots: torch.Tensor, proposers: Sequence[int]) -> None:
+        """Judge the watched offers of ``proposers`` by the tokens that a round committed to
+        ``slots``. Those of the others are kept in view until they propose again."""
+        for index in proposers:
+            self.estimators[index].learn(slots)
 
     def choose(self, slots: torch.Tensor) -> Choice:
         """The most promising offer of each of ``slots`` [B]."""
