@@ -55,10 +55,6 @@ class Subject:
         proposers = tuple(self.options.get("proposers") or ())
         return len(proposers) == 1 and "=" in proposers[0]
 
-    @property
-    def on_gpu(self) -> bool:
-        return str(self.options.get("device", "cpu")).startswith("cuda")
-
 
 def sweep_config(subject: Subject, most: int, longest: int, drafts: int) -> EngineConfig:
     """The engine's configuration for up to ``most`` requests of ``longest`` tokens (unless the
