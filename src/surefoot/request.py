@@ -299,11 +299,6 @@ class Request:
         return [*self.prompt[first:], *self.output[max(first - prompt, 0) : end - prompt]]
 
     @property
-    def prefilling(self) -> bool:
-        """Whether known tokens before the current one still lack KV."""
-        return self.computed < self.length - 1
-
-    @property
     def prompt_scored(self) -> bool:
         """Whether no prompt logprobs are wanted, or all are there."""
         wanted = self.params.prompt_logprobs is not None

@@ -9,7 +9,7 @@ from harness import Job, fresh_logits, make_engine, on_torch_alone, run_jobs, ti
 from surefoot.engine.engine import Engine
 from surefoot.request import MAX_LOGPROBS, SamplingParams, SpeculationParams
 from surefoot.sampling.logprobs import pack, row_logprobs, unpack, width_for
-from test_tree_replay import target, tree_engine
+from test_tree_rounds import target, tree_engine
 
 WIDTHS_WANTED = (None, 0, 1, 6, None, 3)
 

@@ -97,10 +97,6 @@ class Subject:
     def proposers(self) -> tuple[str, ...]:
         return proposers_of(self.config)
 
-    @property
-    def exact_arithmetic(self) -> bool:
-        return self.decoder.backend.dtype.itemsize >= 4
-
     def broken(self, sabotage: Sabotage, breaks_plain: bool) -> Subject:
         """The same set-up with a known defect."""
         cache = {} if breaks_plain else self.cache
