@@ -22,7 +22,8 @@ CHAT = "**/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return emoji_model(tmp_path_factory.mktemp("model"))
+    # Room for an answer that a person can stop before it ends.
+    return emoji_model(tmp_path_factory.mktemp("model"), max_positions=8192)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +152,7 @@ def test_chat_shows_the_text_and_where_it_comes_from(
 
 def test_keyboard(server: Server, open_page: Callable[..., Any]) -> None:
     page = open_page()
-    page.evaluate("document.getElementById('max_tokens').value = '400'")
+    page.evaluate("document.getElementById('max_tokens').value = '8000'")
     assert page.evaluate("document.activeElement.id") == "prompt"
     page.keyboard.type("a")
     page.keyboard.press("Shift+Enter")
