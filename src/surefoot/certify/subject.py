@@ -13,31 +13,23 @@ from surefoot.errors import SurefootError
 from surefoot.models.decoder import Decoder
 from surefoot.models.loading.tokenizer import Tokenizer
 from surefoot.sampling.grammar import Grammars
-from surefoot.speculation import registry
-from surefoot.speculation.proposer import Proposer, read_options
+from surefoot.speculation.loading import choose_proposers, lower_drafts, names_of
+from surefoot.speculation.proposer import Proposer
 
 PROBE_NAMES = tuple(probe.name for probe in PROBES)
 Sabotage = Callable[[Engine, bool], None]
 """(engine, whether it is the speculative one): breaks the engine in place."""
 
 
-def proposers_of(config: EngineConfig) -> tuple[str, ...]:
-    """Names of the proposers under test."""
-    return tuple(registry.DEFAULT if config.proposers is None else config.proposers)
-
-
-def check(config: EngineConfig) -> None:
-    """Raise SurefootError for what cannot be certified; needs no model."""
-    names = proposers_of(config)
-    if not names:
-        raise SurefootError("proposers", "are none", "name at least one to certify")
-    for name in names:
-        read_options(registry.find(name), config.proposer_options.get(name, {}))
-    for name in config.proposer_options:
-        if name not in names:
-            raise SurefootError("proposer_options", f"{name!r} is not among the proposers")
+def check(config: EngineConfig) -> EngineConfig:
+    """The configuration with its ``max_draft_tokens`` worked out. Raises SurefootError for what
+    cannot be certified; needs no model."""
     if config.max_draft_tokens == 0:
         raise SurefootError("max_draft_tokens", "is 0: nothing would be drafted")
+    chosen, drafts = choose_proposers(config)
+    if not chosen:
+        raise SurefootError("proposers", "are none", "name at least one to certify")
+    return replace(config, max_draft_tokens=drafts)
 
 
 class ProbedEngine(Engine):
@@ -53,8 +45,8 @@ class ProbedEngine(Engine):
         self._texts = tuple(texts)
         super().__init__(decoder, config, ahead)
 
-    def _load_proposers(self) -> list[Proposer]:
-        loaded = super()._load_proposers()
+    def _load_proposers(self, chosen: Sequence[tuple[type[Proposer], Any]]) -> list[Proposer]:
+        loaded = super()._load_proposers(chosen)
         if self.config.max_draft_tokens:
             options = ProbeOptions(self._texts)
             loaded += [probe(options, self.state) for probe in PROBES]
@@ -83,7 +75,7 @@ class Subject:
     def __post_init__(self) -> None:
         if not self.prompts:
             raise SurefootError("prompts", "are none", "give at least one")
-        check(self.config)
+        object.__setattr__(self, "config", check(self.config))
         if self.grammars is None and self.tokenizer is not None:
             model = self.decoder.config
             grammars = Grammars(self.tokenizer, model.vocab_size, model.eos_token_ids)
@@ -95,7 +87,8 @@ class Subject:
 
     @property
     def proposers(self) -> tuple[str, ...]:
-        return proposers_of(self.config)
+        """Names of the proposers under test."""
+        return names_of(self.config)
 
     @property
     def exact_arithmetic(self) -> bool:
@@ -131,7 +124,9 @@ class Subject:
             # Sizes of rounds are recorded when they are met, and none is timed.
             "calibration_seconds": 0.0,
             "proposers": self.proposers if drafts else (),
-            "proposer_options": self.config.proposer_options if drafts else {},
+            "proposer_options": lower_drafts(self.config.proposer_options, drafts)
+            if drafts
+            else {},
             **options,
         }
         if recorded is None:

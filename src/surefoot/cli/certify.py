@@ -77,7 +77,7 @@ def engine_group(
         ),
     ] = None,
     max_draft_tokens: Annotated[
-        int | None, _option(panel="Engine", help="Longest drafts tried. (default: 8)")
+        int | None, _option(panel="Engine", help="Longest drafts tried. (default: the proposers')")
     ] = None,
 ) -> dict[str, Any]:
     """Fields of ``EngineConfig``, those that were given. Sizes are the certificate's own."""

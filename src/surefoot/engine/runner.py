@@ -47,11 +47,10 @@ class Runner:
         self.thrift: dict[int, Thrift] = {}
         """By index, of the proposers whose drafting costs something that may not pay."""
         if controller.policy == "auto":
-            needs = [proposer.needs() for proposer in round_.proposers]
             self.thrift = {
                 index: Thrift(need.longest_draft)
-                for index, need in enumerate(needs)
-                if need.captured_layers
+                for index, need in enumerate(round_.needs)
+                if need.has_network
             }
         self._choice: tuple[list[str], Choice] | None = None
         self._wanted_before: tuple[list[Request], Wanted] = ([], Wanted())
@@ -199,20 +198,26 @@ class Runner:
         return wanted
 
     def _work_out_wanted(self, spans: Sequence[Span], plan: RoundPlan) -> Wanted:
-        requests = [span.request for span in spans[plan.first_sampling :]]
+        everyone = [span.request for span in spans]
+        requests = everyone[plan.first_sampling :]
         widths = [r.params.logprobs for r in requests if r.params.logprobs is not None]
-        methods = {request.speculation.method for request in requests}
-        names = self.controller.names
         scored = [span for span in spans if _prompt_targets(span)]
         return Wanted(
             features=Features.of(request.params for request in requests),
             logprobs=max(widths) if widths else None,
-            proposers=tuple(index for index, name in enumerate(names) if methods & {"auto", name}),
+            proposers=self._allowed_by(requests),
+            catching_up=self._allowed_by(everyone),
             prompt_rows=self._prompt_rows(spans) if scored else None,
             prompt_logprobs=max(
                 (span.request.params.prompt_logprobs or 0 for span in scored), default=0
             ),
         )
+
+    def _allowed_by(self, requests: Sequence[Request]) -> tuple[int, ...]:
+        """Indices of the proposers that any of the requests allows."""
+        choices = {id(request.speculation): request.speculation for request in requests}.values()
+        names = enumerate(self.controller.names)
+        return tuple(index for index, name in names if any(c.allows(name) for c in choices))
 
     def _prompt_rows(self, spans: Sequence[Span]) -> torch.Tensor:
         rows, first = [], 0

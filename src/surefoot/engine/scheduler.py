@@ -140,7 +140,7 @@ class Scheduler:
                 continue
             # Prompt logprobs need every prompt row to run.
             request.computed = self.kv.open(
-                request.request_id, request.tokens, use_cache=request.prompt_scored
+                request.request_id, request.tokens, request.prompt_scored, request.drafters
             )
             missing = self._missing_blocks(request, request.length - request.computed)
             if needed + missing > self.kv.pool.num_free:

@@ -168,7 +168,7 @@ class Controller:
         index = torch.tensor(slots, device=self.state.device)
         self.draft_limit[index] = torch.tensor(limits, device=self.state.device).clamp(max=most)
         self.lengths[:, index] = 0
-        allowed = [[choice.method in ("auto", name) for choice in choices] for name in self.names]
+        allowed = [[choice.allows(name) for choice in choices] for name in self.names]
         if allowed:
             self.allowed[:, index] = torch.tensor(allowed, device=self.state.device)
         for estimator in self.estimators:

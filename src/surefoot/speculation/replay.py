@@ -102,11 +102,10 @@ class ReplayRound:
         self.scores = torch.zeros((spans, width + 1, columns), dtype=torch.int32, device=device)
         """Logprobs of the committed tokens, as ``pack`` has them, where a size asks for them."""
         state.length[self.idle_slot] = 1
-        needs = [proposer.needs() for proposer in round_.proposers]
         self.drafters = {
             index: width if need.trees else need.longest_draft
-            for index, need in enumerate(needs)
-            if need.captured_layers
+            for index, need in enumerate(round_.needs)
+            if need.has_network
         }
         """Most drafts of the proposers whose drafting costs a network's time, by index."""
         nothing = torch.zeros((spans, 1), dtype=torch.int64, device=device)
@@ -179,7 +178,7 @@ class ReplayRound:
             )  # fmt: skip
             if grown is not None and paths is not None:
                 commits = settle(commits, layout, *grown, paths)
-            round_.catch_up(commits)
+            round_.catch_up(commits, size.proposers)
         if self.compiled is None:
             self._finish_torch(slots, size, known, drafts, verdict)
         else:
@@ -261,10 +260,9 @@ class ReplayRound:
                 none.confidence[rows],
                 None if parents is None else parents[rows],
             )
-        proposer = self.round.proposers[index]
         steps = size.steps if index in self.drafters else None
-        proposer.expect(Outlook(size.kind, self.max_keys, steps or self.state.max_drafts))
-        return proposer.propose(slots)
+        outlook = Outlook(size.kind, self.max_keys, steps or self.state.max_drafts)
+        return self.round.propose(index, slots, outlook)
 
     def _keep(self, slots: torch.Tensor, choice: Choice) -> None:
         self.tokens[slots] = choice.tokens

@@ -7,7 +7,7 @@ that a GPU can capture it. The host plans (which requests, how many rows) and re
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,6 +50,8 @@ class Wanted:
     logprobs: int | None = None
     """Largest ``logprobs`` of the round, None if nobody wants any."""
     proposers: tuple[int, ...] = ()
+    """Indices of the proposers that some request with a sampled row allows."""
+    catching_up: tuple[int, ...] = ()
     """Indices of the proposers that some request of the round allows."""
     steps: Mapping[int, int] = field(default_factory=dict)
     """Longest draft asked for, by proposer; 0 for one that sleeps. Absent: its longest."""
@@ -101,13 +103,19 @@ class SpeculativeRound:
         self.compiled: CompiledControl | None = None
         """Keeps the controller's books where they are a recorded round's, too."""
         # What every round would otherwise ask again: who keeps state, and which layers it reads.
-        layers = [proposer.needs().captured_layers for proposer in proposers]
-        self.capture = sorted({layer for own in layers for layer in own})
+        self.needs = [proposer.needs() for proposer in proposers]
+        self.capture = sorted({layer for need in self.needs for layer in need.captured_layers})
         self.stateful = [
-            (proposer, own)
-            for proposer, own in zip(proposers, layers, strict=True)
+            index
+            for index, proposer in enumerate(proposers)
             if type(proposer).catch_up is not Proposer.catch_up
         ]
+        longest = state.history.shape[1] - state.max_drafts - 1
+        self.context_limits = [
+            limit if limit is not None and limit < longest else None
+            for limit in (need.context_limit for need in self.needs)
+        ]
+        """By proposer, where it is below what texts can reach."""
 
     def __call__(self, plan: RoundPlan, choice: Choice | None, wanted: Wanted) -> Verdict:
         """``choice`` holds the drafts of the spans from ``plan.first_decoding`` on."""
@@ -132,7 +140,8 @@ class SpeculativeRound:
             commits = settle(commits, layout, *grown, paths)
             if logprobs is not None:
                 logprobs = committed_logprobs(logprobs, layout, paths)
-        self.catch_up(commits)
+        # Where reading a mask does not wait, rows that nobody needs are left out.
+        self.catch_up(commits, wanted.catching_up, exact=state.device.type == "cpu")
         return Verdict(
             counts=verdict.counts,
             accepted=verdict.accepted,
@@ -248,12 +257,29 @@ class SpeculativeRound:
         for layer in self.kv:
             self.decoder.backend.move_keys(layer, tables, source, target)
 
-    def catch_up(self, commits: Commits) -> None:
+    def catch_up(self, commits: Commits, allowed: Collection[int], exact: bool = False) -> None:
         """Tell the proposers what was settled; ``commits`` has the features of all captured
-        layers."""
-        for proposer, layers in self.stateful:
-            own = select_layers(commits.features, self.capture, layers)
-            proposer.catch_up(replace(commits, features=own))
+        layers. ``allowed``: indices of the proposers that some request of the round allows; others
+        with a network have nothing to do. ``exact``: networks get the rows of requests that allow
+        them alone, else all rows and a mask."""
+        for index in self.stateful:
+            need = self.needs[index]
+            own = select_layers(commits.features, self.capture, need.captured_layers)
+            news: Commits | None = replace(commits, features=own)
+            if need.has_network:
+                if index not in allowed:
+                    continue
+                news = replace(news, served=self.controller.allowed[index])
+                news = news.only_served() if exact else news
+            if news is not None:
+                self.proposers[index].catch_up(news)
+
+    def propose(self, index: int, slots: torch.Tensor, outlook: Outlook) -> Drafts:
+        """Proposer ``index``'s drafts for ``slots`` [B], as far as its context reaches."""
+        proposer, limit = self.proposers[index], self.context_limits[index]
+        proposer.expect(outlook)
+        drafts = proposer.propose(slots)
+        return drafts if limit is None else drafts.within(limit - self.state.length[slots])
 
     def draft(self, plan: RoundPlan, wanted: Wanted) -> torch.Tensor:
         """Judge earlier offers by the new tokens, and take the offers for the next round. Returns
@@ -271,9 +297,8 @@ class SpeculativeRound:
                 self.controller.withdraw(index, slots)
                 continue
             started = time.perf_counter()
-            proposer = self.proposers[index]
-            proposer.expect(Outlook(wanted.features, plan.max_keys + 1, steps))
-            offers[index] = drafts = proposer.propose(slots)
+            outlook = Outlook(wanted.features, plan.max_keys + 1, steps)
+            offers[index] = drafts = self.propose(index, slots, outlook)
             if self.compiled is None:
                 offered[plan.first_sampling :] += self.controller.offer(index, slots, drafts)
             self.controller.draft_seconds[index] = time.perf_counter() - started
