@@ -242,9 +242,9 @@ def tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     assert engine.pipeline is not None
     holders = [engine.pipeline.replay, engine.state, engine.state.params, engine.controller]
     holders += [*engine.controller.estimators, *engine.proposers]
-    holders += [proposer.pools for proposer in engine.proposers if hasattr(proposer, "pools")]
+    holders += [getattr(proposer, "pools", None) for proposer in engine.proposers]
     for index, holder in enumerate(holders):
-        for name, value in vars(holder).items():
+        for name, value in vars(holder).items() if holder is not None else ():
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, torch.Tensor):
                     yield f"{index} {type(holder).__name__}.{name}", item

@@ -39,15 +39,15 @@ class SyntheticProposer(Proposer):
 
     @dataclass(frozen=True)
     class Options:
-        length: int = 4
+        draft_tokens: int = 4
 
     options: Options
 
     def needs(self) -> Needs:
-        return Needs(longest_draft=self.options.length)
+        return Needs(longest_draft=self.options.draft_tokens)
 
     def propose(self, slots: torch.Tensor) -> Drafts:
-        width = min(self.options.length, self.state.max_drafts)
+        width = min(self.options.draft_tokens, self.state.max_drafts)
         steps = torch.arange(width, device=slots.device)
         positions = self.state.length[slots].unsqueeze(1) + steps
         tokens = draft_at(slots.unsqueeze(1), positions, self.state)

@@ -3,6 +3,7 @@ verdict, measures its time."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from surefoot.sampling.logprobs import RowLogprobs, pack, unpack
 from surefoot.sampling.params import Features
 from surefoot.speculation.controller import Choice, Controller
 from surefoot.speculation.layout import RoundPlan
+from surefoot.speculation.proposer import ServedRows
 from surefoot.speculation.round import SpeculativeRound, Verdict, Wanted
 from surefoot.speculation.state import SlotState
 from surefoot.speculation.thrift import Thrift
@@ -107,6 +109,8 @@ class Runner:
             first, vocab = round_plan.first_decoding, self.state.vocab_size
             masks = token_masks(spans, first, choice, vocab, self.state.device)
             wanted = replace(wanted, masks=masks)
+        if wanted.catching_up:
+            wanted = replace(wanted, catching_up=self._served_rows(spans, wanted.catching_up))
         steps = self._steps(wanted, round_plan)
         if steps:
             wanted = replace(wanted, steps=steps)
@@ -206,12 +210,31 @@ class Runner:
             features=Features.of(request.params for request in requests),
             logprobs=max(widths) if widths else None,
             proposers=self._allowed_by(requests),
-            catching_up=self._allowed_by(everyone),
+            catching_up=dict.fromkeys(self._allowed_by(everyone)),
             prompt_rows=self._prompt_rows(spans) if scored else None,
             prompt_logprobs=max(
                 (span.request.params.prompt_logprobs or 0 for span in scored), default=0
             ),
         )
+
+    def _served_rows(
+        self, spans: Sequence[Span], allowed: Iterable[int]
+    ) -> dict[int, ServedRows | None]:
+        """By proposer: the rows of the spans whose requests allow it; None if all do."""
+        found: dict[int, ServedRows | None] = {}
+        for index in allowed:
+            name = self.controller.names[index]
+            places = [at for at, s in enumerate(spans) if s.request.speculation.allows(name)]
+            found[index] = None
+            if len(places) < len(spans):
+                sizes = [span.rows + span.drafts for span in spans]
+                ends = list(itertools.accumulate(sizes))
+                rows = [row for at in places for row in range(ends[at] - sizes[at], ends[at])]
+                device = self.state.device
+                found[index] = ServedRows(
+                    torch.tensor(places, device=device), torch.tensor(rows, device=device)
+                )
+        return found
 
     def _allowed_by(self, requests: Sequence[Request]) -> tuple[int, ...]:
         """Indices of the proposers that any of the requests allows."""

@@ -104,6 +104,15 @@ class Outlook:
 
 
 @dataclass(frozen=True)
+class ServedRows:
+    """The spans of a round whose requests allow a proposer, and these spans' flat rows: indices,
+    int64, rising."""
+
+    spans: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Commits:
     """What a round settled for B slots: positions ``first`` .. ``first + counts - 1`` now have
     final KV (and features)."""
@@ -128,39 +137,31 @@ class Commits:
     nobody will ask for it: neither in these slots nor by a prefix hit on their blocks. None:
     everybody's, or the proposer has no network."""
 
-    def only_served(self) -> Commits | None:
-        """The same without the rows of requests that are not served; None if that leaves nothing.
-        Shapes then depend on values: not for what is recorded, nor where reading waits."""
-        if self.served is None:
-            return self
-        row_slot = self.batch.row_slot
-        kept = (row_slot >= 0) & self.served[row_slot.clamp(min=0)]
-        count = int(kept.sum())
-        if count == 0:
-            return None
-        if count == len(kept):
-            return replace(self, served=None)
-        place = kept.long().cumsum(dim=0) - 1
-        before = self.before
+    def of(self, served: ServedRows) -> Commits:
+        """What was settled for some of the spans, without the other rows."""
+        spans, rows, batch = served.spans, served.rows, self.batch
+        place = torch.zeros_like(batch.row_slot)
+        place[rows] = torch.arange(len(rows), device=place.device)
+        before = None if self.before is None else self.before[rows]
         if before is not None:
-            before = torch.where(before >= 0, place[before.clamp(min=0)], -1)[kept]
-        batch = replace(
-            self.batch,
-            tokens=self.batch.tokens[kept],
-            positions=self.batch.positions[kept],
-            key_index=self.batch.key_index[kept],
-            row_slot=row_slot[kept],
-            mask=None if self.batch.mask is None else self.batch.mask[kept],
-            spans=None,
-        )
+            before = torch.where(before >= 0, place[before.clamp(min=0)], -1)
         return replace(
             self,
-            counts=torch.where(self.served[self.slots], self.counts, 0),
-            rows=place[self.rows.clamp(max=len(place) - 1)],
-            batch=batch,
-            features=self.features[kept],
+            slots=self.slots[spans],
+            first=self.first[spans],
+            counts=self.counts[spans],
+            rows=place[self.rows[spans]],
+            batch=replace(
+                batch,
+                tokens=batch.tokens[rows],
+                positions=batch.positions[rows],
+                key_index=batch.key_index[rows],
+                row_slot=batch.row_slot[rows],
+                spans=None,
+            ),
+            features=self.features[rows],
             before=before,
-            last=None if self.last is None else place[self.last.clamp(max=len(place) - 1)],
+            last=None if self.last is None else place[self.last[spans]],
             served=None,
         )
 

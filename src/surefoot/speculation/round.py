@@ -7,7 +7,7 @@ that a GPU can capture it. The host plans (which requests, how many rows) and re
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from surefoot.sampling.sampler import SampleRows, sample_rows
 from surefoot.speculation.compiled_control import CompiledControl
 from surefoot.speculation.controller import Choice, Controller
 from surefoot.speculation.layout import RoundPlan, lay_out
-from surefoot.speculation.proposer import Commits, Drafts, Outlook, Proposer
+from surefoot.speculation.proposer import Commits, Drafts, Outlook, Proposer, ServedRows
 from surefoot.speculation.state import SlotState
 from surefoot.speculation.trees import (
     NodeRows,
@@ -51,8 +51,8 @@ class Wanted:
     """Largest ``logprobs`` of the round, None if nobody wants any."""
     proposers: tuple[int, ...] = ()
     """Indices of the proposers that some request with a sampled row allows."""
-    catching_up: tuple[int, ...] = ()
-    """Indices of the proposers that some request of the round allows."""
+    catching_up: Mapping[int, ServedRows | None] = field(default_factory=dict)
+    """By index of the proposers that some request of the round allows: whose rows; None: all."""
     steps: Mapping[int, int] = field(default_factory=dict)
     """Longest draft asked for, by proposer; 0 for one that sleeps. Absent: its longest."""
     prompt_rows: torch.Tensor | None = None
@@ -140,8 +140,7 @@ class SpeculativeRound:
             commits = settle(commits, layout, *grown, paths)
             if logprobs is not None:
                 logprobs = committed_logprobs(logprobs, layout, paths)
-        # Where reading a mask does not wait, rows that nobody needs are left out.
-        self.catch_up(commits, wanted.catching_up, exact=state.device.type == "cpu")
+        self.catch_up(commits, wanted.catching_up)
         return Verdict(
             counts=verdict.counts,
             accepted=verdict.accepted,
@@ -257,22 +256,21 @@ class SpeculativeRound:
         for layer in self.kv:
             self.decoder.backend.move_keys(layer, tables, source, target)
 
-    def catch_up(self, commits: Commits, allowed: Collection[int], exact: bool = False) -> None:
+    def catch_up(self, commits: Commits, allowed: Mapping[int, ServedRows | None]) -> None:
         """Tell the proposers what was settled; ``commits`` has the features of all captured
-        layers. ``allowed``: indices of the proposers that some request of the round allows; others
-        with a network have nothing to do. ``exact``: networks get the rows of requests that allow
-        them alone, else all rows and a mask."""
+        layers. ``allowed``: by index of the proposers that some request of the round allows, the
+        rows that a network gets; None: all, and a mask. Other networks have nothing to do."""
         for index in self.stateful:
             need = self.needs[index]
             own = select_layers(commits.features, self.capture, need.captured_layers)
-            news: Commits | None = replace(commits, features=own)
+            news = replace(commits, features=own)
             if need.has_network:
                 if index not in allowed:
                     continue
-                news = replace(news, served=self.controller.allowed[index])
-                news = news.only_served() if exact else news
-            if news is not None:
-                self.proposers[index].catch_up(news)
+                rows = allowed[index]
+                masked = replace(news, served=self.controller.allowed[index])
+                news = masked if rows is None else news.of(rows)
+            self.proposers[index].catch_up(news)
 
     def propose(self, index: int, slots: torch.Tensor, outlook: Outlook) -> Drafts:
         """Proposer ``index``'s drafts for ``slots`` [B], as far as its context reaches."""
