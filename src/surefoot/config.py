@@ -105,10 +105,12 @@ class EngineConfig:
             raise SurefootError(
                 "max_draft_tokens", f"is above {MOST_DRAFTS}", "a span holds at most 64 rows"
             )
-        named = [*(self.proposers or ()), *self.proposer_options]
+        named = dict.fromkeys((*(self.proposers or ()), *self.proposer_options))
         if self.max_draft_tokens == 0 and named:
             raise SurefootError(
-                "max_draft_tokens", f"is 0, and {named[0]} could draft nothing", "drop one of them"
+                "max_draft_tokens",
+                f"is 0, so {' and '.join(named)} cannot draft",
+                "drop one of them",
             )
 
     def _fill_in(self) -> None:

@@ -70,6 +70,45 @@ def test_equal_blocks_after_different_prefixes_are_different() -> None:
     assert kv.open("b", [9, 9, 3, 4, 5]) == 0
 
 
+def test_a_hit_ends_before_a_block_without_the_drafters_own_kv() -> None:
+    kv, text = KVManager(num_blocks=20, block_size=4), list(range(12))
+    one, both = frozenset({"a"}), frozenset({"a", "b"})
+    filled(kv, "none", text)
+    # What runs again is found from then on, by those who need less, too.
+    for name, drafters, hit in (
+        ("first", both, 0), ("second", both, 8), ("third", one, 8), ("fourth", frozenset(), 8),
+    ):  # fmt: skip
+        assert kv.open(name, [*text[:8], 99], drafters=drafters) == hit
+        if not hit:
+            with kv.transaction() as transaction:
+                transaction.reserve({name: 8})
+                transaction.commit(name, text[:8])
+        kv.check_integrity()
+    # The last block of the text is still the one that holds the target's KV alone.
+    assert kv.open("plain", [*text, 99]) == 12
+    assert kv.open("longer", [*text, 99], drafters=one) == 8
+    for name in list(kv.leases):
+        kv.close(name)
+    kv.check_integrity()
+    assert kv.pool.num_free == kv.pool.capacity
+
+
+def test_a_block_that_lost_its_name_is_taken_first() -> None:
+    kv, drafters = KVManager(num_blocks=6, block_size=2), frozenset({"a"})
+    filled(kv, "old", [1, 2, 3, 4])
+    old = list(kv.leases["old"].blocks)
+    kv.close("old")
+    kv.open("new", [1, 2, 3, 4], drafters=drafters)
+    with kv.transaction() as transaction:
+        transaction.reserve({"new": 2})
+        transaction.commit("new", [1, 2])
+    kv.check_integrity()
+    kv.open("other", [9])
+    assert kv.transaction().reserve({"other": 1})
+    assert kv.leases["other"].blocks == old[:1]
+    kv.check_integrity()
+
+
 def test_least_recently_used_content_is_evicted_first_and_tails_before_prefixes() -> None:
     kv = KVManager(num_blocks=5, block_size=2)
     filled(kv, "old", [1, 2, 3, 4])
