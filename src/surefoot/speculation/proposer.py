@@ -30,9 +30,9 @@ class DraftCost(enum.Enum):
 
     LOOKUP = enum.auto()
     """Next to nothing: there is no network."""
-    PER_DRAFT = enum.auto()
+    PER_STEP = enum.auto()
     """A pass of a network for each draft in a row."""
-    PER_OFFER = enum.auto()
+    PER_BLOCK = enum.auto()
     """One pass of a network, however long the offer."""
 
 
@@ -136,6 +136,12 @@ class Commits:
     """bool [slots]: whose requests allow the proposer. Of the others it needs to keep nothing, and
     nobody will ask for it: neither in these slots nor by a prefix hit on their blocks. None:
     everybody's, or the proposer has no network."""
+
+    @property
+    def row_slot(self) -> torch.Tensor:
+        """int64 [N]: ``batch.row_slot``, -1 also for rows that are not served."""
+        slots = self.batch.row_slot
+        return slots if self.served is None else torch.where(self.served[slots], slots, -1)
 
     def of(self, served: ServedRows) -> Commits:
         """What was settled for some of the spans, without the other rows."""

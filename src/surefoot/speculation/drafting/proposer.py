@@ -56,7 +56,7 @@ class NetworkProposer(Proposer):
 
     options: NetworkOptions
     network: Network
-    cost: ClassVar[DraftCost] = DraftCost.PER_DRAFT
+    cost: ClassVar[DraftCost] = DraftCost.PER_STEP
     usual_drafts: ClassVar[int] = 5
     """Where the options do not say how many."""
 
