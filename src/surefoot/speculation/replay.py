@@ -178,7 +178,7 @@ class ReplayRound:
             )  # fmt: skip
             if grown is not None and paths is not None:
                 commits = settle(commits, layout, *grown, paths)
-            round_.catch_up(commits, dict.fromkeys(size.proposers))
+            round_.catch_up(commits, dict.fromkeys(size.proposers), masked=True)
         if self.compiled is None:
             self._finish_torch(slots, size, known, drafts, verdict)
         else:

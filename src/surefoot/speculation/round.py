@@ -256,10 +256,13 @@ class SpeculativeRound:
         for layer in self.kv:
             self.decoder.backend.move_keys(layer, tables, source, target)
 
-    def catch_up(self, commits: Commits, allowed: Mapping[int, ServedRows | None]) -> None:
+    def catch_up(
+        self, commits: Commits, allowed: Mapping[int, ServedRows | None], masked: bool = False
+    ) -> None:
         """Tell the proposers what was settled; ``commits`` has the features of all captured
         layers. ``allowed``: by index of the proposers that some request of the round allows, the
-        rows that a network gets; None: all, and a mask. Other networks have nothing to do."""
+        rows that a network gets; None: all. Other networks have nothing to do. ``masked``: networks
+        get a mask of the slots, because the host does not know whose rows they are."""
         for index in self.stateful:
             need = self.needs[index]
             own = select_layers(commits.features, self.capture, need.captured_layers)
@@ -267,9 +270,10 @@ class SpeculativeRound:
             if need.has_network:
                 if index not in allowed:
                     continue
-                rows = allowed[index]
-                masked = replace(news, served=self.controller.allowed[index])
-                news = masked if rows is None else news.of(rows)
+                if (rows := allowed[index]) is not None:
+                    news = news.of(rows)
+                if masked:
+                    news = replace(news, served=self.controller.allowed[index])
             self.proposers[index].catch_up(news)
 
     def propose(self, index: int, slots: torch.Tensor, outlook: Outlook) -> Drafts:
