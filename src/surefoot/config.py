@@ -51,7 +51,7 @@ class EngineConfig:
     ``name=path`` gives one its option ``path``, where its network is."""
     proposer_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Options by proposer, for example ``{"ngram": {"max_ngram": 4}}``."""
-    max_draft_tokens: int = cast(int, None)
+    max_draft_tokens: int | None = None
     """Most drafts of a request that a round verifies; None: what the loaded proposers offer."""
     draft_policy: str = "auto"
     """``auto``: the controller verifies what pays; ``fixed``: every offered draft, up to the
@@ -76,7 +76,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         if self.max_draft_tokens is not None:
-            self._check_drafts()
+            self._check_drafts(self.max_draft_tokens)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise SurefootError(
                 "max_num_batched_tokens",
@@ -99,14 +99,14 @@ class EngineConfig:
                 "weights", "native blocks need the native backend", "drop backend=torch"
             )
 
-    def _check_drafts(self) -> None:
-        _at_least("max_draft_tokens", self.max_draft_tokens, 0)
-        if self.max_draft_tokens > MOST_DRAFTS:
+    def _check_drafts(self, most: int) -> None:
+        _at_least("max_draft_tokens", most, 0)
+        if most > MOST_DRAFTS:
             raise SurefootError(
                 "max_draft_tokens", f"is above {MOST_DRAFTS}", "a span holds at most 64 rows"
             )
         named = dict.fromkeys((*(self.proposers or ()), *self.proposer_options))
-        if self.max_draft_tokens == 0 and named:
+        if most == 0 and named:
             raise SurefootError(
                 "max_draft_tokens",
                 f"is 0, so {' and '.join(named)} cannot draft",

@@ -32,7 +32,8 @@ def depths(**options: Any) -> tuple[int, dict[str, int]]:
     """``max_draft_tokens`` and the longest draft by proposer."""
     engine = make_engine(tiny_decoder(), max_num_seqs=2, **options)
     found = {proposer.name: proposer.needs().longest_draft for proposer in engine.proposers}
-    return engine.config.max_draft_tokens, found
+    assert engine.config.max_draft_tokens == engine.state.max_drafts
+    return engine.state.max_drafts, found
 
 
 def own(**values: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def test_the_certificate_may_draft_less_than_it_is_told() -> None:
     """Its scenarios try shorter drafts, too."""
     options = own(eagle3={"draft_tokens": 6})
     subject = Subject(target(), EngineConfig(**ALONE, **options), ((3, 4, 5),))
-    assert subject.config.max_draft_tokens == 6
+    assert subject.max_drafts == 6
     for drafts in (6, 2):
         engine = subject.engine(40, 2, max_draft_tokens=drafts)
         assert engine.proposers[0].needs().longest_draft == drafts

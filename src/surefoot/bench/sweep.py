@@ -220,10 +220,10 @@ def _check(engine: Engine, settings: SweepSettings, load: Load) -> None:
     for mode in settings.modes:
         if mode != PLAIN and not names:
             raise SurefootError("modes", f"{mode_name(mode)} needs drafts, and none are allowed")
-        if isinstance(mode, int) and mode > engine.config.max_draft_tokens:
+        if isinstance(mode, int) and mode > engine.state.max_drafts:
             raise SurefootError(
                 "modes",
-                f"{mode} drafts are above the engine's {engine.config.max_draft_tokens}",
+                f"{mode} drafts are above the engine's {engine.state.max_drafts}",
                 "raise max_draft_tokens",
             )
     for prompt in load.prompts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from surefoot.certify.probes import PROBES, ProbeOptions
@@ -21,15 +22,12 @@ Sabotage = Callable[[Engine, bool], None]
 """(engine, whether it is the speculative one): breaks the engine in place."""
 
 
-def check(config: EngineConfig) -> EngineConfig:
-    """The configuration with its ``max_draft_tokens`` worked out. Raises SurefootError for what
-    cannot be certified; needs no model."""
+def check(config: EngineConfig) -> None:
+    """Raise SurefootError for what cannot be certified; needs no model."""
     if config.max_draft_tokens == 0:
         raise SurefootError("max_draft_tokens", "is 0: nothing would be drafted")
-    chosen, drafts = choose_proposers(config)
-    if not chosen:
+    if not choose_proposers(config)[0]:
         raise SurefootError("proposers", "are none", "name at least one to certify")
-    return replace(config, max_draft_tokens=drafts)
 
 
 class ProbedEngine(Engine):
@@ -47,7 +45,7 @@ class ProbedEngine(Engine):
 
     def _load_proposers(self, chosen: Sequence[tuple[type[Proposer], Any]]) -> list[Proposer]:
         loaded = super()._load_proposers(chosen)
-        if self.config.max_draft_tokens:
+        if self.state.max_drafts:
             options = ProbeOptions(self._texts)
             loaded += [probe(options, self.state) for probe in PROBES]
         return loaded
@@ -75,7 +73,7 @@ class Subject:
     def __post_init__(self) -> None:
         if not self.prompts:
             raise SurefootError("prompts", "are none", "give at least one")
-        object.__setattr__(self, "config", check(self.config))
+        check(self.config)
         if self.grammars is None and self.tokenizer is not None:
             model = self.decoder.config
             grammars = Grammars(self.tokenizer, model.vocab_size, model.eos_token_ids)
@@ -89,6 +87,11 @@ class Subject:
     def proposers(self) -> tuple[str, ...]:
         """Names of the proposers under test."""
         return names_of(self.config)
+
+    @cached_property
+    def max_drafts(self) -> int:
+        """Of a request, in one round."""
+        return choose_proposers(self.config)[1]
 
     @property
     def exact_arithmetic(self) -> bool:
@@ -111,7 +114,7 @@ class Subject:
         """A fresh engine for ``batch`` texts of at most ``longest`` tokens. ``options`` override
         the configuration; ``max_draft_tokens=0`` makes it plain. ``recorded``: other than the
         subject's, or for a plain one, whose rounds the host plans by default."""
-        drafts = options.get("max_draft_tokens", self.config.max_draft_tokens)
+        drafts = options.get("max_draft_tokens", self.max_drafts)
         block_size = options.get("block_size", self.config.block_size)
         values: dict[str, Any] = {
             "max_model_len": min(longest, self.decoder.config.max_positions),
@@ -127,6 +130,7 @@ class Subject:
             "proposer_options": lower_drafts(self.config.proposer_options, drafts)
             if drafts
             else {},
+            "max_draft_tokens": drafts,
             **options,
         }
         if recorded is None:

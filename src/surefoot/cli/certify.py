@@ -276,7 +276,7 @@ def _setup(llm: LLM, subject: Subject) -> dict[str, Any]:
         "dtype": str(backend.dtype).removeprefix("torch."),
         "weights": weights,
         "proposer_options": {k: dict(v) for k, v in subject.config.proposer_options.items()},
-        "max_draft_tokens": subject.config.max_draft_tokens,
+        "max_draft_tokens": subject.max_drafts,
         "prompts": len(subject.prompts),
         "hardware": describe_hardware(),
     }

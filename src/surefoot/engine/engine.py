@@ -88,7 +88,7 @@ class Engine:
         self.state = SlotState(
             config.max_num_seqs + ahead,
             self.max_model_len,
-            config.max_draft_tokens,
+            drafts,
             config.block_size,
             decoder.config.vocab_size,
             backend.device,
@@ -109,7 +109,7 @@ class Engine:
         )
         self.kv = KVManager(self.kv_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(self.kv, config.max_num_seqs, config.max_num_batched_tokens)
-        max_rows = config.max_num_batched_tokens + config.max_num_seqs * config.max_draft_tokens
+        max_rows = config.max_num_batched_tokens + config.max_num_seqs * drafts
         cost = CostModel([1], [1.0], max_rows)
         names = [proposer.name for proposer in self.proposers]
         trees = [proposer.needs().trees for proposer in self.proposers]
@@ -153,10 +153,12 @@ class Engine:
         per_block += config.block_size * sum(need.kv_bytes_per_token for need in needs)
         memory = config.kv_cache_memory
         if backend.device.type == "cuda":
-            self.memory = plan_memory(self.decoder, config, self._taken, needs)
+            self.memory = plan_memory(
+                self.decoder, config, self.state.max_drafts, self._taken, needs
+            )
             memory = memory or self.memory.kv
         blocks = (memory or DEFAULT_KV_BYTES) // per_block
-        span = self.max_model_len + config.max_draft_tokens
+        span = self.max_model_len + self.state.max_drafts
         enough = config.max_num_seqs * -(-span // config.block_size) + 1
         blocks = min(blocks, enough)
         if blocks < 2:
@@ -215,7 +217,7 @@ class Engine:
         room = check_texts(
             prompt, params, self.decoder.config.vocab_size, self.max_model_len, self.kv_tokens
         )
-        check_speculation(speculation, names, self.config.max_draft_tokens)
+        check_speculation(speculation, names, self.state.max_drafts)
         drafters = (name for name in self._drafters if speculation.allows(name))
         seed = params.seed
         if seed is None:

@@ -196,7 +196,7 @@ def ready(engine: Engine) -> Ready:
         max_model_len=engine.max_model_len,
         kv_tokens=engine.kv_tokens,
         max_num_seqs=config.max_num_seqs,
-        max_draft_tokens=config.max_draft_tokens,
+        max_draft_tokens=engine.state.max_drafts,
         vocab_size=engine.decoder.config.vocab_size,
         end_tokens=tuple(engine.decoder.config.eos_token_ids),
         proposers=[item.name for item in engine.proposers],
