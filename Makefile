@@ -1,10 +1,14 @@
 # `make` shows what Surefoot does; `make test` checks it. Both set up .venv on their first run.
-# PYTHON=… chooses the interpreter, DEMO=… adds options to the demo's command.
+# PYTHON=… chooses the interpreter, DEMO=… adds options to the demo's command. TORCH=… chooses the
+# torch: cpu, pypi, a requirement, a wheel, an index, or auto (a CPU build where one can be had).
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --constraint constraints-cpu.txt
+TORCH_PIN := $(VENV)/torch.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet \
+	--constraint constraints-cpu.txt --constraint $(TORCH_PIN)
 PYTHON ?=
+TORCH ?=
 DEMO ?=
 # Keeps pyright from asking the network for a newer self.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
@@ -14,7 +18,7 @@ export OMP_WAIT_POLICY ?= passive
 # A Python with a CUDA build of torch, triton and pytest-xdist.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test test-gpu lint format clean
+.PHONY: demo test test-gpu lint format clean FORCE
 
 demo: $(VENV)/.installed
 	@$(BIN)/surefoot bench --show-drafts --no-json $(DEMO)
@@ -27,19 +31,22 @@ test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q -n 12 tests/gpu
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests tools
+	$(BIN)/ruff format --check src tests tools
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/.installed-dev
-	$(BIN)/ruff check --fix src tests
-	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix src tests tools
+	$(BIN)/ruff format src tests tools
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.created:
+# An interpreter or a torch that is asked for by name is compared with what is there.
+FORCE:
+
+$(VENV)/.created: $(if $(PYTHON),FORCE)
 	@python=; \
 	for candidate in $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3); do \
 	  if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
@@ -49,11 +56,16 @@ $(VENV)/.created:
 	  echo "error: no usable Python (3.11 or newer, with its venv module) found;" \
 	    "install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; \
 	fi; \
-	echo "Setting up $(VENV) with $$("$$python" --version)"; \
-	"$$python" -m venv $(VENV)
-	@touch $@
+	identity=$$("$$python" -c 'import sys; print(sys.version, sys.base_prefix)'); \
+	if [ "$$identity" != "$$(cat $@ 2>/dev/null)" ]; then \
+	  echo "Setting up $(VENV) with $$("$$python" --version)"; \
+	  "$$python" -m venv --clear $(VENV) && echo "$$identity" > $@; \
+	fi
 
-$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints-cpu.txt
+$(TORCH_PIN): $(VENV)/.created tools/install_torch.py $(if $(TORCH),FORCE)
+	@$(BIN)/python tools/install_torch.py "$(or $(TORCH),auto)" $@
+
+$(VENV)/.installed: $(TORCH_PIN) pyproject.toml constraints-cpu.txt
 	@echo "Installing Surefoot and what it needs (once; takes a few minutes)"
 	@$(PIP) --editable .
 	@touch $@

@@ -34,7 +34,7 @@ class EngineConfig:
     max_num_seqs: int = cast(int, None)
     """Requests that run at once; None: 32 on a CPU, 128 on a GPU."""
     max_num_batched_tokens: int = cast(int, None)
-    """Rows of a round before drafts, so the longest prefill chunk; None: 256 on a CPU, 2048 on a
+    """Rows of a round before drafts, so the longest prompt chunk; None: 256 on a CPU, 8192 on a
     GPU, or ``max_num_seqs`` if that is more."""
     block_size: int = 16
     kv_cache_memory: int | None = None
@@ -115,7 +115,7 @@ class EngineConfig:
 
     def _fill_in(self) -> None:
         """Defaults that depend on the device."""
-        seqs, tokens = (128, 2048) if self.device.startswith("cuda") else (32, 256)
+        seqs, tokens = (128, 8192) if self.device.startswith("cuda") else (32, 256)
         if self.max_num_seqs is None:
             object.__setattr__(self, "max_num_seqs", seqs)
         if self.max_num_batched_tokens is None:

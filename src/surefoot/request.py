@@ -280,6 +280,13 @@ class Request:
     def tokens(self) -> list[int]:
         return [*self.prompt, *self.output]
 
+    def known(self, first: int, end: int) -> list[int]:
+        """Tokens ``first`` to ``end`` (exclusive) of the text."""
+        prompt = len(self.prompt)
+        if end <= prompt:
+            return list(self.prompt[first:end])
+        return [*self.prompt[first:], *self.output[max(first - prompt, 0) : end - prompt]]
+
     @property
     def prefilling(self) -> bool:
         """Whether known tokens before the current one still lack KV."""

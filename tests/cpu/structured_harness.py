@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from harness import VOCAB, Oracle, make_engine
 from surefoot.engine.engine import Engine
+from surefoot.kernels.rounds import RoundSpans
 from surefoot.models.decoder import Decoder
 from surefoot.request import SamplingParams
 from surefoot.sampling.grammar import Grammars
@@ -175,31 +176,29 @@ registry.register(Meddler)
 def watch_drafts(engine: Engine, wanted: dict[int, Language]) -> list[int]:
     """Assert for every round that each verified draft is one that its request's language allows;
     ``wanted`` is by seed. Returns a list to which each round adds its verified drafts."""
-    inner, verified = engine.runner.round, []
+    judge, verified = engine.round.judge, []
 
-    class Watching:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(inner, name)
+    def watching(spans: RoundSpans, *rest: Any) -> Any:
+        total, state = 0, engine.state
+        for slot, count in zip(spans.slots.tolist(), spans.drafts.tolist(), strict=True):
+            if not count:
+                continue
+            [request] = [r for r in engine.scheduler.running if r.slot == slot]
+            if request.grammar is None:
+                continue
+            length = int(state.length[slot])
+            drafts = state.history[slot, length : length + count].tolist()
+            assert length == request.length, "the host knows the text of a request with a grammar"
+            language = wanted[request.seed]
+            for place, draft in enumerate(drafts):
+                known = [*request.output, *drafts[:place]]
+                assert not set(known) & set(ENDS), "a draft behind an end"
+                assert draft in language.allowed(known), "a forbidden draft was verified"
+            total += count
+        verified.append(total)
+        return judge(spans, *rest)
 
-        def __call__(self, plan: Any, choice: Any, wants: Any) -> Any:
-            total = 0
-            for index, slot in enumerate(plan.slots.tolist()):
-                [request] = [r for r in engine.scheduler.running if r.slot == slot]
-                count = int(plan.drafts[index])
-                if request.grammar is None or not count:
-                    continue
-                drafts = choice.tokens[index - plan.first_decoding, :count].tolist()
-                language = wanted[request.seed]
-                for place, draft in enumerate(drafts):
-                    known = [*request.output, *drafts[:place]]
-                    assert not set(known) & set(ENDS), "a draft behind an end"
-                    assert draft in language.allowed(known), "a forbidden draft was verified"
-                total += count
-            verified.append(total)
-            return inner(plan, choice, wants)
-
-    watching: Any = Watching()
-    engine.runner.round = watching
+    engine.round.judge = watching  # type: ignore[method-assign]
     return verified
 
 

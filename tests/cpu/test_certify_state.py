@@ -20,12 +20,12 @@ from surefoot.certify.prompts import default_prompts
 from surefoot.certify.sizes import DEFAULT, QUICK
 from surefoot.certify.subject import Subject
 from surefoot.config import EngineConfig
+from surefoot.engine.rounds import PaddedRounds
 from surefoot.kernels.backend import Backend
 from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.speculation.proposer import Commits, Drafts, Needs, Proposer
-from surefoot.speculation.replay import ReplayRound
 
 
 class Summing(Proposer):
@@ -159,13 +159,17 @@ def test_offers_of_recorded_rounds_are_checked_too(monkeypatch: pytest.MonkeyPat
     recorded = sum(count for name, count in situations.items() if name.endswith("recorded"))
     assert recorded >= QUICK.min_offers
 
-    propose = ReplayRound.propose
+    run = PaddedRounds.run
 
-    def late(self: ReplayRound, *args: Any) -> Drafts:
-        drafts = propose(self, *args)
-        return replace(drafts, tokens=drafts.tokens.roll(1, dims=1))
+    def late(self: PaddedRounds, *args: Any) -> Any:
+        result, offers = run(self, *args), self.round.books.offers
+        offers.tokens.copy_(offers.tokens.roll(1, dims=1))
+        report, first = self.round.books.report, self.round.books.columns.offer
+        drafts = report[:, first : first + offers.tokens.shape[1]]
+        drafts.copy_(drafts.roll(1, dims=1))
+        return result
 
-    monkeypatch.setattr(ReplayRound, "propose", late)
+    monkeypatch.setattr(PaddedRounds, "run", late)
     section = check("summing", recorded=True)
     assert len(section.problems) == 1 and "stale" in section.problems[0]
 

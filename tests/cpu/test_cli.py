@@ -47,13 +47,7 @@ def test_help_is_quick() -> None:
     pytest.fail(f"the best of five took {best:.2f} s")
 
 
-def test_version() -> None:
-    from surefoot import __version__
-
-    assert run("--version").stdout == f"surefoot {__version__}\n"
-
-
-@pytest.mark.parametrize("verb", ["generate", "chat", "bench", "models"])
+@pytest.mark.parametrize("verb", ["generate", "chat", "bench", "models", "doctor"])
 def test_every_verb_has_help(verb: str) -> None:
     assert run(verb, "--help").exit_code == 0
 
@@ -200,6 +194,19 @@ def test_generate_marks_drafts(model: Path) -> None:
     assert text.replace("\x1b[32m", "").replace("\x1b[0m", "") == plain
 
 
+@pytest.mark.parametrize(("backend", "lines"), [("auto", 1), ("torch", 0)])
+def test_missing_kernels_are_told_in_one_line(
+    backend: str, lines: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "no C compiler found"
+    monkeypatch.setattr("surefoot.kernels.cpu.build.native_unavailable", lambda: reason)
+    options = [*QUICK, "--backend", backend, "--max-tokens", "1"]
+    said = run("generate", "the cat", "-m", model, *options).stderr.splitlines()
+    assert [line for line in said if "faster" in line or reason in line] == [
+        f"compiled kernels would make this several times faster: {reason}"
+    ] * lines
+
+
 def test_default_length_is_what_the_context_leaves(model: Path) -> None:
     line = ["generate", "the cat", "-m", model, *QUICK, "--ignore-eos", "--json"]
     output = json.loads(run(*line, "--max-model-len", "32").stdout)
@@ -221,6 +228,11 @@ def test_bench_reports_identical_texts(model: Path, tmp_path: Path) -> None:
     assert [entry["prompts"] for entry in report["batches"]] == [["1"], ["7", "3"]]
     assert len(report["batches"][1]["plain"]["seconds"]) == 2
     assert report["hardware"]["cores"] >= 1 and report["engine"]["dtype"] == "float32"
+    assert report["overall"]["ratio"]["count"] == 2 and report["overall"]["verdict"]
+    words = " ".join(result.stdout.split())
+    assert "3 prompts, 2 at once, up to 8 output tokens; 2 pairs of runs each" in words
+    assert words.count("the same text as without speculation") == 2
+    assert report["machine_load"]["busy"] == ("The machine was busy" in words)
 
 
 def test_bench_fails_when_texts_differ(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

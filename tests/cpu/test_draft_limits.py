@@ -25,7 +25,7 @@ from surefoot.speculation.trees import ancestors
 from tiny_models import tiny_hf_model
 from tree_proposers import Bush
 
-ROUNDS = pytest.mark.parametrize("ahead", [False, True], ids=["planned", "launched ahead"])
+ROUNDS = pytest.mark.parametrize("ahead", [False, True], ids=["called", "launched ahead"])
 
 
 def depths(**options: Any) -> tuple[int, dict[str, int]]:
@@ -163,7 +163,8 @@ def test_requests_beyond_a_context_lose_its_drafts_and_not_service(
         proposer_options={kind.name: {"texts": (text,)}},
     )  # fmt: skip
     ends = ends_of_offers(engine)
-    assert max(ends) == LIMIT and len(ends) > 3
+    # Random trees need not go as deep as they may.
+    assert max(ends) in range(LIMIT - 3 * (kind is ShortTrees), LIMIT + 1) and len(ends) > 3
 
 
 @ROUNDS

@@ -21,7 +21,7 @@ from test_eagle3_engine import GREEDY, by_formulas, compare, some
 
 DRAFTER = "eagle3"
 METHODS = ("off", "ngram", DRAFTER, "auto", "auto; 0")
-ROUNDS = pytest.mark.parametrize("ahead", [False, True], ids=["planned", "launched ahead"])
+ROUNDS = pytest.mark.parametrize("ahead", [False, True], ids=["called", "launched ahead"])
 formulas = functools.cache(by_formulas)
 
 
@@ -163,10 +163,8 @@ def test_requests_that_do_not_allow_a_drafter_pay_no_catch_up(ahead: bool) -> No
     others = [Job(PROMPT, GREEDY, speculation(name)) for name in ("off", "ngram", "off")]
     run_jobs(engine, others)
     assert watch.written == []
-    # Beside others only its own rows are kept, and where the host plans no others are computed.
+    # Beside others only its own rows are kept.
     [*_, own] = run_jobs(engine, [*others, Job(PROMPT, GREEDY, speculation(DRAFTER))])
     rows = len(PROMPT) + own.stats.rounds - 1 + own.stats.drafted
     assert sum(int((batch.row_slot >= 0).sum()) for batch in watch.written) == rows
-    if not ahead:
-        assert sum(len(batch.tokens) for batch in watch.written) == rows
     watch.check()

@@ -25,6 +25,7 @@ from harness import (
 )
 from surefoot.engine.engine import Engine
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
+from surefoot.speculation.decisions import Decision, Situation
 from surefoot.speculation.proposer import Drafts
 from test_exactness import scenarios
 
@@ -57,6 +58,8 @@ class Offers:
     def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
         state = self.engine.state
         for slot, tokens in zip(slots.tolist(), drafts.tokens.tolist(), strict=True):
+            if slot == state.idle_slot:
+                continue
             text = tuple(state.history[slot, : int(state.length[slot])].tolist())
             self.by_text.setdefault(text, []).append(tuple(tokens))
         return self._offer(index, slots, drafts)
@@ -106,8 +109,7 @@ def test_rounds_launched_ahead_offer_the_same() -> None:
         target(), True, draft_policy="fixed", proposers=("eagle3",), proposer_options=own,
         max_draft_tokens=4, max_num_batched_tokens=7, max_num_seqs=3,
     )  # fmt: skip
-    assert engine.pipeline is not None
-    propose, idle = engine.proposers[0].propose, engine.pipeline.replay.idle_slot
+    propose, idle = engine.proposers[0].propose, engine.state.idle_slot
     offers: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
 
     def watched(slots: torch.Tensor) -> Drafts:
@@ -145,15 +147,16 @@ def test_acceptance_is_that_of_an_offline_loop(kind: str) -> None:
 def test_it_catches_up_after_spells_without_drafts(drafts: int) -> None:
     """Rounds that verify fewer drafts than are offered, or none for a while."""
     engine = eagle_engine("skilled")
-    offers, split, step = Offers(engine), engine.controller.split, 0
+    offers, decide, step = Offers(engine), engine.loop.planner.decide, 0
 
-    def starve(choice: Any, base_rows: int) -> torch.Tensor:
+    def starve(situation: Situation) -> Decision:
         nonlocal step
         step += 1
-        counts = split(choice, base_rows)
-        return counts.clamp(max=drafts) if step // 4 % 2 else counts
+        decision = decide(situation)
+        most = drafts * situation.requests if step // 4 % 2 else decision.drafts
+        return replace(decision, drafts=min(decision.drafts, most))
 
-    engine.controller.split = starve  # type: ignore[method-assign]
+    engine.loop.planner.decide = starve  # type: ignore[method-assign]
     run_jobs(engine, crowd(3))
     for text, found in list(offers.by_text.items())[::2]:
         assert set(found) == {by_formulas("skilled", text)}

@@ -13,12 +13,15 @@ from surefoot.kv.block_pool import BlockPool, chain_hash
 from surefoot.kv.transaction import KVManager
 
 
-def filled(kv: KVManager, name: str, tokens: list[int]) -> int:
+def filled(
+    kv: KVManager, name: str, tokens: list[int], drafters: frozenset[str] = frozenset()
+) -> int:
     """Open a lease for a text and commit all of it; returns the positions found in the cache."""
-    hit = kv.open(name, tokens)
+    hit = kv.open(name, tokens, drafters=drafters)
     with kv.transaction() as transaction:
         assert transaction.reserve({name: len(tokens) - hit})
-        transaction.commit(name, tokens[hit:])
+        kv.keep(kv.leases[name], tokens[hit:])
+        transaction.keep()
     return hit
 
 
@@ -33,14 +36,17 @@ def test_reserve_is_all_or_none() -> None:
         assert kv.pool.num_free == 0
 
 
-def test_commit_gives_back_whole_unused_blocks() -> None:
+def test_whole_unused_blocks_can_be_given_back() -> None:
     kv = KVManager(num_blocks=10, block_size=4)
     kv.open("a", [1])
     with kv.transaction() as transaction:
         assert transaction.reserve({"a": 17})
         assert len(kv.leases["a"].blocks) == 5
         kept = kv.leases["a"].blocks[:2]
-        transaction.commit("a", [1, 2, 3, 4, 5])
+        kv.keep(kv.leases["a"], [1, 2, 3, 4, 5])
+        transaction.keep()
+    assert len(kv.leases["a"].blocks) == 5
+    kv.give_back(kv.leases["a"])
     assert kv.leases["a"].blocks == kept
 
 
@@ -51,6 +57,18 @@ def test_an_exception_rolls_back() -> None:
         transaction.reserve({"a": 9})
         raise ZeroDivisionError
     assert kv.leases["a"].blocks == []
+    kv.check_integrity()
+
+
+def test_what_is_not_kept_is_rolled_back() -> None:
+    kv = KVManager(num_blocks=10, block_size=4)
+    kv.open("a", [1])
+    with kv.transaction() as transaction:
+        assert transaction.reserve({"a": 4})
+        transaction.keep()
+    with kv.transaction() as transaction:
+        assert transaction.reserve({"a": 16})
+    assert len(kv.leases["a"].blocks) == 1
     kv.check_integrity()
 
 
@@ -78,11 +96,7 @@ def test_a_hit_ends_before_a_block_without_the_drafters_own_kv() -> None:
     for name, drafters, hit in (
         ("first", both, 0), ("second", both, 8), ("third", one, 8), ("fourth", frozenset(), 8),
     ):  # fmt: skip
-        assert kv.open(name, [*text[:8], 99], drafters=drafters) == hit
-        if not hit:
-            with kv.transaction() as transaction:
-                transaction.reserve({name: 8})
-                transaction.commit(name, text[:8])
+        assert filled(kv, name, [*text[:8], 99], drafters) == hit
         kv.check_integrity()
     # The last block of the text is still the one that holds the target's KV alone.
     assert kv.open("plain", [*text, 99]) == 12
@@ -98,13 +112,9 @@ def test_a_block_that_lost_its_name_is_taken_first() -> None:
     filled(kv, "old", [1, 2, 3, 4])
     old = list(kv.leases["old"].blocks)
     kv.close("old")
-    kv.open("new", [1, 2, 3, 4], drafters=drafters)
-    with kv.transaction() as transaction:
-        transaction.reserve({"new": 2})
-        transaction.commit("new", [1, 2])
+    filled(kv, "new", [1, 2], drafters)
     kv.check_integrity()
-    kv.open("other", [9])
-    assert kv.transaction().reserve({"other": 1})
+    filled(kv, "other", [9])
     assert kv.leases["other"].blocks == old[:1]
     kv.check_integrity()
 
@@ -135,10 +145,12 @@ def test_a_rejected_draft_never_becomes_findable() -> None:
     kv.open("a", [1, 2])
     with kv.transaction() as transaction:
         transaction.reserve({"a": 6})
-        transaction.commit("a", [1, 2])
+        kv.keep(kv.leases["a"], [1, 2])
+        transaction.keep()
     with kv.transaction() as transaction:
         transaction.reserve({"a": 6})
-        transaction.commit("a", [7, 8])
+        kv.keep(kv.leases["a"], [7, 8])
+        transaction.keep()
     assert kv.open("b", [1, 2, 7, 8, 5]) == 4
     assert kv.open("c", [1, 2, 3, 4, 5]) == 0
 
@@ -205,9 +217,11 @@ class Transactions(RuleBasedStateMachine):
                     return
                 if fail:
                     raise ZeroDivisionError
+                transaction.keep()
                 for name, new in tokens.items():
                     self.texts[name] += new
-                    transaction.commit(name, new)
+                    self.kv.keep(self.kv.leases[name], new)
+                    self.kv.give_back(self.kv.leases[name])
                     self.ahead.discard(name)
                     self._write(name)
         except ZeroDivisionError:

@@ -11,12 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import Job, make_engine, run_jobs, tiny_decoder
-from surefoot.engine.graphs import Report
+from surefoot.engine.batch import Batch, group
 from surefoot.engine.landing import Landing, read_report
-from surefoot.engine.pipeline import RESERVED_AHEAD, Pipeline
+from surefoot.engine.reserving import AHEAD, Reservations
+from surefoot.engine.rounds import Report
 from surefoot.kv.transaction import KVManager
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams, Status
+from surefoot.speculation.books import ReportColumns
 from surefoot.speculation.state import SlotState
+
+COLUMNS = ReportColumns(2, trees=False)
 
 
 def running(count: int, caching: bool, finished: set[int]) -> tuple[KVManager, list[Request]]:
@@ -27,16 +31,20 @@ def running(count: int, caching: bool, finished: set[int]) -> tuple[KVManager, l
         )
         kv.open(request.request_id, request.prompt)
         with kv.transaction() as transaction:
-            assert transaction.reserve({request.request_id: 6})
-            lease = kv.leases[request.request_id]
-            kv.keep(lease, (7, index))
-            transaction.commit(request.request_id, ())
-        assert kv.transaction().reserve({request.request_id: 6})
+            assert transaction.reserve({request.request_id: 8})
+            transaction.keep()
+        kv.keep(kv.leases[request.request_id], (7, index))
         request.computed, request.status = 2, Status.RUNNING
         if index in finished:
             request.finish(FinishReason.ABORT)
         requests.append(request)
     return kv, requests
+
+
+def read(rows: torch.Tensor, scores: Any, requests: list[Request], kv: KVManager) -> Landing:
+    batch = Batch(group(requests, kv, ("a", "b"), 2), (), 0)
+    report = Report(rows, scores, [], lambda: None, lambda: None)
+    return read_report(report, batch, kv, ("a", "b"), COLUMNS, 2)
 
 
 def told(landing: Landing) -> list[Any]:
@@ -52,24 +60,23 @@ def test_rounds_without_drafts_land_as_any_other(data: Any, count: int, caching:
     rounds = data.draw(st.integers(1, 3))
     reports = []
     for _ in range(rounds):
-        rows = torch.zeros((count + 2, 11), dtype=torch.int32)
-        rows[:, 0] = torch.tensor([data.draw(st.integers(0, 1)) for _ in range(count + 2)])
-        rows[:, 2] = torch.tensor([data.draw(st.integers(0, 2)) for _ in range(count + 2)])
-        rows[:, 6] = torch.tensor([data.draw(st.integers(0, 9)) for _ in range(count + 2)])
+        rows = torch.zeros((count + 2, COLUMNS.count), dtype=torch.int32)
+        for column, most in ((COLUMNS.COUNT, 1), (COLUMNS.END, 2), (COLUMNS.FIRST_TOKEN, 9)):
+            drawn = [data.draw(st.integers(0, most)) for _ in range(count + 2)]
+            rows[:, column] = torch.tensor(drawn)
         reports.append(rows)
     outcomes = []
     for scores in (None, torch.zeros((count + 2, 3, 4), dtype=torch.int32)):
         kv, requests = running(count, caching, finished)
         leases = [kv.leases[request.request_id] for request in requests]
-        landed = [
-            read_report(Report(rows, scores, lambda: None), requests, leases, kv, ("a",), 3)
-            for rows in reports
-        ]
+        landed = [read(rows, scores, requests, kv) for rows in reports]
         for before, after in zip(reports, landed, strict=True):
-            expected = [i for i in range(count) if before[i, 0] and i not in finished]
+            expected = [i for i in range(count) if before[i, COLUMNS.COUNT] and i not in finished]
             assert [item.request.slot for item in after.progress] == expected
-            assert [item.tokens for item in after.progress] == [[before[i, 6]] for i in expected]
-            assert [end for _, end in after.ended] == [e for i in expected if (e := before[i, 2])]
+            tokens = [[before[i, COLUMNS.FIRST_TOKEN]] for i in expected]
+            assert [item.tokens for item in after.progress] == tokens
+            ends = [end for i in expected if (end := before[i, COLUMNS.END])]
+            assert [end for _, end in after.ended] == ends
         kv.check_integrity()
         found = [dict(vars(lease)) for lease in leases], kv.pool._block_of
         state = [replace(request, params=SamplingParams()) for request in requests]
@@ -81,18 +88,18 @@ def test_rounds_without_drafts_land_as_any_other(data: Any, count: int, caching:
 def test_a_draft_is_its_proposer_s_and_the_rest_the_target_s() -> None:
     kv, (request,) = running(1, True, set())
     lease = kv.leases["r0"]
-    # Columns: tokens committed, accepted, end, drafted, whose, on offer.
-    for row in (
-        [1, 0, 0, 0, 0, 0, 4, 0, 0],
-        [3, 2, 0, 3, 1, 0, 5, 6, 7],
-        [1, 0, 2, 1, 0, 2, 8, 0, 0],
+    # Columns: tokens committed, accepted, end, verified, whose, on offer, whose these are.
+    for start in (
+        [1, 0, 0, 0, 0, 0, 0, 4, 0, 0],
+        [3, 2, 0, 2, 1, 0, 0, 5, 6, 7],
+        [1, 0, 2, 1, 0, 2, 1, 8, 0, 0],
     ):
-        report = Report(torch.tensor([row], dtype=torch.int32), None, lambda: None)
-        landing = read_report(report, [request], [lease], kv, ("a", "b"), 3)
+        row = start + [0] * (COLUMNS.count - len(start))
+        landing = read(torch.tensor([row], dtype=torch.int32), None, [request], kv)
         assert landing.drafting == (landing.progress if row[3] or row[5] else [])
     assert request.output == [4, 5, 6, 7, 8]
     assert request.proposed_by == [None, "b", "b", None, None]
-    assert request.stats.drafted_by_proposer == {"b": 3, "a": 1}
+    assert request.stats.drafted_by_proposer == {"b": 2, "a": 1}
     assert landing.ended == [(landing.progress[0], 2)]
     assert lease.committed == request.computed == 7
 
@@ -104,18 +111,18 @@ def jobs(*lengths: int) -> list[Job]:
 
 
 @pytest.mark.parametrize("lengths", [(103,) * 4, (103, 75, 80, 93)])
-def test_launches_seldom_look_at_every_lease(
+def test_launches_seldom_ask_for_blocks(
     lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even where one text after the other ends."""
-    looks = []
-    wanted = Pipeline._wanted
+    asked = []
+    mirror = Reservations._mirror
     monkeypatch.setattr(
-        Pipeline, "_wanted", lambda self, *args: looks.append(0) or wanted(self, *args)
+        Reservations, "_mirror", lambda self, *args: asked.append(0) or mirror(self, *args)
     )
     engine = make_engine(tiny_decoder(), True, max_num_seqs=4, kv_blocks=400)
     run_jobs(engine, jobs(*lengths))
-    assert engine.stats.replays >= 99 and len(looks) <= 2 + 100 // RESERVED_AHEAD
+    assert engine.stats.replays >= 99 and len(asked) <= 4 + 100 // AHEAD
 
 
 def test_where_blocks_are_scarce_none_is_reserved_for_later_rounds() -> None:
@@ -126,26 +133,29 @@ def test_where_blocks_are_scarce_none_is_reserved_for_later_rounds() -> None:
     )  # fmt: skip
     finished = run_jobs(engine, jobs(48, 48, 12))
     assert [len(request.tokens) for request in finished] == [48, 48, 12]
-    # Not one round had to be planned because there was nothing to reserve.
-    assert engine.stats.rounds - engine.stats.replays <= 2 and not engine.stats.preemptions
+    assert not engine.stats.preemptions
 
 
-def test_what_was_reserved_for_later_rounds_is_given_back() -> None:
-    engine = make_engine(tiny_decoder(), True, max_num_seqs=4, kv_blocks=400)
-    for index, job in enumerate(jobs(*[53] * 3)):
+def test_what_was_reserved_for_later_rounds_is_given_back_before_anybody_is_preempted() -> None:
+    """Two texts hold blocks for rounds to come when a third one wants them."""
+    engine = make_engine(
+        tiny_decoder(), True,
+        max_num_seqs=3, block_size=4, kv_blocks=52, enable_prefix_caching=False,
+    )  # fmt: skip
+    first, second = jobs(40, 40)
+    for index, job in enumerate((first, second)):
         engine.add(engine.make_request(f"r{index}", job.prompt, job.params, job.speculation))
-    pipeline, kv = engine.pipeline, engine.kv
-    assert pipeline is not None
-    while engine.stats.replays < 5:
+    for _ in range(4):
         engine.step()
-    held = [len(lease.blocks) for lease in kv.leases.values()]
-    assert min(held) >= kv.blocks_for(RESERVED_AHEAD)
-    while pipeline.flights:
-        pipeline.land()
-    pipeline.leave()
-    for lease in kv.leases.values():
-        assert len(lease.blocks) == kv.blocks_for(lease.committed)
-    kv.check_integrity()
+    held = [len(lease.blocks) for lease in engine.kv.leases.values()]
+    assert min(held) > engine.kv.blocks_for(12)
+    # All blocks that are free, so that there is none for its first token.
+    prompt, params = [3] * (4 * engine.kv.pool.num_free), jobs(11)[0].params
+    engine.add(engine.make_request("late", prompt, params, SpeculationParams("off")))
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    assert not engine.stats.preemptions
 
 
 @settings(max_examples=40, deadline=None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import shutil
 import sys
 import zipfile
 from dataclasses import replace
@@ -12,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from surefoot.cache import size_in_words
+from surefoot.cli.main import app
 from surefoot.errors import SurefootError
 from surefoot.models.loading import load_checkpoint
-from surefoot.models.loading.cache import cache_root, replacing
 from surefoot.models.loading.embedded import EMBEDDED, EmbeddedModel, embedded_path
 from tiny_models import tiny_gguf, tiny_weights
 
@@ -48,16 +52,6 @@ def load(path: Path, **options: Any) -> tuple[dict[str, Any], list[tuple[str, in
 
 def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
-
-
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert cache_root() == tmp_path / "cache"
-    monkeypatch.delenv("SUREFOOT_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_root() == tmp_path / "surefoot"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_root() == tmp_path / ".cache" / "surefoot"
 
 
 def test_converted_once(path: Path, root: Path) -> None:
@@ -107,24 +101,58 @@ def test_another_file_of_the_same_name(path: Path) -> None:
     assert not same(first, second)
 
 
-def test_an_unwritable_cache_is_no_error(path: Path, root: Path) -> None:
-    root.write_text("not a folder")
-    kept, _ = load(path)
-    root.unlink()
+def test_an_unwritable_cache_is_a_warning(
+    path: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root.mkdir()
+    (root / "converted").write_text("not a folder")
+    kept, calls = load(path)
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and calls == []
+    message = record.getMessage()
+    assert f"the weights of model.gguf as float32 cannot be kept in {root / 'converted'}" in message
+    assert "every start converts them anew; set SUREFOOT_CACHE to a folder" in message
+    (root / "converted").unlink()
     assert same(kept, load(path)[0])
 
 
-def test_replacing_leaves_nothing_behind(tmp_path: Path) -> None:
-    target = tmp_path / "folder" / "file"
-    with pytest.raises(KeyError), replacing(target) as file:
-        file.write(b"half")
-        raise KeyError
-    assert list(target.parent.iterdir()) == []
-    with replacing(target) as first, replacing(target) as second:
-        first.write(b"first")
-        second.write(b"second")
-    assert target.read_bytes() == b"first"
-    assert [item.name for item in target.parent.iterdir()] == ["file"]
+def test_a_full_disk_is_a_warning(
+    path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    usage = shutil.disk_usage(root.parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    _, calls = load(path)
+    assert calls == [] and "(No space left on device)" in caplog.records[0].getMessage()
+    assert list((root / "converted").iterdir()) == []
+
+
+def test_the_command_line_tells_of_conversions(path: Path, root: Path) -> None:
+    line = ["generate", "x", "-m", str(path), "--backend", "torch", "--dtype", "float32"]
+    line += ["--max-tokens", "1", "--threads", "1", "--speculation", "off"]
+    first, second = (CliRunner().invoke(app, line).stderr.splitlines() for _ in range(2))
+    assert first[0].startswith("Converting model.gguf to float32, once: ")
+    assert first[1:] == second and len(second) == 1
+    shutil.rmtree(root / "converted")
+    (root / "converted").write_text("not a folder")
+    warning, rest = CliRunner().invoke(app, line).stderr.splitlines()
+    assert warning.startswith("warning: the weights of model.gguf as float32 cannot be kept in ")
+    assert rest == second[0]
+
+
+def test_a_conversion_is_announced(
+    path: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        load(path)
+    [entry] = (root / "converted").iterdir()
+    [message] = [record.getMessage() for record in caplog.records]
+    size = size_in_words(entry.stat().st_size)
+    assert f"Converting model.gguf to float32, once: {size} in {root / 'converted'}" in message
+    assert "surefoot models prune converted" in message
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        load(path)
+    assert caplog.records == []
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import time
@@ -592,14 +593,45 @@ def test_reasons_for_having_no_kernels(tmp_path: Path, monkeypatch: pytest.Monke
 
     cache = str(tmp_path)
     assert reason(SUREFOOT_NATIVE="0") == "switched off by SUREFOOT_NATIVE=0"
-    missing = reason(CC="no-such-compiler", XDG_CACHE_HOME=cache)
+    missing = reason(CC="no-such-compiler", SUREFOOT_CACHE=cache)
     assert missing == "no C compiler found (looked for no-such-compiler)"
-    broken = reason(SUREFOOT_NATIVE_MARCH="-mno-such-thing", XDG_CACHE_HOME=cache)
+    broken = reason(SUREFOOT_NATIVE_MARCH="-mno-such-thing", SUREFOOT_CACHE=cache)
     assert broken and "could not compile the native kernels" in broken and "no-such" in broken
+    assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
-    unwritable = reason(XDG_CACHE_HOME=str(tmp_path / "file"))
-    assert unwritable and "cannot create the cache folder" in unwritable
-    assert list((tmp_path / "surefoot" / "native").iterdir()) == []
+    with pytest.raises(SurefootError, match=r"^SUREFOOT_CACHE: .* is not a folder; set SUREFOOT"):
+        reason(SUREFOOT_CACHE=str(tmp_path / "file"))
+
+
+LITTLE = '__attribute__((visibility("default"))) int little(void) { return 7; }'
+
+
+def test_compiled_kernels_go_to_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path))
+    compiled: list[Path] = []
+
+    def compile_little(command: Sequence[str], library: Path) -> None:
+        compiled.append(library)
+        (library.parent / "little.c").write_text(LITTLE)
+        source = str(library.parent / "little.c")
+        build._run_compiler([*command, "-shared", source, "-o", str(library)])
+
+    monkeypatch.setattr(build, "_compile", compile_little)
+    assert build._library().little() == 7
+    [entry] = (tmp_path / "native").iterdir()
+    assert entry.name == build.current_library()
+    assert build._library().little() == 7 and len(compiled) == 1
+    assert not any(path.parent.exists() for path in compiled)
+    entry.unlink()
+    entry.parent.rmdir()
+    entry.parent.write_text("not a folder")
+    assert build._library().little() == 7 and len(compiled) == 2
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"cannot be kept in {entry.parent} (File exists)" in record.getMessage()
+    assert "set SUREFOOT_CACHE to a folder that can be written" in record.getMessage()
 
 
 def test_a_forked_child_gets_threads_of_its_own() -> None:
@@ -625,7 +657,7 @@ def test_two_threads_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A start in the background, and somebody who cannot wait for it."""
     looked = []
 
-    def slowly() -> Path:
+    def slowly() -> ctypes.CDLL:
         looked.append(time.sleep(0.2))
         return library()
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from harness import needs_native
-from surefoot.kernels.torch_backend import TorchBackend
-from surefoot.speculation.controller import Choice, Controller, split_rows, split_rows_reference
-from surefoot.speculation.cost import CostModel
-from surefoot.speculation.layout import RoundPlan, lay_out, lay_out_reference
+from surefoot.kernels.rounds import RoundSpans, judge_and_advance, lay_out_spans
+from surefoot.sampling.params import Features
+from surefoot.speculation.books import OfferBooks
+from surefoot.speculation.controller import Controller
 from surefoot.speculation.proposer import Drafts
-from surefoot.speculation.round import SpeculativeRound, write_drafts
+from surefoot.speculation.round import native_layout
+from surefoot.speculation.size import Size
 from surefoot.speculation.state import SlotState
 
 K, VOCAB, SLOTS = 3, 6, 5
@@ -29,8 +29,9 @@ def twins(generator: torch.Generator) -> tuple[SlotState, SlotState]:
     def draw(low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=generator)
 
-    history, length = draw(0, VOCAB, SLOTS, 40 + K + 1), draw(10, 20, SLOTS)
-    back, room, stops = draw(1, 10, SLOTS), draw(1, 8, SLOTS), draw(-1, VOCAB + 20, SLOTS, 4)
+    every = SLOTS + 1
+    history, length = draw(0, VOCAB, every, 40 + K + 1), draw(10, 20, every)
+    back, room, stops = draw(1, 10, every), draw(1, 8, every), draw(-1, VOCAB + 20, every, 4)
     pair = []
     for _ in range(2):
         state = SlotState(SLOTS, 40, K, 4, VOCAB, torch.device("cpu"))
@@ -43,42 +44,27 @@ def twins(generator: torch.Generator) -> tuple[SlotState, SlotState]:
     return pair[0], pair[1]
 
 
-def make_plan(data: Any, state: SlotState) -> tuple[RoundPlan, Choice | None]:
-    """A plan of prefill chunks, last chunks and decoding spans, padded at random."""
-    slots = data.draw(st.permutations(range(SLOTS)))[: data.draw(st.integers(1, SLOTS))]
-    first_sampling = data.draw(st.integers(0, len(slots)))
-    first_decoding = data.draw(st.integers(first_sampling, len(slots)))
-    back = [int(state.length[slot] - state.computed[slot]) for slot in slots]
-    known, drafts = [], []
-    for index, slot in enumerate(slots):
-        if index >= first_decoding:
+def make_spans(data: Any, state: SlotState) -> tuple[RoundSpans, int, int]:
+    """Prompt chunks, last chunks, decoding spans and unused entries in any order, with the rows and
+    the sampled rows of a round that holds them, padded at random."""
+    slots = list(data.draw(st.permutations(range(SLOTS)))[: data.draw(st.integers(1, SLOTS))])
+    known, drafts, samples = [], [], []
+    for slot in slots:
+        missing = int(state.length[slot] - state.computed[slot])
+        kind = data.draw(st.sampled_from(["chunk", "end", "decoding", "ended"]))
+        if kind == "decoding":
             state.computed[slot] = state.length[slot] - 1
-            known.append(1)
-        elif index >= first_sampling:
-            known.append(back[index])
-        else:
+        if kind == "chunk":
             state.computed[slot] -= 1
-            known.append(data.draw(st.integers(1, back[index])))
-        drafts.append(data.draw(st.integers(0, K)) if index >= first_decoding else 0)
-    sampled = sum(drafts[first_sampling:]) + len(slots) - first_sampling
-    plan = RoundPlan(
-        slots=torch.tensor(slots),
-        known=torch.tensor(known),
-        drafts=torch.tensor(drafts),
-        rows=sum(known) + sum(drafts) + data.draw(st.integers(0, 3)),
-        sampled_rows=sampled + data.draw(st.integers(0, 2)) if sampled else 0,
-        first_sampling=first_sampling,
-        first_decoding=first_decoding,
-        max_keys=40,
-    )
-    if not any(drafts):
-        return plan, None
-    count = len(slots) - first_decoding
-    offers = torch.tensor(
-        data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=K * count, max_size=K * count))
-    ).view(count, K)
-    lengths = torch.tensor(drafts[first_decoding:])
-    return plan, Choice(torch.zeros_like(lengths), offers, lengths, torch.ones(count, K))
+        known.append({"chunk": missing, "end": missing, "decoding": 1, "ended": 0}[kind])
+        drafts.append(data.draw(st.integers(0, K)) if kind == "decoding" else 0)
+        samples.append(int(kind in ("end", "decoding")))
+    unused = data.draw(st.integers(0, 2))
+    columns = slots + [SLOTS] * unused, known + [0] * unused, drafts + [0] * unused
+    spans = RoundSpans(*map(torch.tensor, (*columns, samples + [0] * unused)))
+    sampled = sum(drafts) + sum(samples)
+    rows = max(1, sum(known) + sum(drafts) + data.draw(st.integers(0, 3)))
+    return spans, rows, max(1, sampled + data.draw(st.integers(0, 2)))
 
 
 def same(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> None:
@@ -92,41 +78,52 @@ def same(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> No
 def test_a_round_commits_the_same(data: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     states = twins(generator)
-    plan, choice = make_plan(data, states[0])
+    spans, rows, sampled_rows = make_spans(data, states[0])
     states[1].computed[:] = states[0].computed
-    sampled = torch.randint(0, VOCAB, (max(plan.sampled_rows, 1),), generator=generator)
-    if choice is not None and data.draw(st.booleans()):
+    sampled = torch.randint(0, VOCAB, (sampled_rows,), generator=generator)
+    offers = torch.randint(0, VOCAB, (len(spans.slots), K), generator=generator)
+    if data.draw(st.booleans()):
         # Mostly right drafts, so that whole spans are accepted too.
-        first = plan.first_decoding - plan.first_sampling
-        for count, row in zip(plan.drafts[plan.first_decoding :], choice.tokens, strict=True):
+        first = 0
+        for count, samples, row in zip(spans.drafts, spans.samples, offers, strict=True):
             row[:count] = sampled[first : first + count]
-            first += int(count) + 1
+            first += int(count + samples)
     outcomes = []
-    for state, function in zip(states, (lay_out, lay_out_reference), strict=True):
-        if choice is not None:
-            write_drafts(state, plan.slots[plan.first_decoding :], choice.tokens)
-        layout = function(state, plan)
-        round_ = SpeculativeRound.__new__(SpeculativeRound)
-        round_.state = state
-        round_.decoder = cast(Any, SimpleNamespace(backend=TorchBackend("cpu", torch.float32)))
-        found, _ = round_.judge(plan, layout, sampled)
-        verdict = found.tokens, found.accepted, found.counts, found.ends
-        settled = found.first, found.settled
-        batch = layout.batch
-        rows = (batch.tokens, batch.positions, batch.key_index, batch.row_slot)
+    for state in states:
+        OfferBooks(state, Controller(state, ["a"]), SLOTS).write(spans.slots, offers)
+        size = Size(len(spans.slots), rows, sampled_rows, Features(), ())
+        if state.native is not None:
+            layout = native_layout(state, spans, size, 40)
+            found = state.native.judge(spans, layout.first_sample, sampled, state.params.stop_ids)
+        else:
+            layout = lay_out_spans(
+                spans, state.history, state.computed, state.block_tables, rows, sampled_rows, 40, 40
+            )
+            found = judge_and_advance(
+                spans, layout.first_sample, sampled, state.history, state.length, state.computed,
+                state.limit, state.params.stop_ids, K,
+            )  # fmt: skip
+        used, batch = spans.known > 0, layout.batch
+        own = int((spans.known + spans.drafts)[used].sum())
+        taken = int((spans.drafts + spans.samples)[used].sum())
+        lines = (batch.tokens, batch.positions, batch.key_index)
+        sampling = (layout.sample_index, layout.sample_slots, layout.sample_positions)
+        verdict = found.accepted, found.counts, found.ends, found.settled, found.going
+        kept = [row[:count] for row, count in zip(found.tokens, found.counts, strict=True)]
+        texts = [state.history[slot, : state.length[slot]] for slot in range(SLOTS)]
         outcomes.append(
             (
-                *rows,
-                layout.first_row,
-                layout.sample_index,
-                layout.sample_slots,
-                layout.sample_positions,
-                layout.first_sample,
+                batch.row_slot,
+                *(line[:own] for line in lines),
+                *(line[:taken] for line in sampling),
+                layout.first_row[used],
+                layout.first_sample[used],
                 *verdict,
-                *settled,
-                state.history,
-                state.length,
-                state.computed,
+                *kept,
+                found.first,
+                *texts,
+                state.length[:SLOTS],
+                state.computed[:SLOTS],
             )
         )
     same(*outcomes)
@@ -141,10 +138,10 @@ def test_offers_are_cut_to_the_same(width: int, seed: int) -> None:
     lengths = torch.randint(0, width + 2, (4,), generator=generator)
     confidence = torch.rand(4, width, generator=generator)
     slots = torch.randperm(SLOTS, generator=generator)[:4]
-    allowed = torch.rand(SLOTS, generator=generator) < 0.8
-    limit = torch.randint(0, K + 1, (SLOTS,), generator=generator)
+    allowed = torch.rand(SLOTS + 1, generator=generator) < 0.8
+    limit = torch.randint(0, K + 1, (SLOTS + 1,), generator=generator)
     for state in twins(generator):
-        controller = Controller(state, ["a"], CostModel([1], [1.0], 64))
+        controller = Controller(state, ["a"])
         controller.allowed[0], controller.draft_limit[:] = allowed, limit
         cut = controller.sanitise(0, slots, Drafts(tokens, lengths, confidence))
         outcomes.append((cut.tokens, cut.lengths, cut.confidence))
@@ -156,7 +153,7 @@ def test_offers_are_cut_to_the_same(width: int, seed: int) -> None:
 def test_chances_are_the_same(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     state = twins(generator)[0]
-    estimator = Controller(state, ["a"], CostModel([1], [1.0], 64)).estimators[0]
+    estimator = Controller(state, ["a"]).estimators[0]
     estimator.trials.copy_(torch.rand(estimator.trials.shape, generator=generator) * 9)
     estimator.hits.copy_(estimator.trials * torch.rand(estimator.hits.shape, generator=generator))
     offers = Drafts(
@@ -167,16 +164,3 @@ def test_chances_are_the_same(seed: int) -> None:
     slots = torch.randperm(SLOTS, generator=generator)[:4]
     ours, theirs = estimator.chances(slots, offers), estimator.chances_reference(slots, offers)
     assert torch.allclose(ours, theirs, atol=1e-6)
-
-
-@quick
-@given(st.integers(1, 6), st.integers(0, 2**31), st.sampled_from([0.0, 0.95]))
-def test_rows_are_split_the_same(batch: int, seed: int, min_pace: float) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    chances = torch.rand(batch, K, generator=generator).cumprod(dim=1)
-    chances[torch.rand(batch, generator=generator) < 0.3] = 0
-    entries = int(torch.randint(1, batch * K + 3, (1,), generator=generator))
-    table = 1 + (0.2 * torch.rand(entries, generator=generator)).cumsum(0)
-    ours = split_rows(chances, table, 1.02, min_pace)
-    theirs = split_rows_reference(chances, table, 1.02, min_pace)
-    assert ours.tolist() == theirs.tolist()

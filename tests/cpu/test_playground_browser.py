@@ -202,6 +202,37 @@ def test_side_by_side_is_identical(
     assert page.locator("#drafted-text .t:not(.target)").count() > 0
 
 
+def test_green_is_for_what_is_clearly_faster(open_page: Callable[..., Any]) -> None:
+    page = open_page()
+
+    def verdict(plain: float | None, drafted: float | None, verified: int) -> list[str]:
+        code = f"""import("/playground/compare.js").then((all) => all.speeds(
+            {{pace: {json.dumps(plain)}}},
+            {{pace: {json.dumps(drafted)}, verified: {verified}}},
+        ))"""
+        return page.evaluate(code)
+
+    for plain, drafted, verified, kind, words in (
+        (100, 143, 30, "faster", "1.43 times as fast in this one pair of runs (100 and 143 tok/s)"),
+        (100, 91, 30, "same", "0.91 times as fast in this one pair"),
+        (100, 104, 30, "same", "About the same speed (100 and 104 tok/s)"),
+        (100, 96, 30, "same", "About the same speed"),
+        (100, 143, 0, "same", "No drafts verified"),
+        (None, 100, 3, "same", "Too short"),
+    ):
+        found = verdict(plain, drafted, verified)
+        assert found[0] == kind and words in found[1], found
+
+    colour = "getComputedStyle(document.getElementById('verdict')).color"
+    colours = set()
+    for kind in ("faster", "same", "different"):
+        page.evaluate(f"document.getElementById('verdict').className = 'verdict {kind}'")
+        colours.add(page.evaluate(colour))
+        if kind == "same":
+            assert page.evaluate(colour) == page.evaluate("getComputedStyle(document.body).color")
+    assert len(colours) == 3
+
+
 @pytest.mark.parametrize("change", [{"temperature": 1, "seed": 8}, {"max_tokens": 5}])
 def test_side_by_side_is_loud_about_a_difference(
     open_page: Callable[..., Any], change: dict[str, Any]

@@ -56,16 +56,13 @@ def watched_rounds(params: SamplingParams, **options: Any) -> Watch:
         )
     )
     watch = Watch()
-    inner = engine.runner.round
+    run = engine.rounds.run
 
-    class Watched:
-        proposers = inner.proposers
+    def watched(*args: Any) -> Any:
+        with watch:
+            return run(*args)
 
-        def __call__(self, *args: Any) -> Any:
-            with watch:
-                return inner(*args)
-
-    engine.runner.round = Watched()  # type: ignore[assignment]
+    engine.rounds.run = watched  # type: ignore[method-assign]
     run_jobs(engine, [Job((2, 3, 4) * 8, params), Job((5, 6, 5, 6, 5), params, arrival=2)])
     return watch
 

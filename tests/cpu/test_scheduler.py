@@ -1,4 +1,4 @@
-"""The scheduler on a fake executor: no torch, no model, random verdicts."""
+"""Admission, slots and preemption on a fake executor: no torch, no model, random verdicts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surefoot.engine.scheduler import Plan, Scheduler
+from surefoot.engine.scheduler import Scheduler
 from surefoot.kv.transaction import KVManager
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams, Status
 
@@ -27,79 +27,70 @@ def request(name: str, prompt: int, room: int, leader: Request | None = None) ->
     )
 
 
-def scheduler(
-    blocks: int = 50, block_size: int = 4, seqs: int = 4, rows: int = 16, cache: bool = False
-) -> Scheduler:
-    return Scheduler(KVManager(blocks + 1, block_size, cache), seqs, rows)
+def scheduler(blocks: int = 50, block_size: int = 4, seqs: int = 4, cache: bool = False) -> Any:
+    return Scheduler(KVManager(blocks + 1, block_size, cache), seqs)
 
 
-def step(machine: Scheduler, drafts: dict[str, int] | None = None, accept: int = 0) -> Plan:
-    """One round of a fake executor that accepts ``accept`` drafts where there are so many."""
-    plan = machine.schedule(lambda decoding, rows: drafts or {})
-    committed = {}
-    with plan.transaction:
-        for span in plan.spans:
-            if span.samples:
-                count = min(span.drafts, accept) + 1
-                room = span.request.max_length - span.request.length
-                committed[span.request.request_id] = [7] * min(count, room)
-        machine.apply(plan, committed)
-    for span in plan.spans:
-        if span.request.length == span.request.max_length:
-            machine.finish(span.request, FinishReason.LENGTH)
+def step(machine: Scheduler, rows: int = 16, accept: int = 0) -> dict[str, int]:
+    """One round of a fake executor in which ``accept`` drafts of each request are right. Returns
+    the rows that each request had."""
+    left = rows - len(machine.running)
+    machine.admit(left)
+    ran: dict[str, int] = {}
+    while True:
+        wanted = {}
+        left = rows
+        for item in machine.running:
+            missing = item.length - item.computed
+            count = min(missing, left) if missing > 1 else 1 + accept
+            if count > 0:
+                wanted[item.request_id] = min(count, item.max_length - item.computed)
+                left -= count
+        with machine.kv.transaction() as transaction:
+            if transaction.reserve(wanted):
+                transaction.keep()
+                break
+        machine.preempt()
+    for item in list(machine.running):
+        count = wanted.get(item.request_id, 0)
+        missing = item.length - item.computed
+        lease = machine.kv.leases[item.request_id]
+        if not count:
+            continue
+        ran[item.request_id] = count
+        known = min(count, missing)
+        machine.kv.keep(lease, item.known(item.computed, item.computed + known))
+        item.computed += known
+        if known == missing:
+            new = [7] * min(count - known + 1, item.max_length - item.length)
+            machine.kv.keep(lease, new[:-1])
+            item.output += new
+            item.computed += len(new) - 1
+            if item.length == item.max_length:
+                machine.finish(item, FinishReason.LENGTH)
+    for item in machine.running:
+        machine.kv.give_back(machine.kv.leases[item.request_id])
     machine.check_integrity()
-    return plan
+    return ran
 
 
-def rows_of(plan: Plan) -> dict[str, int]:
-    return {span.request.request_id: span.rows + span.drafts for span in plan.spans}
+def names(requests: list[Request]) -> list[str]:
+    return [item.request_id for item in requests]
 
 
-def test_a_long_prompt_is_chunked_beside_running_requests() -> None:
-    machine = scheduler(rows=8)
-    machine.add(request("a", 3, 9))
-    step(machine)
-    machine.add(request("b", 20, 9))
-    plans = [rows_of(step(machine)) for _ in range(4)]
-    assert plans == [{"b": 7, "a": 1}, {"b": 7, "a": 1}, {"b": 6, "a": 1}, {"b": 1, "a": 1}]
-
-
-def test_a_prefill_chunk_leaves_running_requests_their_pace() -> None:
-    machine = scheduler(rows=8)
-    machine.chunk_rows = lambda decoding: 4 - decoding
-    machine.add(request("a", 8, 9))
-    machine.add(request("b", 3, 9))
-    # Nobody waits for the first token beside the first prompt.
-    assert rows_of(step(machine)) == {"a": 8}
-    assert rows_of(step(machine)) == {"b": 3, "a": 1}
-    machine.add(request("c", 7, 9))
-    chunks = [rows_of(step(machine))["c"] for _ in range(4)]
-    assert chunks == [2, 2, 2, 1]
-
-
-def test_drafts_join_the_same_round_as_prefill_and_plain_requests() -> None:
-    machine = scheduler()
-    for name in "ab":
-        machine.add(request(name, 3, 9))
-    step(machine)
-    machine.add(request("c", 5, 9))
-    assert rows_of(step(machine, {"a": 4}, accept=2)) == {"c": 5, "a": 5, "b": 1}
-
-
-def test_shortage_costs_drafts_first_then_the_youngest() -> None:
+def test_shortage_preempts_the_youngest_who_resumes_before_later_arrivals() -> None:
     machine = scheduler(blocks=4, block_size=2)
-    old, young = request("old", 2, 5), request("young", 2, 5)
-    machine.add(old)
-    machine.add(young)
+    old, young, late = request("old", 2, 5), request("young", 2, 5), request("late", 2, 2)
+    for item in (old, young, late):
+        machine.add(item)
     step(machine)
-    plan = step(machine, {"old": 6, "young": 6}, accept=6)
-    assert rows_of(plan) == {"old": 1, "young": 1}
     while old.length < 6:
-        plan = step(machine)
-    assert young.preemptions == 1 and old.preemptions == 0
-    while not (old.finished and young.finished):
         step(machine)
-    assert old.finish_reason is young.finish_reason is FinishReason.LENGTH
+    assert young.preemptions > 0 and old.preemptions == 0
+    assert names(list(machine.waiting)) == ["young", "late"]
+    while not (old.finished and young.finished and late.finished):
+        step(machine)
+    assert {item.finish_reason for item in (old, young, late)} == {FinishReason.LENGTH}
 
 
 def test_a_request_that_does_not_fit_waits_instead_of_pushing_others_out() -> None:
@@ -109,32 +100,54 @@ def test_a_request_that_does_not_fit_waits_instead_of_pushing_others_out() -> No
     step(machine)
     machine.add(late)
     while not running.finished:
-        assert "late" not in rows_of(step(machine))
-    assert "late" in rows_of(step(machine))
+        assert "late" not in step(machine)
+    assert "late" in step(machine)
     assert running.preemptions == late.preemptions == 0
+
+
+def test_who_decodes_keeps_the_block_of_its_next_token() -> None:
+    machine = scheduler(blocks=4, block_size=2)
+    running, late = request("running", 3, 5), request("late", 3, 1)
+    machine.add(running)
+    step(machine)
+    assert running.length == 4  # Its next token begins a block.
+    step(machine)
+    assert running.length == 5 and machine.kv.pool.num_free == 2
+    machine.add(late)
+    # Two blocks are free; one of them is the running request's next.
+    assert "late" not in step(machine)
+    assert running.preemptions == 0
+
+
+def test_rows_of_a_round_bound_who_is_let_in() -> None:
+    machine = scheduler()
+    for name in "abc":
+        machine.add(request(name, 5, 2))
+    assert names(machine.admit(6)) == ["a", "b"]
+    assert machine.admit(0) == []
+    assert names(machine.admit(1)) == ["c"]
 
 
 def test_slots_limit_the_running_and_the_rest_wait_in_order() -> None:
     machine = scheduler(seqs=2)
-    every = [request(name, 2, 2) for name in "abcd"]
-    for item in every:
-        machine.add(item)
+    for name in "abcd":
+        machine.add(request(name, 2, 2))
     step(machine)
-    assert [r.request_id for r in machine.running] == ["a", "b"]
+    assert names(machine.running) == ["a", "b"]
     step(machine)
     step(machine)
-    assert [r.request_id for r in machine.running] == ["c", "d"]
+    assert names(machine.running) == ["c", "d"]
 
 
 def test_choices_wait_for_their_leaders_prefill() -> None:
-    machine = scheduler(rows=4, cache=True)
+    machine = scheduler(cache=True)
     first = request("first", 9, 4)
     second = request("second", 9, 4, leader=first)
     other = request("other", 2, 4)
     for item in (first, second, other):
         machine.add(item)
-    seen = [set(rows_of(step(machine))) for _ in range(3)]
-    assert all("second" not in names for names in seen[:2]) and "other" in seen[2]
+    seen = [set(step(machine, rows=4)) for _ in range(3)]
+    assert all("second" not in ran for ran in seen[:2]) and "other" in seen[2]
     step(machine)
     assert second.cached == 8
 
@@ -146,7 +159,7 @@ def test_an_ended_leader_does_not_hold_its_choices() -> None:
     machine.add(first)
     machine.add(second)
     machine.finish(first, FinishReason.ABORT)
-    assert "second" in rows_of(step(machine))
+    assert "second" in step(machine)
 
 
 def test_finishing_twice_or_while_waiting_is_harmless() -> None:
@@ -175,7 +188,6 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
         "sizes": draw(
             st.lists(st.tuples(st.integers(1, 20), st.integers(1, 15)), min_size=1, max_size=7)
         ),
-        "chunk": draw(st.none() | st.integers(-2, 8)),
         "seed": draw(st.integers(0, 10**6)),
     }
 
@@ -186,18 +198,14 @@ def test_every_request_ends_whole_and_in_bounded_time(world: dict[str, Any]) -> 
     dice = random.Random(world["seed"])
     longest = max(prompt + room for prompt, room in world["sizes"])
     blocks = -(-longest // world["block_size"]) + world["extra_blocks"]
-    machine = scheduler(blocks, world["block_size"], world["seqs"], world["rows"], world["cache"])
-    if (chunk := world["chunk"]) is not None:
-        machine.chunk_rows = lambda decoding: chunk
+    machine = scheduler(blocks, world["block_size"], world["seqs"], world["cache"])
     every = [request(f"r{i}", *size) for i, size in enumerate(world["sizes"])]
     todo = list(every)
     steps = 0
     while todo or machine.has_work:
         while todo and dice.random() < 0.5:
             machine.add(todo.pop(0))
-        drafts = {item.request_id: dice.randrange(9) for item in machine.running}
-        plan = step(machine, drafts, accept=dice.randrange(9))
-        assert plan.rows <= world["rows"] + sum(span.drafts for span in plan.spans)
+        step(machine, world["rows"], accept=dice.choice([0, 0, 1, 3]))
         if dice.random() < 0.05 and machine.running:
             machine.finish(dice.choice(machine.running), FinishReason.ABORT)
         steps += 1

@@ -382,6 +382,16 @@ def test_bodies_that_are_no_request(server: Server) -> None:
     assert wrong.status_code == 404 and wrong.json()["error"]["code"] == "model_not_found"
 
 
+def test_json_must_be_called_so(server: Server) -> None:
+    """A page of another origin may post plain text without asking the browser's leave."""
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    for headers in ({}, {"content-type": "text/plain"}):
+        answer = httpx.post(server.url + "/v1/completions", content=body, headers=headers)
+        assert answer.status_code == 400, answer.text
+    typed = {"content-type": "application/json"}
+    assert httpx.post(server.url + "/v1/completions", content=body, headers=typed).is_success
+
+
 def test_openai_client_errors(client: openai.OpenAI, server: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.completions.create(model=client.models.list().data[0].id, prompt="a", temperature=-1)

@@ -21,6 +21,7 @@ import pytest
 from typer.testing import CliRunner
 
 import surefoot.server.serve
+from cache_harness import own_cache, quantized_model
 from server_harness import (
     LIMIT,
     Server,
@@ -234,6 +235,15 @@ def test_sigterm_while_loading(model: Path) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT) == 143
     wait_for(lambda: not Path(f"/proc/{core}").exists())
+
+
+def test_what_the_core_logs_while_loading_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = own_cache(tmp_path, monkeypatch)
+    with running_server(quantized_model(tmp_path / "model.gguf"), backend="torch") as server:
+        assert server.lines[0].startswith("Converting model.gguf to float32, once: ")
+        assert str(root / "converted") in server.lines[0]
 
 
 def test_options_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,22 +305,37 @@ def test_greedy_text_is_the_best_of_what_is_allowed() -> None:
 
 def test_what_is_cut_is_neither_offered_nor_watched() -> None:
     engine = structured_engine(tiny_decoder(), proposers=("oracle", "saboteur"))
-    controller, slots = engine.controller, torch.tensor([2, 0])
-    tokens = torch.arange(16).view(2, 8)
-    for index in range(2):
-        controller.allowed[index, slots] = True
-        controller.draft_limit[slots] = 8
-        engine.state.limit[slots] = 99
-        drafts = Drafts(tokens, torch.tensor([5, 8]), torch.full((2, 8), 0.5))
+    job = Job((3, 4, 5), params_with({"choice": ["abcab", "11"]}, temperature=0))
+    request = engine.make_request("r", job.prompt, job.params)
+    engine.add(request)
+    while not request.output:
+        engine.step()
+    engine.loop.drop()
+    engine.loop._gather()
+    controller, offers, slot = engine.controller, engine.round.books.offers, request.slot
+    slots = torch.tensor([slot])
+    good = allowed_next(request)
+    for index, tokens in enumerate(([good[0], 7, 7, 7], [7, 7, 7, 7])):
+        drafts = Drafts(torch.tensor([tokens]), torch.tensor([4]), torch.full((1, 4), 0.5))
         controller.offer(index, slots, drafts)
-    controller.cut(slots, torch.tensor([[3, 9], [0, 8]]))
-    assert controller.lengths[:, slots].tolist() == [[3, 8], [0, 8]]
-    watched = [estimator.watched_length[slots].tolist() for estimator in controller.estimators]
-    assert watched == [[3, 8], [0, 8]]
-    # An older offer is still being watched: the cut was not its.
-    engine.state.length[slots] += 1
-    controller.cut(slots, torch.tensor([[1, 1], [0, 1]]))
-    assert controller.estimators[0].watched_length[slots].tolist() == [3, 8]
+    offers.tokens[slot, :4] = torch.tensor([good[0], 7, 7, 7])
+    offers.lengths[slot], offers.chances[slot, :4], offers.proposer[slot] = 4, 0.5, 0
+    engine.loop._grammars.note(slot, 0, [good[0], 7, 7, 7], None)
+    assert engine.loop._grammars.write([request]) == {slot: 1}
+    assert int(offers.lengths[slot]) == 1
+    assert offers.chances[slot, :4].tolist() == [0.5, 0.0, 0.0, 0.0]
+    assert [int(e.watched_length[slot]) for e in controller.estimators] == [1, 4]
+    # An older offer is still being watched: the cut is not its.
+    engine.state.length[slot] += 1
+    engine.loop._grammars.note(slot, 0, [7, 7], None)
+    assert engine.loop._grammars.write([request]) == {slot: 0}
+    assert int(controller.estimators[0].watched_length[slot]) == 1
+
+
+def allowed_next(request: Any) -> list[int]:
+    """A token that the request's grammar allows next."""
+    request.grammar.sync(request.output)
+    return [t for t in range(VOCAB) if request.grammar.allowed_prefix([t])][:1]
 
 
 def test_without_structure_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,10 +344,9 @@ def test_without_structure_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> 
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a request without structure paid for it")
 
-    monkeypatch.setattr(engine_structured, "TokenMasks", never)
-    monkeypatch.setattr(engine_structured.np, "empty", never)
-    monkeypatch.setattr("surefoot.engine.runner.token_masks", never)
-    monkeypatch.setattr("surefoot.speculation.controller.Controller.cut", never)
+    monkeypatch.setattr("surefoot.speculation.round.TokenMasks", never)
+    monkeypatch.setattr(engine_structured.GrammarMasks, "write", never)
+    monkeypatch.setattr("surefoot.speculation.state.SlotState._make_masks", never)
     monkeypatch.setattr("surefoot.sampling.grammar._library", never)
     engine = structured_engine(tiny_decoder(), draft_policy="fixed")
     jobs = [Job((3, 4, 3, 4), SamplingParams(temperature=t, max_tokens=12)) for t in (0.0, 1.0)]

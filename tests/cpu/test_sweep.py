@@ -11,23 +11,28 @@ import pytest
 from typer.testing import CliRunner
 
 from harness import make_engine, tiny_decoder
+from surefoot.bench.bandwidth import kv_bytes_per_token, round_bytes, weight_bytes
 from surefoot.bench.parts import attribute, group_of
 from surefoot.bench.sweep import (
     Load,
     Pass,
+    Point,
     SweepSettings,
     drafting,
     random_prompts,
     run_pass,
+    submit,
     summarise,
     sweep,
 )
-from surefoot.bench.traffic import kv_bytes_per_token, round_bytes, weight_bytes
+from surefoot.bench.sweep_report import ratios_to_plain, verdict
 from surefoot.cli.main import app
-from surefoot.engine.graphs import RoundGraphs
+from surefoot.engine import recording
+from surefoot.engine.engine import Engine
 from surefoot.errors import SurefootError
 from surefoot.models.decoder import expected_shapes
-from surefoot.request import SamplingParams
+from surefoot.request import SamplingParams, SpeculationParams
+from surefoot.speculation.fixed import FixedPlanner
 from tiny_models import tiny_hf_model
 
 QUICK = ["--backend", "torch", "--dtype", "float32", "--threads", "1"]
@@ -66,8 +71,18 @@ def test_synthetic_acceptance_on_random_weights(model: Path) -> None:
             # 1 + 0.8 + 0.5 in the long run.
             assert 1.6 < point["accepted_length"] < 2.9
     assert found["synthetic_acceptance"] == [0.8, 0.5, 0.0] and found["model"] is None
-    assert found["engine"]["rounds"] == "run ahead, not recorded"
+    assert found["engine"]["rounds"] == "called"
     assert found["engine"]["max_draft_tokens"] == 3 and found["hardware"]["cores"] >= 1
+    assert found["machine_load"]["cores"] == found["hardware"]["cores"]
+    assert all(
+        (point["of_plain"] is None) == (mode == "plain")
+        and bool(point["verdict"]) != (mode == "plain")
+        for (_, mode), point in points.items()
+    )
+    assert "12 prompt + 40 output tokens; drafts accepted at rates 0.8, 0.5, 0; 2 passes" in (
+        result.stdout
+    )
+    assert "lowest to the highest of 2 turns" in result.stdout
     assert "TB/s" in result.stdout and "quests" in result.stdout
 
 
@@ -96,7 +111,7 @@ def test_real_prompts_on_a_model(model: Path, tmp_path: Path) -> None:
     found = report(run("--concurrency", "2", *line))
     assert [item["mode"] for item in found["points"]] == ["plain", "4", "auto"]
     assert found["settings"]["prompts"] == 2 and found["settings"]["params"]["ignore_eos"]
-    assert found["engine"]["rounds"] == "planned by the host"
+    assert found["engine"]["rounds"] == "called"
     assert not any(item["parts_ms"] for item in found["points"])
     assert found["engine"]["max_model_len"] == found["settings"]["prompt_tokens"][1] + 24
     only = report(run("--concurrency", "1", *line, "--categories", "b", "--modes", "plain"))
@@ -109,6 +124,40 @@ def test_a_picture_is_drawn(model: Path, tmp_path: Path) -> None:
     line = ["--concurrency", "1,2", "--dummy-weights", model / "config.json", "--no-parts"]
     found = report(run(*line, "--modes", "plain,1", "--plot", picture, *QUICK, *SHORT))
     assert picture.read_bytes().startswith(b"\x89PNG") and len(found["points"]) == 4
+    assert [len(point["passes"]) for point in found["points"]] == [3] * 4
+
+
+def test_a_picture_has_bars_and_the_workload(
+    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    from surefoot.bench import machine_load, sweep_plot
+
+    drawn: list[Any] = []
+    honest = figure.Figure.savefig
+
+    def keep(self: Any, *arguments: Any, **options: Any) -> None:
+        drawn.append(self)
+        honest(self, *arguments, **options)
+
+    monkeypatch.setattr(figure.Figure, "savefig", keep)
+    speeds = [4.0, 5.0, 8.0]
+    points = [summarise(2, mode, [Pass(1.0, value) for value in speeds]) for mode in (0, "auto")]
+    sweep_plot.plot(tmp_path / "made-up.svg", ["a model", "a load", "a machine"], points)
+    assert [text.get_text() for text in drawn[0].texts] == ["a model"]
+    [axes] = drawn[0].axes
+    assert axes.get_title() == "a load\na machine"
+    for container in axes.containers:
+        _, _, [bars] = container
+        [bar] = bars.get_segments()
+        assert bar[:, 1].tolist() == [4, 8]
+    monkeypatch.setattr(machine_load, "BUSY_OTHERS", -1.0)
+    line = ["--concurrency", "1", "--dummy-weights", model / "config.json", "--no-parts"]
+    result = run(*line, "--modes", "plain", "--plot", tmp_path / "s.png", *QUICK, *SHORT)
+    assert report(result)["machine_load"]["busy"] and "The machine was busy" in result.stdout
+    caption = drawn[1].axes[0].get_title()
+    for words in ("12 prompt + 40 output tokens", "3 passes a point", "core", "The machine was"):
+        assert words in caption.replace("\n", " "), caption
 
 
 REFUSED = [
@@ -139,10 +188,6 @@ REFUSED = [
     ("--concurrency 1 --synthetic-acceptance 1.5", "--synthetic-acceptance"),
     ("--concurrency 1 --synthetic-acceptance x", "--synthetic-acceptance"),
     ("--concurrency 1 --synthetic-acceptance 0.5 --proposer ngram", "--proposer"),
-    (
-        "--concurrency 1 --synthetic-acceptance 0.5 --device cuda --enforce-eager",
-        "--synthetic-acceptance",
-    ),
     ("--concurrency 1 --plot /does/not/exist/x.png", "--plot"),
     ("--concurrency 1 --plot x.txtt", "--plot"),
 ]
@@ -185,22 +230,19 @@ def test_a_missing_matplotlib_is_said_before_measuring(monkeypatch: pytest.Monke
     assert result.exit_code == 2 and "surefoot[plot]" in result.stderr
 
 
-def test_an_override_is_there_when_rounds_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from surefoot.engine.engine import Engine
-
+def test_rounds_are_prepared_before_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    honest = RoundGraphs.measure
+    honest = recording.time_called
 
-    def measure(self: RoundGraphs, blocks: int) -> None:
-        seen.append(self.replay.override)
-        honest(self, blocks)
+    def measure(*arguments: Any) -> Any:
+        seen.append("measured")
+        return honest(*arguments)
 
-    monkeypatch.setattr(RoundGraphs, "measure", measure)
-    decoder = tiny_decoder()
-    config = make_engine(decoder).config
-    engine = Engine(decoder, config, True, lambda replay: lambda spans, layout, sampled: sampled)
-    assert engine.pipeline is not None
-    assert seen == [engine.pipeline.replay.override] and seen[0] is not None
+    monkeypatch.setattr(recording, "time_called", measure)
+    config = make_engine(tiny_decoder()).config
+    seen.clear()
+    Engine(tiny_decoder(), config, prepare=lambda round_: seen.append("prepared"))
+    assert seen == ["prepared", "measured"]
 
 
 def test_every_repeat_turns_the_order_around_after_the_warmup(
@@ -229,19 +271,45 @@ def test_passes_without_a_steady_state_have_no_steady_numbers() -> None:
     assert summarise(3, 0, [Pass(2.0)]).median.tokens_per_s is None
 
 
+def test_ratios_to_plain_are_of_turns_and_say_what_they_mean() -> None:
+    def point(mode: Any, speeds: list[float | None], drafts: float = 1.0) -> Point:
+        return summarise(
+            4, mode, [Pass(1.0, value, drafts_per_round=drafts if mode else 0) for value in speeds]
+        )
+
+    plain = point(0, [10.0, 20.0, 40.0])
+    # A machine that gets faster all the time: each turn's ratio is 1.2.
+    steady, even = point("auto", [12.0, 24.0, 48.0]), point(2, [9.0, 20.0, 48.0])
+    partly, idle = point(1, [11.0, None, None]), point(3, [12.0, 24.0, 48.0], drafts=0)
+    ratios = ratios_to_plain([plain, steady, even, partly, idle])
+    assert set(ratios) == {(4, mode) for mode in ("auto", "2", "1", "3")}
+    found = ratios[4, "auto"]
+    assert (found.median, found.low, found.high, found.count) == pytest.approx((1.2, 1.2, 1.2, 3))
+    verdicts = [verdict(item, ratios.get((4, item.mode))) for item in (plain, steady, even)]
+    assert verdicts == ["", "faster in all 3", "no difference"]
+    assert verdict(partly, ratios[4, "1"]) == "one run"
+    assert verdict(idle, ratios[4, "3"]) == "no drafts verified"
+    assert ratios_to_plain([steady]) == {}
+
+
 def test_a_pass_counts_what_was_decoded_and_leaves_the_engine_as_it_was() -> None:
     engine = make_engine(tiny_decoder(), max_num_seqs=2, max_draft_tokens=3)
-    engine.runner.thrift = kept = {7: object()}  # type: ignore[dict-item]
+    planner = engine.loop.planner
     with drafting(engine, 2) as wish:
-        assert (engine.controller.policy, engine.runner.thrift) == ("fixed", {})
+        assert isinstance(engine.loop.planner, FixedPlanner)
         assert wish.max_draft_tokens == 2
-    assert (engine.controller.policy, engine.runner.thrift) == ("auto", kept)
-    engine.runner.thrift = {}
+    assert engine.loop.planner is planner
     result = run_pass(engine, 2, 0, Load(random_prompts(48, 1, 10), GREEDY))
     assert result.accepted_length == 1 and result.drafts_per_round == 0
     # 10 to 34 tokens each, two requests: their mean in the steady state is near the middle.
     assert result.context == pytest.approx(2 * 24.5, abs=4)
     assert not engine.has_work
+
+
+def test_requests_of_a_pass_have_seeds_of_their_own() -> None:
+    engine = make_engine(tiny_decoder(), max_num_seqs=3)
+    load = Load([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=4, seed=5))
+    assert [request.seed for request in submit(engine, 3, load, SpeculationParams())] == [5, 6, 7]
 
 
 def test_bytes_of_a_round() -> None:

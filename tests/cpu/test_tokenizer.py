@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from tokenizers import decoders, models, pre_tokenizers
 
 from surefoot.errors import SurefootError
@@ -204,6 +206,8 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "f", "description"
 def test_renders_as_transformers(name: str) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    if name == "thinking" and Version(version("transformers")) < Version("5.21"):
+        pytest.skip("before 5.21 transformers knew reasoning by the template's own name only")
     variables = {"bos_token": "<s>", "enable_thinking": False}
     (expected,), _ = render_jinja_template(
         [MESSAGES],

@@ -14,11 +14,13 @@ import tree_proposers  # noqa: F401 - registers
 from eagle3_engines import folder, target
 from harness import Job, make_engine, on_torch_alone, run_alone, run_jobs
 from surefoot.engine.engine import Engine
+from surefoot.engine.rounds import PaddedRounds
 from surefoot.kernels.rounds import RoundSpans, lay_out_spans
 from surefoot.request import SamplingParams, SpeculationParams
+from surefoot.speculation.decisions import Decision, Situation
 from surefoot.speculation.proposer import Drafts
-from surefoot.speculation.replay import GREEDY as GREEDY_FEATURES
-from surefoot.speculation.replay import Size
+from surefoot.speculation.size import GREEDY as GREEDY_FEATURES
+from surefoot.speculation.size import Size
 from surefoot.speculation.trees import Trees, ancestors, lay_out_trees, node_rows
 from test_eagle3_engine import crowd
 from test_round import EVERY_OPTION, Watch
@@ -39,7 +41,7 @@ def tree_engine(ahead: bool, kind: str = "skilled", **options: Any) -> Engine:
         **options,
     }
     engine = on_torch_alone(make_engine(target(), ahead, **values))
-    assert (engine.pipeline is not None) == ahead
+    assert engine.rounds.recorded == ahead
     return engine
 
 
@@ -83,8 +85,8 @@ def watch_offers(engine: Engine) -> dict[tuple[int, ...], list[Drafts]]:
         drafts = propose(slots)
         assert drafts.parents is not None
         for row, slot in enumerate(slots.tolist()):
-            # A recorded round's last slot is nobody's.
-            if slot < engine.config.max_num_seqs:
+            # The last slot is nobody's.
+            if slot != state.idle_slot:
                 text = tuple(state.history[slot, : int(state.length[slot])].tolist())
                 parts = drafts.tokens, drafts.lengths, drafts.confidence, drafts.parents
                 found.setdefault(text, []).append(Drafts(*(part[row] for part in parts)))
@@ -159,7 +161,7 @@ def test_rows_of_padding_repeat_the_last() -> None:
         known = torch.tensor([1, 1, int(drafts[2] > 0), 0])
         spans = RoundSpans(torch.arange(4), known, torch.tensor(drafts), known)
         layout = lay_out_spans(spans, history, computed, tables, 16, 16, 40, 4)
-        rows = node_rows(layout, trees)
+        rows = node_rows(layout, trees, spans.drafts)
         used = int((known + spans.drafts).sum())
         assert used == int((layout.batch.row_slot >= 0).sum())
         positions = lay_out_trees(layout, rows).batch.positions
@@ -174,24 +176,23 @@ def test_rows_of_padding_repeat_the_last() -> None:
 def test_nodes_beyond_the_last_token_stay_within_the_lease() -> None:
     """A tree of 7 nodes behind a text that ends in a token or two: its keys have blocks."""
     engine = tree_engine(True, block_size=1, kv_blocks=200, max_num_seqs=2)
-    assert engine.pipeline is not None
-    launch, state = engine.pipeline.graphs.launch, engine.state
+    launch, state = engine.rounds.launch, engine.state
     beyond = 0
 
-    def check(size: Size) -> Any:
+    def check(size: Size, *rest: Any) -> Any:
         nonlocal beyond
-        replay = engine.pipeline.replay  # type: ignore[union-attr]
+        offers = engine.round.books.offers
         for request in engine.scheduler.running:
             slot = request.slot
-            if not int(replay.alive[slot]) or size.rows == size.spans:
+            if not int(state.alive[slot]) or not size.verifies:
                 continue
-            last = int(state.computed[slot]) + int(replay.lengths[slot])
+            last = int(state.computed[slot]) + int(offers.lengths[slot])
             leased = engine.kv.leases[request.request_id].blocks
             assert state.block_tables[slot, : last + 1].tolist() == leased[: last + 1]
             beyond += last >= request.max_length
-        return launch(size)
+        return launch(size, *rest)
 
-    engine.pipeline.graphs.launch = check  # type: ignore[method-assign]
+    engine.rounds.launch = check  # type: ignore[method-assign]
     jobs = [Job((5, 9, 2 + i), replace(GREEDY, max_tokens=12 + i)) for i in range(4)]
     for job, request in zip(jobs, run_jobs(engine, jobs), strict=True):
         assert request.output == run_alone(target(), job).output
@@ -201,18 +202,14 @@ def test_nodes_beyond_the_last_token_stay_within_the_lease() -> None:
 # --- what a graph can record --------------------------------------------------------------------
 
 
-class WatchedReplay:
-    def __init__(self, engine: Engine, watch: Watch) -> None:
-        assert engine.pipeline is not None
-        self._replay, self._watch = engine.pipeline.replay, watch
-        engine.pipeline.graphs.replay = self  # type: ignore[assignment]
+def watch_rounds(engine: Engine, watch: Watch) -> None:
+    run = engine.rounds.run
 
-    def __call__(self, size: Size) -> None:
-        with self._watch:
-            self._replay(size)
+    def watched(*args: Any) -> Any:
+        with watch:
+            return run(*args)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._replay, name)
+    engine.rounds.run = watched  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
@@ -221,7 +218,7 @@ def test_no_host_read_in_a_recorded_round(params: SamplingParams, top_k: int) ->
     own = {"top_k": top_k, "depth": 3 if top_k > 1 else None}
     engine = tree_engine(True, own=own)
     watch = Watch()
-    WatchedReplay(engine, watch)
+    watch_rounds(engine, watch)
     requests = run_jobs(engine, [Job((2, 3, 4) * 8, params), Job((5, 6, 5, 6, 5), params)])
     assert sum(request.stats.accepted for request in requests) > 5
     assert len(watch.seen) > 2000
@@ -239,15 +236,16 @@ def test_a_recorded_round_leaves_every_tensor_where_it_is() -> None:
 
 
 def tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
-    assert engine.pipeline is not None
-    holders = [engine.pipeline.replay, engine.state, engine.state.params, engine.controller]
+    books = engine.round.books
+    holders = [engine.round, books, books.offers, engine.state, engine.state.params]
+    holders += [engine.controller]
     holders += [*engine.controller.estimators, *engine.proposers]
     holders += [getattr(proposer, "pools", None) for proposer in engine.proposers]
     for index, holder in enumerate(holders):
         for name, value in vars(holder).items() if holder is not None else ():
-            for item in value if isinstance(value, list) else [value]:
+            for place, item in enumerate(value if isinstance(value, list) else [value]):
                 if isinstance(item, torch.Tensor):
-                    yield f"{index} {type(holder).__name__}.{name}", item
+                    yield f"{index} {type(holder).__name__}.{name} {place}", item
 
 
 # --- drafters that sleep -------------------------------------------------------------------------
@@ -259,16 +257,18 @@ CHAIN = {"top_k": 1, "depth": None}
 @pytest.mark.parametrize("own", [TREE, CHAIN], ids=["tree", "chain"])
 def test_every_recorded_size_can_be_run(names: tuple[str, ...], own: dict[str, Any]) -> None:
     engine = tree_engine(True, proposers=names, own=own, max_num_seqs=4)
-    assert engine.pipeline is not None
-    graphs = engine.pipeline.graphs
-    engine.pipeline.replay.enter([])
-    seen = set()
-    for spans in graphs.spans:
-        for size in graphs.sizes(graphs.plain(spans, GREEDY_FEATURES, tuple(range(len(names))))):
-            engine.pipeline.replay.seat([])
-            graphs.launch(size)
-            seen.add(size.steps)
-    assert {0, 7} <= seen
+    rounds = engine.rounds
+    assert isinstance(rounds, PaddedRounds)
+    actions: list[tuple[tuple[int, ...], int]] = [((), 0)]
+    actions += [(tuple(range(len(names))), depth) for depth in rounds.depths(1)]
+    for spans in rounds.spans:
+        for proposers, steps in actions:
+            base = Size(spans, spans, spans, GREEDY_FEATURES, proposers, steps)
+            engine.round.seat([], [])
+            for rows in rounds.rows(spans):
+                rounds.launch(replace(base, rows=rows, samples=rows, verifies=rows > spans), 99)
+            for samples in rounds.prompt_samples(spans):
+                rounds.launch(replace(base, rows=256, samples=samples, verifies=True), 99)
 
 
 @pytest.mark.parametrize("policy", ["fixed", "auto"])
@@ -277,20 +277,24 @@ def test_drafters_that_fall_asleep_and_wake_change_nothing(
     own: dict[str, Any], policy: str
 ) -> None:
     engine = tree_engine(True, own=own, draft_policy=policy, max_num_seqs=4)
-    assert engine.pipeline is not None
-    graphs, dice, steps = engine.pipeline.graphs, random.Random(3), []
-    launch = graphs.launch
+    dice, steps = random.Random(3), []
+    planner = engine.loop.planner
+    decide = planner.decide
 
-    def restless(size: Size) -> Any:
-        if size.steps is not None:
-            rested = [s for s in graphs.sizes(size) if s.rows == size.rows]
-            size = dice.choice(rested)
-            steps.append(size.steps)
-        return launch(size)
+    def restless(situation: Situation) -> Decision:
+        decision = decide(situation)
+        awake = decision.proposers
+        if dice.random() < 0.4:
+            # The drafter sleeps; whoever else is there goes on.
+            awake = tuple(index for index in awake if index != 0)
+            decision = replace(decision, proposers=awake, steps=0)
+        if 0 in situation.proposers:
+            steps.append(0 in awake)
+        return decision
 
-    graphs.launch = restless  # type: ignore[method-assign]
+    planner.decide = restless  # type: ignore[method-assign]
     drafted = 0
     for job, request in zip(mixed(), run_jobs(engine, mixed()), strict=True):
         assert request.output == run_alone(target(), job).output
         drafted += request.stats.drafted_by_proposer.get("eagle3", 0)
-    assert 0 in steps and 7 in steps and drafted > 20
+    assert steps.count(False) > 5 and steps.count(True) > 1 and drafted > 20

@@ -103,7 +103,9 @@ def test_moved_keys_equal_the_official_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 20])
-@pytest.mark.parametrize("name", ["torch", "fp32", "bf16"])
+@pytest.mark.parametrize(
+    "name", ["torch", *(pytest.param(name, marks=needs_native) for name in ("fp32", "bf16"))]
+)
 def test_attention_sees_moved_keys_where_they_are_now(name: str, block_size: int) -> None:
     """A row that sees keys 7, 14 and 20 of a span, and the same after they have moved to its
     beginning."""

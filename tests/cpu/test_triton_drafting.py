@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ pytest.importorskip("triton")
 
 import triton_interpreter  # isort: skip
 
-from surefoot.bench.synthetic import SyntheticAcceptance
+from surefoot.bench.synthetic import ALWAYS, conditional_thresholds, tokens_at
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.drafting import Drafting, EntryWeights, Scratch
 from surefoot.kernels.torch_backend import TorchBackend
-from surefoot.kernels.triton.acceptance import replace_sampled
+from surefoot.kernels.triton.acceptance import tokens_at as kernel
 from surefoot.kernels.triton.drafting import TritonDrafting
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling.params import Features, SlotParams
@@ -203,28 +203,22 @@ def test_draws_are_the_sampler_s(mapped: bool) -> None:
 
 def test_synthetic_acceptance() -> None:
     torch.manual_seed(3)
-    width, vocab = 3, 50
-    state = SimpleNamespace(
-        device=DEVICE, max_drafts=width, slots=SLOTS, vocab_size=vocab,
-        length=torch.randint(3, 30, (SLOTS,)),
+    vocab = 50
+    state: Any = SimpleNamespace(
+        device=torch.device("cpu"), max_drafts=3, vocab_size=vocab,
+        params=SimpleNamespace(seed=torch.tensor([0, 1, 2, 7, 2**62, 5])),
     )  # fmt: skip
-    tokens = torch.randint(0, vocab, (1, SLOTS, width))
-    lengths = torch.randint(0, width + 1, (1, SLOTS))
-    replay = SimpleNamespace(
-        state=state, controller=SimpleNamespace(names=("x",), tokens=tokens, lengths=lengths)
-    )
-    acceptance = SyntheticAcceptance(cast(Any, replay), [[0.8, 0.5, 0.1], [0.3]])
+    thresholds = conditional_thresholds([0.8, 0.5, 0.1], state)[:4]
     slots = torch.arange(SLOTS).repeat_interleave(70)
-    positions = state.length[slots] + torch.arange(70).repeat(SLOTS) % 5
-    sampled = torch.randint(0, vocab, (len(slots),))
-    layout = SimpleNamespace(sample_slots=slots, sample_positions=positions)
-    expected = acceptance(None, cast(Any, layout), sampled)
-    found = replace_sampled(
-        slots, positions, sampled, state.length, acceptance.conditional, acceptance.tokens,
-        acceptance.lengths, vocab,
+    first = torch.randint(0, 5000, slots.shape)
+    expected = tokens_at(state, slots, first, thresholds)
+    found = kernel(
+        slots.to(DEVICE), first.to(DEVICE), state.params.seed.to(DEVICE), thresholds.to(DEVICE),
+        vocab,
     )  # fmt: skip
-    assert torch.equal(found, expected)
-    place = positions - state.length[slots]
-    offered = place < lengths[0, slots]
-    right = found[offered] == tokens[0][slots[offered], place[offered]]
-    assert 0 < right.sum() < len(right)
+    assert torch.equal(found.cpu(), expected)
+    text = tokens_at(state, slots, first, torch.full((4,), ALWAYS))
+    right = (expected == text).double().mean(dim=0)
+    torch.testing.assert_close(
+        right, torch.tensor([0.8, 0.625, 0.2, 0.0]).double(), atol=0.07, rtol=0
+    )

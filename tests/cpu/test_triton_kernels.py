@@ -366,7 +366,7 @@ def test_keys_are_split_only_to_fill_the_gpu(
 
 @pytest.mark.parametrize(
     ("requests", "rows", "block_n", "stages"),
-    [(1, 4, 64, 3), (4, 4, 128, 3), (16, 1, 128, 3), (32, 4, 128, 2), (64, 1, 32, 3),
+    [(1, 1, 64, 3), (1, 4, 64, 4), (4, 4, 128, 3), (16, 1, 128, 3), (32, 4, 128, 2), (64, 1, 32, 3),
      (64, 4, 32, 3), (64, 5, 128, 2), (128, 1, 32, 3), (128, 5, 64, 3)],
 )  # fmt: skip
 def test_many_programs_take_fewer_keys_at_a_time(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -13,12 +13,10 @@ import triton_interpreter  # isort: skip
 
 from surefoot.kernels import rounds
 from surefoot.kernels.lookup import ngram_lookup_reference
-from surefoot.kernels.rounds import RoundSpans
+from surefoot.kernels.rounds import RoundLayout, RoundSpans
 from surefoot.kernels.triton.lookup import ngram_lookup
 from surefoot.kernels.triton.slots import lay_out
 from surefoot.kernels.triton.verdict import judge_and_advance
-from surefoot.speculation import layout as reference
-from surefoot.speculation.layout import RoundPlan
 from surefoot.speculation.state import SlotState
 from triton_interpreter import DEVICE
 
@@ -30,7 +28,7 @@ DRAFTS = 5
 
 def make_state(seed: int) -> SlotState:
     torch.manual_seed(seed)
-    state = SlotState(8, 100, DRAFTS, 4, 9, DEVICE)
+    state = SlotState(7, 100, DRAFTS, 4, 9, DEVICE)
     state.native = None  # The oracle is in torch; and the tensors are replaced below.
     state.history = torch.randint(0, 3, state.history.shape)
     state.length = torch.randint(30, 80, (8,))
@@ -40,7 +38,29 @@ def make_state(seed: int) -> SlotState:
     return state
 
 
-def make_plan(state: SlotState, chunks: int, ending: int, decoding: int) -> RoundPlan:
+@dataclass(frozen=True)
+class Plan:
+    """Spans in this order: prompt chunks that end short of the current token, those that reach it,
+    requests with a current token."""
+
+    slots: torch.Tensor
+    known: torch.Tensor
+    drafts: torch.Tensor
+    rows: int
+    sampled_rows: int
+    first_sampling: int
+    first_decoding: int
+    max_keys: int = 99
+
+
+def lay_out_reference(state: SlotState, plan: Plan) -> RoundLayout:
+    return rounds.lay_out_spans(
+        spans_of(plan), state.history, state.computed, state.block_tables,
+        plan.rows, plan.sampled_rows, plan.max_keys, 80,
+    )  # fmt: skip
+
+
+def make_plan(state: SlotState, chunks: int, ending: int, decoding: int) -> Plan:
     """Spans: chunks that sample nothing, those that do, decoding ones with 0 to all drafts."""
     slots = torch.randperm(8)[: chunks + ending + decoding]
     known = torch.ones_like(slots)
@@ -52,7 +72,7 @@ def make_plan(state: SlotState, chunks: int, ending: int, decoding: int) -> Roun
         left = state.length[slot] - state.computed[slot]
         known[span] = left if span >= chunks else torch.randint(1, int(left), ())
     sampled = int((drafts[chunks:] + 1).sum())
-    return RoundPlan(
+    return Plan(
         slots=slots,
         known=known,
         drafts=drafts,
@@ -60,11 +80,10 @@ def make_plan(state: SlotState, chunks: int, ending: int, decoding: int) -> Roun
         sampled_rows=sampled + 2 if sampled else 0,
         first_sampling=chunks,
         first_decoding=chunks + ending,
-        max_keys=99,
     )
 
 
-def spans_of(plan: RoundPlan, unused: int = 0) -> RoundSpans:
+def spans_of(plan: Plan, unused: int = 0) -> RoundSpans:
     """The plan on the device, perhaps with entries that are not used."""
     samples = (torch.arange(len(plan.slots)) >= plan.first_sampling).long()
     filler = torch.zeros(unused, dtype=torch.int64)
@@ -84,7 +103,7 @@ PLANS = [(0, 0, 1), (0, 0, 6), (1, 0, 0), (2, 1, 0), (1, 2, 4), (0, 3, 2)]
 def test_layouts_are_equal(shape: tuple[int, int, int], unused: int) -> None:
     state = make_state(sum(shape))
     plan = make_plan(state, *shape)
-    expected = reference.lay_out(state, plan)
+    expected = lay_out_reference(state, plan)
     found = lay_out(
         spans_of(plan, unused), state.history, state.computed, state.block_tables,
         plan.rows, plan.sampled_rows, plan.max_keys, 80,
@@ -107,7 +126,7 @@ def test_layouts_are_equal(shape: tuple[int, int, int], unused: int) -> None:
 def test_verdicts_are_equal(shape: tuple[int, int, int], unused: int) -> None:
     state = make_state(sum(shape) + 1)
     plan = make_plan(state, *shape)
-    layout = reference.lay_out(state, plan)
+    layout = lay_out_reference(state, plan)
     sampled = torch.randint(0, 3, (max(plan.sampled_rows, 1),))
     for span in range(plan.first_decoding, len(plan.slots)):
         # Half of the drafts are right as far as they go.
@@ -131,12 +150,15 @@ def test_verdicts_are_equal(shape: tuple[int, int, int], unused: int) -> None:
     )  # fmt: skip
     expected = verdict.tokens, verdict.accepted, verdict.counts, verdict.ends
     count = len(plan.slots)
-    for name, value in zip(("tokens", "accepted", "counts", "ends"), expected, strict=True):
+    expected = *expected, verdict.going
+    names = ("tokens", "accepted", "counts", "ends", "going")
+    for name, value in zip(names, expected, strict=True):
         assert torch.equal(getattr(found, name)[:count], value), name
     assert torch.equal(found.first[:count], before)
     assert torch.equal(found.settled[:count], state.computed[plan.slots] - before)
     for name in ("accepted", "counts", "settled"):
         assert not getattr(found, name)[count:].any(), "an unused entry did something"
+    assert (found.going[count:] == state.idle_slot).all()
     assert torch.equal(history, state.history)
     assert torch.equal(length, state.length)
     assert torch.equal(computed, state.computed)
@@ -148,7 +170,7 @@ def test_a_verdict_has_every_outcome() -> None:
     for seed in range(12):
         state = make_state(seed)
         plan = make_plan(state, 0, 1, 6)
-        layout = reference.lay_out(state, plan)
+        layout = lay_out_reference(state, plan)
         verdict = judge_and_advance(
             spans_of(plan), layout.first_sample, torch.randint(0, 3, (plan.sampled_rows,)),
             state.history, state.length, state.computed, state.limit, state.params.stop_ids, DRAFTS,

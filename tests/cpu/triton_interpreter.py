@@ -1,7 +1,8 @@
 """Triton's interpreter, mended for the tests: import this before any kernel.
 
-Triton 3.6's interpreter needs mending: since numpy 2.4 its scalars are no loop bounds, bf16 is
-truncated where a GPU rounds to even, and ``tl.dot`` multiplies the bits of bf16 numbers.
+The mends hold for Triton 3.6 to 3.9, whichever torch brings: with numpy 2.4 the scalars of 3.6 are
+no loop bounds, bf16 is truncated where a GPU rounds to even, ``tl.dot`` multiplies the bits of bf16
+numbers, and a comparison of scalars becomes a block of integers, which 3.9 refuses as a mask.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Builder: Any = interpreter.InterpreterBuilder
 Handle: Any = interpreter.TensorHandle
 patch_tensor: Any = interpreter._patch_lang_tensor
 launch: Any = interpreter.GridExecutor.__call__
-make_dot, convert = Builder.create_dot, interpreter._convert_float
+make_dot, make_splat = Builder.create_dot, Builder.create_splat
+convert: Any = interpreter._convert_float
 
 
 def _to_float(data: np.ndarray) -> np.ndarray:
@@ -42,6 +44,11 @@ def _dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
         for x in (a, b)
     ]
     return make_dot(self, *wide, d, *rest)
+
+
+def _splat(self: Any, block_type: Any, scalar: Any) -> Any:
+    block = make_splat(self, block_type, scalar)
+    return Handle(block.data.astype(scalar.data.dtype), block.dtype)
 
 
 def _patch_tensor(tensor: Any, scope: Any) -> None:
@@ -68,5 +75,6 @@ def _launch(self: Any, *args: Any, **kwargs: Any) -> None:
 interpreter._convert_float = _convert
 interpreter._patch_lang_tensor = _patch_tensor
 Builder.create_dot = _dot
+Builder.create_splat = _splat
 interpreter.InterpretedFunction.__call__ = _call_device_function
 interpreter.GridExecutor.__call__ = _launch

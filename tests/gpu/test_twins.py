@@ -11,6 +11,7 @@ from test_triton_control import (  # noqa: F401
 )
 from test_triton_drafting import *  # noqa: F403
 from test_triton_kernels import *  # noqa: F403
+from test_triton_prompts import *  # noqa: F403
 from test_triton_sampling import *  # noqa: F403
 from test_triton_slots import *  # noqa: F403
 from test_triton_tree_rounds import *  # noqa: F403

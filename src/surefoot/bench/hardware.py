@@ -27,6 +27,16 @@ def describe_hardware(device: str = "cpu") -> dict[str, Any]:
     return hardware
 
 
+def name_hardware(device: str = "cpu") -> str:
+    """For captions: the GPU's name if ``device`` is one, otherwise CPU and usable cores."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    cores = usable_cores()
+    return f"{cpu_name()}, {cores} core{'s' * (cores != 1)}"
+
+
 def describe_gpu(device: str) -> dict[str, Any]:
     """Name, memory, and the versions that its speed depends on."""
     import torch

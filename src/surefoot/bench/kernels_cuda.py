@@ -2,7 +2,8 @@
 
 ``python -m surefoot.bench.kernels_cuda [--out FILE]`` builds Qwen3-4B's and SmolLM2-135M's shapes
 with random weights and times graph replays: memory bandwidth, all matrix products against cuBLAS,
-span attention, and whole steps by number of requests. ``tests/gpu`` hold the kernels to torch.
+span attention, attention over prompts beside cuDNN's, and whole steps by number of requests.
+``tests/gpu`` hold the kernels to torch.
 """
 
 from __future__ import annotations
@@ -187,6 +188,52 @@ def attention(context: int = 1024) -> list[dict[str, float]]:
     return results
 
 
+def prompts() -> list[dict[str, Any]]:
+    """Microseconds and TFLOP/s of attention over prompts, or parts of them that see ``context``
+    earlier keys; beside it, where there are none, torch's with cuDNN, which reads no pages."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    from surefoot.kernels.triton.prompt_attention import prompt_attention, tiles_of
+
+    shape, results = AttentionShape(32, 8, 128, 128**-0.5), []
+    for requests, rows, context in (
+        *((1, 8192, 0), (1, 16384, 0), (1, 2048, 0), (8, 2048, 0), (32, 512, 0)),
+        *((1, 2048, 6144), (1, 512, 7680)),
+    ):
+        keys = context + rows
+        batch = make_batch(requests, rows, context, 1000, keys)
+        size = (2, requests * (keys // BLOCK) + 1, 8, BLOCK, 128)
+        layers = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+        q = torch.randn(requests * rows, 32, 128, device="cuda", dtype=torch.bfloat16)
+        tiles = tiles_of(batch, shape, layers[0])
+        if tiles is None:
+            break  # Not a Hopper GPU.
+
+        def ours(q=q, batch=batch, tiles=tiles, layers=layers) -> None:
+            for kv in layers:
+                prompt_attention(q, kv, batch, shape, tiles)
+
+        flops = 4 * 32 * 128 * requests * rows * (context + (rows + 1) / 2)
+        runs: dict[str, Callable[[], None]] = {"": ours}
+        if not context:
+            sizes = [(requests, heads, rows, 128) for heads in (32, 8, 8)]
+            dense = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+
+            def cudnn(dense=dense) -> None:
+                with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+                    for _ in range(4):
+                        sdpa(*dense, is_causal=True, enable_gqa=True)
+
+            runs["cudnn_"] = cudnn
+        result: dict[str, Any] = {"requests": requests, "rows": rows, "context": context}
+        for name, run in runs.items():
+            time = seconds(run) / 4
+            result |= {f"{name}us": 1e6 * time, f"{name}tflop_s": flops / time / 1e12}
+        results.append(result)
+    return results
+
+
 def steps(
     decoder: Decoder, cases: Sequence[tuple[int, int]], context: int = 640
 ) -> list[dict[str, float]]:
@@ -226,6 +273,7 @@ def main() -> None:
 
     report("bandwidth", bandwidth())
     report("attention", attention())
+    report("prompts", prompts())
     config = ModelConfig(**SMOLLM2)
     decoder = Decoder(
         config, DummyWeights(config, torch.device("cuda"), torch.bfloat16), TritonBackend()

@@ -1,11 +1,12 @@
 """Runs prompts plain and speculatively, in turn, on one engine.
 
-A batch of prompts is submitted at once and run to its end, first one way, then the other; which
-way goes first alternates from repeat to repeat, so that a machine that slows down or speeds up
-harms both alike. What is timed is what ``LLM.generate`` does after tokenising: rounds,
-detokenising, bookkeeping. ``seconds`` runs from the submission to the last token;
-``decode_seconds`` from the moment when every request of the batch has its first token, and
-``decode_tokens`` are those that came after it.
+A batch of prompts is submitted at once and run to its end, first one way, then the other: a pair
+of runs. A pass is one pair of every batch; passes are repeated, so that each prompt's pairs are
+spread over the whole measurement. Which way goes first alternates from batch to batch and from pass
+to pass: a machine that slows down or speeds up harms both alike. What is timed is what
+``LLM.generate`` does after tokenising: rounds, detokenising, bookkeeping. ``seconds`` runs from the
+submission to the last token; ``decode_seconds`` from the moment when every request of the batch has
+its first token, and ``decode_tokens`` are those that came after it.
 """
 
 from __future__ import annotations
@@ -23,25 +24,38 @@ from surefoot.request import FinishReason, Request, SamplingParams, SpeculationP
 
 PLAIN = "off"
 WARMUP_TOKENS = 16
+PASSES_SECONDS = 24.0
+FEWEST_PASSES, MOST_PASSES = 3, 30
 _ids = itertools.count()
 
 
 @dataclass(frozen=True)
 class Settings:
     """``method`` is what plain decoding is compared with; ``off``, plain decoding itself, shows
-    the machine's noise. ``warmup`` runs of each way, shortened to a few tokens, come first and
-    are not counted."""
+    the machine's noise. ``repeats`` is the number of passes; None: as many as fit into
+    ``PASSES_SECONDS``, from ``FEWEST_PASSES`` to ``MOST_PASSES``. ``warmup`` runs of each way,
+    shortened to a few tokens, come first and are not counted."""
 
     params: SamplingParams
     method: str = "auto"
-    repeats: int = 3
+    repeats: int | None = None
     batch_size: int = 1
     warmup: int = 1
 
     def __post_init__(self) -> None:
         for name, low in (("repeats", 1), ("batch_size", 1), ("warmup", 0)):
-            if getattr(self, name) < low:
-                raise SurefootError(name, f"{getattr(self, name)} is below {low}")
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise SurefootError(name, f"{value} is below {low}")
+
+    def passes(self, done: int, seconds: float) -> int:
+        """How many passes there will be, after ``done`` that took ``seconds`` together. It depends
+        on time alone: going on until the ratios look good would make them look better than they
+        are."""
+        if self.repeats is not None:
+            return self.repeats
+        fitting = int(PASSES_SECONDS * done / seconds) if seconds else FEWEST_PASSES
+        return max(done, min(MOST_PASSES, max(FEWEST_PASSES, fitting)))
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Measured:
-    """A batch and its repeats."""
+    """A batch and its pairs, one a pass."""
 
     category: str
     prompts: tuple[BenchPrompt, ...]
@@ -80,13 +94,13 @@ def measure(
     llm: LLM,
     prompts: Sequence[BenchPrompt],
     settings: Settings,
-    on_batch: Callable[[Measured], None] | None = None,
+    on_pair: Callable[[Measured], None] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Measured]:
     """Measure all prompts, batch by batch; a batch never mixes categories.
 
-    Every prompt is checked against the engine before anything runs. ``on_batch`` gets each result
-    as it is there, ``on_progress`` (runs done, runs in all).
+    Every prompt is checked against the engine before anything runs. ``on_pair`` gets each batch
+    with its first pair, as soon as that is there; ``on_progress`` (runs done, runs expected).
     """
     if settings.batch_size > llm.config.max_num_seqs:
         raise SurefootError(
@@ -104,18 +118,22 @@ def measure(
     for _ in range(settings.warmup):
         for method in (PLAIN, settings.method):
             run_batch(llm, tokens[0], brief, method)
-    results: list[Measured] = []
-    total = 2 * settings.repeats * len(batches)
-    for batch, ids in zip(batches, tokens, strict=True):
-        pairs: list[Pair] = []
-        for repeat in range(settings.repeats):
-            pairs.append(_run_pair(llm, ids, settings, plain_first=repeat % 2 == 0))
+    pairs: list[list[Pair]] = [[] for _ in batches]
+    begun, done, passes = time.perf_counter(), 0, settings.passes(0, 0.0)
+    while done < passes:
+        for index, (batch, ids) in enumerate(zip(batches, tokens, strict=True)):
+            pairs[index].append(_run_pair(llm, ids, settings, (done + index) % 2 == 0))
+            if on_pair is not None and done == 0:
+                on_pair(_measured(batch, pairs[index]))
             if on_progress is not None:
-                on_progress(2 * (len(results) * settings.repeats + len(pairs)), total)
-        results.append(Measured(batch[0].category, tuple(batch), tuple(pairs)))
-        if on_batch is not None:
-            on_batch(results[-1])
-    return results
+                on_progress(2 * (done * len(batches) + index + 1), 2 * passes * len(batches))
+        done += 1
+        passes = settings.passes(done, time.perf_counter() - begun)
+    return [_measured(batch, found) for batch, found in zip(batches, pairs, strict=True)]
+
+
+def _measured(batch: Sequence[BenchPrompt], pairs: Sequence[Pair]) -> Measured:
+    return Measured(batch[0].category, tuple(batch), tuple(pairs))
 
 
 def _run_pair(

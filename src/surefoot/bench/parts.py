@@ -20,7 +20,7 @@ GROUPS = {
     r"|^bias_and_ends_kernel|softmax",
     "control": r"^(split|learn|keep|lay_out|span_table|verdict|lookup|move)_kernel"
     r"|^(ancestors|node_rows|walk|settle)_kernel",
-    "drafter": r"^(entry_inputs|live_rows|shift|replace|(partial|final)_likeliest)_kernel",
+    "drafter": r"^(entry_inputs|live_rows|shift|synthetic_tokens|(partial|final)_likeliest)_kernel",
     "products": r"^rows_kernel|^reduce_kernel|^qkv_kernel|gemm|gemv|nvjet|cutlass|splitk|xmma",
 }
 """Regular expressions on kernels' names, the first that is found counts. ``products`` include the

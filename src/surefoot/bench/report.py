@@ -1,13 +1,15 @@
-"""From runs to numbers: medians, ratios with their spread, and whether the texts are the same."""
+"""From runs to numbers: speeds, ratios with their spread, and whether the texts are the same."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from surefoot.bench.measure import Measured, Pair, Run
+from surefoot.bench.measure import Measured, Run
+from surefoot.bench.spread import Spread, spread
 from surefoot.engine.output import CompletionOutput
 
 OVERALL = "overall"
@@ -26,27 +28,56 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class Total:
+    """One way's runs of all batches in one pass, together. Speeds are tokens per second;
+    ``decode_speed`` is None where all texts ended at their first token."""
+
+    tokens: int
+    seconds: float
+    decode_tokens: int
+    decode_seconds: float
+
+    @classmethod
+    def of(cls, runs: Iterable[Run]) -> Total:
+        listed = list(runs)
+        return cls(
+            tokens=sum(run.tokens for run in listed),
+            seconds=sum(run.seconds for run in listed),
+            decode_tokens=sum(run.decode_tokens for run in listed),
+            decode_seconds=sum(run.decode_seconds for run in listed),
+        )
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def decode_speed(self) -> float | None:
+        if not self.decode_tokens or not self.decode_seconds:
+            return None
+        return self.decode_tokens / self.decode_seconds
+
+
+@dataclass(frozen=True)
 class Summary:
-    """A category, or all of them. Speeds are generated tokens per second from the medians of each
-    batch; ``ratio`` is speculative over plain, ``ratio_low`` and ``ratio_high`` the lowest and
-    highest ratio of any single pair of runs. ``decode_…`` leave the prefill out, and are None
-    where all texts ended at their first token."""
+    """A category, or all of them. Speeds are generated tokens per second, medians over the passes;
+    ``ratio`` is the spread of the passes' ratios, speculative over plain. ``decode_…`` leave the
+    prefill out, and are None where all texts ended at their first token. ``verified``: drafts that
+    the target has checked, of those ``offered``; counts are over all speculative runs."""
 
     category: str
     prompts: int
     tokens: int
     plain_speed: float
     speculative_speed: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
+    ratio: Spread
     decode_plain_speed: float | None
     decode_speculative_speed: float | None
-    decode_ratio: float | None
+    decode_ratio: Spread | None
     accepted_length: float
-    """Tokens committed per round, the target's own included, over all speculative runs."""
+    """Tokens committed per round, the target's own included."""
     offered: int
-    drafted: int
+    verified: int
     accepted: int
     accepted_by_proposer: dict[str, int]
     differences: list[Difference]
@@ -55,43 +86,54 @@ class Summary:
     def identical(self) -> bool:
         return not self.differences
 
+    @property
+    def verdict(self) -> str:
+        """Whether speculation was faster, in a few words. Where no drafts were verified, both ways
+        ran the model alike, and whatever the ratio, it is not for the drafts."""
+        return self.ratio.verdict if self.verified else "no drafts verified"
+
 
 def summarise(results: Sequence[Measured], category: str = OVERALL) -> Summary:
-    """Sum up the results of ``category``; ``overall`` takes all."""
+    """Sum up the results of ``category``; ``overall`` takes all. All have the same number of
+    passes."""
     chosen = [item for item in results if category in (OVERALL, item.category)]
-    pairs = [pair for item in chosen for pair in item.pairs]
-    plain = [[pair.plain for pair in item.pairs] for item in chosen]
-    speculative = [[pair.speculative for pair in item.pairs] for item in chosen]
-    ratios = [_pair_ratio(pair) for pair in pairs]
-    decode_plain, decode_speculative = _decode_speed(plain), _decode_speed(speculative)
-    stats = [output.speculation for runs in speculative for run in runs for output in run.outputs]
+    passes = list(zip(*(item.pairs for item in chosen), strict=True))
+    plain = [Total.of(pair.plain for pair in pairs) for pairs in passes]
+    speculative = [Total.of(pair.speculative for pair in pairs) for pairs in passes]
+    decode_plain, decode_speculative = _decode_speeds(plain), _decode_speeds(speculative)
+    runs = [pair.speculative for pairs in passes for pair in pairs]
+    stats = [output.speculation for run in runs for output in run.outputs]
     rounds = sum(item.rounds for item in stats)
     accepted = sum(item.accepted for item in stats)
-    by_proposer: dict[str, int] = {}
+    by_proposer: Counter[str] = Counter()
     for item in stats:
-        for name, count in item.accepted_by_proposer.items():
-            by_proposer[name] = by_proposer.get(name, 0) + count
+        by_proposer.update(item.accepted_by_proposer)
     return Summary(
         category=category,
         prompts=sum(len(item.prompts) for item in chosen),
-        tokens=sum(runs[0].tokens for runs in plain),
-        plain_speed=_speed(plain),
-        speculative_speed=_speed(speculative),
-        ratio=_speed(speculative) / _speed(plain),
-        ratio_low=min(ratios),
-        ratio_high=max(ratios),
-        decode_plain_speed=decode_plain,
-        decode_speculative_speed=decode_speculative,
-        decode_ratio=decode_speculative / decode_plain
-        if decode_speculative and decode_plain
+        tokens=plain[0].tokens,
+        plain_speed=median(total.speed for total in plain),
+        speculative_speed=median(total.speed for total in speculative),
+        ratio=spread([b.speed / a.speed for a, b in zip(plain, speculative, strict=True)]),
+        decode_plain_speed=median(decode_plain) if decode_plain else None,
+        decode_speculative_speed=median(decode_speculative) if decode_speculative else None,
+        decode_ratio=spread([b / a for a, b in zip(decode_plain, decode_speculative, strict=True)])
+        if decode_plain and decode_speculative
         else None,
         accepted_length=(rounds + accepted) / rounds if rounds else 0.0,
         offered=sum(item.offered for item in stats),
-        drafted=sum(item.drafted for item in stats),
+        verified=sum(item.drafted for item in stats),
         accepted=accepted,
-        accepted_by_proposer=by_proposer,
+        accepted_by_proposer=dict(by_proposer),
         differences=[entry for item in chosen for entry in differences(item)],
     )
+
+
+def _decode_speeds(totals: Sequence[Total]) -> list[float] | None:
+    """One a pass; None unless all passes have one."""
+    speeds = [total.decode_speed for total in totals]
+    known = [speed for speed in speeds if speed is not None]
+    return known if len(known) == len(speeds) else None
 
 
 def summaries(results: Sequence[Measured]) -> list[Summary]:
@@ -130,7 +172,8 @@ def first_difference(expected: CompletionOutput, got: CompletionOutput) -> int |
 def to_json(results: Sequence[Measured]) -> dict[str, Any]:
     """Everything measured, JSON-ready."""
     *categories, overall = [
-        {**asdict(item), "identical": item.identical} for item in summaries(results)
+        {**asdict(item), "identical": item.identical, "verdict": item.verdict}
+        for item in summaries(results)
     ]
     return {"overall": overall, "categories": categories, "batches": [_batch(x) for x in results]}
 
@@ -150,20 +193,3 @@ def _batch(measured: Measured) -> dict[str, Any]:
         "plain": side([pair.plain for pair in measured.pairs]),
         "speculative": side([pair.speculative for pair in measured.pairs]),
     }
-
-
-def _speed(batches: Sequence[Sequence[Run]]) -> float:
-    """Tokens a second, each batch counted with its median tokens and seconds."""
-    tokens = sum(median(run.tokens for run in runs) for runs in batches)
-    return tokens / sum(median(run.seconds for run in runs) for runs in batches)
-
-
-def _decode_speed(batches: Sequence[Sequence[Run]]) -> float | None:
-    tokens = sum(median(run.decode_tokens for run in runs) for runs in batches)
-    seconds = sum(median(run.decode_seconds for run in runs) for runs in batches)
-    return tokens / seconds if tokens and seconds else None
-
-
-def _pair_ratio(pair: Pair) -> float:
-    plain, speculative = pair.plain, pair.speculative
-    return (speculative.tokens / speculative.seconds) / (plain.tokens / plain.seconds)

@@ -18,7 +18,8 @@ from statistics import median
 
 from surefoot.engine.engine import Engine
 from surefoot.errors import SurefootError
-from surefoot.request import Request, SamplingParams, SpeculationParams
+from surefoot.request import MAX_SEED, Request, SamplingParams, SpeculationParams
+from surefoot.speculation.fixed import FixedPlanner
 
 Mode = int | str
 """A fixed number of drafts, or ``auto``; 0 is plain decoding without proposers."""
@@ -51,7 +52,7 @@ class SweepSettings:
 
     concurrency: tuple[int, ...]
     modes: tuple[Mode, ...]
-    repeats: int = 1
+    repeats: int = 3
     warmup: int = 1
 
     def __post_init__(self) -> None:
@@ -142,12 +143,13 @@ def _steady(engine: Engine, requests: Sequence[Request]) -> Pass:
 
 
 def submit(engine: Engine, concurrency: int, load: Load, wish: SpeculationParams) -> list[Request]:
-    """Make the requests and add them to the engine."""
+    """Make the requests and add them to the engine. Each has a seed of its own."""
     prompts = itertools.islice(itertools.cycle(load.prompts), concurrency)
     requests = [
         engine.make_request(f"sweep-{next(_ids)}", prompt, load.params, wish) for prompt in prompts
     ]
-    for request in requests:
+    for index, request in enumerate(requests):
+        request.seed = (request.seed + index) % MAX_SEED
         engine.add(request)
     return requests
 
@@ -160,12 +162,11 @@ def until_all_decode(engine: Engine, requests: Sequence[Request]) -> None:
 @contextmanager
 def drafting(engine: Engine, mode: Mode) -> Iterator[SpeculationParams]:
     """Set the engine's policy for a mode; what its requests have to say for it."""
-    controller, runner = engine.controller, engine.runner
-    before = controller.policy, runner.thrift
-    controller.policy = "auto" if mode in ("auto", PLAIN) else "fixed"
-    if controller.policy == "fixed":
+    loop = engine.loop
+    before = loop.planner
+    if mode not in ("auto", PLAIN):
         # A drafter that does not pay drafts all the same.
-        runner.thrift = {}
+        loop.planner = FixedPlanner(engine.state.max_drafts, exact=not engine.rounds.recorded)
     try:
         if mode == "auto":
             yield SpeculationParams()
@@ -174,7 +175,7 @@ def drafting(engine: Engine, mode: Mode) -> Iterator[SpeculationParams]:
         else:
             yield SpeculationParams("auto", int(mode))
     finally:
-        controller.policy, runner.thrift = before
+        loop.planner = before
 
 
 def sweep(
@@ -184,27 +185,34 @@ def sweep(
     on_point: Callable[[Point], None] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Point]:
-    """Every mode at every concurrency. Modes take turns, the other way round every other time, so
-    that a machine that slows down harms all alike. ``on_point`` gets each result as it is there,
+    """Every mode at every concurrency, in ``turns``. ``on_point`` gets each result as it is there,
     ``on_progress`` (passes done, passes in all)."""
     _check(engine, settings, load)
     points: list[Point] = []
     done = 0
     for concurrency in settings.concurrency:
         passes: dict[Mode, list[Pass]] = {mode: [] for mode in settings.modes}
-        for turn in range(-settings.warmup, settings.repeats):
-            for mode in settings.modes[:: -1 if turn % 2 else 1]:
-                result = run_pass(engine, concurrency, mode, load)
-                if turn >= 0:
-                    passes[mode].append(result)
-                done += 1
-                if on_progress is not None:
-                    on_progress(done, settings.passes)
+        for mode, counts in turns(settings.modes, settings.repeats, settings.warmup):
+            result = run_pass(engine, concurrency, mode, load)
+            if counts:
+                passes[mode].append(result)
+            done += 1
+            if on_progress is not None:
+                on_progress(done, settings.passes)
         for mode, results in passes.items():
             points.append(summarise(concurrency, mode, results))
             if on_point is not None:
                 on_point(points[-1])
     return points
+
+
+def turns(modes: Sequence[Mode], repeats: int, warmup: int) -> Iterator[tuple[Mode, bool]]:
+    """``warmup`` passes of every mode and then ``repeats`` that count: (mode, whether it counts).
+    Modes take turns, the other way round every other time, so that a machine that slows down harms
+    all alike."""
+    for turn in range(-warmup, repeats):
+        for mode in modes[:: -1 if turn % 2 else 1]:
+            yield mode, turn >= 0
 
 
 def _check(engine: Engine, settings: SweepSettings, load: Load) -> None:
@@ -216,16 +224,7 @@ def _check(engine: Engine, settings: SweepSettings, load: Load) -> None:
             f"{most} is above the engine's {engine.config.max_num_seqs}",
             "raise max_num_seqs",
         )
-    names = {proposer.name for proposer in engine.proposers}
-    for mode in settings.modes:
-        if mode != PLAIN and not names:
-            raise SurefootError("modes", f"{mode_name(mode)} needs drafts, and none are allowed")
-        if isinstance(mode, int) and mode > engine.state.max_drafts:
-            raise SurefootError(
-                "modes",
-                f"{mode} drafts are above the engine's {engine.state.max_drafts}",
-                "raise max_draft_tokens",
-            )
+    check_modes(engine, settings.modes)
     for prompt in load.prompts:
         engine.make_request("check", prompt, load.params)
     blocks = -(-load.longest // engine.config.block_size)
@@ -236,6 +235,19 @@ def _check(engine: Engine, settings: SweepSettings, load: Load) -> None:
             f"{engine.kv_tokens}: some would wait",
             "lower it, or raise kv_cache_memory",
         )
+
+
+def check_modes(engine: Engine, modes: Sequence[Mode]) -> None:
+    """Refuse modes that draft more than the engine may."""
+    for mode in modes:
+        if mode != PLAIN and not engine.proposers:
+            raise SurefootError("modes", f"{mode_name(mode)} needs drafts, and none are allowed")
+        if isinstance(mode, int) and mode > engine.state.max_drafts:
+            raise SurefootError(
+                "modes",
+                f"{mode} drafts are above the engine's {engine.state.max_drafts}",
+                "raise max_draft_tokens",
+            )
 
 
 def summarise(concurrency: int, mode: Mode, passes: Sequence[Pass]) -> Point:

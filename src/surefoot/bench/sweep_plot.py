@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from surefoot.bench.sweep import Point
+from surefoot.bench.sweep import Pass, Point
 from surefoot.errors import SurefootError
 
 
@@ -27,30 +27,41 @@ def check_plot(path: Path) -> None:
         raise SurefootError("plot", f"{path.name} is no picture", f"use one of {', '.join(kinds)}")
 
 
-def plot(path: Path, title: str, points: Sequence[Point]) -> None:
-    """Decoding speed against concurrency, one line a mode; a band from lowest to highest."""
+def plot(path: Path, caption: Sequence[str], points: Sequence[Point]) -> None:
+    """Decoding speed against concurrency, one line a mode: medians over the passes, with bars from
+    the lowest to the highest. ``caption``: lines for above the picture, the first as its title."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import StrMethodFormatter
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
-    for mode in dict.fromkeys(point.mode for point in points):
+    ticks = sorted({point.concurrency for point in points})
+    modes = list(dict.fromkeys(point.mode for point in points))
+    for index, mode in enumerate(modes):
         own = [p for p in points if p.mode == mode and p.median.tokens_per_s is not None]
-        counts = [point.concurrency for point in own]
+        # Side by side, or their bars would hide each other.
+        shift = 2 ** (0.04 * (index - (len(modes) - 1) / 2))
+        counts = [point.concurrency * shift for point in own]
         label = mode if not mode.isdigit() else f"{mode} draft{'s' * (mode != '1')}"
-        speeds, lows, highs = (
-            [getattr(point, kind).tokens_per_s for point in own]
-            for kind in ("median", "lowest", "highest")
-        )
-        axes.plot(counts, speeds, marker="o", label=label)
-        axes.fill_between(counts, lows, highs, alpha=0.2)
+        speeds = [_speed(point.median) for point in own]
+        below = [_speed(point.median) - _speed(point.lowest) for point in own]
+        above = [_speed(point.highest) - _speed(point.median) for point in own]
+        axes.errorbar(counts, speeds, yerr=[below, above], marker="o", capsize=4, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.set_xticks(ticks)
     axes.set_xlabel("requests at once")
-    axes.set_ylabel("tokens a second, all decoding")
-    axes.set_title(title)
+    axes.set_ylabel("tokens a second, all decoding (bars: lowest to highest pass)")
+    title, *lines = caption
+    figure.suptitle(title, wrap=True)
+    axes.set_title("\n".join(lines), fontsize="small", wrap=True)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
+
+
+def _speed(item: Pass) -> float:
+    assert item.tokens_per_s is not None
+    return item.tokens_per_s

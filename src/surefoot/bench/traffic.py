@@ -1,82 +1,186 @@
-"""What a round has to read at least, and how fast this machine's memory is: the ceiling beside a
-measured round."""
+"""Traffic on an engine in this process: requests of many lengths that come and go.
+
+With a bound on how many there are at once, the next request is sent as soon as there is a place (a
+closed loop); at a rate of arrivals, when it is due. ``latency`` says what is reported.
+"""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-import torch
-
-from surefoot.bench.hardware import usable_cores
+from surefoot.bench.latency import Timeline, Traffic, summarise
+from surefoot.bench.sweep import Mode, drafting, turns
+from surefoot.bench.workload import Call
 from surefoot.engine.engine import Engine
-from surefoot.models.decoder import Decoder
+from surefoot.engine.garbage import only_new_garbage
+from surefoot.engine.stats import Progress
+from surefoot.errors import SurefootError
+from surefoot.request import Request, SamplingParams, SpeculationParams
 
-LARGEST = 4 << 30
-CPU_BYTES = 256 << 20
-"""Far beyond any cache."""
-
-
-def memory_bandwidth(device: torch.device, threads: int | None = None) -> dict[str, float]:
-    """TB/s: ``copy_tb_s`` of a copy (read plus written), ``read_tb_s`` of reading alone, on a CPU
-    with ``threads`` threads (None: one a core). On a GPU it takes up to 8 GiB: call it before the
-    KV pool does."""
-    if device.type == "cuda":
-        from surefoot.bench.kernels_cuda import bandwidth
-
-        result = bandwidth(min(LARGEST, torch.cuda.mem_get_info(device)[0] // 4))
-        torch.cuda.empty_cache()
-        return result
-    data = torch.ones(CPU_BYTES // 4)
-    other = torch.zeros_like(data)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or usable_cores())
-    try:
-        return {
-            "copy_tb_s": 2 * data.nbytes / _seconds(lambda: other.copy_(data)) / 1e12,
-            "read_tb_s": data.nbytes / _seconds(data.sum) / 1e12,
-        }
-    finally:
-        torch.set_num_threads(before)
+IDLE = "no round"
+"""The kind of a step that ran none."""
 
 
-def _seconds(run: Callable[[], Any], repeats: int = 5) -> float:
-    times = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times)
+@dataclass(frozen=True)
+class TrafficSettings:
+    """``repeats`` passes of every mode, in turn, after ``warmup`` that are not counted.
+    ``at_once``: most requests that are under way; None: as many as are due."""
+
+    modes: tuple[Mode, ...]
+    at_once: int | None = 64
+    repeats: int = 3
+    warmup: int = 1
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, low in (("at_once", 1), ("repeats", 1), ("warmup", 0)):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise SurefootError(name, f"{value} is below {low}")
 
 
-def weight_bytes(decoder: Decoder) -> int:
-    """Bytes of the weights that every round reads: all layers and the head. Of an embedding table
-    that is not the head, a round reads a few rows only."""
-    parts: list[Any] = [decoder.head_linear, decoder.norm]
-    for layer in decoder.layers:
-        parts += [layer.qkv, layer.o, layer.gate_up, layer.down]
-        parts += [layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm]
-    return sum(_bytes(part) for part in parts)
+@dataclass(frozen=True)
+class Drafted:
+    """What speculation did for all requests of a run together: the rounds of each that gave it
+    tokens, and the drafts verified and accepted in them."""
+
+    rounds: int = 0
+    verified: int = 0
+    accepted: int = 0
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens that a round gives a request, its own included."""
+        return (self.rounds + self.accepted) / self.rounds if self.rounds else 0.0
 
 
-def _bytes(part: Any) -> int:
-    if part is None:
-        return 0
-    if hasattr(part, "nbytes"):  # a tensor, or a linear whose weights stay packed
-        return int(part.nbytes)
-    return sum(value.nbytes for value in vars(part).values() if isinstance(value, torch.Tensor))
+@dataclass
+class KindOfRounds:
+    """How many rounds of a kind there were, and the seconds of the steps that read them: with
+    rounds launched ahead, from one to the next."""
+
+    rounds: int = 0
+    seconds: float = 0.0
 
 
-def kv_bytes_per_token(engine: Engine) -> float:
-    """The target's, all layers."""
-    decoder, size = engine.decoder, engine.config.block_size
-    per_block = decoder.backend.kv_bytes_per_block(size, decoder.shape)
-    return per_block * decoder.config.layers / size
+@dataclass(frozen=True)
+class Run:
+    """One pass of one mode."""
+
+    traffic: Traffic
+    drafted: Drafted | None = None
+    """None where a server does not tell."""
+    rounds: dict[str, KindOfRounds] = field(default_factory=dict)
+    """By kind; empty where it is not known."""
+    preemptions: int = 0
+    errors: tuple[str, ...] = ()
+    """Why requests failed, each reason once."""
 
 
-def round_bytes(engine: Engine, context: float) -> float:
-    """Bytes that a round cannot do without: the weights once, and the keys and values of
-    ``context`` tokens (of all its requests together)."""
-    return weight_bytes(engine.decoder) + context * kv_bytes_per_token(engine)
+class RoundClock:
+    """Steps an engine and keeps account of the time by kind of round."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
+        self.engine = engine
+        self.clock = clock
+        self.kinds: dict[str, KindOfRounds] = {}
+        self._counted = engine.stats.rounds_by_kind
+
+    def step(self) -> list[Progress]:
+        """``Engine.step``. A step that ran rounds of several kinds took the same for each round."""
+        begun = self.clock()
+        progress = self.engine.step()
+        seconds = self.clock() - begun
+        before, now = self._counted, self.engine.stats.rounds_by_kind
+        new = {kind: count - before.get(kind, 0) for kind, count in now.items()}
+        total, self._counted = sum(new.values()), now
+        if not total:
+            self.kinds.setdefault(IDLE, KindOfRounds()).seconds += seconds
+        for kind, count in new.items():
+            if count:
+                entry = self.kinds.setdefault(kind, KindOfRounds())
+                entry.rounds += count
+                entry.seconds += seconds * count / total
+        return progress
+
+
+def run_calls(
+    engine: Engine,
+    calls: Sequence[Call],
+    settings: TrafficSettings,
+    wish: SpeculationParams,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Run:
+    """Send ``calls``, whose prompts are token ids, and run them all to their ends. The engine must
+    be idle; raises SurefootError before anything runs if it cannot take one of them."""
+    requests = [_request(engine, index, call, settings, wish) for index, call in enumerate(calls)]
+    lines = {r.request_id: Timeline(prompt_tokens=len(r.prompt)) for r in requests}
+    waiting = deque(zip(calls, requests, strict=True))
+    most = len(calls) if settings.at_once is None else settings.at_once
+    under_way, preemptions = 0, engine.stats.preemptions
+    rounds, started = RoundClock(engine, clock), clock()
+    while waiting or under_way:
+        now = clock() - started
+        while waiting and under_way < most and waiting[0][0].due <= now:
+            call, request = waiting.popleft()
+            # Requests due during a round wait for its end, and that is part of their latency; not
+            # so the time until there is a place for them.
+            lines[request.request_id].sent = call.due if settings.at_once is None else now
+            engine.add(request)
+            under_way += 1
+        if not under_way:
+            sleep(waiting[0][0].due - now)
+            continue
+        progress = rounds.step()
+        now = clock() - started
+        for item in progress:
+            lines[item.request.request_id].chunks.append(now)
+            under_way -= item.request.finished
+    for request in requests:
+        lines[request.request_id].tokens = len(request.output)
+    return Run(
+        traffic=summarise(list(lines.values())),
+        drafted=Drafted(
+            rounds=sum(request.stats.rounds for request in requests),
+            verified=sum(request.stats.drafted for request in requests),
+            accepted=sum(request.stats.accepted for request in requests),
+        ),
+        rounds=rounds.kinds,
+        preemptions=engine.stats.preemptions - preemptions,
+    )
+
+
+def _request(
+    engine: Engine, index: int, call: Call, settings: TrafficSettings, wish: SpeculationParams
+) -> Request:
+    assert isinstance(call.prompt, Sequence)
+    params = SamplingParams(
+        temperature=settings.temperature,
+        max_tokens=call.output_tokens,
+        ignore_eos=True,
+        seed=call.seed,
+    )
+    return engine.make_request(f"traffic-{index}", call.prompt, params, wish)
+
+
+def measure(
+    engine: Engine,
+    calls: Sequence[Call],
+    settings: TrafficSettings,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[Mode, list[Run]]:
+    """The runs that count, by mode; every run sends the same requests. ``on_progress``: (passes
+    done, passes in all)."""
+    results: dict[Mode, list[Run]] = {mode: [] for mode in settings.modes}
+    passes = list(turns(settings.modes, settings.repeats, settings.warmup))
+    for done, (mode, counts) in enumerate(passes, 1):
+        with drafting(engine, mode) as wish, only_new_garbage():
+            run = run_calls(engine, calls, settings, wish)
+        if counts:
+            results[mode].append(run)
+        on_progress(done, len(passes))
+    return results

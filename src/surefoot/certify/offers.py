@@ -22,13 +22,11 @@ from surefoot.certify.parity import Progress, base_jobs
 from surefoot.certify.sizes import Size
 from surefoot.certify.subject import Subject
 from surefoot.engine.engine import Engine
-from surefoot.engine.graphs import Report
+from surefoot.engine.rounds import Report
 from surefoot.request import Request, SpeculationParams
 from surefoot.speculation import registry
-from surefoot.speculation.layout import RoundPlan
-from surefoot.speculation.proposer import Drafts
-from surefoot.speculation.replay import Size as ReplaySize
-from surefoot.speculation.round import Wanted
+from surefoot.speculation.decisions import Decision, Situation
+from surefoot.speculation.size import Size as RoundSize
 
 SPELL = 5
 """Rounds that a spell without verification, or without proposing, lasts."""
@@ -70,9 +68,10 @@ def _check(judge: Judge, section: Section, size: Size, name: str) -> None:
     # Each prompt twice in a row: the second finds the first one's blocks.
     doubled = [job for job in base_jobs(judge, size, sampled=False) for _ in range(2)]
     jobs = [replace(job, method=name, arrival=3 * place) for place, job in enumerate(doubled)]
-    chosen = _record(subject, section, jobs, name).choose(size.offers)
+    chosen = _record(subject, section, jobs, name, recorded=False).choose(size.offers)
     if subject.recorded:
-        chosen += _record_replays(subject, section, jobs, name).choose(size.offers // 2)
+        recorder = _record(subject, section, jobs, name, recorded=True)
+        chosen += recorder.choose(size.offers // 2)
     offered = sum(bool(offer.drafts) for offer in chosen)
     if offered < size.min_offers:
         section.gaps.append(
@@ -105,26 +104,19 @@ def _check(judge: Judge, section: Section, size: Size, name: str) -> None:
     }
 
 
-def _record(subject: Subject, section: Section, jobs: Sequence[Job], name: str) -> Recorder:
-    """Run the jobs through spells, shortage of memory and prefix hits, keeping all offers."""
-    recorder = Recorder(_short_engine(subject, jobs, recorded=False), name, jobs)
+def _record(
+    subject: Subject, section: Section, jobs: Sequence[Job], name: str, recorded: bool
+) -> Recorder:
+    """Run the jobs through spells, shortage of memory and prefix hits, keeping all offers.
+    ``recorded``: in rounds of recorded sizes."""
+    recorder = Recorder(_short_engine(subject, jobs, recorded), name, jobs)
     _, activity = run_jobs(recorder.engine, jobs, on_step=recorder.on_step)
     section.activity.add(activity)
     if not activity.preemptions:
         section.gaps.append("no request was preempted")
     if not activity.prefix_hits:
         section.gaps.append("no prefix was hit")
-    return recorder
-
-
-def _record_replays(
-    subject: Subject, section: Section, jobs: Sequence[Job], name: str
-) -> ReplayRecorder:
-    """The same through recorded rounds, as far as they reach."""
-    recorder = ReplayRecorder(_short_engine(subject, jobs, recorded=True), name, jobs)
-    _, activity = run_jobs(recorder.engine, jobs, on_step=recorder.on_step)
-    section.activity.add(activity)
-    if recorder.engine.pipeline is not None and not recorder.offers:
+    if recorded and not recorder.offers:
         section.gaps.append(f"{name} made no offer in a recorded round")
     return recorder
 
@@ -154,6 +146,31 @@ class _Listener:
         self.jobs = {job.prompt: index for index, job in enumerate(jobs)}
         self.offers: list[Offer] = []
         self.step = 0
+        self._launch = engine.rounds.launch
+        engine.rounds.launch = self.launch  # type: ignore[method-assign]
+
+    def enter(self, request: Request, text: tuple[int, ...], drafts: tuple[int, ...]) -> None:
+        """A round left these drafts on offer for a request, behind ``text`` (output tokens)."""
+        raise NotImplementedError
+
+    def launch(self, size: RoundSize, keys: int, prompt_rows: torch.Tensor | None = None) -> Report:
+        report = self._launch(size, keys, prompt_rows)
+        if self.index not in size.proposers:
+            return report
+        report.wait()
+        state, columns = self.engine.state, self.engine.round.books.columns
+        slots = self.engine.round.slots[: size.spans].tolist()
+        by_slot = {request.slot: request for request in self.engine.scheduler.running}
+        for slot, row in zip(slots, report.rows.tolist(), strict=True):
+            request = by_slot.get(slot)
+            if request is None or not row[columns.COUNT] or row[columns.END]:
+                continue
+            whose, drafts, _ = columns.read_offer(row)
+            if drafts and whose != self.index:
+                continue
+            text = state.history[slot, len(request.prompt) : int(state.length[slot])].tolist()
+            self.enter(request, tuple(text), tuple(drafts))
+        return report
 
     def on_step(self, step: int) -> None:
         self.step = step + 1
@@ -164,9 +181,12 @@ class _Listener:
         return self.step // SPELL % 4
 
     def after(self, request: Request) -> str:
+        """What came before this request's next offer."""
         if request.preemptions:
-            return "preemption"
-        return "prefix hit" if request.cached else self.after_spell()
+            found = "preemption"
+        else:
+            found = "prefix hit" if request.cached else self.after_spell()
+        return f"{found}, recorded" if self.engine.rounds.recorded else found
 
     def after_spell(self) -> str:
         if self.step < SPELL:
@@ -189,85 +209,28 @@ class _Listener:
         return chosen[: count + len(kinds)]
 
 
-class ReplayRecorder(_Listener):
-    """Reads what recorded rounds leave on the device for the next one, and lets some of them
-    verify nothing. Reading it waits for the round: nothing is in flight then but what is read."""
-
-    def __init__(self, engine: Engine, name: str, jobs: Sequence[Job]) -> None:
-        super().__init__(engine, name, jobs)
-        if engine.pipeline is not None:
-            self._launch = engine.pipeline.graphs.launch
-            engine.pipeline.graphs.launch = self.launch  # type: ignore[method-assign]
-
-    def launch(self, size: ReplaySize) -> Report:
-        pipeline = self.engine.pipeline
-        assert pipeline is not None and pipeline._seated is not None
-        result = self._launch(replace(size, rows=size.spans) if self.phase % 2 else size)
-        replay, state = pipeline.replay, self.engine.state
-        for request in pipeline._seated.requests:
-            slot = request.slot
-            if not int(replay.alive[slot]):
-                continue
-            length, count = int(state.length[slot]), int(replay.lengths[slot])
-            if count and int(replay.proposer[slot]) != self.index:
-                continue
-            text = tuple(state.history[slot, len(request.prompt) : length].tolist())
-            drafts = tuple(replay.tokens[slot, :count].tolist())
-            after = f"{self.after(request)}, recorded"
-            self.offers.append(Offer(self.jobs[request.prompt], text, drafts, after))
-        return result
-
-    def after_spell(self) -> str:
-        return "first rounds" if self.step < SPELL else "rounds without verifying"
-
-
 class Recorder(_Listener):
-    """Listens to the offers of rounds that the host plans, and starves their drafts in spells."""
+    """Keeps the offers of rounds, and has some of them verify nothing, or nobody propose. Reading
+    what a round leaves on the device waits for it: nothing is in flight then but what is read."""
 
     def __init__(self, engine: Engine, name: str, jobs: Sequence[Job]) -> None:
         super().__init__(engine, name, jobs)
-        self._offer = engine.controller.offer
-        self._split = engine.controller.split
-        self._draft = engine.round.draft
-        for place, attribute in (
-            (engine.controller, "offer"),
-            (engine.controller, "split"),
-            (engine.round, "draft"),
-        ):
-            setattr(place, attribute, getattr(self, attribute))
+        self._decide = engine.loop.planner.decide
+        engine.loop.planner.decide = self.decide  # type: ignore[method-assign]
 
     @property
     def spell(self) -> int:
         """0: as usual, 1: nothing is verified, 2: nobody proposes."""
         return (0, 1, 0, 2)[self.phase]
 
-    def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
-        # As far as they can be verified: recorded rounds keep no more of them.
-        lengths = self._offer(index, slots, drafts)
-        if index == self.index:
-            by_slot = {request.slot: request for request in self.engine.scheduler.running}
-            for slot, tokens, length in zip(
-                slots.tolist(), drafts.tokens.tolist(), lengths.tolist(), strict=True
-            ):
-                self._enter(by_slot[slot], slot, tuple(tokens[:length]))
-        return lengths
+    def decide(self, situation: Situation) -> Decision:
+        decision = self._decide(situation)
+        if self.spell == 1:
+            return replace(decision, drafts=0)
+        return replace(decision, proposers=(), steps=0) if self.spell == 2 else decision
 
-    def _enter(self, request: Request, slot: int, drafts: tuple[int, ...]) -> None:
-        length = int(self.engine.state.length[slot])
-        known = self.engine.state.history[slot, :length].tolist()
-        text = tuple(known[len(request.prompt) :])
+    def enter(self, request: Request, text: tuple[int, ...], drafts: tuple[int, ...]) -> None:
         self.offers.append(Offer(self.jobs[request.prompt], text, drafts, self.after(request)))
-
-    def split(self, choice: object, base_rows: int) -> torch.Tensor:
-        counts = self._split(choice, base_rows)  # type: ignore[arg-type]
-        return torch.zeros_like(counts) if self.spell == 1 else counts
-
-    def draft(self, plan: RoundPlan, wanted: Wanted) -> torch.Tensor:
-        if self.spell != 2:
-            return self._draft(plan, wanted)
-        # What was offered before does not fit the text any more.
-        self.engine.controller.lengths[:, plan.slots] = 0
-        return torch.zeros_like(plan.slots)
 
 
 def _spread(offers: list[Offer], count: int) -> list[Offer]:
@@ -304,25 +267,12 @@ def _recompute(
     return results
 
 
-class _FirstOffers:
+class _FirstOffers(_Listener):
     """Keeps the first offer that each request gets, with the output it follows."""
 
     def __init__(self, engine: Engine, name: str) -> None:
-        self.engine = engine
-        self.index = engine.controller.names.index(name)
+        super().__init__(engine, name, ())
         self.drafts: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._offer = engine.controller.offer
-        engine.controller.offer = self.offer  # type: ignore[method-assign]
 
-    def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
-        lengths = self._offer(index, slots, drafts)
-        if index == self.index:
-            by_slot = {request.slot: request for request in self.engine.scheduler.running}
-            for slot, tokens, length in zip(
-                slots.tolist(), drafts.tokens.tolist(), lengths.tolist(), strict=True
-            ):
-                request = by_slot[slot]
-                size = int(self.engine.state.length[slot])
-                known = self.engine.state.history[slot, len(request.prompt) : size].tolist()
-                self.drafts.setdefault(request.request_id, (tuple(known), tuple(tokens[:length])))
-        return lengths
+    def enter(self, request: Request, text: tuple[int, ...], drafts: tuple[int, ...]) -> None:
+        self.drafts.setdefault(request.request_id, (text, drafts))

@@ -20,13 +20,12 @@ import torch
 from surefoot.certify.subject import Sabotage
 from surefoot.engine.engine import Engine
 from surefoot.kernels.backend import FlatBatch
-from surefoot.kernels.rounds import RoundLayout, RoundSpans
+from surefoot.kernels.rounds import RoundLayout
 from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.sampling.noise import philox
 from surefoot.sampling.params import Features, SlotParams
 from surefoot.sampling.sampler import SampleRows, adjust, apply_penalties, sample_rows
 from surefoot.speculation import round as round_module
-from surefoot.speculation.layout import RoundPlan
 
 WRONG_ACCEPTANCE = 0.01
 LEAK = 0.25
@@ -113,13 +112,8 @@ class DecoderProxy:
         return self._around(lambda changed: self._decoder.forward(changed, kv, capture), batch, kv)
 
     def install(self, engine: Engine) -> None:
-        """In rounds of both kinds."""
-        round_ = engine.round
-        _override(round_, "decoder", self)
-        forward = round_.padded_forward
-        if forward is not None:
-            round_.padded_forward = lambda batch: self._around(forward, batch, round_.kv)
-        _forget_recorded(engine)
+        _override(engine.round, "decoder", self)
+        engine.rounds.forget()
 
     def _around(
         self,
@@ -238,40 +232,23 @@ def reuse_noise(engine: Engine, speculative: bool) -> None:
 
 def before_judging(engine: Engine, change: BeforeJudging) -> None:
     """Let ``change`` see, and replace, what every round sampled before drafts are held to it."""
-    judge = engine.round.judge
-
-    def changed(
-        plan: RoundPlan, layout: RoundLayout, sampled: torch.Tensor, grown: Any = None
-    ) -> Any:
-        if plan.sampled_rows:
-            sampled = change(plan.slots, plan.drafts, layout, sampled)
-        return judge(plan, layout, sampled, grown)
-
-    def override(spans: RoundSpans, layout: RoundLayout, sampled: torch.Tensor) -> torch.Tensor:
-        return change(spans.slots, spans.drafts, layout, sampled)
-
-    _override(engine.round, "judge", changed)
-    if engine.pipeline is not None:
-        assert engine.pipeline.replay.override is None
-        engine.pipeline.replay.override = override
-        _forget_recorded(engine)
+    assert engine.round.replace_sampled is None
+    engine.round.replace_sampled = lambda spans, layout, sampled: change(
+        spans.slots, spans.drafts, layout, sampled
+    )
+    engine.rounds.forget()
 
 
 def sample_with(engine: Engine, stand_in: Callable[..., torch.Tensor]) -> None:
     """Replace the sampler while this engine samples, and only then."""
-    draw = engine.round.draw
+    sample = engine.round.sample
 
     def broken(*args: Any) -> Any:
         with _replaced(round_module, "sample_rows", stand_in):
-            return draw(*args)
+            return sample(*args)
 
-    _override(engine.round, "draw", broken)
-    _forget_recorded(engine)
-
-
-def _forget_recorded(engine: Engine) -> None:
-    if engine.pipeline is not None:
-        engine.pipeline.graphs.forget()
+    _override(engine.round, "sample", broken)
+    engine.rounds.forget()
 
 
 @contextmanager

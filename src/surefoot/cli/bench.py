@@ -1,5 +1,6 @@
 """``surefoot bench``: speculation against plain decoding, in one process, on one engine; or, with
---concurrency, throughput by the number of requests (``sweep``)."""
+--concurrency, throughput by the number of requests (``sweep``); or, with --traffic, throughput and
+latencies where requests come and go (``traffic``)."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from surefoot import __version__
+from surefoot.cli.bench_kinds import SWEEP, TRAFFIC, choose_kind, read_count
 from surefoot.cli.options import engine_options, option, speculation_option
-from surefoot.cli.sweep import refuse_other_kind, run_sweep
+from surefoot.cli.sweep import run_sweep
 from surefoot.cli.terminal import DraftPainter, load, progress_bars
+from surefoot.cli.traffic import run_traffic, traffic_options
 from surefoot.cli.verb import OTHER_ERROR, verb
 from surefoot.request import SamplingParams
 
 if TYPE_CHECKING:
+    from surefoot.bench.machine_load import MachineLoad
     from surefoot.bench.measure import Measured, Settings
     from surefoot.bench.prompts import BenchPrompt
     from surefoot.bench.report import Summary
@@ -27,22 +30,25 @@ if TYPE_CHECKING:
 INTRODUCTION = """\
 Speculation: something cheap guesses the next few tokens, and the model checks all guesses in one
 go. Only what it would have written anyway is kept, so the text is exactly the model's own. Each
-prompt now runs without speculation and with it, in turn; confirmed guesses are marked."""
+prompt now runs without speculation and with it, in turn, several times; these are the texts of the
+first time, confirmed guesses marked, and the speeds follow."""
 
 
 _sweep = functools.partial(option, panel="Sweep over --concurrency")
+_both = functools.partial(option, panel="With --concurrency or --traffic")
 
 
-@verb(engine=engine_options, speculation=speculation_option)
+@verb(engine=engine_options, speculation=speculation_option, traffic=traffic_options)
 def bench(
     engine: dict[str, Any],
     speculation: str,
+    traffic: dict[str, Any],
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help='JSON lines with "prompt", "messages" or "turns" (the first is asked), and an '
-            'optional "category". Without it: three built-in samples; in a sweep, random tokens.',
+            'optional "category". Without it: three built-in samples; else random tokens.',
             show_default=False,
         ),
     ] = None,
@@ -53,9 +59,21 @@ def bench(
     per_category: Annotated[
         int | None, typer.Option(help="The first N of each category.", show_default=False)
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of each answer.")] = 128,
+    max_tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Most tokens of each answer; of traffic LOW-HIGH, drawn evenly. "
+            "(default: 128; of traffic 64-448)",
+            show_default=False,
+        ),
+    ] = None,
     repeats: Annotated[
-        int | None, typer.Option(help="Runs of each prompt, each way. (default: 3; in a sweep 1)")
+        int | None,
+        typer.Option(
+            help="Runs of each prompt, each way. (default: as many as fit into 24 s, from 3 to 30; "
+            "in sweeps and traffic 3)"
+        ),
     ] = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Prompts that run at once. (default: 1)")
@@ -63,8 +81,7 @@ def bench(
     warmup: Annotated[
         int | None,
         typer.Option(
-            help="Runs each way that are not counted: short ones; in a sweep whole passes. "
-            "(default: 1)"
+            help="Runs each way that are not counted: short ones; else whole passes. (default: 1)"
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -93,7 +110,7 @@ def bench(
     ] = None,
     modes: Annotated[
         str | None,
-        _sweep(
+        _both(
             metavar="A,B,…",
             help="plain, auto, and numbers of drafts that are always verified. "
             "(default: plain,4,auto)",
@@ -101,18 +118,23 @@ def bench(
     ] = None,
     dummy_weights: Annotated[
         Path | None,
-        _sweep(metavar="CONFIG", help="Random weights for this config.json, or a folder's."),
+        _both(metavar="CONFIG", help="Random weights for this config.json, or a folder's."),
     ] = None,
     synthetic_acceptance: Annotated[
         str | None,
-        _sweep(
+        _both(
             metavar="R1,R2,…",
             help="Drafts 1, 2, … are right in this share of all rounds, whatever the model: for "
             "measuring speed, the texts mean nothing.",
         ),
     ] = None,
     prompt_tokens: Annotated[
-        int | None, _sweep(help="Length of the random prompts. (default: 512)")
+        str | None,
+        _both(
+            metavar="N",
+            help="Length of the random prompts; of traffic LOW-HIGH, lognormal in between. "
+            "(default: 512; of traffic 32-2048)",
+        ),
     ] = None,
     parts: Annotated[
         bool | None,
@@ -129,44 +151,55 @@ def bench(
 
     Each prompt runs plain (speculation off) and with speculation, in turn, REPEATS times. Speeds
     are generated tokens per second, from submission to the last token, prefill included; "without
-    prefill" counts from the first token on. The ratio is that of the medians; beside it stand the
-    lowest and highest ratio of single pairs of runs. Exit code 1 means that texts differed.
+    prefill" counts from the first token on. The ratio is the median over the pairs of runs, with
+    its 95 % interval (for fewer than 6 the lowest and highest). A ratio whose interval holds 1 is
+    no difference. Exit code 1 means that texts differed.
 
     With --concurrency it is a sweep instead: tokens per second while all of so many requests
-    decode, and end to end, for every mode; texts are not compared.
+    decode, and end to end, for every mode, with the lowest and highest; texts are not compared.
+
+    With --traffic requests of many lengths come and go: output tokens per second, time to first
+    token and gaps between tokens, as `vllm bench serve` defines them, for every mode; with --url
+    on a server.
     """
-    given = dict(locals())
+    given = {**locals(), **traffic}
     from surefoot.bench.prompts import builtin_prompts, load_prompts, select
 
-    refuse_other_kind(concurrency, given)
+    kind = choose_kind(given)
     names = None if categories is None else [name.strip() for name in categories.split(",")]
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        ignore_eos=concurrency is not None,
-    )
     chosen = None
     if prompts is not None:
         chosen = select(load_prompts(prompts), names, per_category)
-    if concurrency is not None:
+    if kind == TRAFFIC:
+        run_traffic(engine, chosen, given)
+        return
+    params = SamplingParams(
+        max_tokens=read_count("max_tokens", max_tokens, 128),
+        temperature=temperature,
+        seed=seed,
+        ignore_eos=kind == SWEEP,
+    )
+    if kind == SWEEP:
         run_sweep(engine, params, chosen, given)
         return
     chosen = chosen or select(builtin_prompts(), names, per_category)
     size = 1 if batch_size is None else batch_size
-    runs, warm = 3 if repeats is None else repeats, 1 if warmup is None else warmup
-    settings = _settings(params, speculation, runs, size, warm)
+    settings = _settings(params, speculation, repeats, size, 1 if warmup is None else warmup)
     engine.setdefault("max_num_seqs", max(size, 32))
     llm = load(engine, enable_prefix_caching=bool(prefix_caching))
-    results, lines = _run(llm, chosen, settings, show_drafts)
-    print_report(lines)
+    from surefoot.bench.context import everything, workload
+
+    results, lines, busyness = _run(llm, chosen, settings, show_drafts)
+    print_report(lines, workload(llm, settings, results), busyness)
     if with_json:
-        print(json.dumps(_everything(llm, settings, results)), flush=True)
+        print(json.dumps(everything(llm, settings, results, busyness)), flush=True)
     if not lines[-1].identical:
         raise typer.Exit(OTHER_ERROR)
 
 
-def _settings(params: SamplingParams, method: str, repeats: int, size: int, warm: int) -> Settings:
+def _settings(
+    params: SamplingParams, method: str, repeats: int | None, size: int, warm: int
+) -> Settings:
     from surefoot.bench.measure import Settings
 
     return Settings(params, method, repeats, size, warm)
@@ -174,13 +207,15 @@ def _settings(params: SamplingParams, method: str, repeats: int, size: int, warm
 
 def _run(
     llm: LLM, prompts: list[BenchPrompt], settings: Settings, show_drafts: bool
-) -> tuple[list[Measured], list[Summary]]:
+) -> tuple[list[Measured], list[Summary], MachineLoad]:
+    from surefoot.bench.machine_load import LoadWatch
     from surefoot.bench.measure import measure
     from surefoot.bench.report import summaries
 
     painter = DraftPainter([item.name for item in llm.engine.proposers], sys.stdout)
     if show_drafts:
         print(f"\n{INTRODUCTION}\n({painter.legend()})")
+    watch = LoadWatch()
     with progress_bars() as progress:
 
         def show(measured: Measured) -> None:
@@ -191,11 +226,11 @@ def _run(
             progress("Measuring", done, total)
 
         results = measure(llm, prompts, settings, show, count)
-    return results, summaries(results)
+    return results, summaries(results), watch.stop()
 
 
 def print_texts(measured: Measured, painter: DraftPainter) -> None:
-    """The texts of a batch's first speculative run, and how it compared."""
+    """The texts of a batch's first speculative run, and how its drafts fared."""
     from surefoot.bench.report import summarise
 
     run = measured.pairs[0].speculative
@@ -208,17 +243,18 @@ def print_texts(measured: Measured, painter: DraftPainter) -> None:
         print()
     line = summarise([measured])
     same = "the same text" if line.identical else "a DIFFERENT text"
+    drafts = f"{line.accepted} of {line.verified} drafts verified were right"
     print(
-        f"\n   plain {line.plain_speed:.1f} tokens/s, with speculation "
-        f"{line.speculative_speed:.1f} ({line.ratio:.2f}×), {same}"
+        f"\n   {same} as without speculation; {drafts if line.verified else 'no drafts verified'}",
+        flush=True,
     )
 
 
-def print_report(lines: list[Summary]) -> None:
+def print_report(lines: list[Summary], workload: str, busyness: MachineLoad) -> None:
     """The table, and what it says in words."""
     from rich.console import Console
 
-    from surefoot.bench.table import build_table
+    from surefoot.bench.table import build_table, speed_sentence
 
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -226,43 +262,16 @@ def print_report(lines: list[Summary]) -> None:
     print()
     console.print(build_table(lines))
     overall = lines[-1]
-    print("\nspec.: with speculation; tokens/round: what one pass of the model gave on average.")
-    print(f"With speculation: {overall.ratio:.2f} times as fast overall, ", end="")
-    if overall.identical:
-        print("and every text is identical.")
-        return
-    print("but TEXTS DIFFER:")
-    for item in overall.differences:
-        print(f"  {item.prompt}, {item.way} run {item.repeat + 1}: from token {item.position} on")
-
-
-def _everything(llm: LLM, settings: Settings, results: list[Measured]) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from surefoot.bench.hardware import describe_hardware
-    from surefoot.bench.report import to_json
-
-    backend = llm.engine.decoder.backend
-    return {
-        "surefoot": __version__,
-        "model": llm.config.model,
-        "hardware": describe_hardware(llm.config.device),
-        "engine": {
-            **asdict(llm.config),
-            "backend": backend.name,
-            "weights": _weights(llm),
-            "dtype": str(backend.dtype).removeprefix("torch."),
-            "proposers": [item.name for item in llm.engine.proposers],
-            "max_model_len": llm.engine.max_model_len,
-        },
-        "settings": asdict(settings),
-        "memory": asdict(llm.engine.memory) if llm.engine.memory else None,
-        **to_json(results),
-    }
-
-
-def _weights(llm: LLM) -> str:
-    """What ``auto`` came to."""
-    if llm.config.weights != "auto":
-        return llm.config.weights
-    return "native" if llm.engine.decoder.backend.name == "native" else "dense"
+    same = "and every text is identical." if overall.identical else "but TEXTS DIFFER:"
+    for sentence in (
+        "",
+        "spec.: with speculation; tokens/round: what one pass of the model gave on average.",
+        workload,
+        *([busyness.note()] if busyness.busy else []),
+        f"With speculation: {speed_sentence(overall)}, {same}",
+        *(
+            f"  {item.prompt}, {item.way} run {item.repeat + 1}: from token {item.position} on"
+            for item in overall.differences
+        ),
+    ):
+        console.print(sentence, markup=False)

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from surefoot import __version__
-from surefoot.cli import bench, certify, chat, generate, models, serve
-from surefoot.cli.terminal import prepare_libraries
+from surefoot.cli import bench, certify, chat, doctor, generate, models, serve
+from surefoot.cli.terminal import prepare_libraries, show_log
 from surefoot.cli.verb import INTERRUPTED
+from surefoot.cli.version import version_line
 
 app = typer.Typer(
     name="surefoot",
@@ -25,12 +25,13 @@ app.command("chat")(chat.chat)
 app.command("bench")(bench.bench)
 app.command("certify")(certify.certify)
 app.command("serve")(serve.serve)
+app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"surefoot {__version__}")
+        print(version_line())
         raise typer.Exit
 
 
@@ -39,12 +40,13 @@ def surefoot(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Print the version.", callback=_print_version, is_eager=True
+            "--version", help="Print version and commit.", callback=_print_version, is_eager=True
         ),
     ] = False,
 ) -> None:
     """LLM inference whose speculative decoding is exact and never slower."""
     prepare_libraries()
+    show_log()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""``surefoot models``: list, fetch and inspect."""
+"""``surefoot models``: list, fetch, inspect and prune."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from surefoot.cli.terminal import progress_bars
 from surefoot.cli.verb import verb
 from surefoot.errors import SurefootError
 
-app = typer.Typer(help="List, fetch and inspect models.", no_args_is_help=True)
+app = typer.Typer(help="List, fetch and inspect models; prune the cache.", no_args_is_help=True)
 
 _JSON = typer.Option("--json", help="Print JSON.")
 
@@ -20,17 +20,68 @@ _JSON = typer.Option("--json", help="Print JSON.")
 @app.command("list")
 @verb()
 def list_models(as_json: Annotated[bool, _JSON] = False) -> None:
-    """List the models that can be named without a path."""
-    from surefoot.models.loading import list_local_models
+    """List the models that can be named without a path, and what the cache folder holds."""
+    from surefoot.cache import cache_root, size_in_words
+    from surefoot.models.loading import list_local_models, stored_entries
 
-    models = list_local_models()
+    models, entries = list_local_models(), stored_entries()
+    total = sum(entry.bytes for entry in entries)
+    useless = sum(entry.bytes for entry in entries if entry.useless)
     if as_json:
-        print(json.dumps(models))
+        listed = [entry.as_dict() for entry in entries]
+        facts = {"cache": str(cache_root()), "bytes": total, "useless_bytes": useless}
+        print(json.dumps({"models": models, **facts, "entries": listed}))
         return
-    width = max((len(model["name"]) for model in models), default=0)
-    for model in models:
-        where = model["path"] if model["local"] else "not here yet; fetched on first use"
-        print(f"{model['name']:{width}}  {model['kind']:8}  {where}")
+    order = {model["name"]: place for place, model in enumerate(models)}
+    rows = [
+        (model["name"], model["kind"], model["bytes"], model["path"] or "fetched on first use")
+        for model in models
+    ]
+    for entry in entries:
+        if entry.name not in order:
+            remark = entry.useless or ("being written" if entry.kind == "unfinished" else None)
+            where = f"{entry.path} ({remark})" if remark else str(entry.path)
+            rows.append((entry.model or "", entry.kind, entry.bytes, where))
+    rows.sort(key=lambda row: order.get(row[0], len(order)))
+    width = max(len(row[0]) for row in rows)
+    for name, kind, size, where in rows:
+        shown = "" if size is None else size_in_words(size)
+        print(f"{name:{width}}  {kind:10}  {shown:>9}  {where}")
+    prunable = f"; `surefoot models prune` frees {size_in_words(useless)}" if useless else ""
+    print(f"{size_in_words(total)} in {cache_root()} (SUREFOOT_CACHE moves it){prunable}")
+
+
+@app.command()
+@verb()
+def prune(
+    name: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Remove this, too: a model or a file name from `models list`, or a kind such as "
+            "converted or kernels.",
+            show_default=False,
+        ),
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Remove all but wheels that were put there by hand.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")] = False,
+) -> None:
+    """Remove what is of no more use from the cache folder.
+
+    That is what interrupted writes left, converted weights whose GGUF file is gone or has changed,
+    and compiled kernels for other sources, another compiler or CPU.
+    """
+    from surefoot.cache import cache_root, size_in_words
+    from surefoot.models.loading import prune
+
+    freed = 0
+    for entry in prune(name or [], everything=everything, dry_run=dry_run):
+        what = "kept, being written" if entry.busy else "would go" if dry_run else "removed"
+        reason = f" ({entry.useless})" if entry.useless else ""
+        print(f"{what}: {entry.path}, {size_in_words(entry.bytes)}{reason}")
+        freed += 0 if entry.busy else entry.bytes
+    print(f"{size_in_words(freed)} {'would be ' if dry_run else ''}freed in {cache_root()}")
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,14 +41,18 @@ def progress_bars() -> Iterator[ProgressCallback]:
 
 
 def load(options: Mapping[str, Any], **more: Any) -> LLM:
-    """Load a model and print, on stderr, what was chosen and the limits that hold; on a GPU also
-    who gets its memory."""
+    """Load a model and print, on stderr, what was chosen and the limits that hold; what makes it
+    slow, if anything; on a GPU also who gets its memory."""
     with progress_bars() as progress:
         progress("Starting", 0, 0)
+        from surefoot.engine.build import why_slow
         from surefoot.engine.llm import LLM
 
         llm = LLM(progress=progress, **options, **more)
     print(describe(llm), file=sys.stderr)
+    slow = why_slow(llm.engine)
+    if slow is not None:
+        print(slow, file=sys.stderr)
     if llm.engine.memory is not None:
         print(llm.engine.memory.summary(), file=sys.stderr)
     return llm
@@ -59,6 +64,22 @@ def prepare_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Their progress bars would tear ours apart.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def show_log() -> None:
+    """From now on print what Surefoot logs, from INFO on, as lines on stderr."""
+    logger = logging.getLogger("surefoot")
+    logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        logger.addHandler(_LogLines())
+
+
+class _LogLines(logging.Handler):
+    """Asks for stderr each time: progress bars put something else there, to stay below."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        print(level + self.format(record), file=sys.stderr)
 
 
 def describe(llm: LLM) -> str:

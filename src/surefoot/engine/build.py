@@ -15,7 +15,7 @@ from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.models.loading import Checkpoint, load_checkpoint
 from surefoot.sampling.grammar import Grammars
-from surefoot.speculation.replay import Override, ReplayRound
+from surefoot.speculation.round import Round
 
 _TORCH_THREADS = torch.get_num_threads()
 """What torch found fit for this machine, before any engine changed it."""
@@ -25,10 +25,9 @@ ProgressCallback = Callable[[str, int, int], None]
 def build_engine(
     config: EngineConfig,
     progress: ProgressCallback | None = None,
-    ahead: bool | None = None,
-    override: Callable[[ReplayRound], Override] | None = None,
+    prepare: Callable[[Round], None] | None = None,
 ) -> tuple[Engine, Checkpoint]:
-    """Load ``config.model`` and build an engine around it; ``ahead`` and ``override`` as there."""
+    """Load ``config.model`` and build an engine around it; ``prepare`` as there."""
     torch.set_num_threads(config.threads or _TORCH_THREADS)
     backend = choose_backend(config)
     native_weights = config.weights == "native" or (
@@ -39,7 +38,7 @@ def build_engine(
     )
     max_model_len = model_length(config, checkpoint.config)
     decoder = Decoder(checkpoint.config, checkpoint.weights, backend, max_model_len)
-    engine = Engine(decoder, config, ahead, override)
+    engine = Engine(decoder, config, prepare=prepare)
     model = checkpoint.config
     engine.grammars = Grammars(checkpoint.tokenizer, model.vocab_size, model.eos_token_ids)
     return engine, checkpoint
@@ -70,6 +69,16 @@ def choose_backend(config: EngineConfig) -> Backend:
     # as long.
     torch.set_num_threads(1)
     return backend
+
+
+def why_slow(engine: Engine) -> str | None:
+    """One line if ``auto`` found no compiled kernels for this CPU, else None."""
+    backend = engine.decoder.backend
+    if engine.config.backend != "auto" or backend.name != "torch" or backend.device.type != "cpu":
+        return None
+    from surefoot.kernels.cpu.build import native_unavailable
+
+    return f"compiled kernels would make this several times faster: {native_unavailable()}"
 
 
 def _device(name: str) -> torch.device:

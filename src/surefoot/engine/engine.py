@@ -9,11 +9,9 @@ from typing import Any
 
 from surefoot.config import EngineConfig
 from surefoot.engine.admission import check_speculation, check_texts
-from surefoot.engine.calibration import measure_cost
+from surefoot.engine.loop import Loop
 from surefoot.engine.memory import Allocations, MemoryPlan, plan_memory
-from surefoot.engine.pipeline import IN_FLIGHT, Pipeline
-from surefoot.engine.recording import count_recorded, pad_forward, record_rounds
-from surefoot.engine.runner import Runner
+from surefoot.engine.recording import count_recorded, prepare_rounds
 from surefoot.engine.scheduler import Scheduler
 from surefoot.engine.stats import EngineStats, Progress
 from surefoot.engine.structured import dead_end
@@ -32,20 +30,13 @@ from surefoot.request import (
 )
 from surefoot.sampling.grammar import Grammars
 from surefoot.speculation.controller import Controller
-from surefoot.speculation.cost import CostModel
 from surefoot.speculation.loading import choose_proposers
 from surefoot.speculation.proposer import Proposer
-from surefoot.speculation.replay import Override, ReplayRound
-from surefoot.speculation.round import SpeculativeRound
+from surefoot.speculation.round import Round
 from surefoot.speculation.state import SlotState
 from surefoot.structured import TextGrammar
 
 DEFAULT_KV_BYTES = 1 << 30
-LONGEST_STALL = 4.0
-"""How much longer than a plain round one with a prefill chunk may take: running requests get their
-tokens at a quarter of their pace at worst."""
-MIN_CHUNK = 64
-"""Prefill rows of a round, at least, where so many are wanted: a prompt must end."""
 _END_REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH}
 
 
@@ -67,11 +58,11 @@ class Engine:
         decoder: Decoder,
         config: EngineConfig,
         ahead: bool | None = None,
-        override: Callable[[ReplayRound], Override] | None = None,
+        prepare: Callable[[Round], None] | None = None,
     ) -> None:
-        """``ahead``: whether decoding rounds are launched before the one before is read; None: on
-        a GPU, unless ``config.enforce_eager``. ``override`` makes ``ReplayRound.override``, part of
-        the rounds from the first one measured."""
+        """``ahead``: whether rounds are launched before the one before is read, in few sizes; None:
+        on a GPU, unless ``config.enforce_eager``. ``prepare`` may change the round, before the
+        first one runs and is measured."""
         self.decoder = decoder
         chosen, drafts = choose_proposers(config)
         self.config = config = replace(config, max_draft_tokens=drafts)
@@ -86,7 +77,7 @@ class Engine:
         if ahead is None:
             ahead = on_gpu and not config.enforce_eager
         self.state = SlotState(
-            config.max_num_seqs + ahead,
+            config.max_num_seqs,
             self.max_model_len,
             drafts,
             config.block_size,
@@ -108,39 +99,27 @@ class Engine:
             decoder.config.layers, self.kv_blocks, config.block_size, decoder.shape
         )
         self.kv = KVManager(self.kv_blocks, config.block_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(self.kv, config.max_num_seqs, config.max_num_batched_tokens)
-        max_rows = config.max_num_batched_tokens + config.max_num_seqs * drafts
-        cost = CostModel([1], [1.0], max_rows)
+        self.scheduler = Scheduler(self.kv, config.max_num_seqs)
         names = [proposer.name for proposer in self.proposers]
         trees = [proposer.needs().trees for proposer in self.proposers]
-        self.controller = Controller(self.state, names, cost, config.draft_policy, trees)
-        self.round = SpeculativeRound(
-            decoder, kv_pools, self.state, self.proposers, self.controller
+        self.controller = Controller(self.state, names, trees)
+        self.round = Round(
+            decoder, kv_pools, self.state, self.proposers, self.controller, config.max_num_seqs
         )
-        self.runner = Runner(self.state, self.round, self.controller, self.kv)
+        if prepare is not None:
+            prepare(self.round)
         self.stats = EngineStats()
         before = self._taken.reserved()
-        if ahead:
-            self.round.padded_forward = pad_forward(self.round, config, max_rows)
-        if self.proposers and config.draft_policy == "auto":
-            self.controller.cost = measure_cost(self, max_rows, config.calibration_seconds)
-            self.scheduler.chunk_rows = self._chunk_rows
-        self.pipeline: Pipeline | None = None
-        if ahead:
-            graphs = record_rounds(self.round, config, self.kv_blocks, override)
-            self.pipeline = Pipeline(graphs.replay, graphs, self.controller, self.kv, self.state)
-            if self.memory is not None:
-                held = self._taken.reserved() - before
-                self.memory = count_recorded(self.memory, graphs, self.round, held)
+        self.rounds, self.planner = prepare_rounds(self.round, config, self.kv, ahead)
+        if self.memory is not None:
+            held = self._taken.reserved() - before
+            self.memory = count_recorded(self.memory, self.rounds, held)
+        self.loop = Loop(
+            self.round, self.rounds, self.scheduler, self.kv, self.planner,
+            config.max_num_batched_tokens, depth=2 if ahead or on_gpu else 1,
+        )  # fmt: skip
         if loading is not None:
             loading.join()
-
-    def _chunk_rows(self, decoding: int) -> int:
-        """Prefill rows that make a round at most ``LONGEST_STALL`` times as long as a plain one,
-        by its measured cost."""
-        cost = self.controller.cost
-        plain = cost.predict(decoding)
-        return max(cost.rows_within(LONGEST_STALL * plain) - decoding, MIN_CHUNK)
 
     def _pool_size(self, backend: Backend) -> int:
         """Blocks in the KV pool, the unused block 0 included."""
@@ -200,7 +179,7 @@ class Engine:
     def prepare(self) -> bool:
         """Something that later rounds would have to wait for, a fraction of a second of it, while
         there is no work. False: nothing is left."""
-        return self.pipeline is not None and not self.has_work and self.pipeline.graphs.prepare()
+        return not self.has_work and self.rounds.prepare()
 
     def make_request(
         self,
@@ -250,37 +229,27 @@ class Engine:
         self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
         """End a request early (cancelled, or a stop string was found) and free what it holds."""
-        self.runner.forget(request)
         self.scheduler.finish(request, reason, stop_reason)
 
     def step(self) -> list[Progress]:
-        """Run one round. Returns the requests that got tokens, finished ones included."""
-        if self.pipeline is not None:
-            progress = self._step_ahead(self.pipeline)
-            if progress is not None:
-                return progress
-        plan = self.scheduler.schedule(self.runner.draft_sizes)
-        self.stats.preemptions += len(plan.preempted)
-        with plan.transaction:
-            admitted = set(map(id, plan.admitted))
-            self.runner.admit([s.request for s in plan.spans if id(s.request) in admitted])
-            if not plan.spans:
+        """Launch what can be launched and read the oldest round. Returns the requests that got
+        tokens, finished ones included."""
+        loop = self.loop
+        try:
+            while len(loop.flights) < loop.depth and loop.launch():
+                pass
+            if not loop.flights:
                 return []
-            self.stats.count_admissions(plan)
-            outcome = self.runner.run(plan)
-            self.scheduler.apply(plan, outcome.committed)
-        cost = self.controller.cost if self.config.draft_policy == "auto" else None
-        self.stats.count_round(plan, outcome.drafting, cost)
-        progress = []
-        for span in plan.spans:
-            request = span.request
-            tokens = outcome.committed.get(request.request_id)
-            if tokens is None:
-                continue
-            drafting = outcome.drafting[request.request_id]
-            progress.append(Progress(request, tokens, drafting))
-            self._end(request, tokens, outcome.ends[request.request_id])
-        return progress
+            landing = loop.land()
+        except BaseException:
+            loop.drop()
+            raise
+        finally:
+            self.stats.count_admissions(loop)
+        self.stats.count_landing(landing, self.rounds.recorded)
+        for progress, end in landing.ended:
+            self._end(progress.request, progress.tokens, end)
+        return landing.progress
 
     def _end(self, request: Request, tokens: Sequence[int], end: int) -> None:
         """Finish a request whose round committed ``tokens`` and says so (0: it goes on)."""
@@ -291,41 +260,13 @@ class Engine:
             reason, stop = FinishReason.ABORT, f"structured_outputs: {problem}"
         self.finish(request, reason, stop)
 
-    def _step_ahead(self, pipeline: Pipeline) -> list[Progress] | None:
-        """Launch what can be launched and read the oldest round; None where the host has to plan
-        the next one."""
-        running = self.scheduler.running
-        if pipeline.fits(running) and not self.scheduler.can_admit():
-            while len(pipeline.flights) < IN_FLIGHT and pipeline.launch(running):
-                pass
-        if not pipeline.flights:
-            pipeline.leave()
-            return None
-        size = pipeline.flights[0].size
-        landed = pipeline.land()
-        graphs = pipeline.graphs
-        plain = graphs.plain(size.spans, size.kind, size.proposers)
-        self.stats.count_replay(
-            size.rows,
-            len(landed.progress),
-            [item.drafting for item in landed.drafting],
-            graphs.seconds(plain),
-            graphs.seconds(size),
-        )
-        self.runner.offered = {
-            item.request.request_id: item.drafting.offered for item in landed.drafting
-        }
-        for progress, end in landed.ended:
-            self._end(progress.request, progress.tokens, end)
-        return landed.progress
-
     def check_integrity(self) -> None:
         """Assert that scheduler, KV and slots agree (tests call it after every step)."""
         self.scheduler.check_integrity()
         for request in self.scheduler.running:
             blocks = self.kv.leases[request.request_id].blocks
             assert self.state.block_tables[request.slot, : len(blocks)].tolist() == blocks
-        if self.pipeline is not None and self.pipeline.flights:
+        if self.loop.flights:
             return  # The slots are ahead of what was read.
         for request in self.scheduler.running:
             slot: Any = request.slot

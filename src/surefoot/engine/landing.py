@@ -1,15 +1,24 @@
-"""Reading recorded rounds: what a report says goes to the requests and their leases."""
+"""Reading rounds: what a report says goes to the requests and their leases."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from surefoot.engine.graphs import Report
+import torch
+
 from surefoot.engine.stats import NO_DRAFTING, Drafting, Progress
 from surefoot.kv.transaction import KVManager, Lease
 from surefoot.request import Request, Status
-from surefoot.sampling.logprobs import unpack
+from surefoot.sampling.logprobs import pack, unpack
+from surefoot.speculation.books import ReportColumns
+
+if TYPE_CHECKING:
+    from surefoot.engine.batch import Batch
+    from surefoot.engine.rounds import Report
+    from surefoot.speculation.decisions import Decision
+    from surefoot.speculation.size import Size
 
 
 @dataclass
@@ -21,42 +30,59 @@ class Landing:
     """Of these, who had drafts verified or has some on offer."""
     ended: list[tuple[Progress, int]] = field(default_factory=list)
     """Whose texts the round ended, and how."""
+    size: Size = field(init=False)
+    decision: Decision = field(init=False)
+    prompt_rows: int = 0
+    seconds: float | None = None
+    """What the device took, where that was measured."""
+
+    @property
+    def verified(self) -> int:
+        return sum(item.drafting.drafted for item in self.drafting)
+
+    @property
+    def accepted(self) -> int:
+        return sum(item.drafting.accepted for item in self.drafting)
 
 
 def read_report(
     report: Report,
-    requests: Sequence[Request],
-    leases: Sequence[Lease],
+    batch: Batch,
     kv: KVManager,
     names: Sequence[str],
+    columns: ReportColumns,
     longest: int,
 ) -> Landing:
-    """Enter a landed round's tokens, at most ``longest`` for each of ``requests``. Those that have
-    ended are left alone. ``names`` are the proposers'."""
+    """Enter a landed round's tokens: those of at most ``longest`` drafts for each request of
+    ``batch``, and one more. Requests that have ended are left alone. ``names`` are the
+    proposers'."""
+    requests, leases = batch.group.requests, batch.group.leases
     rows, scores = report.rows[: len(requests)], report.scores
     # Hundreds of requests pass here every two milliseconds, and a device waits for nothing else:
     # for those that do not draft no list is made that is not needed.
-    landing, keep = Landing(), kv.keep
-    counts, _, ends, drafted, _, offered = rows[:, :6].t().tolist()
-    first: list[list[int]] = rows[:, 6:7].tolist()
-    if scores is not None:
-        drafted = [1] * len(requests)
-    told: list[list[int]] = rows[:, : 6 + longest].tolist() if any(drafted) else []
+    landing, keep, chunks = Landing(), kv.keep, len(batch.chunks)
+    first_token = columns.FIRST_TOKEN
+    counts, _, ends, drafted, _, offered, _ = rows[:, :first_token].t().tolist()
+    first: list[list[int]] = rows[:, first_token : first_token + 1].tolist()
+    told: list[list[int]] = []
+    if scores is not None or any(drafted):
+        told = rows[:, : first_token + 1 + longest].tolist()
     for index, (request, lease, count, end, token, drafts, offers) in enumerate(
         zip(requests, leases, counts, ends, first, drafted, offered, strict=True)
     ):
-        if not count or request.status is Status.FINISHED:
+        if not count or request.status is not Status.RUNNING:
             continue
-        if drafts:
-            item = _read_drafts(request, lease, told[index], kv, names)
+        if drafts or scores is not None:
+            item = _read_drafts(request, lease, told[index], kv, names, index < chunks)
             landing.drafting.append(item)
             if scores is not None and request.params.logprobs is not None:
                 request.logprobs += unpack(scores[index], item.tokens, request.params.logprobs)
         else:
             output, stats = request.output, request.stats
-            keep(lease, output[-1:] or request.prompt[-1:])
+            if index >= chunks:
+                keep(lease, output[-1:] or request.prompt[-1:])
+                request.computed += 1
             output += token
-            request.computed += 1
             stats.rounds += 1
             if offers:
                 stats.offered += offers
@@ -71,15 +97,39 @@ def read_report(
 
 
 def _read_drafts(
-    request: Request, lease: Lease, row: Sequence[int], kv: KVManager, names: Sequence[str]
+    request: Request,
+    lease: Lease,
+    row: Sequence[int],
+    kv: KVManager,
+    names: Sequence[str],
+    prompt: bool,
 ) -> Progress:
-    count, accepted, _, drafted, whose, offered, *tokens = row
+    """``prompt``: the round ran the end of a prompt, whose rows are kept already."""
+    count, accepted, _, drafted, whose, offered, _, *tokens = row
     output, tokens = request.output, tokens[:count]
-    kv.keep(lease, (output[-1] if output else request.prompt[-1], *tokens[:-1]))
+    settled = tokens[:-1]
+    if not prompt:
+        settled.insert(0, output[-1] if output else request.prompt[-1])
+    kv.keep(lease, settled)
     name = names[whose] if drafted else None
     drafts = min(accepted, count) if drafted else 0
     request.stats.count(name, offered, drafted, drafts)
     request.note_drafts(name, drafts)
     output += tokens
-    request.computed += count
+    request.computed += len(settled)
     return Progress(request, tokens, Drafting(name, offered, drafted, drafts))
+
+
+def read_prompt_scores(report: Report, batch: Batch, targets: Sequence[int]) -> None:
+    """Enter logprobs of prompt tokens, so many (``targets``) for each chunk of ``batch``."""
+    if not report.prompt_scores:
+        return
+    scores = torch.cat([pack(chunk) for chunk in report.prompt_scores]).cpu()
+    first = 0
+    for request, count in zip(batch.group.requests, targets, strict=False):
+        if count and request.status is Status.RUNNING:
+            start = 1 + len(request.prompt_logprobs)
+            tokens = request.prompt[start : start + count]
+            width = request.params.prompt_logprobs or 0
+            request.prompt_logprobs += unpack(scores[first:], tokens, width)
+        first += count

@@ -21,7 +21,8 @@ class LLM:
     """A model ready to generate, with exact speculation always at hand.
 
     ``options`` are the fields of ``EngineConfig``; unknown names are refused. ``progress`` is
-    called with (label, done, total) during downloads and conversions.
+    called with (label, done, total) during downloads and conversions. Conversions that take space
+    in the cache folder, and what cannot be kept there, are logged (``logging``, "surefoot").
     """
 
     def __init__(

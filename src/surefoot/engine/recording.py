@@ -1,64 +1,111 @@
-"""What is recorded when an engine starts on a GPU, and the same without one."""
+"""What an engine measures and records when it starts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import bisect
 from dataclasses import replace
-
-import torch
+from functools import partial
 
 from surefoot.config import EngineConfig
-from surefoot.engine.cuda_graphs import CudaRoundGraphs
-from surefoot.engine.forwards import PaddedForward, RecordedForward
-from surefoot.engine.graphs import RoundGraphs
 from surefoot.engine.memory import MemoryPlan
-from surefoot.speculation.replay import Override, ReplayRound
-from surefoot.speculation.round import SpeculativeRound
+from surefoot.engine.rounds import PaddedRounds, Rounds
+from surefoot.engine.timing import time_called, time_proposing
+from surefoot.kv.transaction import KVManager
+from surefoot.speculation.costs import ExactCosts, Proposing
+from surefoot.speculation.decisions import NOTHING, RoundCosts
+from surefoot.speculation.fixed import FixedPlanner
+from surefoot.speculation.host_costs import HostCosts
+from surefoot.speculation.planner import Planner
+from surefoot.speculation.round import Round
+
+LONGEST_STALL = 0.1
+"""Seconds that a round with a prompt chunk may take while others decode, unless plain rounds take
+long themselves; then ``STALLED_ROUNDS`` of these."""
+STALLED_ROUNDS = 4.0
+CHUNKS = tuple(64 * 2 ** (step // 4) * (4 + step % 4) // 4 for step in range(37))
+"""Rows of the longest prompt chunks that are considered: 64 at least, for a prompt must end."""
 
 
-def _at_the_start(config: EngineConfig) -> bool:
-    """Whether rounds are recorded and timed now, or when they are first needed."""
-    return config.draft_policy == "auto" or config.calibration_seconds > 0
+def prepare_rounds(
+    round_: Round, config: EngineConfig, kv: KVManager, ahead: bool
+) -> tuple[Rounds, Planner | FixedPlanner]:
+    """How an engine launches its rounds, and who sizes them. ``ahead``: in few sizes, recorded on a
+    GPU."""
+    width = round_.state.max_drafts
+    blocks, most = kv.pool.num_blocks, config.max_num_batched_tokens
+    rounds = _padded(round_, most) if ahead else Rounds(round_)
+    if config.draft_policy == "fixed":
+        return rounds, FixedPlanner(width, exact=not ahead)
+    if isinstance(rounds, PaddedRounds):
+        costs = _measure_padded(rounds, blocks)
+    else:
+        costs = _measure_called(round_, config, blocks, most)
+    planner = Planner(costs, HostCosts(), width, tuple(round_.drafters), overlap=ahead)
+    rounds.chunk_limit = partial(_longest_chunk, planner)
+    return rounds, planner
 
 
-def pad_forward(round_: SpeculativeRound, config: EngineConfig, most: int) -> PaddedForward:
-    """The forward of rounds that the host plans, for up to ``most`` rows."""
-    parts = round_.decoder, round_.kv, round_.capture, round_.state, most
+def _padded(round_: Round, most: int) -> PaddedRounds:
     if round_.state.device.type != "cuda":
-        return PaddedForward(*parts)
-    forward = RecordedForward(*parts, pool=torch.cuda.graph_pool_handle())
-    if _at_the_start(config):
-        forward.record_all()
-    return forward
+        return PaddedRounds(round_, most)
+    from surefoot.engine.cuda_graphs import RecordedRounds
+
+    return RecordedRounds(round_, most)
 
 
-def record_rounds(
-    round_: SpeculativeRound,
-    config: EngineConfig,
-    kv_blocks: int,
-    override: Callable[[ReplayRound], Override] | None = None,
-) -> RoundGraphs:
-    """The rounds that need no host, timed. ``override`` makes ``ReplayRound.override``."""
-    spans = config.max_num_seqs
-    replay = ReplayRound(round_, spans)
-    if override is not None:
-        replay.override = override(replay)
-    on_gpu = round_.state.device.type == "cuda"
-    graphs = (CudaRoundGraphs if on_gpu else RoundGraphs)(replay, spans)
-    if _at_the_start(config):
-        graphs.measure(kv_blocks)
-    return graphs
+def _measure_called(round_: Round, config: EngineConfig, blocks: int, most: int) -> ExactCosts:
+    rows, seconds = time_called(round_, blocks, most, config.calibration_seconds)
+    times = time_proposing(round_, blocks, config.calibration_seconds / 4)
+    return ExactCosts(rows, seconds, _proposing(round_, times))
 
 
-def count_recorded(
-    plan: MemoryPlan, graphs: RoundGraphs, round_: SpeculativeRound, held: int
-) -> MemoryPlan:
+def _measure_padded(rounds: PaddedRounds, blocks: int) -> RoundCosts:
+    round_ = rounds.round
+    if round_.state.device.type != "cuda":
+        # A made-up device on which rows are nearly free: here such rounds are for tests only.
+        rows = [1, 8, 64, 512, 4096]
+        proposing = {
+            index: Proposing(0.01, 0.0, round_.drafters.get(index, 0))
+            for index in range(len(round_.proposers))
+        }
+        return ExactCosts(rows, [1 + 0.001 * count for count in rows], proposing)
+    from surefoot.engine.cuda_graphs import RecordedRounds
+    from surefoot.engine.measuring import measure_recorded
+
+    assert isinstance(rounds, RecordedRounds)
+    return measure_recorded(rounds, blocks)
+
+
+def _proposing(round_: Round, times: dict[int, list[float]]) -> dict[int, Proposing]:
+    found = {}
+    for index, (one, few) in times.items():
+        longest = round_.drafters.get(index, 0)
+        steps = max(1, longest)
+        more = max(0.0, few - one) / max(1, min(4, round_.state.idle_slot) - 1)
+        found[index] = Proposing(
+            max(one - more, 1e-7) / steps,
+            more / steps,
+            longest,
+            (longest,) if longest and round_.controller.trees[index] else (),
+        )
+    return found
+
+
+def _longest_chunk(planner: Planner, decoding: int) -> int:
+    """Rows of a prompt chunk beside so many requests that decode, at most."""
+
+    def seconds(prompt_rows: int) -> float:
+        return float(planner.costs.table(decoding, prompt_rows, NOTHING, 0, 1024.0)[1][0])
+
+    most = max(LONGEST_STALL, STALLED_ROUNDS * seconds(0))
+    fits = bisect.bisect_right(CHUNKS, most, key=seconds)
+    return CHUNKS[max(fits - 1, 0)]
+
+
+def count_recorded(plan: MemoryPlan, rounds: Rounds, held: int) -> MemoryPlan:
     """``plan`` with what was recorded, which made torch's allocator hold so many bytes."""
-    forward = round_.padded_forward
-    assert isinstance(graphs, CudaRoundGraphs) and isinstance(forward, RecordedForward)
+    graphs = getattr(rounds, "graphs", {})
+    seconds = getattr(rounds, "capture_seconds", 0.0)
     return replace(
-        plan,
-        recorded_rounds=len(graphs.graphs) + len(forward.graphs),
-        recorded_bytes=held,
-        recording_seconds=graphs.capture_seconds + forward.capture_seconds,
+        plan, recorded_rounds=len(graphs), recorded_bytes=held, recording_seconds=seconds
     )

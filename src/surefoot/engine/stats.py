@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from surefoot.engine.scheduler import Plan
+    from surefoot.engine.landing import Landing
+    from surefoot.engine.loop import Loop
     from surefoot.request import Request
-    from surefoot.speculation.cost import CostModel
 
 
 class Drafting(NamedTuple):
@@ -35,54 +35,48 @@ class Progress(NamedTuple):
 
 @dataclass
 class EngineStats:
-    """``rows`` are those of the target's forward passes, drafts included; ``prefix_queries`` and
-    ``prefix_hits`` count tokens of admitted requests."""
+    """``rows`` are those of the target's forward passes, drafts and padding included;
+    ``prefix_queries`` and ``prefix_hits`` count tokens of admitted requests."""
 
     rounds: int = 0
     replays: int = 0
-    """Of the rounds, those that were launched ahead: recorded ones, on a GPU."""
+    """Of the rounds, those that were recorded (on a GPU), or of a recorded size."""
     rows: int = 0
     draft_rows: int = 0
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     saved_seconds: float = 0.0
-    """By the cost model: what plain rounds would have taken for the same tokens, less what the
-    rounds with drafts took. Only counted where the cost of rounds was measured."""
+    """By what rounds are believed to cost: what plain rounds would have taken for the same tokens,
+    less what the rounds with drafts took. Only counted where the cost of rounds was measured."""
+    rounds_by_kind: dict[str, int] = field(default_factory=dict)
+    """Rounds with prompt chunks and without, with drafts and without."""
+    seconds_by_kind: dict[str, float] = field(default_factory=dict)
+    """What they took on the device."""
 
-    def count_admissions(self, plan: Plan) -> None:
-        """Call it before the round runs, which moves ``computed``."""
-        for request in plan.admitted:
+    def count_admissions(self, loop: Loop) -> None:
+        """Requests were let in, or sent back to the queue."""
+        for request in loop.admitted:
             self.prefix_queries += request.length
-            self.prefix_hits += request.computed
+            self.prefix_hits += request.cached
+        loop.admitted.clear()
+        self.preemptions += loop.preempted
+        loop.preempted = 0
 
-    def count_round(
-        self, plan: Plan, drafting: Mapping[str, Drafting], cost: CostModel | None
-    ) -> None:
-        drafts = sum(item.drafted for item in drafting.values())
+    def count_landing(self, landing: Landing, recorded: bool) -> None:
+        """A round was read."""
+        size, decision = landing.size, landing.decision
         self.rounds += 1
-        self.rows += plan.rows
+        self.replays += recorded
+        self.rows += size.rows
+        drafts = landing.verified
         self.draft_rows += drafts
-        if cost is not None and drafts:
-            accepted = sum(item.accepted for item in drafting.values())
-            plain = cost.predict(plan.rows - drafts) * (1 + accepted / len(drafting))
-            self.saved_seconds += plain - cost.predict(plan.rows)
-
-    def count_replay(
-        self,
-        rows: int,
-        requests: int,
-        drafting: Sequence[Drafting],
-        plain: float,
-        seconds: float,
-    ) -> None:
-        """A round of so many rows for so many requests. Its cost is ``seconds``, ``plain`` without
-        its drafts."""
-        drafts = sum(item.drafted for item in drafting)
-        self.rounds += 1
-        self.replays += 1
-        self.rows += rows
-        self.draft_rows += drafts
-        if drafts:
-            accepted = sum(item.accepted for item in drafting)
-            self.saved_seconds += plain * (1 + accepted / requests) - seconds
+        kind = "prompts" if landing.prompt_rows else "decoding"
+        kind += " with drafts" if drafts else ""
+        self.rounds_by_kind[kind] = self.rounds_by_kind.get(kind, 0) + 1
+        seconds = self.seconds_by_kind.get(kind, 0.0) + (landing.seconds or 0.0)
+        self.seconds_by_kind[kind] = seconds
+        expected = decision.expected
+        if drafts and landing.progress and not landing.prompt_rows:
+            gained = 1 + landing.accepted / len(landing.progress)
+            self.saved_seconds += expected.plain_seconds * gained - expected.seconds

@@ -1,4 +1,9 @@
-"""Grammars in a round: what they cut from the offers, and the masks of its rows. Host-side."""
+"""Grammars in a round: what they cut from the offers, and the masks of its rows. Host-side.
+
+A request with a grammar takes part in a round once its last report was read: its offer is cut
+before the first draft that the grammar forbids, and the masks of the rows that it will sample are
+sent to its slot, all behind the rounds in flight.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +12,76 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from surefoot.engine.scheduler import Span
-from surefoot.kernels.draws import TokenMasks
+from surefoot.kernels.upload import upload
 from surefoot.request import Request
-from surefoot.speculation.controller import Choice, Controller
+from surefoot.speculation.books import Offers
+from surefoot.speculation.controller import Controller
 from surefoot.structured import TextGrammar
 
 
-def cut_offers(controller: Controller, requests: Sequence[Request]) -> None:
-    """Cut the offers for running ``requests`` before the first draft that a grammar forbids, so
-    that it is never verified and its chance never counted."""
-    structured = [request for request in requests if request.grammar is not None]
-    if not structured:
-        return
-    slots = torch.tensor([r.slot for r in structured], device=controller.lengths.device)
-    lengths = controller.lengths[:, slots].tolist()
-    tokens = controller.tokens[:, slots].tolist()
-    chains = [[list(range(-1, len(row) - 1)) for row in offers] for offers in tokens]
-    parents = chains if controller.parents is None else controller.parents[:, slots].tolist()
-    kept = [
-        [_allowed(*offer) for offer in zip(structured, *offers, strict=True)]
-        for offers in zip(tokens, parents, lengths, strict=True)
-    ]
-    controller.cut(slots, torch.tensor(kept, device=slots.device))
+class GrammarMasks:
+    """Writes what the next round of requests with grammars needs."""
+
+    def __init__(self, offers: Offers, controller: Controller) -> None:
+        self.offers = offers
+        self.controller = controller
+        self.state = controller.state
+        self._known: dict[int, tuple[int, list[int], list[int]]] = {}
+        """By slot, the last offer read: whose, tokens, parents."""
+
+    def forget(self, slot: int) -> None:
+        """Nothing is on offer in a slot."""
+        self._known.pop(slot, None)
+
+    def note(self, slot: int, whose: int, tokens: list[int], parents: list[int] | None) -> None:
+        """A report told of an offer."""
+        self._known[slot] = whose, tokens, parents or list(range(-1, len(tokens) - 1))
+
+    def write(self, requests: Sequence[Request]) -> dict[int, int]:
+        """Cut the offers of ``requests``, which sample in the next round, and write their masks.
+        Returns how many drafts are left, by slot."""
+        words = self.state.mask_bits.shape[1]
+        rows: list[int] = []
+        masks: list[np.ndarray] = []
+        kept: dict[int, int] = {}
+        for request in requests:
+            assert request.grammar is not None
+            slot = request.slot
+            _, tokens, parents = self._known.get(slot, (0, [], []))
+            length = kept[slot] = _allowed(request, tokens, parents, len(tokens))
+            request.grammar.sync(request.output)
+            bits = np.empty((1 + length, words), dtype=np.int32)
+            _write_masks(request.grammar, tokens[:length], parents[:length], bits)
+            masks.append(bits)
+            first = slot * (1 + self.state.max_drafts)
+            rows.extend(range(first, first + 1 + length))
+        device = self.state.device
+        bits = torch.from_numpy(np.concatenate(masks))
+        self.state.mask_bits[upload(rows, device)] = upload(bits, device)
+        self._cut(kept)
+        return kept
+
+    def _cut(self, kept: dict[int, int]) -> None:
+        shorter = {
+            slot: length for slot, length in kept.items()
+            if slot in self._known and length < len(self._known[slot][1])
+        }  # fmt: skip
+        if not shorter:
+            return
+        device, offers = self.state.device, self.offers
+        slots, lengths = upload([list(shorter), list(shorter.values())], device)
+        offers.lengths[slots] = lengths
+        steps = torch.arange(self.state.max_drafts, device=device)
+        inside = steps < lengths.unsqueeze(1)
+        offers.chances[slots] = torch.where(inside, offers.chances[slots], 0.0)
+        for index, estimator in enumerate(self.controller.estimators):
+            own = [slot for slot in shorter if self._known[slot][0] == index]
+            if own:
+                table = upload([own, [shorter[slot] for slot in own]], device)
+                estimator.shorten(table[0], table[1])
+        for slot, length in shorter.items():
+            whose, tokens, parents = self._known[slot]
+            self._known[slot] = whose, tokens[:length], parents[:length]
 
 
 def _allowed(request: Request, drafts: Sequence[int], parents: Sequence[int], length: int) -> int:
@@ -68,46 +120,6 @@ def _write_masks(
         rows = np.empty((len(path) + 1, bits.shape[1]), dtype=bits.dtype)
         grammar.write_masks(path, rows)
         bits[1 + node] = rows[-1]
-
-
-def token_masks(
-    spans: Sequence[Span],
-    first_decoding: int,
-    choice: Choice | None,
-    vocab_size: int,
-    device: torch.device,
-) -> TokenMasks | None:
-    """Masks of the rows that a round samples, span by span; None if no span has a grammar.
-
-    ``choice`` holds the drafts of the spans from ``first_decoding`` on.
-    """
-    sampling = [span for span in spans if span.samples]
-    if all(span.request.grammar is None for span in sampling):
-        return None
-    drafts = [] if choice is None else choice.tokens.tolist()
-    drafts = [[]] * first_decoding + drafts
-    offers = dict(zip(map(id, spans), drafts, strict=False))
-    if choice is None or choice.parents is None:
-        parents = [list(range(-1, len(row) - 1)) for row in drafts]
-    else:
-        parents = [[]] * first_decoding + choice.parents.tolist()
-    branches = dict(zip(map(id, spans), parents, strict=False))
-    counts = [1 + span.drafts if span.request.grammar else 0 for span in sampling]
-    bits = np.empty((sum(counts), -(-vocab_size // 32)), dtype=np.int32)
-    row: list[int] = []
-    first = 0
-    for span, count in zip(sampling, counts, strict=True):
-        grammar = span.request.grammar
-        if grammar is None:
-            row += [-1] * (1 + span.drafts)
-            continue
-        grammar.sync(span.request.output)
-        tokens = offers[id(span)][: span.drafts] if span.drafts else []
-        above = branches[id(span)][: span.drafts] if span.drafts else []
-        _write_masks(grammar, tokens, above, bits[first : first + count])
-        row += range(first, first + count)
-        first += count
-    return TokenMasks(torch.from_numpy(bits).to(device), torch.tensor(row, device=device))
 
 
 def dead_end(request: Request) -> str:

@@ -46,10 +46,11 @@ class RoundLayout:
 
 @dataclass(frozen=True)
 class RoundVerdict:
-    """int64 [B] each, but for the tokens: what ``speculation.round.Verdict`` calls so, and
-
-    ``first``: leading positions whose KV was written before the round; ``settled``: how many more
-    are final now.
+    """int64 [B] each, but for the tokens. ``accepted``: drafts accepted, before the cut at an end;
+    ``counts``: tokens committed, 0 for spans that sample nothing; ``ends``: 0 runs on, 1 ended by a
+    stop id, 2 by the token limit; ``first``: leading positions whose KV was written before the
+    round; ``settled``: how many more are final now; ``going``: the slots that got tokens and did
+    not end, elsewhere the last slot, which is nobody's.
     """
 
     tokens: torch.Tensor
@@ -59,6 +60,7 @@ class RoundVerdict:
     ends: torch.Tensor
     first: torch.Tensor
     settled: torch.Tensor
+    going: torch.Tensor
 
 
 def lay_out_spans(
@@ -152,4 +154,5 @@ def judge_and_advance(
     length.index_put_((slots,), torch.where(used, kept, 0), accumulate=True)
     settled = torch.where(used, after - first, 0)
     computed.index_put_((slots,), settled, accumulate=True)
-    return RoundVerdict(tokens, accepted, kept, ends, first, settled)
+    going = torch.where((kept > 0) & (ends == 0), slots, len(history) - 1)
+    return RoundVerdict(tokens, accepted, kept, ends, first, settled, going)

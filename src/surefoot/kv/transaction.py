@@ -112,8 +112,8 @@ class KVManager:
 class Transaction:
     """One round's changes to the leases.
 
-    ``with kv.transaction() as transaction:`` reserve, run, commit. Leaving by an exception, or
-    without a commit for a request, gives back every block reserved for it.
+    ``with kv.transaction() as transaction:`` reserve, run, keep. Leaving without ``keep``, by an
+    exception or otherwise, gives back every block that was reserved.
     """
 
     def __init__(self, kv: KVManager) -> None:
@@ -137,13 +137,9 @@ class Transaction:
             blocks.extend(kv.pool.allocate() for _ in range(count))
         return True
 
-    def commit(self, request: str, tokens: Sequence[int]) -> None:
-        """Keep the next ``len(tokens)`` positions, which hold these tokens' KV, and give back
-        whole blocks beyond them. Full blocks become findable."""
-        lease = self.kv.leases[request]
-        self.kv.keep(lease, tokens)
-        self.kv.give_back(lease)
-        self._blocks_before.pop(request, None)
+    def keep(self) -> None:
+        """What was reserved stays with the leases."""
+        self._blocks_before.clear()
 
     def __enter__(self) -> Transaction:
         return self

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from surefoot.kernels.upload import upload
 from surefoot.request import Request, SamplingParams
 
 
@@ -77,7 +78,7 @@ class SlotParams:
     def write(self, requests: Sequence[Request]) -> None:
         """Enter requests' parameters into their slots."""
         every = [(request, request.params) for request in requests]
-        slots = torch.tensor([request.slot for request in requests], device=self.device)
+        slots = upload([request.slot for request in requests], self.device)
         floats = [
             (
                 params.temperature,
@@ -99,14 +100,15 @@ class SlotParams:
             )
             for request, params in every
         ]
-        self._floats[:, slots] = torch.tensor(floats).t().to(self.device)
-        self._integers[:, slots] = torch.tensor(integers).t().to(self.device)
+        self._floats[:, slots] = upload(torch.tensor(floats).t().contiguous(), self.device)
+        self._integers[:, slots] = upload(torch.tensor(integers).t().contiguous(), self.device)
         stops = [list(request.stop_token_ids) for request in requests]
         self.stop_ids = _write_rows(self.stop_ids, slots, stops, -1)
         biases = [dict(params.logit_bias or {}) for _, params in every]
         changed = [i for i, r in enumerate(requests) if biases[i] or r.slot in self._biased]
         if changed:
-            slots, biases = slots[changed], [biases[i] for i in changed]
+            slots = upload([requests[i].slot for i in changed], self.device)
+            biases = [biases[i] for i in changed]
             self.bias_ids = _write_rows(self.bias_ids, slots, [list(bias) for bias in biases], -1)
             values = [list(bias.values()) for bias in biases]
             self.bias = _write_rows(self.bias, slots, values, 0)
@@ -125,5 +127,5 @@ def _write_rows(
         wider[:, : table.shape[1]] = table
         table = wider
     padded = [row + [fill] * (table.shape[1] - len(row)) for row in rows]
-    table[slots] = torch.tensor(padded, dtype=table.dtype).to(table.device)
+    table[slots] = upload(padded, table.device, table.dtype)
     return table

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import zmq
 
-from surefoot.engine.build import build_engine
+from surefoot.engine.build import build_engine, why_slow
 from surefoot.engine.engine import Engine, Progress
 from surefoot.engine.garbage import only_new_garbage
 from surefoot.errors import SurefootError
@@ -24,6 +24,7 @@ from surefoot.kernels.backend import Backend
 from surefoot.request import FinishReason, Request
 from surefoot.server import messages
 from surefoot.server.compiling import Compiler
+from surefoot.server.log_forwarding import forwarded_log
 from surefoot.server.messages import (
     Abort,
     Accepted,
@@ -184,7 +185,7 @@ class Core:
             preemptions=stats.preemptions,
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
-            probes=engine.controller.probes,
+            probes=engine.planner.explored,
             saved_seconds=stats.saved_seconds,
         )
 
@@ -210,6 +211,7 @@ def describe(engine: Engine, backend: Backend) -> str:
     config = engine.config
     per_block = backend.kv_bytes_per_block(config.block_size, engine.decoder.shape)
     memory = engine.kv_blocks * per_block * engine.decoder.config.layers
+    slow = why_slow(engine)
     return "\n".join(
         (
             f"{backend.name} backend on {backend.device}, "
@@ -218,6 +220,7 @@ def describe(engine: Engine, backend: Backend) -> str:
             f"max_num_seqs {config.max_num_seqs} requests at once",
             f"kv_cache_memory {memory / (1 << 20):.0f} MiB for {engine.kv_tokens} tokens: "
             f"{engine.kv_tokens / engine.max_model_len:.1f} full contexts",
+            *([] if slow is None else [slow]),
             *(engine.memory.lines() if engine.memory else ()),
         )
     )
@@ -240,9 +243,10 @@ def _serve(link: Link) -> int:
     if not isinstance(start, Start):
         return 0
     try:
-        engine, _ = build_engine(
-            start.config, lambda label, done, total: link.send(Loading(label, done, total))
-        )
+        with forwarded_log(link.send):
+            engine, _ = build_engine(
+                start.config, lambda label, done, total: link.send(Loading(label, done, total))
+            )
         gc.collect()
         with only_new_garbage():
             link.send(ready(engine))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import shutil
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import zmq.asyncio
 from surefoot.config import EngineConfig
 from surefoot.errors import SurefootError
 from surefoot.server import messages
-from surefoot.server.messages import Crashed, Failed, Loading, Ready, Start, Stop
+from surefoot.server.messages import Crashed, Failed, Loading, Logged, Ready, Start, Stop
 
 STOP_SECONDS = 5.0
 LAST_WORDS_SECONDS = 0.2
@@ -71,6 +72,8 @@ class CoreProcess:
             message = await self.receive()
             if isinstance(message, Loading) and progress is not None:
                 progress(message.label, message.done, message.total)
+            elif isinstance(message, Logged):
+                logging.getLogger(__name__).log(message.level, message.text)
             elif isinstance(message, Failed):
                 raise SurefootError(message.option, message.problem, message.fix)
             elif isinstance(message, Ready):

@@ -49,6 +49,13 @@ class Loading(_Message):
     total: int
 
 
+class Logged(_Message):
+    """What was logged during the start: a level of ``logging`` and a line."""
+
+    level: int
+    text: str
+
+
 class Ready(_Message):
     """The engine stands. Lengths and sizes are in tokens."""
 
@@ -136,7 +143,7 @@ class Round(_Message):
 
 
 ToCore = Start | Add | Abort | Stop
-ToFront = Loading | Ready | Failed | Accepted | Refused | Round | Crashed
+ToFront = Loading | Logged | Ready | Failed | Accepted | Refused | Round | Crashed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode

@@ -1,4 +1,4 @@
-"""A recorded round's book-keeping in a few kernels of the backend."""
+"""The book-keeping around a round in a few kernels of the backend."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from surefoot.kernels.rounds import RoundVerdict
+from surefoot.kernels.rounds import RoundSpans, RoundVerdict
+from surefoot.speculation.books import LEAST, OfferBooks, Propose
+from surefoot.speculation.controller import Controller
 from surefoot.speculation.estimator import BINS, GLOBAL_DECAY, PRIOR_RANGE, SLOT_DECAY
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from surefoot.speculation.proposer import Drafts
-    from surefoot.speculation.replay import ReplayRound, Size
-
-LEAST = 1e-6
-"""The chance of what is offered, at least."""
+    from surefoot.speculation.size import Size
+    from surefoot.speculation.state import SlotState
 
 
-class CompiledControl:
-    """The book-keeping of a ``ReplayRound`` by ``kernels.triton.control``: the same decisions in
-    three kernels."""
+class CompiledControl(OfferBooks):
+    """``OfferBooks`` by ``kernels.triton.control``: the same decisions in three kernels."""
 
-    def __init__(self, replay: ReplayRound, control: Any) -> None:
-        self.replay = replay
-        self.kernels = control
-        controller, state = replay.controller, replay.state
+    def __init__(self, state: SlotState, controller: Controller, spans: int, kernels: Any) -> None:
+        """``kernels``: the module."""
+        super().__init__(state, controller, spans)
+        self.kernels = control = kernels
         count, width, device = len(controller.names), state.max_drafts, state.device
         shape = (count, state.slots, BINS, width)
         self.hits = torch.zeros(shape, device=device)
@@ -55,34 +52,36 @@ class CompiledControl:
                 )
             )
 
-    def split(self, slots: torch.Tensor, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
-        """``ReplayRound._split_torch``, and enter what the round before taught."""
-        replay = self.replay
+    def split(self, slots: torch.Tensor, quota: torch.Tensor, size: Size) -> RoundSpans:
+        """As the base class; and enter what the round before taught."""
         return self.kernels.split(
             slots,
-            replay.idle_slot,
-            replay.alive,
-            replay.chances,
-            replay.tokens,
-            replay.state.history,
-            replay.state.length,
+            quota,
+            self.state,
+            self.offers.chances,
+            self.offers.tokens,
             size.rows,
+            size.samples,
             self.seen,
             self.news,
             math.log2(GLOBAL_DECAY),
-            size.verifies and bool(size.proposers),
+            size.verifies,
         )
 
     def finish(
-        self, slots: torch.Tensor, size: Size, drafts: torch.Tensor, verdict: RoundVerdict
+        self,
+        slots: torch.Tensor,
+        size: Size,
+        drafts: torch.Tensor,
+        verdict: RoundVerdict,
+        propose: Propose,
     ) -> None:
-        """``ReplayRound._finish_torch``."""
-        replay, controller = self.replay, self.replay.controller
+        controller, offers = self.controller, self.offers
         for index in size.proposers:
-            self._take(index, slots, replay.propose(index, slots, size))
+            self._take(index, verdict.going, propose(index, verdict.going))
         self.kernels.keep(
             slots,
-            replay.idle_slot,
+            self.state.idle_slot,
             (controller.tokens, controller.lengths, controller.confidence),
             self.hits,
             self.trials,
@@ -91,37 +90,20 @@ class CompiledControl:
             math.log2(GLOBAL_DECAY),
             PRIOR_RANGE,
             LEAST,
-            (replay.tokens, replay.chances, replay.lengths, replay.proposer),
-            replay.report,
+            (offers.tokens, offers.chances, offers.lengths, offers.proposer),
+            self.report,
             verdict,
             drafts,
-            replay.alive,
-            bool(size.proposers),
+            self.state.alive,
+            size.proposers,
         )
 
-    def take_in(self, slots: torch.Tensor, offers: Mapping[int, Drafts]) -> torch.Tensor:
-        """For rounds that the host plans, in place of ``Controller.learn`` and ``offer``: judge
-        earlier offers by the new tokens of ``slots`` [B], and take the next ones in, by proposer.
-        Returns how many drafts are on offer, int64 [B]."""
-        offered = torch.zeros_like(slots)
-        self._enter_news()
-        for index, drafts in offers.items():
-            self._take(index, slots, drafts)
-            offered += self.replay.controller.lengths[index, slots]
-        self._enter_news()
-        return offered
-
-    def _enter_news(self) -> None:
-        """What a recorded round's ``split`` does first; the host may choose before there is one."""
-        self.seen.mul_(torch.exp2(self.news[:1] * math.log2(GLOBAL_DECAY))).add_(self.news)
-        self.news.zero_()
-
     def _take(self, index: int, slots: torch.Tensor, offers: Drafts) -> None:
-        controller, state = self.replay.controller, self.replay.state
+        controller, state = self.controller, self.state
         self.kernels.learn(
             self.learners[index],
             slots,
-            self.replay.idle_slot,
+            state.idle_slot,
             state.history,
             state.length,
             state.limit,

@@ -1,9 +1,8 @@
-"""Which drafts are worth verifying: the law that speculation is never slower.
+"""What proposers offer to each request, and how likely each draft is right.
 
-Proposers offer; each round ``split`` chooses how many drafts of each request to verify, so that
-expected committed tokens per second of the whole batch are highest and no request's expected pace
-falls under ``MIN_PACE`` of its plain pace in that batch. Everything is decided per request: one
-with repetitive text keeps its drafts while its neighbour with prose gets none.
+Proposers offer; the best offer of each request, with the chance that each of its drafts is
+accepted, is what a round may verify. Everything is decided per request: one with repetitive text
+keeps its drafts while its neighbour with prose gets none.
 """
 
 from __future__ import annotations
@@ -14,21 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from surefoot.errors import SurefootError
-from surefoot.kernels.cpu.build import load_native
+from surefoot.kernels.upload import upload
 from surefoot.request import SpeculationParams
-from surefoot.speculation.cost import CostModel
 from surefoot.speculation.estimator import AcceptanceEstimator
-from surefoot.speculation.native import split_rows_native
 from surefoot.speculation.proposer import Drafts
 from surefoot.speculation.state import SlotState
 from surefoot.speculation.tree_estimator import TreeEstimator
 from surefoot.speculation.trees import ancestors, chain_parents
-
-MIN_PACE = 0.95
-MIN_GAIN = 1.02
-"""Verifying must promise this much over plain decoding: estimates of cost are noisy."""
-PROBE_EVERY = 128
-PROBE_OPTIMISM = 0.8
 
 
 @dataclass(frozen=True)
@@ -46,73 +37,6 @@ class Choice:
     parents: torch.Tensor | None = None
     """int64 [B, K] where some offer may be a tree (see ``Drafts``)."""
 
-    def of(self, index: torch.Tensor) -> Choice:
-        """The choices of some of the slots, in the order of ``index`` int64 [n]."""
-        return Choice(
-            self.proposer[index],
-            self.tokens[index],
-            self.lengths[index],
-            self.chances[index],
-            None if self.parents is None else self.parents[index],
-        )
-
-
-def split_rows(
-    chances: torch.Tensor,
-    table: torch.Tensor,
-    min_gain: float = MIN_GAIN,
-    min_pace: float = MIN_PACE,
-) -> torch.Tensor:
-    """How many drafts of each request to verify, int64 [B].
-
-    ``chances`` float32 [B, K] as in ``Choice``; ``table`` float32 [n + 1]: seconds of the round
-    without drafts and with up to n. Drafts are taken by falling chance; since it never rises
-    along a row, what is taken is a prefix of each offer. Of the n best drafts, n is the one with
-    the highest (B + sum of chances) / seconds.
-    """
-    library = load_native() if chances.device.type == "cpu" else None
-    if library is None:
-        return split_rows_reference(chances, table.to(chances.device), min_gain, min_pace)
-    return split_rows_native(library, chances, table, min_gain, min_pace)
-
-
-def split_rows_reference(
-    chances: torch.Tensor,
-    table: torch.Tensor,
-    min_gain: float = MIN_GAIN,
-    min_pace: float = MIN_PACE,
-) -> torch.Tensor:
-    """``split_rows`` in plain torch, on any device."""
-    batch, width = chances.shape
-    limit = min(batch * width, table.shape[0] - 1)
-    order = chances.flatten().argsort(descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    best = chances.flatten()[order][:limit]
-    seconds = table[: limit + 1]
-    slowdown = seconds / seconds[0]
-    rate = (batch + torch.nn.functional.pad(best.cumsum(dim=0), (1, 0))) / slowdown
-    fair = (1 + _poorest(chances, rank.view(batch, width))[: limit + 1]) >= min_pace * slowdown
-    worth = (rate >= min_gain * batch) & fair
-    worth[1:] &= best > 0
-    rate = torch.where(worth, rate, 0.0)
-    # Entry 0, no drafts, always stands: plain decoding.
-    rate[0] = batch
-    count = rate.argmax()
-    return (rank < count).view(batch, width).sum(dim=1)
-
-
-def _poorest(chances: torch.Tensor, rank: torch.Tensor) -> torch.Tensor:
-    """What the request that gains least gains from the n best drafts, float32 [B * K + 1] by n.
-    ``rank`` int64 [B, K]: how many drafts are better."""
-    batch, width = chances.shape
-    # A request has the gain of its first j drafts until draft j is taken. For any n, the gains it
-    # will have later are larger, so the least of all whose end lies beyond n is the one wanted.
-    gains = torch.nn.functional.pad(chances.cumsum(dim=1), (1, 0))
-    ends = torch.nn.functional.pad(rank, (0, 1), value=batch * width)
-    least = torch.full((batch * width + 1,), float("inf"), device=chances.device)
-    least.scatter_reduce_(0, ends.flatten(), gains.flatten(), "amin")
-    return least.flip(0).cummin(dim=0).values.flip(0)
-
 
 def fill_rows(chances: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
     """The ``room`` most likely drafts (a tensor without dimensions), by request: int64 [B].
@@ -126,29 +50,18 @@ def fill_rows(chances: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
 
 
 class Controller:
-    """Keeps every proposer's offers and estimates; sizes each round."""
+    """Keeps every proposer's offers, and what is learnt of their chances."""
 
     def __init__(
-        self,
-        state: SlotState,
-        proposers: Sequence[str],
-        cost: CostModel,
-        policy: str = "auto",
-        trees: Sequence[bool] = (),
+        self, state: SlotState, proposers: Sequence[str], trees: Sequence[bool] = ()
     ) -> None:
         """``trees``: which of the proposers offer trees."""
         self.state = state
         self.names = tuple(proposers)
-        self.cost = cost
-        self.policy = policy
         self.trees = tuple(trees) or (False,) * len(self.names)
         self.estimators = [
             TreeEstimator(state) if tree else AcceptanceEstimator(state) for tree in self.trees
         ]
-        self.idle_rounds = 0
-        self.probes = 0
-        self.draft_seconds: dict[int, float] = {}
-        """What the last round's drafting took, by proposer, as the host saw it."""
         count, slots, width = len(self.names), state.slots, state.max_drafts
         device = state.device
         self.tokens = torch.zeros((count, slots, width), dtype=torch.int64, device=device)
@@ -161,18 +74,18 @@ class Controller:
         self.allowed = torch.zeros((count, slots), dtype=torch.bool, device=device)
         self.draft_limit = torch.zeros(slots, dtype=torch.int64, device=device)
 
-    def admit(self, slots: Sequence[int], choices: Sequence[SpeculationParams]) -> None:
-        """Requests, new or resumed, entered these slots with these choices of speculation."""
-        most = self.state.max_drafts
+    def admit(self, slots: torch.Tensor, choices: Sequence[SpeculationParams]) -> None:
+        """Requests, new or resumed, entered ``slots`` int64 [B] with these choices of
+        speculation."""
+        most, device = self.state.max_drafts, self.state.device
         limits = [most if c.max_draft_tokens is None else c.max_draft_tokens for c in choices]
-        index = torch.tensor(slots, device=self.state.device)
-        self.draft_limit[index] = torch.tensor(limits, device=self.state.device).clamp(max=most)
-        self.lengths[:, index] = 0
-        allowed = [[choice.allows(name) for choice in choices] for name in self.names]
-        if allowed:
-            self.allowed[:, index] = torch.tensor(allowed, device=self.state.device)
+        self.draft_limit[slots] = upload([min(limit, most) for limit in limits], device)
+        if self.names:
+            self.lengths.index_fill_(1, slots, 0)
+            allowed = [[c.allows(name) for c in choices] for name in self.names]
+            self.allowed[:, slots] = upload(allowed, device)
         for estimator in self.estimators:
-            estimator.admit(index)
+            estimator.admit(slots)
 
     def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
         """Enter proposer ``index``'s offers for the next round, cut to what can be verified: valid
@@ -189,7 +102,8 @@ class Controller:
 
     def withdraw(self, index: int, slots: torch.Tensor) -> None:
         """Proposer ``index`` offers nothing for the next round; its last offers no longer fit."""
-        self.lengths[index, slots] = 0
+        # Assigning to an index would copy the number from the host, which cannot be recorded.
+        self.lengths[index].index_fill_(0, slots, 0)
 
     def sanitise(self, index: int, slots: torch.Tensor, drafts: Drafts) -> Drafts:
         """The part of proposer ``index``'s offers that can be verified."""
@@ -248,14 +162,6 @@ class Controller:
         lengths = torch.where(self.allowed[index, slots], lengths, 0)
         return Drafts(tokens.clamp(0, state.vocab_size - 1), lengths, confidence, parents)
 
-    def cut(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Keep of the offers for ``slots`` [B] only ``lengths`` [proposers, B] drafts: a grammar
-        forbids what follows."""
-        lengths = torch.minimum(self.lengths[:, slots], lengths)
-        self.lengths[:, slots] = lengths
-        for estimator, kept in zip(self.estimators, lengths, strict=True):
-            estimator.shorten(slots, kept)
-
     def learn(self, slots: torch.Tensor) -> None:
         """Judge watched offers by the tokens that a round committed to ``slots``."""
         for estimator in self.estimators:
@@ -293,23 +199,3 @@ class Controller:
             self.confidence[index, slots],
             None if parents is None else parents[index, slots],
         )
-
-    def split(self, choice: Choice, base_rows: int) -> torch.Tensor:
-        """Drafts of each request to verify in this round, int64 [B]."""
-        if self.policy == "fixed":
-            return choice.lengths
-        return split_rows(choice.chances, self.cost.table(base_rows, choice.chances.numel()))
-
-    def probe(self, choice: Choice, base_rows: int) -> torch.Tensor | None:
-        """Once in ``PROBE_EVERY`` rounds whose offers were all turned down: what would be
-        verified if verifying cost less than believed, so that a wrong belief about cost is found
-        out. None otherwise. The host calls this after a ``split`` that came out empty."""
-        self.idle_rounds += 1
-        if self.policy == "fixed" or self.idle_rounds < PROBE_EVERY:
-            return None
-        self.idle_rounds = 0
-        table = self.cost.table(base_rows, choice.chances.numel())
-        cheaper = table[0] + PROBE_OPTIMISM * (table - table[0])
-        counts = split_rows(choice.chances, cheaper, min_pace=0.0)
-        self.probes += 1
-        return counts

@@ -82,9 +82,8 @@ class AcceptanceEstimator:
 
     def admit(self, slots: torch.Tensor) -> None:
         """Forget the requests that had ``slots``, int64 [B]."""
-        self.hits[slots] = 0
-        self.trials[slots] = 0
-        self.watched_length[slots] = 0
+        for table in (self.hits, self.trials, self.watched_length):
+            table.index_fill_(0, slots, 0)
 
     def watch(self, slots: torch.Tensor, drafts: Drafts) -> None:
         """Take offers in view for those of ``slots`` [B] that watch none."""

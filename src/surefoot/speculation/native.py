@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from surefoot.kernels.cpu.build import load_native
+from surefoot.kernels.rounds import RoundSpans, RoundVerdict
 
 if TYPE_CHECKING:
+    from surefoot.speculation.books import Offers
     from surefoot.speculation.state import SlotState
 
 
@@ -25,6 +27,7 @@ class _State(ctypes.Structure):
         ("length", ctypes.c_void_p),
         ("computed", ctypes.c_void_p),
         ("limit", ctypes.c_void_p),
+        ("alive", ctypes.c_void_p),
     ]
 
 
@@ -52,9 +55,11 @@ class NativeRound:
             state.length.data_ptr(),
             state.computed.data_ptr(),
             state.limit.data_ptr(),
+            state.alive.data_ptr(),
         )
         self.address = ctypes.addressof(self._struct)
         self.max_drafts = state.max_drafts
+        self.nobody = state.idle_slot
 
     @classmethod
     def of(cls, state: SlotState) -> NativeRound | None:
@@ -71,27 +76,19 @@ class NativeRound:
             self.address, slots.data_ptr(), len(slots), tokens.data_ptr(), tokens.shape[1]
         )
 
-    def lay_out(
-        self,
-        slots: torch.Tensor,
-        known: torch.Tensor,
-        drafts: torch.Tensor,
-        first_sampling: int,
-        rows: int,
-        sampled_rows: int,
-    ) -> tuple[torch.Tensor, ...]:
-        """``layout.lay_out``: the tensors of ``_Layout``, in its order."""
-        batch = len(slots)
+    def lay_out(self, spans: RoundSpans, rows: int, sampled_rows: int) -> tuple[torch.Tensor, ...]:
+        """``kernels.rounds.lay_out_spans``: the tensors of ``_Layout``, in its order."""
+        batch = len(spans.slots)
         sizes = (rows, rows, rows, batch, sampled_rows, sampled_rows, sampled_rows, batch)
         out = tuple(_integers(size) for size in sizes)
         struct = _Layout(*(tensor.data_ptr() for tensor in out))
         self.library.sf_lay_out(
             self.address,
-            slots.data_ptr(),
-            known.data_ptr(),
-            drafts.data_ptr(),
+            spans.slots.data_ptr(),
+            spans.known.data_ptr(),
+            spans.drafts.data_ptr(),
+            spans.samples.data_ptr(),
             batch,
-            first_sampling,
             rows,
             sampled_rows,
             ctypes.addressof(struct),
@@ -100,23 +97,22 @@ class NativeRound:
 
     def judge(
         self,
-        slots: torch.Tensor,
-        drafts: torch.Tensor,
-        first_sampling: int,
-        sampled: torch.Tensor,
+        spans: RoundSpans,
         first_sample: torch.Tensor,
+        sampled: torch.Tensor,
         stop_ids: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``SpeculativeRound.judge``."""
-        batch, width = len(slots), self.max_drafts
+    ) -> RoundVerdict:
+        """``kernels.rounds.judge_and_advance``."""
+        batch, width = len(spans.slots), self.max_drafts
         tokens = _integers(batch, width + 1)
-        accepted, counts, ends = _integers(batch), _integers(batch), _integers(batch)
+        out = [_integers(batch) for _ in range(6)]
         self.library.sf_judge(
             self.address,
-            slots.data_ptr(),
-            drafts.data_ptr(),
+            spans.slots.data_ptr(),
+            spans.known.data_ptr(),
+            spans.drafts.data_ptr(),
+            spans.samples.data_ptr(),
             batch,
-            first_sampling,
             sampled.data_ptr(),
             len(sampled),
             first_sample.data_ptr(),
@@ -124,30 +120,74 @@ class NativeRound:
             stop_ids.data_ptr(),
             stop_ids.shape[1],
             tokens.data_ptr(),
-            accepted.data_ptr(),
-            counts.data_ptr(),
-            ends.data_ptr(),
+            *(tensor.data_ptr() for tensor in out),
+            self.nobody,
         )
-        return tokens, accepted, counts, ends
+        return RoundVerdict(tokens, *out)
 
-    def advance(
-        self, slots: torch.Tensor, known: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``SpeculativeRound.advance``."""
-        first, settled = _integers(len(slots)), _integers(len(slots))
-        tokens, counts = tokens.contiguous(), counts.contiguous()
-        self.library.sf_advance(
+    def split(
+        self,
+        slots: torch.Tensor,
+        quota: torch.Tensor,
+        rows: int,
+        sampled_rows: int,
+        offers: Offers,
+        verifies: bool,
+    ) -> RoundSpans:
+        """``OfferBooks.split``."""
+        batch, width = len(slots), self.max_drafts
+        known, drafts, samples, scratch = _integers(4, batch)
+        mine = torch.empty(batch * width if verifies else 0)
+        self.library.sf_split(
             self.address,
             slots.data_ptr(),
+            quota.data_ptr(),
+            batch,
+            rows,
+            sampled_rows,
+            offers.chances.data_ptr(),
+            offers.tokens.data_ptr(),
+            width,
+            verifies,
             known.data_ptr(),
-            len(slots),
-            tokens.data_ptr(),
-            tokens.shape[1],
-            counts.data_ptr(),
-            first.data_ptr(),
-            settled.data_ptr(),
+            drafts.data_ptr(),
+            samples.data_ptr(),
+            scratch.data_ptr(),
+            mine.data_ptr(),
         )
-        return first, settled
+        return RoundSpans(slots, known, drafts, samples)
+
+    def report(
+        self,
+        slots: torch.Tensor,
+        drafts: torch.Tensor,
+        whose: torch.Tensor,
+        verdict: RoundVerdict,
+        offers: Offers,
+        report: torch.Tensor,
+    ) -> None:
+        """``OfferBooks._report``, and the marks of requests that ended."""
+        self.library.sf_report(
+            self.address,
+            slots.data_ptr(),
+            len(slots),
+            self.nobody,
+            verdict.counts.data_ptr(),
+            verdict.accepted.data_ptr(),
+            verdict.ends.data_ptr(),
+            drafts.data_ptr(),
+            whose.data_ptr(),
+            verdict.going.data_ptr(),
+            verdict.tokens.data_ptr(),
+            self.max_drafts,
+            offers.tokens.data_ptr(),
+            offers.chances.data_ptr(),
+            offers.lengths.data_ptr(),
+            offers.proposer.data_ptr(),
+            None if offers.parents is None else offers.parents.data_ptr(),
+            report.data_ptr(),
+            report.shape[1],
+        )
 
     def sanitise(
         self,
@@ -179,29 +219,3 @@ class NativeRound:
             *(tensor.data_ptr() for tensor in out),
         )
         return out
-
-
-def split_rows_native(
-    library: ctypes.CDLL,
-    chances: torch.Tensor,
-    table: torch.Tensor,
-    min_gain: float,
-    min_pace: float,
-) -> torch.Tensor:
-    """``controller.split_rows``."""
-    chances, table = chances.contiguous(), table.contiguous()
-    batch, width = chances.shape
-    counts, gains, scratch = _integers(batch), torch.empty(batch), _integers(batch)
-    library.sf_split(
-        chances.data_ptr(),
-        batch,
-        width,
-        table.data_ptr(),
-        len(table),
-        min_gain,
-        min_pace,
-        counts.data_ptr(),
-        gains.data_ptr(),
-        scratch.data_ptr(),
-    )
-    return counts

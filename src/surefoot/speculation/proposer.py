@@ -104,15 +104,6 @@ class Outlook:
 
 
 @dataclass(frozen=True)
-class ServedRows:
-    """The spans of a round whose requests allow a proposer, and these spans' flat rows: indices,
-    int64, rising."""
-
-    spans: torch.Tensor
-    rows: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Commits:
     """What a round settled for B slots: positions ``first`` .. ``first + counts - 1`` now have
     final KV (and features)."""
@@ -142,34 +133,6 @@ class Commits:
         """int64 [N]: ``batch.row_slot``, -1 also for rows that are not served."""
         slots = self.batch.row_slot
         return slots if self.served is None else torch.where(self.served[slots], slots, -1)
-
-    def of(self, served: ServedRows) -> Commits:
-        """What was settled for some of the spans, without the other rows."""
-        spans, rows, batch = served.spans, served.rows, self.batch
-        place = torch.zeros_like(batch.row_slot)
-        place[rows] = torch.arange(len(rows), device=place.device)
-        before = None if self.before is None else self.before[rows]
-        if before is not None:
-            before = torch.where(before >= 0, place[before.clamp(min=0)], -1)
-        return replace(
-            self,
-            slots=self.slots[spans],
-            first=self.first[spans],
-            counts=self.counts[spans],
-            rows=place[self.rows[spans]],
-            batch=replace(
-                batch,
-                tokens=batch.tokens[rows],
-                positions=batch.positions[rows],
-                key_index=batch.key_index[rows],
-                row_slot=batch.row_slot[rows],
-                spans=None,
-            ),
-            features=self.features[rows],
-            before=before,
-            last=None if self.last is None else place[self.last[spans]],
-            served=None,
-        )
 
 
 class Proposer(ABC):

@@ -2,43 +2,51 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
+from surefoot.kernels.upload import upload
 from surefoot.request import Request
 from surefoot.sampling.params import SlotParams
 from surefoot.speculation.native import NativeRound
 
 
 class SlotState:
-    """``slots`` requests of at most ``max_length`` tokens.
+    """``requests`` requests of at most ``max_length`` tokens, and one slot more, the last, that is
+    never a request's: what a round has no request for stands on it.
 
     ``history`` int64 [slots, max_length + max_drafts + 1]: committed tokens, then tentative
     drafts. ``length`` int64 [slots]: committed tokens; the last one is the current token.
     ``computed`` int64 [slots]: leading positions whose KV is written. ``limit`` int64 [slots]:
-    bound of ``length``. ``block_tables`` int32 [slots, blocks].
+    bound of ``length``. ``alive`` int64 [slots]: 1 until a round ends the request.
+    ``block_tables`` int32 [slots, blocks].
     """
 
     def __init__(
         self,
-        slots: int,
+        requests: int,
         max_length: int,
         max_drafts: int,
         block_size: int,
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        self.slots = slots
+        self.slots = slots = requests + 1
+        self.idle_slot = requests
         self.max_drafts = max_drafts
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.device = device
         width = max_length + max_drafts + 1
         self.history = torch.zeros((slots, width), dtype=torch.int64, device=device)
-        self._counts = torch.zeros((3, slots), dtype=torch.int64, device=device)
-        self.length, self.computed, self.limit = self._counts
+        self._counts = torch.zeros((5, slots), dtype=torch.int64, device=device)
+        self.length, self.computed, self.limit, self.alive, self.structured = self._counts
+        self.length[self.idle_slot] = 1
+        self.mask_bits = torch.zeros((0, 0), dtype=torch.int32, device=device)
+        """int32 [slots * (1 + max_drafts), ceil(vocab / 32)], as in ``TokenMasks``: what the rows
+        of a slot that is ``structured`` (1) may sample. Made when the first such request comes."""
         blocks = -(-width // block_size)
         self.block_tables = torch.zeros((slots, blocks), dtype=torch.int32, device=device)
         self.params = SlotParams(slots, vocab_size, device)
@@ -50,32 +58,50 @@ class SlotState:
         """Enter requests, new or resumed, into their slots."""
         # Few copies for all of them: a wave of hundreds would wait for thousands.
         slots = [request.slot for request in requests]
-        known = [request.tokens for request in requests]
-        computed = [request.computed for request in requests]
-        limits = [request.max_length for request in requests]
-        table = torch.tensor([slots, list(map(len, known)), computed, limits])
-        slot, length = table[:2]
-        rows = slot.repeat_interleave(length)
-        first = length.cumsum(0) - length
-        columns = torch.arange(len(rows)) - first.repeat_interleave(length)
-        texts = torch.tensor(list(itertools.chain.from_iterable(known)))
-        rows, columns, texts = torch.stack((rows, columns, texts)).to(self.device)
+        known = [np.array(request.tokens, dtype=np.int64) for request in requests]
+        lengths = [len(text) for text in known]
+        table = np.array(
+            [
+                slots,
+                lengths,
+                [request.computed for request in requests],
+                [request.max_length for request in requests],
+                [1] * len(slots),
+                [request.grammar is not None for request in requests],
+            ],
+            dtype=np.int64,
+        )
+        texts = np.stack((np.repeat(slots, lengths), _count_up(lengths), np.concatenate(known)))
+        rows, columns, texts = upload(torch.from_numpy(texts), self.device)
         self.history[rows, columns] = texts
-        table = table.to(self.device)
-        self._counts[:, table[0]] = table[1:]
+        entered = upload(torch.from_numpy(table), self.device)
+        self._counts[:, entered[0]] = entered[1:]
         self.params.write(requests)
+        if any(request.grammar is not None for request in requests):
+            self._make_masks()
         for slot in slots:
             self._blocks_written[slot] = []
 
+    def _make_masks(self) -> None:
+        if not len(self.mask_bits):
+            shape = self.slots * (1 + self.max_drafts), -(-self.vocab_size // 32)
+            self.mask_bits = torch.zeros(shape, dtype=torch.int32, device=self.device)
+
     def set_blocks(self, leases: Iterable[tuple[int, Sequence[int]]]) -> None:
         """Mirror the blocks of leases, by slot; one copy of what changed since the last call."""
-        changes: list[tuple[int, int, int]] = []
+        slots, counts, first, changed = [], [], [], []
         for slot, blocks in leases:
             common = self._common_blocks(slot, blocks)
-            changes += [(slot, at, blocks[at]) for at in range(common, len(blocks))]
-        if changes:
-            table = torch.tensor(changes).to(self.device, non_blocking=True)
-            self.block_tables[table[:, 0], table[:, 1]] = table[:, 2].int()
+            if common < len(blocks):
+                slots.append(slot)
+                counts.append(len(blocks) - common)
+                first.append(common)
+                changed.append(np.array(blocks[common:], dtype=np.int64))
+        if changed:
+            columns = _count_up(counts) + np.repeat(first, counts)
+            table = np.stack((np.repeat(slots, counts), columns, np.concatenate(changed)))
+            rows, columns, ids = upload(torch.from_numpy(table), self.device)
+            self.block_tables[rows, columns] = ids.int()
 
     def _common_blocks(self, slot: int, blocks: Sequence[int]) -> int:
         """How many of a lease's leading blocks the device has already; the rest is noted as
@@ -89,3 +115,9 @@ class SlotState:
         common = next((at for at, (old, new) in pairs if old != new), shorter)
         self._blocks_written[slot] = list(blocks)
         return common
+
+
+def _count_up(lengths: Sequence[int]) -> np.ndarray:
+    """int64: 0, 1, … for each of ``lengths``, one after the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)

@@ -17,7 +17,6 @@ import torch
 if TYPE_CHECKING:
     from surefoot.kernels.rounds import RoundLayout
     from surefoot.sampling.logprobs import RowLogprobs
-    from surefoot.speculation.layout import RoundPlan
     from surefoot.speculation.proposer import Commits
     from surefoot.speculation.state import SlotState
 
@@ -27,7 +26,7 @@ CAUSAL = -1
 
 @dataclass(frozen=True)
 class Trees:
-    """Drafts of B spans as trees; prefill chunks have none."""
+    """Drafts of B spans as trees."""
 
     tokens: torch.Tensor
     """int64 [B, K]."""
@@ -62,8 +61,8 @@ class NodeRows:
     """int64 [N]: for RoPE."""
     masks: torch.Tensor
     """int64 [N]: as in ``FlatBatch.mask``."""
-    first_decoding: int
-    """Spans before this one are prefill chunks."""
+    grown: torch.Tensor
+    """int64 [B]: drafts of each span; spans without any are rows in a line."""
 
 
 def compiled(tensor: torch.Tensor) -> Any:
@@ -95,34 +94,25 @@ def ancestors(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return masks, ((masks.unsqueeze(2) >> bits) & 1).sum(dim=2) - 1
 
 
-def plant(plan: RoundPlan, tokens: torch.Tensor, parents: torch.Tensor) -> Trees:
-    """The trees of a round from those of its decoding spans, ``tokens`` and ``parents`` int64
-    [spans from ``first_decoding`` on, K]."""
-    missing, width = plan.first_decoding, tokens.shape[1]
-    parents = torch.cat((chain_parents(missing, width, tokens.device), parents))
-    tokens = torch.cat((tokens.new_zeros((missing, width)), tokens))
-    return Trees(tokens, parents, *ancestors(parents))
-
-
-def node_rows(layout: RoundLayout, trees: Trees, first_decoding: int = 0) -> NodeRows:
-    """Where a layout's rows belong; spans before ``first_decoding`` are prefill chunks. Rows of
-    padding repeat the last."""
+def node_rows(layout: RoundLayout, trees: Trees, drafts: torch.Tensor) -> NodeRows:
+    """Where a layout's rows belong; spans of which no ``drafts`` int64 [B] are verified (prompt
+    chunks among them) are rows in a line. Rows of padding repeat the last."""
     batch, first = layout.batch, layout.first_row
     kernels, spans = compiled(batch.tokens), batch.spans
     if kernels is not None and spans is not None:
-        parts = first, spans.rows, batch.positions, trees.masks, trees.depths, first_decoding
+        parts = first, spans.rows, batch.positions, trees.masks, trees.depths, drafts
         owner, offset, depth, positions, masks = kernels.node_rows(*parts)
-        return NodeRows(owner, offset, depth, positions, masks, first_decoding)
+        return NodeRows(owner, offset, depth, positions, masks, drafts)
     used = (batch.row_slot >= 0).sum()
     index = torch.arange(batch.tokens.shape[0], device=first.device)
     index = torch.minimum(index, used - 1).clamp(min=0)
     owner = (torch.searchsorted(first, index, right=True) - 1).clamp(min=0)
     offset = index - first[owner]
-    inside, decoding = (owner, offset.clamp(max=trees.masks.shape[1] - 1)), owner >= first_decoding
-    depth = torch.where(decoding, trees.depths[inside], offset)
-    masks = torch.where(decoding, trees.masks[inside], CAUSAL)
+    inside, in_tree = (owner, offset.clamp(max=trees.masks.shape[1] - 1)), drafts[owner] > 0
+    depth = torch.where(in_tree, trees.depths[inside], offset)
+    masks = torch.where(in_tree, trees.masks[inside], CAUSAL)
     positions = batch.positions - offset + depth
-    return NodeRows(owner, offset, depth, positions, masks, first_decoding)
+    return NodeRows(owner, offset, depth, positions, masks, drafts)
 
 
 def lay_out_trees(layout: RoundLayout, rows: NodeRows) -> RoundLayout:
@@ -225,25 +215,24 @@ def settle(
     if (kernels := compiled(owner)) is not None:
         keys, slots, before, last = kernels.settle(
             (owner, offset, depth), trees.parents, (paths.lengths, paths.rows), layout.first_row,
-            commits.counts, batch.key_index, batch.row_slot, rows.first_decoding,
+            commits.counts, batch.key_index, batch.row_slot, rows.grown,
         )  # fmt: skip
         batch = replace(batch, key_index=keys, row_slot=slots, mask=None)
         return replace(commits, batch=batch, before=before, last=last)
-    decoding = owner >= rows.first_decoding
+    in_tree = rows.grown[owner] > 0
     deepest = paths.rows.shape[1] - 1
     on_path = paths.rows[owner, depth.clamp(max=deepest)] == offset
     on_path = on_path & (depth <= paths.lengths[owner])
     batch = replace(
         batch,
         key_index=batch.key_index - offset + depth,
-        row_slot=torch.where(on_path | ~decoding, batch.row_slot, -1),
+        row_slot=torch.where(on_path | ~in_tree, batch.row_slot, -1),
         mask=None,
     )
     parents = trees.parents[owner, offset.clamp(1, deepest) - 1]
-    parents = torch.where(decoding, parents, offset - 2)
+    parents = torch.where(in_tree, parents, offset - 2)
     before = torch.where(offset > 0, layout.first_row[owner] + parents + 1, -1)
     tail = (commits.counts - 1).clamp(min=0)
-    spans = torch.arange(len(tail), device=tail.device)
     end = paths.rows.gather(1, tail.clamp(max=deepest).unsqueeze(1)).squeeze(1)
-    end = torch.where(spans >= rows.first_decoding, end, tail)
+    end = torch.where(rows.grown > 0, end, tail)
     return replace(commits, batch=batch, before=before, last=commits.rows + end)

@@ -1,8 +1,8 @@
 """Compiles the C kernels at first use and loads them with ctypes.
 
-The library goes to the user's cache folder (``$XDG_CACHE_HOME`` or ``~/.cache``), under a name made
-of the sources, the compiler and the CPU, so a stale one is never loaded. ``SUREFOOT_NATIVE=0``
-turns it off; ``CC`` chooses the compiler.
+The library goes to Surefoot's cache folder, under a name made of the sources, the compiler and
+the CPU, so a stale one is never loaded. ``SUREFOOT_NATIVE=0`` turns it off; ``CC`` chooses the
+compiler.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -18,7 +19,11 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+
+from surefoot.cache import USE_ANOTHER, cache_root, replacing
+from surefoot.errors import SurefootError
 
 SOURCES = Path(__file__).parent
 FLAGS = [
@@ -33,6 +38,8 @@ FLAGS = [
 ]
 TIMEOUT_S = 300
 
+logger = logging.getLogger(__name__)
+
 
 class _Unavailable(Exception):
     """Why there is no library, in words for the user."""
@@ -46,21 +53,26 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     if os.environ.get("SUREFOOT_NATIVE") == "0":
         return None, "switched off by SUREFOOT_NATIVE=0"
     try:
-        return _declare(ctypes.CDLL(str(_library()))), None
+        return _declare(_library()), None
     except (_Unavailable, OSError) as error:
         return None, str(error)
 
 
 def load_native() -> ctypes.CDLL | None:
     """The library, compiled if need be, or None (``native_unavailable`` says why). Decided once per
-    process."""
+    process. Raises SurefootError when there can be no cache folder, as ``cache_root`` does."""
     with _LOCK:
         return _load()[0]
 
 
 def load_in_background() -> threading.Thread:
     """Begin ``load_native``: compiling takes many seconds, the first time on a machine."""
-    thread = threading.Thread(target=load_native, name="surefoot-native", daemon=True)
+
+    def load() -> None:
+        with suppress(SurefootError):  # Whoever needs the library will meet it.
+            load_native()
+
+    thread = threading.Thread(target=load, name="surefoot-native", daemon=True)
     thread.start()
     return thread
 
@@ -103,27 +115,63 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         raise _Unavailable(f"{command[0]} did not run: {error}") from error
 
 
-def _library() -> Path:
-    compiler, flags = _compiler(), _flags()
-    files = sorted(path for path in SOURCES.iterdir() if path.suffix in (".c", ".h"))
-    parts = [compiler, _run([compiler, "--version"]).stdout, " ".join(flags), _cpu()]
+def current_library() -> str | None:
+    """The name in the cache's folder ``native`` of the library for these sources, this compiler and
+    this CPU, whether it is there or not; None when there is no compiler that tells."""
+    try:
+        return _name(_compiler())
+    except _Unavailable:
+        return None
+
+
+def describe_compiler() -> str | None:
+    """Path and version of the C compiler; None when there is none that runs."""
+    try:
+        compiler = _compiler()
+        lines = _run([compiler, "--version"]).stdout.splitlines()
+    except _Unavailable:
+        return None
+    return ", ".join([compiler, *lines[:1]])
+
+
+def _name(compiler: str) -> str:
+    parts = [compiler, _run([compiler, "--version"]).stdout, " ".join(_flags()), _cpu()]
     digest = hashlib.sha256("\0".join(parts).encode())
-    for path in files:
+    for path in _sources():
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    folder = _cache_folder()
-    library = folder / f"native-{digest.hexdigest()[:24]}.so"
-    if library.exists():
-        return library
-    # Compile beside the target and rename: other processes see a whole library or none.
-    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as name:
-        built = Path(name) / library.name
-        _compile([compiler, *flags], [path for path in files if path.suffix == ".c"], built)
-        os.replace(built, library)
-    return library
+    return f"native-{digest.hexdigest()[:24]}.so"
 
 
-def _compile(command: Sequence[str], sources: Sequence[Path], library: Path) -> None:
+def _sources() -> list[Path]:
+    return sorted(path for path in SOURCES.iterdir() if path.suffix in (".c", ".h"))
+
+
+def _library() -> ctypes.CDLL:
+    compiler = _compiler()
+    library = cache_root() / "native" / _name(compiler)
+    if os.path.exists(library):
+        return ctypes.CDLL(str(library))
+    with tempfile.TemporaryDirectory(prefix="surefoot-") as folder:
+        built = Path(folder) / library.name
+        _compile([compiler, *_flags()], built)
+        try:
+            library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with replacing(library, built.stat().st_size) as target:
+                target.write(built.read_bytes())
+        except OSError as error:
+            logger.warning(
+                "the compiled kernels cannot be kept in %s (%s), so every start compiles them "
+                "anew; %s",
+                *(library.parent, error.strerror or error, USE_ANOTHER),
+            )
+            # It stays loaded when its file is gone.
+            return ctypes.CDLL(str(built))
+    return ctypes.CDLL(str(library))
+
+
+def _compile(command: Sequence[str], library: Path) -> None:
     """Each source by itself, as many at a time as there are processors."""
+    sources = [path for path in _sources() if path.suffix == ".c"]
     objects = [library.with_name(f"{path.stem}.o") for path in sources]
     pairs = zip(sources, objects, strict=True)
     steps = [[*command, "-c", str(source), "-o", str(target)] for source, target in pairs]
@@ -138,16 +186,6 @@ def _run_compiler(command: Sequence[str]) -> None:
         lines = [line for line in result.stderr.splitlines() if "error" in line.lower()]
         detail = (lines or result.stderr.splitlines() or ["no message"])[0].strip()
         raise _Unavailable(f"{command[0]} could not compile the native kernels: {detail}")
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(base) / "surefoot" / "native"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise _Unavailable(f"cannot create the cache folder {folder}: {error}") from error
-    return folder
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -183,16 +221,12 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             [pointer, pointer, int64, pointer, pointer, pointer, int64, int64] + [pointer] * 4,
         ),
         "sf_write_drafts": (None, [pointer, pointer, int64, pointer, int64]),
-        "sf_lay_out": (None, [*([pointer] * 4), *([int64] * 4), pointer]),
+        "sf_lay_out": (None, [*([pointer] * 5), *([int64] * 3), pointer]),
         "sf_judge": (
             None,
-            [pointer, pointer, pointer, int64, int64, pointer, int64, pointer, int64]
-            + [pointer, int64]
-            + [pointer] * 4,
-        ),
-        "sf_advance": (
-            None,
-            [pointer, pointer, pointer, int64, pointer, int64, pointer, pointer, pointer],
+            [*([pointer] * 5), int64, pointer, int64, pointer, int64, pointer, int64]
+            + [pointer] * 7
+            + [int64],
         ),
         "sf_sanitise": (
             None,
@@ -207,7 +241,11 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ),
         "sf_split": (
             None,
-            [pointer, int64, int64, pointer, int64, ctypes.c_float, ctypes.c_float] + [pointer] * 3,
+            [*([pointer] * 3), int64, int64, int64, pointer, pointer, int64, int64] + [pointer] * 5,
+        ),
+        "sf_report": (
+            None,
+            [pointer, pointer, int64, int64, *([pointer] * 7), int64] + [pointer] * 6 + [int64],
         ),
         "sf_argmax": (None, [pointer, int64, int64, pointer, pointer, pointer, int32]),
         "sf_adjust": (int32, [pointer, pointer, int64, int64, pointer, pointer, int32]),

@@ -1,13 +1,14 @@
 /* The round's operations over the slot tensors: twins of the functions of the same names in
  * surefoot.speculation, one request after the other. */
 #include <stdint.h>
+#include <string.h>
 
 #define SF_EXPORT __attribute__((visibility("default")))
 
 typedef struct {
     int64_t *history; /* [slots][width] */
     int64_t width;
-    int64_t *length, *computed, *limit; /* [slots] */
+    int64_t *length, *computed, *limit, *alive; /* [slots] */
 } slot_state;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -29,12 +30,12 @@ typedef struct {
 } layout;
 
 SF_EXPORT void sf_lay_out(const slot_state *state, const int64_t *slots, const int64_t *known,
-                          const int64_t *drafts, int64_t count, int64_t first_sampling,
+                          const int64_t *drafts, const int64_t *samples, int64_t count,
                           int64_t rows, int64_t sampled_rows, const layout *out) {
     int64_t row = 0, sample = 0;
     for (int64_t i = 0; i < count; i++) {
         const int64_t slot = slots[i], start = state->computed[slot];
-        const int64_t size = known[i] + drafts[i];
+        const int64_t size = known[i] ? known[i] + drafts[i] : 0;
         const int64_t *text = state->history + slot * state->width + start;
         out->first_row[i] = row;
         out->first_sample[i] = sample;
@@ -43,7 +44,7 @@ SF_EXPORT void sf_lay_out(const slot_state *state, const int64_t *slots, const i
             out->positions[row + j] = start + j;
             out->row_slot[row + j] = slot;
         }
-        if (i >= first_sampling)
+        if (size && samples[i])
             for (int64_t j = known[i] - 1; j < size; j++, sample++) {
                 out->sample_index[sample] = row + j;
                 out->sample_slots[sample] = slot;
@@ -70,41 +71,39 @@ static int contains(const int64_t *ids, int64_t count, int64_t id) {
     return 0;
 }
 
-SF_EXPORT void sf_judge(const slot_state *state, const int64_t *slots, const int64_t *drafts,
-                        int64_t count, int64_t first_sampling, const int64_t *sampled,
-                        int64_t sampled_rows, const int64_t *first_sample, int64_t most_drafts,
-                        const int64_t *stop_ids, int64_t stop_width, int64_t *tokens,
-                        int64_t *accepted, int64_t *counts, int64_t *ends) {
+/* Accept, cut at ends, commit; an entry without known rows changes nothing. */
+SF_EXPORT void sf_judge(const slot_state *state, const int64_t *slots, const int64_t *known,
+                        const int64_t *drafts, const int64_t *samples, int64_t count,
+                        const int64_t *sampled, int64_t sampled_rows, const int64_t *first_sample,
+                        int64_t most_drafts, const int64_t *stop_ids, int64_t stop_width,
+                        int64_t *tokens, int64_t *accepted, int64_t *counts, int64_t *ends,
+                        int64_t *first, int64_t *settled, int64_t *going, int64_t nobody) {
     for (int64_t i = 0; i < count; i++) {
         const int64_t slot = slots[i], length = state->length[slot];
-        const int64_t *offered = state->history + slot * state->width + length;
+        int64_t *text = state->history + slot * state->width + length;
         int64_t *token = tokens + i * (most_drafts + 1);
         for (int64_t j = 0; j <= most_drafts; j++)
             token[j] = sampled[least(first_sample[i] + j, sampled_rows - 1)];
-        int64_t right = 0;
-        while (right < least(drafts[i], most_drafts) && token[right] == offered[right]) right++;
-        accepted[i] = right;
-        counts[i] = ends[i] = 0;
-        if (i < first_sampling) continue;
-        const int64_t room = state->limit[slot] - length, most = least(right + 1, room);
-        int64_t kept = 0, stopped = 0;
-        while (kept < most && !stopped)
-            stopped = contains(stop_ids + slot * stop_width, stop_width, token[kept++]);
-        counts[i] = kept;
-        ends[i] = stopped ? 1 : kept >= room ? 2 : 0;
-    }
-}
-
-SF_EXPORT void sf_advance(const slot_state *state, const int64_t *slots, const int64_t *known,
-                          int64_t count, const int64_t *tokens, int64_t stride,
-                          const int64_t *counts, int64_t *first, int64_t *settled) {
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t slot = slots[i];
-        int64_t *text = state->history + slot * state->width + state->length[slot];
-        for (int64_t j = 0; j < counts[i]; j++) text[j] = tokens[i * stride + j];
         first[i] = state->computed[slot];
-        state->length[slot] += counts[i];
-        settled[i] = counts[i] ? state->length[slot] - 1 - first[i] : known[i];
+        accepted[i] = counts[i] = ends[i] = settled[i] = 0;
+        going[i] = nobody;
+        if (!known[i]) continue;
+        settled[i] = known[i];
+        if (samples[i]) {
+            int64_t right = 0;
+            while (right < least(drafts[i], most_drafts) && token[right] == text[right]) right++;
+            const int64_t room = state->limit[slot] - length, most = least(right + 1, room);
+            int64_t kept = 0, stopped = 0;
+            while (kept < most && !stopped)
+                stopped = contains(stop_ids + slot * stop_width, stop_width, token[kept++]);
+            accepted[i] = right;
+            counts[i] = kept;
+            ends[i] = stopped ? 1 : kept >= room ? 2 : 0;
+            for (int64_t j = 0; j < kept; j++) text[j] = token[j];
+            if (kept) settled[i] = length + kept - 1 - first[i];
+            if (kept && !ends[i]) going[i] = slot;
+        }
+        state->length[slot] = length + counts[i];
         state->computed[slot] = first[i] + settled[i];
     }
 }
@@ -197,30 +196,64 @@ static int64_t sf_take(sf_queue *queue, float *chance) {
     return owner;
 }
 
-/* The best split of a round's rows over the offers; `table` holds `entries`. Chances never
- * rise along a row, so the best drafts are found by merging the rows. `scratch` [count]. */
-SF_EXPORT void sf_split(const float *chances, int64_t count, int64_t drafts,
-                        const float *table, int64_t entries, float min_gain, float min_pace,
-                        int64_t *counts, float *gains, int64_t *scratch) {
-    const int64_t limit = least(count * drafts, entries - 1);
-    float best_rate = (float)count, sum = (float)count, chance;
-    int64_t best = 0, poorest = 0;
-    sf_queue queue = {chances, drafts, 0, counts, scratch};
-    sf_fill(&queue, count);
-    for (int64_t i = 0; i < count; i++) gains[i] = 0.0f;
-    for (int64_t n = 1; n <= limit; n++) {
-        const int64_t owner = sf_take(&queue, &chance);
-        if (owner < 0) break;
-        gains[owner] += chance;
-        sum += chance;
-        if (owner == poorest)
-            for (int64_t i = 0; i < count; i++)
-                if (gains[i] < gains[poorest]) poorest = i;
-        const float slowdown = table[n] / table[0], rate = sum / slowdown;
-        if (rate >= min_gain * (float)count && rate > best_rate &&
-            1.0f + gains[poorest] >= min_pace * slowdown)
-            best = n, best_rate = rate;
+/* The spans of a round: known rows up to each one's quota, and the rest of the rows for the
+ * likeliest drafts [slots][drafts] of requests that have only their current token to run. Chances
+ * never rise along a row, so the best drafts are found by merging the rows. Drafts go behind the
+ * committed tokens. `scratch` [count], `mine` [count][drafts]. */
+SF_EXPORT void sf_split(const slot_state *state, const int64_t *slots, const int64_t *quota,
+                        int64_t count, int64_t rows, int64_t sampled_rows, const float *chances,
+                        const int64_t *tokens, int64_t drafts, int64_t verifies, int64_t *known,
+                        int64_t *taken, int64_t *samples, int64_t *scratch, float *mine) {
+    int64_t room = rows, sampling = sampled_rows;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t slot = slots[i], missing = state->length[slot] - state->computed[slot];
+        known[i] = least(quota[i], missing) * state->alive[slot];
+        samples[i] = known[i] > 0 && known[i] == missing;
+        taken[i] = 0;
+        room -= known[i];
+        sampling -= samples[i];
+        if (!verifies) continue;
+        const int drafting = samples[i] && missing == 1;
+        int64_t *text = state->history + slot * state->width + state->length[slot];
+        for (int64_t j = 0; j < drafts; j++) {
+            mine[i * drafts + j] = drafting ? chances[slot * drafts + j] : 0.0f;
+            text[j] = tokens[slot * drafts + j];
+        }
     }
+    if (!verifies) return;
+    sf_queue queue = {mine, drafts, 0, taken, scratch};
     sf_fill(&queue, count);
-    for (int64_t n = 0; n < best; n++) sf_take(&queue, &chance);
+    float chance;
+    for (int64_t left = least(room, sampling); left > 0; left--)
+        if (sf_take(&queue, &chance) < 0) break;
+}
+
+/* A round's report [count][columns], as surefoot.speculation.books.ReportColumns has it; requests
+ * that ended are dead from now on. `kept_…`: the best offers, by slot; `parents` may be null. */
+SF_EXPORT void sf_report(const slot_state *state, const int64_t *slots, int64_t count,
+                         int64_t nobody, const int64_t *counts, const int64_t *accepted,
+                         const int64_t *ends, const int64_t *verified, const int64_t *whose,
+                         const int64_t *going, const int64_t *tokens, int64_t drafts,
+                         const int64_t *kept_tokens, const float *kept_chances,
+                         const int64_t *kept_lengths, const int64_t *kept_proposer,
+                         const int64_t *parents, int32_t *report, int64_t columns) {
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t slot = slots[i];
+        const int goes = going[i] != nobody;
+        int32_t *row = report + i * columns;
+        if (ends[i]) state->alive[slot] = 0;
+        row[0] = (int32_t)counts[i], row[1] = (int32_t)accepted[i], row[2] = (int32_t)ends[i];
+        row[3] = (int32_t)verified[i], row[4] = (int32_t)whose[i];
+        row[5] = goes ? (int32_t)kept_lengths[slot] : 0;
+        row[6] = (int32_t)kept_proposer[slot];
+        row += 7;
+        for (int64_t j = 0; j <= drafts; j++) *row++ = (int32_t)tokens[i * (drafts + 1) + j];
+        for (int64_t j = 0; j < drafts; j++) {
+            const float chance = goes ? kept_chances[slot * drafts + j] : 0.0f;
+            memcpy(row++, &chance, sizeof chance);
+        }
+        for (int64_t j = 0; j < drafts; j++) *row++ = (int32_t)kept_tokens[slot * drafts + j];
+        if (parents)
+            for (int64_t j = 0; j < drafts; j++) *row++ = (int32_t)parents[slot * drafts + j];
+    }
 }

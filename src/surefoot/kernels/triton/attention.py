@@ -3,6 +3,7 @@
 A program takes one tile of a span's rows, all query heads of one kv head with them (so that a key
 is loaded once for the whole group), and one of ``splits`` shares of the keys (flash-decoding). A
 second kernel adds the shares up. How long a share is follows from the span's length on the device.
+Long spans on Hopper are ``prompt_attention``'s.
 Twin: ``kernels.attention.torch_paged.span_attention``.
 """
 
@@ -27,6 +28,7 @@ from surefoot.kernels.triton.spans import span_table
 
 LOG2_E = 1 / math.log(2)
 MAX_SPLITS = 64
+NO_LIMIT = 2**31 - 1
 LIGHT_SPLITS = 24
 """Of small heads, whose shares are soon read: adding up more costs more than they save."""
 
@@ -48,7 +50,7 @@ def prefetch_keys(
 
 
 @jit(
-    do_not_specialize=["spans", "splits", "tiles", "first_key"],
+    do_not_specialize=["spans", "splits", "tiles", "first_key", "longest"],
     do_not_specialize_on_alignment=[
         "first_row_ptr", "rows_ptr", "slot_ptr", "start_ptr", "key_index_ptr", "mask_ptr"
     ],
@@ -56,7 +58,7 @@ def prefetch_keys(
 def attention_kernel(
     q_ptr, kv_ptr, out_ptr, part_ptr, lse_ptr, first_row_ptr, rows_ptr, slot_ptr, spans,
     tables_ptr, table_stride, start_ptr, key_index_ptr, mask_ptr, value_offset, scale,
-    splits, tiles, first_key,
+    splits, tiles, first_key, longest,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, SEARCH: tl.constexpr, SPANS: tl.constexpr, MASKED: tl.constexpr,
@@ -74,6 +76,7 @@ def attention_kernel(
         # Ragged spans: which of them the program's tile belongs to.
         every = tl.arange(0, SPANS)
         counts = tl.load(rows_ptr + every, mask=every < spans, other=0).to(tl.int32)
+        counts = tl.where(counts <= longest, counts, 0)
         needed = (counts + rows_per_tile - 1) // rows_per_tile
         ends = tl.cumsum(needed, axis=0)
         span = tl.sum((ends <= tl.program_id(0)).to(tl.int32), axis=0)
@@ -82,7 +85,7 @@ def attention_kernel(
             return
         tile = tl.program_id(0) - tl.sum(tl.where(every == span, ends - needed, 0), axis=0)
     count = tl.load(rows_ptr + span)
-    if tile * rows_per_tile >= count:
+    if (tile * rows_per_tile >= count) | (count > longest):
         await_inputs(PDL)
         return
 
@@ -249,7 +252,7 @@ def plan_attention(
     unsplit = max(1, min(ragged, programs)) * shape.kv_heads
     wanted = min(sms // unsplit, MAX_SPLITS)
     block_n, stages = (64 if narrow else 32), 2
-    # All borders are where measurements changed sides on an H100 (docs/log.md).
+    # All borders are where measurements changed sides on an H100 or H200 (docs/log.md).
     if light:
         wanted = min(2 * sms // unsplit, LIGHT_SPLITS)
         stages = 4 if unsplit <= 3 * sms else 3
@@ -259,6 +262,8 @@ def plan_attention(
         elif roomy and block_m < 64 and wanted < 8 and unsplit < 6 * sms:
             block_n = 128
         stages = 3 if block_n < 128 or unsplit <= sms else 2
+        if roomy and block_m == 16 and wanted >= 8 and rows > spans:
+            stages = 4  # One row alone gains nothing by it.
     splits = max(1, min(wanted, -(-max_keys // block_n)))
     return AttentionPlan(
         block_m=block_m,
@@ -277,9 +282,11 @@ def span_attention(
     batch: FlatBatch,
     shape: AttentionShape,
     plan: AttentionPlan | None = None,
+    longest: int = NO_LIMIT,
 ) -> torch.Tensor:
     """q [N, heads, head_dim] bf16 or fp32, contiguous; kv [2, blocks, kv_heads, block_size,
-    head_dim] of the same dtype -> [N, heads, head_dim], unspecified for padding rows.
+    head_dim] of the same dtype -> [N, heads, head_dim], unspecified for padding rows and for
+    spans of more than ``longest`` rows.
 
     Scores and softmax are fp32; in bf16 the weights are rounded before they meet the values.
     Rows of one span are neighbours, in the order of their keys. ``head_dim`` up to 256.
@@ -290,7 +297,7 @@ def span_attention(
         plan = plan_attention(
             rows,
             entries,
-            spans.max_rows,
+            min(spans.max_rows, longest),
             batch.max_keys,
             shape,
             processors(q.device),
@@ -304,7 +311,7 @@ def span_attention(
         part = q.new_empty((*size, shape.head_dim), dtype=torch.float32)
         lse = q.new_empty(size, dtype=torch.float32)
     width = next_power_of_2(shape.head_dim, 16)
-    _launch(q, kv, out, part, lse, spans, batch, shape, plan, width)
+    _launch(q, kv, out, part, lse, spans, batch, shape, plan, width, longest)
     if plan.splits > 1:
         combine_kernel[(rows * shape.heads,)](
             part, lse, out, plan.splits,
@@ -325,12 +332,14 @@ def _launch(
     shape: AttentionShape,
     plan: AttentionPlan,
     width: int,
+    longest: int,
 ) -> None:
     entries = spans.rows.shape[0]
     attention_kernel[(plan.programs, shape.kv_heads, plan.splits)](
         q, kv, out, part, lse, spans.first_row, spans.rows, spans.slot, entries,
         batch.block_tables, batch.block_tables.stride(0), batch.span_start, batch.key_index,
         batch.mask, kv.stride(0), shape.scale * LOG2_E, plan.splits, plan.tiles, batch.first_key,
+        longest,
         shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3], width,
         plan.block_m, plan.block_n, plan.splits > 1, not plan.tiles,
         1 if plan.tiles else next_power_of_2(entries),

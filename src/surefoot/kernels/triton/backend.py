@@ -28,6 +28,7 @@ from surefoot.kernels.triton.matmul import matmul, multiply
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, plan_for
 from surefoot.kernels.triton.moves import move_keys
 from surefoot.kernels.triton.norm import add_rms_norm, rms_norm, sum_add_rms_norm
+from surefoot.kernels.triton.prompt_attention import prompt_attention, tiles_of
 from surefoot.kernels.triton.qkv import fits, project_qkv
 from surefoot.kernels.triton.rope_kv import rope_and_write
 from surefoot.kernels.triton.slots import lay_out
@@ -170,7 +171,8 @@ class TritonBackend(Backend):
             normed = rms_norm(x, weights.input_norm, weights.eps)
         else:
             normed = inputs.to(self.dtype).contiguous()
-        x, hidden = self._up_to_down(weights, x, normed, batch, kv, rope)
+        tiles = tiles_of(batch, weights.shape, kv)
+        x, hidden = self._up_to_down(weights, x, normed, batch, kv, rope, tiles)
         return weights.down.added(hidden, x)
 
     def layer_and_head(
@@ -187,7 +189,8 @@ class TritonBackend(Backend):
         """As the base class, but the end of the layer is one kernel with the norm."""
         x = x.to(self.dtype).contiguous()
         normed = inputs.to(self.dtype).contiguous()
-        x, hidden = self._up_to_down(weights, x, normed, batch, kv, rope)
+        tiles = tiles_of(batch, weights.shape, kv)
+        x, hidden = self._up_to_down(weights, x, normed, batch, kv, rope, tiles)
         x, normed = weights.down.added_normed(hidden, x, (norm, weights.eps))
         return x, head.wide(normed)
 
@@ -203,11 +206,15 @@ class TritonBackend(Backend):
         """As the base class, but the end of a layer is one kernel with the norm of the next."""
         features: dict[int, torch.Tensor] = {}
         x = x.to(self.dtype).contiguous()
-        normed = rms_norm(x, weights[0].input_norm, weights[0].eps) if weights else x
+        normed, tiles = x, None
+        if weights:
+            normed = rms_norm(x, weights[0].input_norm, weights[0].eps)
+            # Layers are alike.
+            tiles = tiles_of(batch, weights[0].shape, kv[0])
         for index, layer in enumerate(weights):
             if index in capture:
                 features[index] = x
-            x, hidden = self._up_to_down(layer, x, normed, batch, kv[index], rope)
+            x, hidden = self._up_to_down(layer, x, normed, batch, kv[index], rope, tiles)
             if index + 1 < len(weights):
                 following = weights[index + 1]
                 norm = following.input_norm, following.eps
@@ -226,6 +233,7 @@ class TritonBackend(Backend):
         batch: FlatBatch,
         kv: torch.Tensor,
         rope: RopeTable,
+        tiles: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer short of its last product: (residual stream, what ``down`` multiplies)."""
         norms = None
@@ -237,8 +245,11 @@ class TritonBackend(Backend):
             q = project_qkv(normed, qkv.weight, qkv.bias, kv, batch, shape, rope, norms, eps)
         else:
             q = rope_and_write(qkv(normed), kv, batch, shape, rope, norms, eps)
-        attended = span_attention(q, kv, batch, shape).flatten(1)
-        x, normed = weights.o.added_normed(attended, x, (weights.post_norm, eps))
+        if tiles is None:
+            attended = span_attention(q, kv, batch, shape)
+        else:
+            attended = prompt_attention(q, kv, batch, shape, tiles)
+        x, normed = weights.o.added_normed(attended.flatten(1), x, (weights.post_norm, eps))
         return x, weights.gate_up.gated(normed)
 
     def write_keys(

@@ -3,8 +3,7 @@
 ``split``: the rows that the host gave go to the most likely drafts. ``learn``: earlier offers are
 judged by the new tokens, and the next ones taken in. ``keep``: each request's best offer, its
 chances and the round's report. One program a span; twins: ``fill_rows`` and ``Controller`` in
-``speculation.controller``, ``AcceptanceEstimator``, and the torch path of
-``speculation.replay.ReplayRound``.
+``speculation.controller``, ``AcceptanceEstimator`` and ``speculation.books.OfferBooks``.
 
 What all requests teach is added up in ``news`` and entered by the next round's ``split``, so that
 programs need not wait for each other.
@@ -12,29 +11,44 @@ programs need not wait for each other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton.language as tl
 
-from surefoot.kernels.rounds import RoundVerdict
+from surefoot.kernels.rounds import RoundSpans, RoundVerdict
 from surefoot.kernels.triton.launch import jit, next_power_of_2
 
 COMPARED = 8192
 """Pairs of drafts that a program compares at a time."""
 
 
-@jit(do_not_specialize=["spans", "rows"])
+@jit
+def known_rows(slots, quota, length_ptr, computed_ptr, alive_ptr, mask):
+    """(Rows of known tokens, whether the current token is among them, whether it is all) of spans;
+    ``mask``: which there are."""
+    missing = tl.load(length_ptr + slots, mask=mask, other=1)
+    missing -= tl.load(computed_ptr + slots, mask=mask, other=0)
+    known = tl.minimum(quota, missing) * tl.load(alive_ptr + slots, mask=mask, other=0)
+    samples = (known == missing) & (known > 0)
+    return known, samples, samples & (missing == 1)
+
+
+@jit(do_not_specialize=["spans", "rows", "sampled_rows"])
 def split_kernel(
-    slots_ptr, spans, idle, alive_ptr, chance_ptr, token_ptr, width,
-    history_ptr, history_stride, length_ptr, rows, known_ptr, drafts_ptr,
+    slots_ptr, quota_ptr, spans, idle, alive_ptr, computed_ptr, chance_ptr, token_ptr, width,
+    history_ptr, history_stride, length_ptr, rows, sampled_rows,
+    known_ptr, drafts_ptr, samples_ptr,
     all_ptr, news_ptr, entries, decay_log2,
     DRAFTS: tl.constexpr, SPANS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``all`` and ``news``: float32 [4, entries], as ``AcceptanceEstimator`` has them."""
     span = tl.program_id(0)
     slot = tl.load(slots_ptr + span)
-    known = tl.load(alive_ptr + slot)
+    quota = tl.load(quota_ptr + span)
+    known, samples, alone = known_rows(slot, quota, length_ptr, computed_ptr, alive_ptr, slot >= 0)
     if span == 0:
         for base in range(0, entries, BLOCK):
             entry = base + tl.arange(0, BLOCK)
@@ -50,19 +64,28 @@ def split_kernel(
     drafts = tl.zeros([], tl.int64)
     if DRAFTS:
         others = tl.arange(0, SPANS)
-        seated = tl.load(slots_ptr + others, mask=others < spans, other=0)
-        living = tl.load(alive_ptr + seated, mask=others < spans, other=0)
-        room = rows - tl.sum(living, axis=0)
+        there = others < spans
+        other_slots = tl.load(slots_ptr + others, mask=there, other=0)
+        quotas = tl.load(quota_ptr + others, mask=there, other=0)
+        needed, sampled, unused = known_rows(
+            other_slots, quotas, length_ptr, computed_ptr, alive_ptr, there
+        )
+        room = rows - tl.sum(needed, axis=0)
+        room = tl.minimum(room, sampled_rows - tl.sum(sampled.to(tl.int64), axis=0))
         step = tl.arange(0, WIDTH)
         mine = tl.load(chance_ptr + slot * width + step, mask=step < width, other=0.0)
-        mine = mine * known
+        mine = tl.where(alone, mine, 0.0)
         before = tl.zeros([WIDTH], tl.int32)
         for base in range(0, spans * width, BLOCK):
             flat = base + tl.arange(0, BLOCK)
             inside = flat < spans * width
             owner = tl.load(slots_ptr + flat // width, mask=inside, other=0)
+            share = tl.load(quota_ptr + flat // width, mask=inside, other=0)
+            has_known, has_sample, drafting = known_rows(
+                owner, share, length_ptr, computed_ptr, alive_ptr, inside
+            )
             chance = tl.load(chance_ptr + owner * width + flat % width, mask=inside, other=0.0)
-            chance *= tl.load(alive_ptr + owner, mask=inside, other=0)
+            chance = tl.where(drafting, chance, 0.0)
             earlier = flat[None, :] < (span * width + step)[:, None]
             ahead = chance[None, :] > mine[:, None]
             ahead = ahead | ((chance[None, :] == mine[:, None]) & earlier)
@@ -75,6 +98,7 @@ def split_kernel(
         tl.store(text, token, mask=(step < width) & (slot != idle))
     tl.store(known_ptr + span, known)
     tl.store(drafts_ptr + span, drafts)
+    tl.store(samples_ptr + span, samples.to(tl.int64))
 
 
 @jit(
@@ -156,7 +180,7 @@ def brought_up(all_ptr, news_ptr, place, forget, inside):
 
 @jit
 def keep_kernel(
-    slots_ptr, idle, slots, proposers,
+    slots_ptr, going_ptr, idle, slots, proposers, awake,
     token_ptr, token_length_ptr, confidence_ptr, hits_ptr, trials_ptr, all_ptr, news_ptr,
     entries, decay_log2, least_prior, largest_prior, least, width,
     kept_token_ptr, kept_chance_ptr, kept_length_ptr, kept_proposer_ptr,
@@ -164,9 +188,11 @@ def keep_kernel(
     KEEP: tl.constexpr, BINS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """``token``, ``hits`` and the like: [proposers, slots, ...]; ``all`` and ``news``: four parts,
-    each [proposers, BINS, width]."""
+    each [proposers, BINS, width]. Bit i of ``awake``: proposer i made offers in this round. The
+    report's columns are those of ``speculation.books.ReportColumns``."""
     span = tl.program_id(0)
     slot = tl.load(slots_ptr + span)
+    going = tl.load(going_ptr + span)
     step = tl.arange(0, WIDTH)
     inside = step < width
     row_ptr = report_ptr + span * columns
@@ -179,19 +205,22 @@ def keep_kernel(
     tl.store(row_ptr + 4, tl.load(kept_proposer_ptr + slot).to(tl.int32))
     last = tl.load(tokens_ptr + span * (width + 1) + width)
     sampled = tl.load(tokens_ptr + span * (width + 1) + step, mask=inside, other=0)
-    tl.store(row_ptr + 6 + step, sampled.to(tl.int32), mask=inside)
-    tl.store(row_ptr + 6 + width, last.to(tl.int32))
+    tl.store(row_ptr + 7 + step, sampled.to(tl.int32), mask=inside)
+    tl.store(row_ptr + 7 + width, last.to(tl.int32))
     if slot != idle:
         alive = tl.load(alive_ptr + slot)
         tl.store(alive_ptr + slot, tl.where(end == 0, alive, 0))
     length = tl.zeros([], tl.int64)
+    whose = tl.zeros([], tl.int64)
     chances = tl.zeros([WIDTH], tl.float32)
+    token = tl.zeros([WIDTH], tl.int64)
     if KEEP:
         best = tl.zeros([], tl.float32) - 1.0
-        whose = tl.zeros([], tl.int64)
         for index in range(0, proposers):
             place = index * slots + slot
             size = tl.load(token_length_ptr + place)
+            size = tl.where(((awake >> index) & 1) != 0, size, 0)
+            tl.store(token_length_ptr + place, size, mask=slot != idle)
             sure = tl.load(confidence_ptr + place * width + step, mask=inside, other=0.0)
             bins = tl.minimum(tl.maximum((sure * BINS).to(tl.int64), 0), BINS - 1)
             shared = (index * BINS + bins) * width + step
@@ -214,7 +243,7 @@ def keep_kernel(
             kept = tl.where(offered, tl.maximum(found, least), 0.0)
             chances = tl.where(better, kept, chances)
             best = tl.maximum(total, best)
-        if slot != idle:
+        if going != idle:
             token = tl.load(token_ptr + (whose * slots + slot) * width + step, mask=inside, other=0)
             tl.store(kept_token_ptr + slot * width + step, token, mask=inside)
             tl.store(kept_chance_ptr + slot * width + step, chances, mask=inside)
@@ -230,8 +259,10 @@ def keep_kernel(
         tl.store(kept_chance_ptr + slot * width + step, chances, mask=inside)
         tl.store(kept_length_ptr + slot, length)
     tl.store(row_ptr + 5, length.to(tl.int32))
+    tl.store(row_ptr + 6, whose.to(tl.int32))
     bits = chances.to(tl.int32, bitcast=True)
-    tl.store(row_ptr + 7 + width + step, bits, mask=inside)
+    tl.store(row_ptr + 8 + width + step, bits, mask=inside)
+    tl.store(row_ptr + 8 + 2 * width + step, token.to(tl.int32), mask=inside)
 
 
 def width_of(drafts: int) -> int:
@@ -241,30 +272,31 @@ def width_of(drafts: int) -> int:
 
 def split(
     slots: torch.Tensor,
-    idle: int,
-    alive: torch.Tensor,
+    quota: torch.Tensor,
+    state: Any,
     chances: torch.Tensor,
     tokens: torch.Tensor,
-    history: torch.Tensor,
-    length: torch.Tensor,
     rows: int,
+    sampled_rows: int,
     all_seen: torch.Tensor,
     news: torch.Tensor,
     decay_log2: float,
     drafting: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``slots`` int64 [B]; by slot: ``alive`` int64, ``chances`` float32 and ``tokens`` int64
-    [slots, K]. ``all_seen`` and ``news`` float32 [4, …]. Returns (known, drafts) int64 [B] and puts
-    the offers behind the committed tokens."""
+) -> RoundSpans:
+    """``slots`` and ``quota`` int64 [B]; ``state``: a ``SlotState``; by slot, ``chances`` float32
+    and ``tokens`` int64 [slots, K]. ``all_seen`` and ``news`` float32 [4, …]. Puts the offers
+    behind the committed tokens."""
     spans, width = slots.shape[0], max(chances.shape[1], 1)
-    known, drafts = torch.empty_like(slots), torch.empty_like(slots)
+    known, drafts, samples = (torch.empty_like(slots) for _ in range(3))
+    history = state.history
     split_kernel[(spans,)](
-        slots, spans, idle, alive, chances, tokens, width, history, history.stride(0), length,
-        rows, known, drafts, all_seen, news, all_seen.numel() // 4, decay_log2,
+        slots, quota, spans, state.idle_slot, state.alive, state.computed, chances, tokens, width,
+        history, history.stride(0), state.length, rows, sampled_rows, known, drafts, samples,
+        all_seen, news, all_seen.numel() // 4, decay_log2,
         drafting, next_power_of_2(spans), width_of(width), COMPARED // width_of(width),
         num_warps=4,
     )  # fmt: skip
-    return known, drafts
+    return RoundSpans(slots, known, drafts, samples)
 
 
 @dataclass(frozen=True)
@@ -331,16 +363,17 @@ def keep(
     verdict: RoundVerdict,
     drafts: torch.Tensor,
     alive: torch.Tensor,
-    keeping: bool,
+    awake: Sequence[int],
 ) -> None:
     """Choose among the proposers' ``offers`` (tokens [P, slots, K], lengths [P, slots], confidence
     [P, slots, K]) into ``kept`` (tokens, chances, lengths, proposer), mark ends in ``alive``, and
-    write ``report`` int32 [B, 7 + 2 K]. Without ``keeping`` drop what is on offer instead."""
+    write ``report`` int32 [B, 8 + 3 K]. Offers of proposers that are not ``awake`` are dropped."""
     proposers, count, bins, width = hits.shape
     keep_kernel[(slots.shape[0],)](
-        slots, idle, count, proposers, *offers, hits, trials, all_seen, news,
+        slots, verdict.going, idle, count, proposers, sum(1 << index for index in awake),
+        *offers, hits, trials, all_seen, news,
         all_seen.numel() // 4, decay_log2, *prior_range, least, width,
         *kept, report, report.stride(0),
         verdict.counts, verdict.accepted, verdict.ends, drafts, verdict.tokens, alive,
-        keeping, bins, width_of(width), num_warps=1,
+        bool(awake), bins, width_of(width), num_warps=1,
     )  # fmt: skip

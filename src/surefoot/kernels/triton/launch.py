@@ -54,6 +54,13 @@ def _count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def hopper(device: torch.device) -> bool:
+    """Whether ``device`` has the matrix instructions of warpgroups (``wgmma``), which neither older
+    nor younger ones have."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def interpreted() -> bool:
     """Whether kernels defined from now on run in Triton's interpreter, on CPU tensors."""
     return bool(knobs.runtime.interpret)

@@ -51,10 +51,10 @@ def ancestors(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return masks, depths
 
 
-@jit(do_not_specialize=["spans", "rows", "first_decoding"])
+@jit(do_not_specialize=["spans", "rows"])
 def node_rows_kernel(
     first_row_ptr, span_rows_ptr, spans, position_ptr, tree_mask_ptr, tree_depth_ptr, width,
-    owner_ptr, offset_ptr, depth_ptr, new_position_ptr, mask_ptr, rows, first_decoding,
+    owner_ptr, offset_ptr, depth_ptr, new_position_ptr, mask_ptr, rows, drafts_ptr,
     SPANS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -67,15 +67,15 @@ def node_rows_kernel(
     owner = tl.maximum(tl.minimum(owner, spans - 1), 0)
     offset = index - at(first, owner, SPANS)
     place = owner * width + tl.minimum(offset, width - 1)
-    decoding = owner >= first_decoding
-    depth = tl.where(decoding, tl.load(tree_depth_ptr + place), offset)
+    in_tree = tl.load(drafts_ptr + owner) > 0
+    depth = tl.where(in_tree, tl.load(tree_depth_ptr + place), offset)
     inside = row < rows
     position = tl.load(position_ptr + row, mask=inside, other=0)
     tl.store(owner_ptr + row, owner, mask=inside)
     tl.store(offset_ptr + row, offset, mask=inside)
     tl.store(depth_ptr + row, depth, mask=inside)
     tl.store(new_position_ptr + row, position - offset + depth, mask=inside)
-    mask = tl.where(decoding, tl.load(tree_mask_ptr + place), -1)
+    mask = tl.where(in_tree, tl.load(tree_mask_ptr + place), -1)
     tl.store(mask_ptr + row, mask, mask=inside)
 
 
@@ -85,15 +85,16 @@ def node_rows(
     positions: torch.Tensor,
     masks: torch.Tensor,
     depths: torch.Tensor,
-    first_decoding: int,
+    drafts: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """``first_row`` and ``span_rows`` int64 [B], ``positions`` int64 [N] of chains, ``masks`` and
-    ``depths`` int64 [B, K + 1] -> (owner, offset, depth, position, mask), int64 [N] each."""
+    ``depths`` int64 [B, K + 1], ``drafts`` int64 [B]: those verified (none: no tree) -> (owner,
+    offset, depth, position, mask), int64 [N] each."""
     rows, spans = positions.shape[0], first_row.shape[0]
     out = tuple(positions.new_empty(rows) for _ in range(5))
     node_rows_kernel[(cdiv(rows, TILE),)](
         first_row, span_rows, spans, positions, masks, depths, masks.shape[1],
-        *out, rows, first_decoding, next_power_of_2(spans), TILE, num_warps=1,
+        *out, rows, drafts, next_power_of_2(spans), TILE, num_warps=1,
     )  # fmt: skip
     return out
 
@@ -156,10 +157,10 @@ def walk(
     return lengths, rows, out
 
 
-@jit(do_not_specialize=["rows", "spans", "first_decoding"])
+@jit(do_not_specialize=["rows", "spans"])
 def settle_kernel(
     owner_ptr, offset_ptr, depth_ptr, parent_ptr, path_ptr, length_ptr, width,
-    first_row_ptr, count_ptr, key_index_ptr, row_slot_ptr, rows, spans, first_decoding,
+    first_row_ptr, count_ptr, key_index_ptr, row_slot_ptr, rows, spans, drafts_ptr,
     new_key_ptr, new_slot_ptr, before_ptr, last_ptr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Programs: tiles of rows, then tiles of spans."""
@@ -170,17 +171,17 @@ def settle_kernel(
         owner = tl.load(owner_ptr + row, mask=inside, other=0)
         offset = tl.load(offset_ptr + row, mask=inside, other=0)
         depth = tl.load(depth_ptr + row, mask=inside, other=0)
-        decoding = owner >= first_decoding
+        in_tree = tl.load(drafts_ptr + owner) > 0
         on_path = tl.load(path_ptr + owner * width + tl.minimum(depth, width - 1)) == offset
         on_path = on_path & (depth <= tl.load(length_ptr + owner))
         slot = tl.load(row_slot_ptr + row, mask=inside, other=-1)
         key = tl.load(key_index_ptr + row, mask=inside, other=0)
         draft = tl.minimum(tl.maximum(offset, 1), width - 1) - 1
         parent = tl.load(parent_ptr + owner * (width - 1) + draft)
-        parent = tl.where(decoding, parent, offset - 2)
+        parent = tl.where(in_tree, parent, offset - 2)
         before = tl.where(offset > 0, tl.load(first_row_ptr + owner) + parent + 1, -1)
         tl.store(new_key_ptr + row, key - offset + depth, mask=inside)
-        tl.store(new_slot_ptr + row, tl.where(on_path | ~decoding, slot, -1), mask=inside)
+        tl.store(new_slot_ptr + row, tl.where(on_path | ~in_tree, slot, -1), mask=inside)
         tl.store(before_ptr + row, before, mask=inside)
     else:
         span = (tile - row_tiles) * TILE + tl.arange(0, TILE)
@@ -188,7 +189,8 @@ def settle_kernel(
         tail = tl.maximum(tl.load(count_ptr + span, mask=inside, other=0) - 1, 0)
         place = span * width + tl.minimum(tail, width - 1)
         end = tl.load(path_ptr + place, mask=inside, other=0)
-        end = tl.where(span >= first_decoding, end, tail)
+        grown = tl.load(drafts_ptr + span, mask=inside, other=0)
+        end = tl.where(grown > 0, end, tail)
         first = tl.load(first_row_ptr + span, mask=inside, other=0)
         tl.store(last_ptr + span, first + end, mask=inside)
 
@@ -201,17 +203,17 @@ def settle(
     counts: torch.Tensor,
     key_index: torch.Tensor,
     row_slot: torch.Tensor,
-    first_decoding: int,
+    drafts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``rows``: owner, offset and depth int64 [N]; ``path``: lengths [B] and rows [B, K + 1];
-    ``counts`` int64 [B]: positions settled -> (key index, slot, row before), int64 [N] each, and
-    the last settled row int64 [B]."""
+    ``counts`` int64 [B]: positions settled; ``drafts`` int64 [B] as in ``node_rows`` -> (key
+    index, slot, row before), int64 [N] each, and the last settled row int64 [B]."""
     total, spans = key_index.shape[0], first_row.shape[0]
     out = [torch.empty_like(key_index) for _ in range(3)]
     last = torch.empty_like(first_row)
     settle_kernel[(cdiv(total, TILE) + cdiv(spans, TILE),)](
         *rows, parents.contiguous(), path[1].contiguous(), path[0], path[1].shape[1],
-        first_row, counts, key_index, row_slot, total, spans, first_decoding,
+        first_row, counts, key_index, row_slot, total, spans, drafts,
         *out, last, TILE, num_warps=1,
     )  # fmt: skip
     return out[0], out[1], out[2], last

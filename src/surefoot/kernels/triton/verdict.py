@@ -13,7 +13,8 @@ from surefoot.kernels.triton.launch import PLAN, jit, next_power_of_2
 def verdict_kernel(
     slots_ptr, known_ptr, drafts_ptr, samples_ptr, first_sample_ptr, sampled_ptr, sampled_rows,
     history_ptr, history_stride, length_ptr, computed_ptr, limit_ptr, stop_ids_ptr, stops,
-    token_ptr, accepted_ptr, count_ptr, end_ptr, first_ptr, settled_ptr, max_drafts,
+    token_ptr, accepted_ptr, count_ptr, end_ptr, first_ptr, settled_ptr, going_ptr, nobody,
+    max_drafts,
     WIDTH: tl.constexpr, STOPS: tl.constexpr,
 ):  # fmt: skip
     span = tl.program_id(0)
@@ -52,6 +53,8 @@ def verdict_kernel(
     after = tl.where(kept > 0, length + kept - 1, computed + known)
     tl.store(first_ptr + span, computed)
     tl.store(settled_ptr + span, tl.where(known > 0, after - computed, 0))
+    going = tl.where((kept > 0) & (code == 0), slot, nobody)
+    tl.store(going_ptr + span, going.to(tl.int64))
     if known > 0:
         tl.store(text, token, mask=step < kept)
         tl.store(length_ptr + slot, length + kept)
@@ -75,13 +78,13 @@ def judge_and_advance(
     computed."""
     entries = spans.slots.shape[0]
     tokens = history.new_empty((entries, max_drafts + 1))
-    outcome = [history.new_empty(entries) for _ in range(5)]
+    outcome = [history.new_empty(entries) for _ in range(6)]
     stops = stop_ids.shape[1]
     verdict_kernel[(entries,)](
         spans.slots, spans.known, spans.drafts, spans.samples,
         first_sample, sampled, sampled.shape[0],
         history, history.stride(0), length, computed, limit, stop_ids, stops,
-        tokens, *outcome, max_drafts,
+        tokens, *outcome, history.shape[0] - 1, max_drafts,
         next_power_of_2(max_drafts + 1), next_power_of_2(stops), num_warps=1,
     )  # fmt: skip
     return RoundVerdict(tokens, *outcome)

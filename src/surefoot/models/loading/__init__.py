@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from surefoot.models.loading.checkpoint import Checkpoint, load_checkpoint
+    from surefoot.models.loading.stored import prune, stored_entries
     from surefoot.models.loading.summary import (
         inspect_model,
         list_local_models,
@@ -24,7 +25,9 @@ _HOMES = {
     "list_local_models": "summary",
     "load_checkpoint": "checkpoint",
     "load_tokenizer": "tokenizer_source",
+    "prune": "stored",
     "read_model_config": "summary",
+    "stored_entries": "stored",
 }
 
 __all__ = [
@@ -35,7 +38,9 @@ __all__ = [
     "list_local_models",
     "load_checkpoint",
     "load_tokenizer",
+    "prune",
     "read_model_config",
+    "stored_entries",
 ]
 
 

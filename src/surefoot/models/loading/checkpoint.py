@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from surefoot.cache import Progress
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Weight
 from surefoot.models.config import ModelConfig
-from surefoot.models.loading.cache import SAFETENSORS_TYPES, Progress, cached_dense
+from surefoot.models.loading.converted import SAFETENSORS_TYPES, cached_dense
 from surefoot.models.loading.gguf_config import read_gguf_config
 from surefoot.models.loading.gguf_container import GgufFile
 from surefoot.models.loading.gguf_file import DENSE_KINDS, open_gguf_weights

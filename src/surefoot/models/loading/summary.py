@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from surefoot.cache import Progress
 from surefoot.errors import SurefootError
 from surefoot.models.config import ModelConfig, RopeScaling
-from surefoot.models.loading.cache import Progress
 from surefoot.models.loading.embedded import EMBEDDED
 from surefoot.models.loading.gguf_config import read_gguf_config
 from surefoot.models.loading.gguf_container import GgufFile
@@ -19,6 +18,7 @@ from surefoot.models.loading.gguf_file import canonical_name
 from surefoot.models.loading.gguf_tokenizer import read_gguf_tokenizer
 from surefoot.models.loading.hf_config import read_hf_config
 from surefoot.models.loading.hf_tokenizer import read_hf_tokenizer
+from surefoot.models.loading.hub import hub_caches, repository_name
 from surefoot.models.loading.resolve import resolve_model
 from surefoot.models.loading.safetensors_dir import read_safetensors_header, weight_files
 from surefoot.models.loading.tokenizer import Tokenizer
@@ -67,32 +67,33 @@ def read_model_config(model: str, progress: Progress | None = None) -> ModelConf
 
 def list_local_models() -> list[dict[str, Any]]:
     """Models that can be named without a path: the embedded ones, then those of supported
-    architectures in the Hugging Face cache. Each has ``name``, ``kind`` (``embedded`` or
-    ``hub``), ``local`` (already on this machine) and ``path``."""
+    architectures that came from the Hugging Face hub. Each has ``name``, ``kind`` (``embedded`` or
+    ``hub``), ``local`` (already on this machine), ``path`` and ``bytes``."""
     models: list[dict[str, Any]] = []
     for name, embedded in EMBEDDED.items():
-        local = embedded.path.is_file()
-        path = str(embedded.path) if local else None
-        models.append({"name": name, "kind": "embedded", "local": local, "path": path})
-    for folder in sorted(_hub_cache().glob("models--*--*/snapshots/*")):
+        models.append(_model(name, "embedded", embedded.path if embedded.is_here else None))
+    for cache in hub_caches():
         try:
-            read_hf_config(folder)
-            weight_files(folder)
-        except SurefootError:
-            continue
-        name = folder.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
-        models.append({"name": name, "kind": "hub", "local": True, "path": str(folder)})
+            folders = sorted(cache.glob("models--*--*/snapshots/*"))
+        except OSError as error:
+            raise SurefootError("HF_HOME", f"{cache} cannot be read: {error.strerror}") from error
+        for folder in folders:
+            try:
+                read_hf_config(folder)
+                weight_files(folder)
+            except SurefootError:
+                continue
+            models.append(_model(repository_name(folder.parent.parent), "hub", folder))
     return models
 
 
-def _hub_cache() -> Path:
-    """Where huggingface_hub keeps repositories, found without its slow import."""
-    direct = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    if direct:
-        return Path(direct).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    default = (Path(shared) if shared else Path.home() / ".cache") / "huggingface"
-    return Path(os.environ.get("HF_HOME") or default).expanduser() / "hub"
+def _model(name: str, kind: str, path: Path | None) -> dict[str, Any]:
+    facts = {"name": name, "kind": kind, "local": path is not None}
+    if path is None:
+        return {**facts, "path": None, "bytes": None}
+    # The files of the hub's snapshots are links to where they lie.
+    files = [path] if path.is_file() else filter(Path.is_file, path.rglob("*"))
+    return {**facts, "path": str(path), "bytes": sum(file.stat().st_size for file in files)}
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surefoot.models.loading.cache_folder import Progress
+from surefoot.cache import Progress
 from surefoot.models.loading.gguf_container import GgufFile
 from surefoot.models.loading.gguf_tokenizer import read_gguf_tokenizer
 from surefoot.models.loading.hf_tokenizer import read_hf_tokenizer

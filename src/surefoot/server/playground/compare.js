@@ -6,6 +6,8 @@ import { askForKey, requestFields, systemMessages } from "./settings.js";
 
 const $ = (id) => document.getElementById(id);
 const LARGEST_SEED = 2 ** 31;
+// Two runs of the same work differ by this much even on a quiet machine.
+const NOISE = 0.05;
 
 export class Compare {
   constructor() {
@@ -94,18 +96,27 @@ function judge(plain, drafted) {
   if (stopped) {
     return say("stopped", `Stopped. The first ${shared} tokens, which both have, are identical.`);
   }
-  say("same", `Identical: the same ${shared} tokens. ${speeds(plain, drafted)}`);
+  const [kind, words] = speeds(plain.numbers, drafted.numbers);
+  say(kind, `Identical: the same ${shared} tokens. ${words}`);
 }
 
-function speeds(plain, drafted) {
-  const [slow, fast] = [plain.numbers.pace, drafted.numbers.pace];
-  if (slow === null || fast === null) return "Too short to compare speeds.";
-  const ratio = (fast / slow).toFixed(2);
-  return `With speculation ${ratio} times as fast (${slow.toFixed(0)} and ${fast.toFixed(0)} tok/s).`;
+/**
+ * How the speeds compare: a kind of verdict, and words. One pair of runs has no spread of its own,
+ * so a ratio near 1 counts as none.
+ */
+export function speeds(plain, drafted) {
+  const [slow, fast] = [plain.pace, drafted.pace];
+  if (slow === null || fast === null) return ["same", "Too short to compare speeds."];
+  const paces = `${slow.toFixed(0)} and ${fast.toFixed(0)} tok/s`;
+  if (!drafted.verified) return ["same", `No drafts verified, so both did the same work (${paces}).`];
+  const ratio = fast / slow;
+  if (Math.abs(ratio - 1) <= NOISE) return ["same", `About the same speed (${paces}).`];
+  const words = `With speculation ${ratio.toFixed(2)} times as fast in this one pair of runs (${paces}).`;
+  return [ratio > 1 ? "faster" : "same", words];
 }
 
 function say(kind, text) {
-  const mark = { same: "✓", different: "✗", stopped: "■" }[kind];
+  const mark = { faster: "✓", same: "✓", different: "✗", stopped: "■" }[kind];
   $("verdict").className = `verdict ${kind}`;
   $("verdict").textContent = `${mark} ${text}`;
   $("verdict").hidden = false;

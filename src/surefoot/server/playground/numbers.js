@@ -38,16 +38,21 @@ export class Numbers {
     return count > 0 && seconds > 0 ? count / seconds : null;
   }
 
+  /** Drafts that the model has checked. */
+  get verified() {
+    return this.speculation?.drafted ?? 0;
+  }
+
   draw() {
     if (this.firstAt === null) return;
-    const { rounds = 0, drafted = 0, accepted = 0, accepted_length = 0 } = this.speculation ?? {};
+    const { rounds = 0, accepted = 0, accepted_length = 0 } = this.speculation ?? {};
     const first = Math.round(this.firstAt - this.started);
     const cached = this.cached ? `, ${this.cached} prompt tokens cached` : "";
     const items = [
       ["tok/s", this.pace === null ? "–" : this.pace.toFixed(this.pace < 10 ? 1 : 0), "Tokens per second, from the first token on"],
       ["accepted length", rounds ? accepted_length.toFixed(2) : "–", "Tokens per round, the target's own included"],
-      drafted
-        ? ["drafts accepted", `${accepted} of ${drafted}`, "Of the drafts that were verified"]
+      this.verified
+        ? ["drafts accepted", `${accepted} of ${this.verified}`, "Of the drafts that were verified"]
         : ["drafts", "no", "None were verified"],
       ["tokens", `${this.tokens}`, `In ${rounds} rounds`],
       ["first token", `${first} ms`, `After the request${cached}`],

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import torch
 
 from surefoot.errors import SurefootError
+from surefoot.models.loading.hub import hub_cache_for
 from surefoot.models.loading.safetensors_dir import INDEX, SINGLE, weight_files
 
 PICKLED = "pytorch_model.bin"
@@ -50,8 +51,9 @@ def find_folder(path: str) -> Path:
         raise SurefootError("path", f"there is no folder {path!r}", "give a folder or org/name")
     from huggingface_hub import snapshot_download
 
+    cache = hub_cache_for(path)
     try:
-        return Path(snapshot_download(path, allow_patterns=_HUB_PATTERNS))
+        return Path(snapshot_download(path, allow_patterns=_HUB_PATTERNS, cache_dir=cache))
     except Exception as error:  # the hub's client lets through its HTTP library's exceptions
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise SurefootError(

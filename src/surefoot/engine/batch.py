@@ -1,0 +1,120 @@
+"""Who takes part in a round, and what follows from who they are. Host-side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from surefoot.kv.transaction import KVManager, Lease
+from surefoot.request import Request
+from surefoot.sampling.logprobs import width_for
+from surefoot.sampling.params import Features
+from surefoot.speculation.size import kind_of
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Requests, and what their rounds need on their account."""
+
+    requests: tuple[Request, ...]
+    leases: tuple[Lease, ...]
+    slots: tuple[int, ...]
+    kind: Features
+    proposers: tuple[int, ...]
+    """Those that some request allows, rising."""
+    draft_limit: int
+    """The largest of their own limits."""
+    logprobs: int | None
+    """The width of logprobs that serves all who want any."""
+    masked: bool
+    """Whether some have a grammar."""
+
+
+def group(
+    requests: Sequence[Request], kv: KVManager, names: Sequence[str], max_drafts: int
+) -> Group:
+    """``names``: of the loaded proposers; ``max_drafts``: the engine's limit."""
+    # Requests that come together often share these.
+    params = {id(request.params): request.params for request in requests}.values()
+    choices = {id(request.speculation): request.speculation for request in requests}.values()
+    scored = [each.logprobs for each in params if each.logprobs is not None]
+    limits = [
+        max_drafts if choice.max_draft_tokens is None else choice.max_draft_tokens
+        for choice in choices
+    ]
+    return Group(
+        requests=tuple(requests),
+        leases=tuple(kv.leases[request.request_id] for request in requests),
+        slots=tuple(request.slot for request in requests),
+        kind=Features.of(params),
+        proposers=tuple(i for i, name in enumerate(names) if any(c.allows(name) for c in choices)),
+        draft_limit=max(limits, default=0),
+        logprobs=width_for(max(scored)) if scored else None,
+        masked=any(request.grammar is not None for request in requests),
+    )
+
+
+def join(first: Group, second: Group) -> Group:
+    """Both, in this order."""
+    a, b = first.kind, second.kind
+    widths = [each for each in (first.logprobs, second.logprobs) if each is not None]
+    return Group(
+        requests=first.requests + second.requests,
+        leases=first.leases + second.leases,
+        slots=first.slots + second.slots,
+        kind=Features(
+            noise=a.noise or b.noise,
+            penalties=a.penalties or b.penalties,
+            bias=a.bias or b.bias,
+            min_tokens=a.min_tokens or b.min_tokens,
+            min_p=a.min_p or b.min_p,
+            top_k=max(a.top_k, b.top_k),
+            top_p=a.top_p or b.top_p,
+        ),
+        proposers=tuple(sorted({*first.proposers, *second.proposers})),
+        draft_limit=max(first.draft_limit, second.draft_limit),
+        logprobs=max(widths, default=None),
+        masked=first.masked or second.masked,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The spans of a round: prompt chunks first, then requests with a current token."""
+
+    group: Group
+    chunks: tuple[int, ...]
+    """Rows of each prompt chunk; the other spans have one row of known tokens."""
+    ending: int
+    """Of the chunks, those that reach the current token, so that the round samples for them."""
+
+    @property
+    def count(self) -> int:
+        return len(self.group.requests)
+
+    @property
+    def prompt_rows(self) -> int:
+        return sum(self.chunks)
+
+    @property
+    def decoding(self) -> int:
+        return self.count - len(self.chunks)
+
+    @property
+    def samples(self) -> int:
+        """Spans that sample."""
+        return self.decoding + self.ending
+
+    @property
+    def rows(self) -> int:
+        """Rows of known tokens."""
+        return self.prompt_rows + self.decoding
+
+    @property
+    def quota(self) -> list[int]:
+        return [*self.chunks, *[1] * self.decoding]
+
+    @property
+    def kind(self) -> Features:
+        """The recorded kind of sampling that serves all."""
+        return kind_of(self.group.kind)

@@ -1,0 +1,131 @@
+"""Records the rounds of an engine on a GPU when it starts, and measures them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from surefoot.engine.cuda_graphs import RecordedRounds
+from surefoot.engine.timing import contexts_to_time, made_up_requests
+from surefoot.sampling.params import Features
+from surefoot.speculation.costs import ExactCosts, Proposing
+from surefoot.speculation.decisions import NOTHING, Action
+from surefoot.speculation.recorded_costs import RecordedCosts, RecordedSize
+from surefoot.speculation.size import DRAWN, GREEDY, Size
+
+Curve = list[tuple[int, float]]
+"""(Tokens of every text, seconds), rising."""
+
+
+def actions_of(rounds: RecordedRounds, spans: int) -> list[Action]:
+    """What rounds of so many spans may propose with: nothing first, everything last."""
+    round_ = rounds.round
+    drafters = tuple(round_.drafters)
+    lookups = tuple(i for i in range(len(round_.proposers)) if i not in round_.drafters)
+    found: list[Action] = [NOTHING]
+    if lookups:
+        found.append((lookups, 0))
+    for depth in rounds.depths(spans) if drafters else ():
+        found += [(drafters, depth)] if lookups else []
+        found.append((tuple(sorted((*lookups, *drafters))), depth))
+    return found
+
+
+def decoding_sizes(
+    rounds: RecordedRounds, spans: int, kind: Features, action: Action
+) -> list[Size]:
+    """Rounds of so many spans that propose so, by rows; the first verifies no drafts."""
+    base = Size(spans, spans, spans, kind, *action)
+    if not rounds.round.proposers:
+        return [base]
+    return [
+        replace(base, rows=rows, samples=rows, verifies=rows > spans) for rows in rounds.rows(spans)
+    ]
+
+
+def prompt_sizes(
+    rounds: RecordedRounds, spans: int, kind: Features, action: Action, verifies: bool
+) -> list[Size]:
+    """Rounds with prompts, of so many spans."""
+    counts = rounds.prompt_samples(spans)
+    samples = counts[-1] if verifies else counts[0]
+    base = Size(spans, spans, samples, kind, *action, verifies=verifies)
+    return [replace(base, rows=rows) for rows in rounds.prompt_rows if rows > samples]
+
+
+def measure_recorded(rounds: RecordedRounds, blocks: int) -> RecordedCosts:
+    """Record the greedy rounds and time them. The rest is recorded in idle moments."""
+    times: dict[RecordedSize, Curve] = {}
+    saved: dict[Action, float] = {}
+    for spans in rounds.spans:
+        saved = _time_decoding(rounds, blocks, spans, times)
+        for action in saved:
+            rounds.wanted += decoding_sizes(rounds, spans, GREEDY, action)
+        rounds.wanted += decoding_sizes(rounds, spans, DRAWN, actions_of(rounds, spans)[-1])
+    costs = RecordedCosts(times, _time_prompts(rounds, blocks, saved))
+    rounds.choose = costs.size_for
+    return costs
+
+
+def _time_decoding(
+    rounds: RecordedRounds, blocks: int, spans: int, times: dict[RecordedSize, Curve]
+) -> dict[Action, float]:
+    """Time rounds of so many spans in which everybody proposes, by rows and context; what other
+    actions save is measured once, and returned."""
+    round_, actions = rounds.round, actions_of(rounds, spans)
+    sizes = decoding_sizes(rounds, spans, GREEDY, actions[-1])
+    curves: dict[int, Curve] = {size.rows: [] for size in sizes}
+    for context in contexts_to_time(round_, blocks, spans):
+        with made_up_requests(round_, blocks, context) as seat:
+            for size in sizes:
+                seconds = rounds.time(size, partial(seat, spans, 0), 2)
+                curves[size.rows].append((context, seconds))
+    saved: dict[Action, float] = {}
+    context, all_propose = curves[spans][0]
+    with made_up_requests(round_, blocks, context) as seat:
+        for proposers, steps in actions[:-1]:
+            size = replace(sizes[0], proposers=proposers, steps=steps)
+            seconds = rounds.time(size, partial(seat, spans, 0), 2)
+            saved[proposers, steps] = min(max(0.0, all_propose - seconds), 0.9 * all_propose)
+    for rows, curve in curves.items():
+        for action in actions:
+            less = saved.get(action, 0.0)
+            times[RecordedSize(spans, rows, rows, action)] = [
+                (context, max(seconds - less, 0.1 * seconds)) for context, seconds in curve
+            ]
+    return saved
+
+
+def _time_prompts(rounds: RecordedRounds, blocks: int, saved: dict[Action, float]) -> ExactCosts:
+    """Record rounds with prompts, and time them by rows. ``saved``: by action, of the rounds of
+    most spans without prompts."""
+    round_, most = rounds.round, rounds.prompt_spans[-1]
+    everything = actions_of(rounds, most)[-1]
+    plain: Curve = []
+    with made_up_requests(round_, blocks, 128) as seat:
+        seat(1, 0)
+        size = decoding_sizes(rounds, rounds.spans[0], GREEDY, everything)[0]
+        plain.append((1, rounds.time(size, partial(seat, 1, 0), 2)))
+        for spans in rounds.prompt_spans:
+            for verifies in (False, True) if round_.proposers else (False,):
+                for size in prompt_sizes(rounds, spans, GREEDY, everything, verifies):
+                    rounds.graph(size)
+                    if spans == most and not verifies:
+                        plain.append((size.rows, _time_chunk(rounds, seat, size)))
+            rounds.wanted += prompt_sizes(rounds, spans, GREEDY, NOTHING, False)
+    own = saved.get(NOTHING, 0.0)
+    rows, seconds = zip(*plain, strict=True)
+    proposing = {
+        index: Proposing(
+            max(own / len(round_.proposers) / max(1, round_.drafters.get(index, 1)), 1e-6),
+            longest=round_.drafters.get(index, 0),
+        )
+        for index in range(len(round_.proposers))
+    }
+    return ExactCosts(rows, [max(each - own, 0.1 * each) for each in seconds], proposing)
+
+
+def _time_chunk(rounds: RecordedRounds, seat: Callable[[int, int], None], size: Size) -> float:
+    chunk = min(size.rows, rounds.round.state.history.shape[1] * 3 // 4)
+    return rounds.time(size, partial(seat, 1, chunk), 1)

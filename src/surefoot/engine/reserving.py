@@ -1,0 +1,118 @@
+"""KV for what launched rounds may write, by slot: nothing is asked of a request that has enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from surefoot.engine.batch import Batch
+from surefoot.kv.transaction import KVManager, Transaction
+from surefoot.request import Request
+from surefoot.speculation.decisions import Decision
+from surefoot.speculation.state import SlotState
+
+AHEAD = 32
+"""Positions that are reserved at once, at least, so that not every launch has to."""
+ROUNDS = 8
+"""Rounds that these last for, at least."""
+PLENTY = 3
+"""How many times as many blocks have to be free, for that."""
+
+
+class Reservations:
+    """Makes blocks available for the longest spans that can result, and mirrors them to the
+    device."""
+
+    def __init__(self, kv: KVManager, state: SlotState, beyond: int) -> None:
+        """``beyond``: positions that a round may write behind the last a request may have. (A tree
+        no deeper than that can have more nodes.)"""
+        self.kv = kv
+        self.state = state
+        self.beyond = beyond
+        self.computed, self.reach, self.capacity, self.limit = np.zeros(
+            (4, state.slots), dtype=np.int64
+        )
+        """int64 [slots]: positions that are final; those that rounds in flight may write beyond
+        them; those that there are blocks for; those that there can be at most."""
+
+    def enter(self, requests: Sequence[Request]) -> None:
+        """Requests entered their slots."""
+        for request in requests:
+            slot = request.slot
+            self.reach[slot] = 0
+            self.computed[slot] = request.computed
+            self.limit[slot] = request.max_length + self.beyond
+        self._mirror(requests)
+
+    def _mirror(self, requests: Sequence[Request]) -> None:
+        leases, size = self.kv.leases, self.kv.block_size
+        pairs = [(request.slot, leases[request.request_id].blocks) for request in requests]
+        for slot, blocks in pairs:
+            self.capacity[slot] = len(blocks) * size
+        self.state.set_blocks(pairs)
+
+    def make(self, transaction: Transaction, batch: Batch, decision: Decision) -> np.ndarray | None:
+        """Reserve for a round of ``batch``; None if the pool has too little. Returns the positions
+        that it may write for each decoding request, int64 [decoding spans]."""
+        slots = np.array(batch.group.slots, dtype=np.int64)
+        chunks = len(batch.chunks)
+        rows = np.full(len(slots), 1 + (self.state.max_drafts if decision.drafts else 0))
+        rows[:chunks] = batch.chunks
+        before = self.computed[slots] + self.reach[slots]
+        needed = np.minimum(before + rows, self.limit[slots])
+        lacking = np.flatnonzero(needed > self.capacity[slots])
+        if len(lacking):
+            ahead = np.maximum(AHEAD, ROUNDS * rows[chunks:])
+            roomy = needed.copy()
+            roomy[chunks:] = np.minimum(before[chunks:] + ahead, self.limit[slots[chunks:]])
+            roomy = np.maximum(roomy, needed)
+            requests = [batch.group.requests[place] for place in lacking]
+            missing = -(-(roomy - self.capacity[slots])[lacking] // self.kv.block_size)
+            wanted = roomy if PLENTY * missing.sum() <= self.kv.pool.num_free else needed
+            positions = (wanted - self.computed[slots])[lacking].tolist()
+            names = (request.request_id for request in requests)
+            if not transaction.reserve(dict(zip(names, positions, strict=True))):
+                return None
+            self._mirror(requests)
+        return rows[chunks:]
+
+    def most_keys(self, batch: Batch, reach: np.ndarray) -> int:
+        """The most keys that a round of ``batch`` may see of a request, its own included."""
+        slots = np.array(batch.group.slots, dtype=np.int64)
+        rows = np.concatenate((np.array(batch.chunks, dtype=np.int64), reach))
+        keys = np.minimum(self.computed[slots] + self.reach[slots] + rows, self.limit[slots])
+        return int(keys.max())
+
+    def mean_length(self, batch: Batch) -> float:
+        """Tokens with KV of the requests of a batch, on average."""
+        return float(self.computed[list(batch.group.slots)].mean())
+
+    def launched(self, batch: Batch, reach: np.ndarray) -> None:
+        """A round of ``batch`` was launched: its prompt chunks count as computed."""
+        slots = np.array(batch.group.slots, dtype=np.int64)
+        chunks = len(batch.chunks)
+        self.computed[slots[:chunks]] += np.array(batch.chunks, dtype=np.int64)
+        self.reach[slots[chunks:]] += reach
+
+    def landed(self, batch: Batch, reach: np.ndarray) -> None:
+        """Its report was read, and the requests know what is final."""
+        decoding = batch.group.requests[len(batch.chunks) :]
+        slots = np.array([request.slot for request in decoding], dtype=np.int64)
+        running = slots >= 0
+        self.reach[slots[running]] -= reach[running]
+        computed = np.array([request.computed for request in decoding], dtype=np.int64)
+        self.computed[slots[running]] = computed[running]
+
+    def give_back(self, requests: Sequence[Request]) -> bool:
+        """With nothing in flight: release what ``requests`` hold beyond what is final. False if
+        there was nothing."""
+        before = self.kv.pool.num_free
+        for request in requests:
+            self.kv.give_back(self.kv.leases[request.request_id])
+        self._mirror(requests)
+        return self.kv.pool.num_free > before
+
+    def clear(self) -> None:
+        """Nothing is in flight any more."""
+        self.reach[:] = 0

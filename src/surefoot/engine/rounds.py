@@ -1,0 +1,250 @@
+"""Rounds as an engine launches them: how large they are, and where their reports go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from surefoot.engine.batch import Batch
+from surefoot.sampling.logprobs import RowLogprobs
+from surefoot.speculation.decisions import Action, Decision
+from surefoot.speculation.recorded_costs import RecordedSize
+from surefoot.speculation.round import Round
+from surefoot.speculation.size import Size
+
+ChooseSize = Callable[[int, int, Action, int, float], RecordedSize | None]
+"""(Requests, rows of prompts, action, drafts, tokens of every text) -> size."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a launched round will have told the host."""
+
+    rows: torch.Tensor
+    """int32 [spans, columns]: ``speculation.books.ReportColumns``."""
+    scores: torch.Tensor | None
+    """int32 [spans, n, columns], ``logprobs.pack``'s, where the round's size asks for logprobs."""
+    prompt_scores: list[RowLogprobs]
+    wait: Callable[[], None]
+    """Returns when all is there; raises what the device raises."""
+    seconds: Callable[[], float | None]
+    """What the round took on the device, once it is there; None: nobody measured it."""
+
+
+class Rounds:
+    """Calls each round with just the rows that it needs."""
+
+    recorded = False
+
+    def __init__(self, round_: Round) -> None:
+        self.round = round_
+        self.device = round_.state.device
+        self.width = round_.state.max_drafts
+        self.chunk_limit: Callable[[int], int] | None = None
+        """Requests that decode -> the most rows of prompt chunks beside them."""
+        self._copies = [_PinnedReport(round_) for _ in range(4)] if self._on_gpu else []
+        self._turn = 0
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def longest_chunk(self, decoding: int) -> int:
+        """The most rows of prompt chunks in a round in which so many requests decode."""
+        return 1 << 40 if self.chunk_limit is None else self.chunk_limit(decoding)
+
+    def size(self, batch: Batch, decision: Decision, context: float) -> Size:
+        """The size of a round of ``batch``, whose texts have ``context`` tokens each."""
+        drafts = min(decision.drafts, batch.decoding * self.width)
+        return Size(
+            spans=batch.count,
+            rows=batch.rows + drafts,
+            samples=batch.samples + drafts,
+            kind=batch.group.kind,
+            proposers=decision.proposers,
+            steps=decision.steps,
+            verifies=drafts > 0,
+            catches_up=self.catches_up(batch),
+            logprobs=batch.group.logprobs,
+            masked=batch.group.masked,
+        )
+
+    def catches_up(self, batch: Batch) -> bool:
+        """Whether drafters have to, if there are any."""
+        drafters = self.round.drafters
+        return not drafters or any(index in drafters for index in batch.group.proposers)
+
+    def launch(self, size: Size, keys: int, prompt_rows: torch.Tensor | None = None) -> Report:
+        """Run a round, or have a GPU run it behind those before. Arguments as ``Round``'s."""
+        if not self._on_gpu:
+            begun = time.perf_counter()
+            prompt_scores = self.run(size, keys, prompt_rows)
+            seconds = time.perf_counter() - begun
+            books, scores = self.round.books, _part(self.round.scores, size)
+            return Report(
+                books.report[: size.spans].clone(),
+                None if scores is None else scores.clone(),
+                prompt_scores,
+                _nothing,
+                lambda: seconds,
+            )
+        self._turn = (self._turn + 1) % len(self._copies)
+        copy = self._copies[self._turn]
+        copy.begun.record()
+        prompt_scores = self.run(size, keys, prompt_rows)
+        copy.ended.record()
+        return copy.take(size, prompt_scores)
+
+    def run(self, size: Size, keys: int, prompt_rows: torch.Tensor | None) -> list[RowLogprobs]:
+        """The round itself."""
+        return self.round(size, keys, prompt_rows)
+
+    def prepare(self) -> bool:
+        """Record one more round that may be needed, while nobody waits; False: none is left."""
+        return False
+
+    def forget(self) -> None:
+        """What rounds do has changed: record them anew."""
+
+
+class _PinnedReport:
+    """Where the report of one round in flight goes."""
+
+    def __init__(self, round_: Round) -> None:
+        self.round = round_
+        self.rows = torch.zeros_like(round_.books.report, device="cpu").pin_memory()
+        self.scores: torch.Tensor | None = None
+        """Made when first needed."""
+        self.begun, self.ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.copied = torch.cuda.Event()
+
+    def take(self, size: Size, prompt_scores: list[RowLogprobs]) -> Report:
+        rows = self.rows[: size.spans]
+        rows.copy_(self.round.books.report[: size.spans], non_blocking=True)
+        scores = _part(self.round.scores, size)
+        if scores is not None:
+            if self.scores is None:
+                count = self.round.scores.numel()
+                self.scores = torch.zeros(count, dtype=torch.int32).pin_memory()
+            # Dense on both sides: one copy, not one for every row.
+            target = self.scores[: scores.numel()].view(scores.shape)
+            scores = target.copy_(scores.contiguous(), non_blocking=True)
+        self.copied.record()
+        return Report(rows, scores, prompt_scores, self.copied.synchronize, self.seconds)
+
+    def seconds(self) -> float:
+        return self.begun.elapsed_time(self.ended) / 1000
+
+
+def _part(scores: torch.Tensor, size: Size) -> torch.Tensor | None:
+    """The part of ``scores`` that a round of ``size`` writes."""
+    if size.logprobs is None:
+        return None
+    return scores[: size.spans, :, : 2 + 2 * size.logprobs]
+
+
+def _nothing() -> None:
+    pass
+
+
+class PaddedRounds(Rounds):
+    """Rounds of few sizes, so that they can be recorded. Spans are padded to steps, rows to steps
+    that widen with the drafts a span, and with the rows of prompts. Here they are called."""
+
+    recorded = True
+
+    def __init__(self, round_: Round, most_rows: int) -> None:
+        """``most_rows``: known rows of a round."""
+        super().__init__(round_)
+        self.spans = span_counts(len(round_.slots))
+        self.prompt_spans = sorted({min(16, self.spans[-1]), self.spans[-1]})
+        """Spans of rounds with prompts."""
+        self.prompt_rows = prompt_row_counts(most_rows + len(round_.slots) * self.width)
+        self.longest = min(self.width, max(round_.drafters.values(), default=0))
+        """Most steps that a drafter drafts; 0 where there is none."""
+        self.choose: ChooseSize | None = None
+        """Finds the cheapest size of rounds without prompts; a larger one may cost less."""
+
+    def size(self, batch: Batch, decision: Decision, context: float) -> Size:
+        drafts = min(decision.drafts, batch.decoding * self.width)
+        if batch.prompt_rows:
+            return self._with_prompts(batch, decision, drafts)
+        spans = next(spans for spans in self.spans if spans >= batch.count)
+        base = self.base(spans, batch, decision, drafts > 0)
+        if not drafts:
+            return base
+        # A round of one row a span verifies no draft, even where some of its spans are empty.
+        wanted = max(batch.count + drafts, spans + 1)
+        rows = next((rows for rows in self.rows(spans) if rows >= wanted), self.rows(spans)[-1])
+        if self.choose is not None:
+            found = self.choose(batch.count, 0, decision.action, drafts, context)
+            rows = rows if found is None or found.spans != spans else found.rows
+        return replace(base, rows=rows, samples=rows)
+
+    def base(self, spans: int, batch: Batch, decision: Decision, verifies: bool) -> Size:
+        """A round of so many spans without rows for drafts."""
+        return Size(
+            spans=spans,
+            rows=spans,
+            samples=spans,
+            kind=batch.kind,
+            proposers=decision.proposers,
+            steps=decision.steps,
+            verifies=verifies,
+            catches_up=self.catches_up(batch),
+            logprobs=batch.group.logprobs,
+            masked=batch.group.masked,
+        )
+
+    def _with_prompts(self, batch: Batch, decision: Decision, drafts: int) -> Size:
+        spans = next(spans for spans in self.prompt_spans if spans >= batch.count)
+        samples = next(
+            count for count in self.prompt_samples(spans) if count >= batch.samples + drafts
+        )
+        known = batch.rows + drafts
+        # Larger than the rows that are sampled: what tells that there are prompts.
+        rows = next((c for c in self.prompt_rows if c >= known and c > samples), known)
+        base = self.base(spans, batch, decision, drafts > 0)
+        return replace(base, rows=max(rows, samples + 1), samples=samples)
+
+    def prompt_samples(self, spans: int) -> list[int]:
+        """Sampled rows of rounds with prompts."""
+        return sorted({spans, *(spans * (1 + k) for k in (1, 3) if k < self.width)} | {
+            spans * (1 + self.width)
+        })  # fmt: skip
+
+    def rows(self, spans: int) -> list[int]:
+        """Rows of rounds of so many spans without prompts."""
+        most = spans * (1 + self.width)
+        steps = [spans * i // 4 for i in (4, 5, 6, 8, 10, 12, 16, 20, 36)]
+        steps += [spans * (1 + i) for i in (16, 31, 63)]
+        return sorted({rows for rows in steps if rows < most} | {spans, most})
+
+    def depths(self, spans: int) -> list[int]:
+        """How far drafters may draft in rounds of so many spans, rising: as far as some number of
+        rows holds it all, or as far as they can. Trees are not cut short: their nodes are no steps.
+        """
+        if any(self.round.controller.trees):
+            return [self.longest]
+        whole = (rows // spans - 1 for rows in self.rows(spans) if rows % spans == 0)
+        return sorted({steps for steps in whole if 0 < steps < self.longest} | {self.longest})
+
+
+def span_counts(most: int) -> list[int]:
+    """Numbers of spans that rounds are padded to."""
+    counts = [1, 2, 4, 8, *range(16, 33, 8), *range(48, 129, 16), *range(160, 257, 32)]
+    while counts[-1] < most:
+        counts.append(counts[-1] + (64 if counts[-1] < 512 else 256))
+    return [count for count in counts if count < most] + [most]
+
+
+def prompt_row_counts(most: int) -> list[int]:
+    """Numbers of rows that rounds with prompts are padded to."""
+    counts = [16, 32, 64]
+    for end, step in ((512, 64), (2048, 128), (4096, 256), (8192, 512), (1 << 30, 1024)):
+        while counts[-1] < min(end, most):
+            counts.append(counts[-1] + step)
+    return [count for count in counts if count < most] + [most]

@@ -1,0 +1,174 @@
+"""How long rounds take, measured on an idle engine with made-up requests, without a trace left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from surefoot.sampling.params import Features
+from surefoot.speculation.round import Round
+from surefoot.speculation.size import Size
+
+CONTEXTS = (128, 1024, 4096, 16384)
+"""Tokens of the texts of rounds that are timed."""
+KNOTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
+"""Rows of rounds that are timed where rounds are called."""
+REPEATS = 3
+Seat = Callable[[int, int], None]
+"""(Requests, rows of a prompt chunk that the first of them runs, or 0): called before every
+round."""
+
+
+def contexts_to_time(round_: Round, blocks: int, requests: int) -> list[int]:
+    """The contexts to time so many requests at, rising: ``CONTEXTS`` as far as texts go and a KV
+    pool of ``blocks`` holds keys of each request's own; longer texts of all of them would find no
+    room either. One lies at least twice as far as the one before: over less, the line through their
+    times would be noise. The shortest is always there, however small the pool."""
+    state = round_.state
+    own = (blocks - 1) // max(1, min(requests, state.idle_slot)) * state.block_size
+    most = max(1, min(_farthest(round_), own - state.max_drafts - 1))
+    found = [min(CONTEXTS[0], most)]
+    for context in CONTEXTS[1:]:
+        if min(context, most) >= 2 * found[-1]:
+            found.append(min(context, most))
+    return found
+
+
+@contextmanager
+def made_up_requests(round_: Round, blocks: int, context: int) -> Iterator[Seat]:
+    """Yields ``seat``: requests then decode behind ``context`` tokens (three quarters of the
+    longest text, if that is less) with full offers of drafts; the first may run a prompt chunk.
+    ``blocks``: those of the KV pool, block 0 (nobody's) included; a request's are its own as far as
+    they suffice, for keys that all share stay in a cache and cost nothing to read.
+
+    What rounds write is put back at the end, in the same tensors, for recorded rounds hold these:
+    slots, offers, and whatever the controller learnt. KV is not: nobody finds these blocks."""
+    books, controller = round_.books, round_.controller
+    parts = (round_.state, round_, books, books.offers, controller, *controller.estimators)
+    kept = [
+        (part, name, value, value.clone())
+        for part in parts
+        for name, value in vars(part).items()
+        if isinstance(value, torch.Tensor)
+    ]
+    context = max(1, min(context, _farthest(round_)))
+    _give_blocks(round_, blocks, context)
+    try:
+        yield lambda requests, chunk: _seat(round_, requests, chunk, context)
+    finally:
+        for part, name, value, before in kept:
+            value.copy_(before)
+            setattr(part, name, value)
+
+
+def _longest(round_: Round) -> int:
+    """Positions that a request may have: there are no rotations beyond."""
+    return round_.state.history.shape[1] - round_.state.max_drafts - 1
+
+
+def _farthest(round_: Round) -> int:
+    """The longest context that is timed: drafts fit behind it."""
+    return _longest(round_) * 3 // 4
+
+
+def _give_blocks(round_: Round, blocks: int, context: int) -> None:
+    state = round_.state
+    width = -(-(context + state.max_drafts + 1) // state.block_size)
+    requests = state.idle_slot
+    ids = torch.arange(requests * width, device=state.device) % max(1, blocks - 1)
+    state.block_tables[:requests, :width] = 1 + ids.view(requests, width).int()
+
+
+def _seat(round_: Round, requests: int, chunk: int, context: int) -> None:
+    state, offers = round_.state, round_.books.offers
+    busy = slice(0, min(requests, state.idle_slot))
+    round_.slots.fill_(state.idle_slot)
+    round_.slots[busy] = torch.arange(busy.stop, device=state.device)
+    round_.quota.fill_(1)
+    state.alive.zero_()
+    state.alive[busy] = 1
+    state.length[busy] = context
+    state.computed[busy] = context - 1
+    state.limit[busy] = _longest(round_)
+    offers.lengths[busy] = state.max_drafts
+    offers.tokens[busy] = 0
+    # Later drafts are less likely, so that rows go to all requests alike.
+    steps = torch.arange(1, state.max_drafts + 1, device=state.device)
+    offers.chances[busy] = 0.5**steps * (context + steps <= _longest(round_))
+    if chunk:
+        # A prompt from its beginning, in the first slot; its keys lie wherever there are blocks.
+        width = -(-chunk // state.block_size)
+        known = state.block_tables.shape[1]
+        state.block_tables[0, :width] = 1 + torch.arange(min(width, known), device=state.device) % (
+            max(1, int(state.block_tables.max()))
+        )
+        round_.quota[0] = chunk
+        state.length[0] = min(chunk + 1, _longest(round_))
+        state.computed[0] = 0
+        offers.chances[0] = 0
+
+
+def time_called(
+    round_: Round, blocks: int, most_rows: int, seconds: float
+) -> tuple[list[int], list[float]]:
+    """(Rows, seconds) of rounds called with just the rows that they need, nobody proposing: the
+    fastest of a few each, within ``seconds`` in all. Larger numbers of rows are left out when time
+    runs out; rounds correct what is concluded from these."""
+    state = round_.state
+    room = min((blocks - 1) * state.block_size, _longest(round_)) - 1
+    started = time.perf_counter()
+    knots: list[int] = []
+    times: list[float] = []
+    with made_up_requests(round_, blocks, 1) as seat:
+        for rows in [rows for rows in KNOTS if rows <= min(most_rows, room)]:
+            spent = time.perf_counter() - started
+            if len(times) >= 2 and spent + (REPEATS + 1) * times[-1] > seconds:
+                break
+            knots.append(rows)
+            # The very first round is the slowest.
+            repeats = REPEATS + (not times)
+            times.append(min(_time_called(round_, seat, rows) for _ in range(repeats)))
+    return knots, times
+
+
+def _time_called(round_: Round, seat: Seat, rows: int) -> float:
+    """Seconds of a round of one request and its drafts; of a prompt chunk, where that is more."""
+    state = round_.state
+    drafts = min(rows - 1, state.max_drafts)
+    chunk = rows if rows > 1 + state.max_drafts else 0
+    seat(1, chunk)
+    samples = 1 if chunk else rows
+    size = Size(1, rows, samples, Features(), (), 0, verifies=drafts > 0 and not chunk)
+    begun = time.perf_counter()
+    round_(size, rows + 1)
+    if state.device.type == "cuda":
+        torch.cuda.synchronize(state.device)
+    return time.perf_counter() - begun
+
+
+def time_proposing(round_: Round, blocks: int, seconds: float) -> dict[int, list[float]]:
+    """Seconds by proposer of offers for one request, and for a few: the fastest of a few each,
+    within ``seconds`` in all."""
+    found: dict[int, list[float]] = {}
+    started = time.perf_counter()
+    most = min(4, round_.state.idle_slot)
+    with made_up_requests(round_, blocks, 64) as seat:
+        for index in range(len(round_.proposers)):
+            times = found[index] = []
+            for requests in (1, most):
+                size = Size(requests, requests, requests, Features(), (index,), round_.longest)
+                spent = []
+                while len(spent) < REPEATS or not spent:
+                    seat(requests, 0)
+                    begun = time.perf_counter()
+                    round_.propose(index, round_.slots[:requests], size, 128)
+                    if round_.state.device.type == "cuda":
+                        torch.cuda.synchronize(round_.state.device)
+                    spent.append(time.perf_counter() - begun)
+                    if time.perf_counter() - started > seconds:
+                        break
+                times.append(min(spent))
+    return found

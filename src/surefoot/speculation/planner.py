@@ -1,0 +1,329 @@
+"""What the next round does: how many drafts it verifies, and who drafts how far for the one after.
+
+One goodput model for every engine and device: committed tokens per second, ``(requests + expected
+accepted drafts) / seconds``, of every action (which proposers are awake, and how far those with
+steps draft), with seconds from ``RoundCosts`` and ``HostCosts``.
+
+How an engine uses it::
+
+    decision = planner.decide(situation)          # before every launch
+    planner.landed(decision, situation, outcome)  # when that round's report was read, in order
+
+Actions are weighed by the offers that their proposers made lately (``Offers``), the number of
+drafts to verify by the chances of those at hand. A small share of the time goes to what is not
+believed to be best (``exploring``), so that no belief stays wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from surefoot.speculation.decisions import (
+    NOTHING,
+    PLAIN,
+    Action,
+    Decision,
+    Expectation,
+    Landed,
+    Promise,
+    RoundCosts,
+    Situation,
+)
+from surefoot.speculation.exploring import Budget, Trial
+from surefoot.speculation.goodput import best_count, nearest_count
+from surefoot.speculation.host_costs import HostCosts, HostSample
+from surefoot.speculation.offers import OfferMemory
+
+BARREN_ROUNDS = 4096
+"""Rounds in a row with drafts on offer and none verified, after which a line is logged."""
+_BELIEVED = 0.25
+"""A belief about a time is as noisy as the mean of some sixteen rounds."""
+_UNLIKELY = 3.0
+"""Standard deviations that noise does not explain."""
+_USUAL = 0.05
+_RECENT = 0.02
+"""Weight of a round in running averages."""
+_log = logging.getLogger(__name__)
+
+
+class Planner:
+    """Decides every round of an engine."""
+
+    def __init__(
+        self,
+        costs: RoundCosts,
+        host: HostCosts,
+        width: int,
+        drafters: Sequence[int] = (),
+        overlap: bool = True,
+    ) -> None:
+        """``width``: most drafts of a request. ``drafters``: the proposers that pay by steps.
+        ``overlap``: whether the host works while the device does, so that a round takes the longer
+        of both times, not their sum."""
+        self.costs = costs
+        self.host = host
+        self.offers = OfferMemory(width, frozenset(drafters))
+        self.overlap = overlap
+        self.budget = Budget()
+        self.explored = 0
+        """Rounds that explored."""
+        self.barren = 0
+        """Rounds in a row that had drafts on offer and verified none."""
+        self.believed_seconds = self.measured_seconds = 0.0
+        """Of late rounds, on average."""
+        self._promises: dict[Action, Promise] = {}
+        self._best = NOTHING
+        self._usual: dict[Action, float] = {}
+        """What rounds gain that do what is best: accepted drafts of a request less the extra time,
+        both in plain rounds, on average."""
+        self._turn = 0
+        self._last = Decision(0, *NOTHING)
+        self._reported = NOTHING
+        self._unread = False
+        self._allowed_for: tuple[int, tuple[int, ...], int] | None = None
+        self._allowed_actions: tuple[Action, ...] = ()
+        self._trials_for: tuple[tuple[Action, ...], Action] | None = None
+        self._trials_there: tuple[Trial, ...] = ()
+
+    # --- deciding -----------------------------------------------------------------------------
+
+    def decide(self, situation: Situation) -> Decision:
+        """What to launch now."""
+        self._read(situation)
+        actions = self._allowed(situation)
+        plain, prompts = self._plain_seconds(situation)
+        self._weigh(situation, actions, plain)
+        chances = self._at_hand(situation)
+        action, apart = self._best, prompts
+        drafts, seconds = self._verify(situation, action, chances, apart)
+        trials = self._trials(actions)
+        offered = chances is not None and bool(chances.any())
+        trial = self.budget.next([t for t in trials if not t.verify or (offered and not drafts)])
+        if trial is not None and not trial.verify:
+            action = self._action_of(trial, actions, situation, plain)
+            drafts, seconds = self._verify(situation, action, chances, apart)
+        elif trial is not None:
+            drafts, seconds = self._verify(situation, action, chances, apart, in_any_case=True)
+        # What other proposers offer is verified a round later; what that loses is the trial's, too.
+        before = self._last.expected.trial
+        charged = trial or (
+            before if self._last.explores and before and not before.verify else None
+        )
+        self._last = Decision(
+            drafts,
+            *action,
+            trial is not None,
+            Expectation(seconds, plain, prompts, self._best, charged, trials),
+        )
+        return self._last
+
+    def _read(self, situation: Situation) -> None:
+        """Remember the offers of a report that landed since the last decision."""
+        if not self._unread or situation.chances is None or situation.whose is None:
+            return
+        self._unread = False
+        proposers, steps = self._reported
+        if proposers:
+            chances, whose = situation.chances.numpy(), situation.whose.numpy()
+            self.offers.enter(chances, whose, proposers, steps)
+
+    def _allowed(self, situation: Situation) -> tuple[Action, ...]:
+        """What the requests' choices leave of the actions."""
+        s = situation
+        if not s.requests or s.draft_limit < 1 or not s.proposers:
+            return (NOTHING,)
+        key = s.requests, s.proposers, s.draft_limit
+        if key != self._allowed_for:
+            allowed = set(s.proposers)
+            actions = [a for a in self.costs.actions(s.requests) if allowed.issuperset(a[0])]
+            # A drafter whose shortest draft is longer than anybody wants is of use all the same.
+            shortest = dict(reversed(actions))
+            self._allowed_for = key
+            self._allowed_actions = tuple(
+                a for a in actions if a[1] <= max(s.draft_limit, shortest[a[0]])
+            )
+        return self._allowed_actions
+
+    def _plain_seconds(self, situation: Situation) -> tuple[float, float]:
+        """Seconds of a round without drafts, proposers and prompts, and what prompts add."""
+        s = situation
+        host = self.host.seconds(s.requests, 0.0)
+        alone = self._together(self.costs.table(s.requests, 0, NOTHING, 0, s.context)[1][0], host)
+        if not s.prompt_rows:
+            return float(alone), 0.0
+        table = self.costs.table(s.requests, s.prompt_rows, NOTHING, 0, s.context)
+        return float(alone), float(self._together(table[1][0], host) - alone)
+
+    def _together(self, device: Any, host: float) -> Any:
+        """Seconds of rounds that take the device and the host so long."""
+        return np.maximum(device, host) if self.overlap else device + host
+
+    def _table(
+        self, situation: Situation, action: Action, most: int, prompt_rows: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As of ``RoundCosts``, the host included."""
+        s = situation
+        drafting = s.requests * self.offers.share(action[0])
+        drafts, seconds = self.costs.table(s.requests, prompt_rows, action, most, s.context)
+        return drafts, self._together(seconds, self.host.seconds(s.requests, drafting))
+
+    @property
+    def _margin(self) -> float:
+        """How much more than another an action must promise."""
+        return 1.0 + _BELIEVED * self.costs.noise
+
+    def _weigh(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> None:
+        """Choose the best action. Every decision weighs one of them anew."""
+        if len(actions) < 2:
+            self._best = NOTHING
+            return
+        if self._best not in actions:
+            self._best = max(actions, key=lambda a: self._promises.get(a, PLAIN).rate)
+        # Both with what is known now: older promises of other times may be better, and wrong.
+        self._turn += 1
+        other = actions[self._turn % len(actions)]
+        for action in (self._best, other):
+            self._promises[action] = self._promise(situation, action, plain)
+        if self._promises[other].rate > self._margin * self._promises[self._best].rate:
+            # Texts repeat themselves for a while, now and then, and nothing tells when but a look.
+            # That is given up where it does not pay in the long run.
+            looks = set(self._best[0]) - set(other[0]) - self.offers.drafters
+            if looks:
+                rates = (
+                    self._promise(situation, a, plain, False).rate for a in (self._best, other)
+                )
+                if next(rates) > next(rates):
+                    return
+            self._best = other
+
+    def _promise(
+        self, situation: Situation, action: Action, plain: float, lately: bool = True
+    ) -> Promise:
+        """What a round of so many requests brings with an action."""
+        if action == NOTHING:
+            return PLAIN
+        requests = situation.requests
+        drafts, seconds = self._table(situation, action, requests * self.offers.width, 0)
+        tokens, seconds = self.offers.promise(
+            requests, *action, drafts, seconds, self._margin, lately
+        )
+        return Promise(tokens / requests, seconds / plain)
+
+    def _at_hand(self, situation: Situation) -> np.ndarray | None:
+        """float32 [requests, K]: chances of the drafts that this round finds on offer, as far as
+        they are known; None where there are none."""
+        proposers, steps = self._last.action
+        if not proposers or not situation.requests:
+            return None
+        reported, reported_steps = self._reported
+        if situation.chances is None or situation.whose is None or reported != proposers:
+            return self.offers.latest(situation.requests, proposers, steps)
+        chances = situation.chances.numpy()
+        unknown = np.isnan(chances[:, 0])
+        chances = self.offers.continued(chances, situation.whose.numpy(), reported_steps, steps)
+        if unknown.any():
+            chances = chances.copy()
+            chances[unknown] = self.offers.latest(int(unknown.sum()), proposers, steps)
+        return chances
+
+    def _verify(
+        self,
+        situation: Situation,
+        action: Action,
+        chances: np.ndarray | None,
+        apart: float,
+        in_any_case: bool = False,
+    ) -> tuple[int, float]:
+        """How many drafts to verify in a round that then proposes so, and its seconds.
+        ``in_any_case``: at least one, even if none pays."""
+        offered = 0 if chances is None else int(np.count_nonzero(chances))
+        drafts, seconds = self._table(situation, action, offered, situation.prompt_rows)
+        if chances is None or not offered:
+            return 0, float(seconds[0])
+        if in_any_case:
+            at = nearest_count(chances, drafts, seconds, apart)
+        else:
+            at = best_count(chances, drafts, seconds, apart, self._margin)
+        return min(int(drafts[at]), offered), float(seconds[at])
+
+    # --- exploring ----------------------------------------------------------------------------
+
+    def _trials(self, actions: tuple[Action, ...]) -> tuple[Trial, ...]:
+        """What may be tried beside the best action."""
+        if len(actions) < 2:
+            return ()
+        proposers, steps = self._best
+        if (actions, self._best) != self._trials_for:
+            trials = [
+                Trial(False, chosen, proposers) for chosen in dict(actions) if chosen != proposers
+            ]
+            if steps < dict(actions)[proposers]:
+                trials.append(Trial(False, proposers, proposers))
+            trials.append(Trial(True, proposers, proposers))
+            self._trials_for, self._trials_there = (actions, self._best), tuple(trials)
+        return self._trials_there
+
+    def _action_of(
+        self, trial: Trial, actions: tuple[Action, ...], situation: Situation, plain: float
+    ) -> Action:
+        """Others are tried as far as now, or as they promise most; those that are awake as far as
+        they can go."""
+        own = [action for action in actions if action[0] == trial.proposers]
+        if trial.proposers == self._best[0]:
+            return own[-1]
+        if (same := (trial.proposers, self._best[1])) in own:
+            return same
+        return max(own, key=lambda action: self._promise(situation, action, plain).rate)
+
+    # --- learning -----------------------------------------------------------------------------
+
+    def landed(self, decision: Decision, situation: Situation, outcome: Landed) -> None:
+        """Learn from a round that was decided so."""
+        self._reported, self._unread = decision.action, True
+        s, expected = situation, decision.expected
+        if not s.requests:
+            return
+        if not s.prompt_rows:
+            sample = HostSample(s.requests, outcome.drafting, outcome.ends, outcome.host_seconds)
+            self.host.observe(sample)
+        if outcome.device_seconds is None:
+            return
+        self.costs.observe(
+            s.requests, s.prompt_rows, decision.action, decision.drafts, s.context,
+            outcome.device_seconds,
+        )  # fmt: skip
+        seconds = float(self._together(outcome.device_seconds, outcome.host_seconds))
+        self.believed_seconds += _RECENT * (expected.seconds - self.believed_seconds)
+        self.measured_seconds += _RECENT * (seconds - self.measured_seconds)
+        self._account(expected, seconds, outcome.accepted / s.requests)
+        self.explored += decision.explores
+        self.barren = 0 if outcome.verified or not outcome.drafting else self.barren + 1
+        if self.barren == BARREN_ROUNDS:
+            _log.warning("no draft was verified in %d rounds that had some on offer", self.barren)
+
+    def _account(self, expected: Expectation, seconds: float, accepted: float) -> None:
+        """Time earns credit for trials; what they lose is taken off it. Where the measured time
+        does not contradict what was believed, that is less noisy; where it does, it is no longer
+        than noise explains: hiccups of the machine are not the trial's."""
+        plain = expected.plain_seconds
+        if not expected.trials or plain <= 0:
+            return
+        self.budget.earn(expected.trials, seconds / plain)
+        noise = _UNLIKELY * self.costs.noise * expected.seconds
+        if seconds > expected.seconds - noise:
+            seconds = min(max(seconds - noise, expected.seconds), expected.seconds + noise)
+        extra = (seconds - expected.prompt_seconds) / plain - 1.0
+        tokens, seconds_of_it = self._promises.get(expected.best, PLAIN)
+        usual = self._usual.get(expected.best, tokens - seconds_of_it)
+        if expected.trial is None:
+            self._usual[expected.best] = usual + _USUAL * (accepted - extra - usual)
+        elif expected.trial.verify:
+            # Paid in full, whatever it gives: drafts that are believed to be unfair to somebody
+            # must not pay for themselves.
+            self.budget.pay(expected.trial, extra)
+        else:
+            self.budget.pay(expected.trial, usual - (accepted - extra))

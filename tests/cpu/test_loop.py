@@ -1,0 +1,187 @@
+"""The loop: what a round may hold, what it may write, and what needs nobody's wait."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness import Job, make_engine, run_alone, run_jobs, tiny_decoder
+from surefoot.engine.engine import Engine
+from surefoot.kernels.batch import FlatBatch
+from surefoot.request import SamplingParams, SpeculationParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def watch_spans(engine: Engine) -> list[dict[str, int]]:
+    """Known rows by request, of every round from now on."""
+    seen: list[dict[str, int]] = []
+    launch = engine.rounds.launch
+
+    def watched(*args: Any) -> Any:
+        by_slot = {request.slot: request.request_id for request in engine.scheduler.running}
+        pairs = zip(engine.round.slots.tolist(), engine.round.quota.tolist(), strict=True)
+        seen.append({by_slot[slot]: quota for slot, quota in pairs if slot in by_slot})
+        return launch(*args)
+
+    engine.rounds.launch = watched  # type: ignore[method-assign]
+    return seen
+
+
+def add(engine: Engine, name: str, prompt: int, params: SamplingParams = GREEDY) -> Any:
+    tokens = [2 + (7 * place + len(name)) % 40 for place in range(prompt)]
+    request = engine.make_request(name, tokens, params, SpeculationParams("off"))
+    engine.add(request)
+    return request
+
+
+def test_a_long_prompt_is_chunked_beside_running_requests() -> None:
+    engine = make_engine(tiny_decoder(), max_num_batched_tokens=8, max_num_seqs=4)
+    seen = watch_spans(engine)
+    add(engine, "a", 3)
+    engine.step()
+    add(engine, "b", 20)
+    for _ in range(4):
+        engine.step()
+    assert seen[1:] == [{"b": 7, "a": 1}, {"b": 7, "a": 1}, {"b": 6, "a": 1}, {"b": 1, "a": 1}]
+
+
+def test_chunks_are_as_long_as_running_requests_can_bear() -> None:
+    engine = make_engine(
+        tiny_decoder(), max_num_batched_tokens=8, max_num_seqs=4, enable_prefix_caching=False
+    )
+    engine.rounds.chunk_limit = lambda decoding: 4 - decoding
+    seen = watch_spans(engine)
+    # Nobody waits for the next token beside the first prompt.
+    add(engine, "a", 8)
+    add(engine, "b", 3)
+    engine.step()
+    engine.step()
+    assert seen == [{"a": 8}, {"b": 3, "a": 1}]
+    add(engine, "c", 7)
+    for _ in range(4):
+        engine.step()
+    assert [spans["c"] for spans in seen[2:]] == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_prompts_ride_with_drafts(ahead: bool) -> None:
+    """A prompt that arrives costs its neighbours neither their drafts nor a round of their own."""
+    job = Job((2, 3, 4, 5), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    text = (*job.prompt, *run_alone(tiny_decoder(), job).output)
+    engine = make_engine(
+        tiny_decoder(), ahead, draft_policy="fixed", max_num_batched_tokens=16, max_num_seqs=4,
+        proposers=("oracle",), proposer_options={"oracle": {"texts": (text,)}}, max_draft_tokens=3,
+    )  # fmt: skip
+    late = Job(tuple(range(2, 42)), GREEDY, SpeculationParams("off"), arrival=4)
+    first, _ = run_jobs(engine, [job, late])
+    assert first.output == list(text[4:]) and first.stats.accepted > 30
+    kinds = engine.stats.rounds_by_kind
+    assert kinds["prompts with drafts"] >= 2
+    rounds = sum(kinds.values())
+    assert rounds == engine.stats.rounds <= 32
+
+
+def test_a_prompt_finds_the_blocks_of_one_that_is_still_in_flight() -> None:
+    engine = make_engine(tiny_decoder(), True, max_num_seqs=4, max_num_batched_tokens=64)
+    first = add(engine, "same", 33)
+    engine.loop.launch()
+    again = add(engine, "mase", 33)
+    engine.loop.launch()
+    assert len(engine.loop.flights) == 2 and not first.output
+    assert again.cached == 32
+    while engine.has_work:
+        engine.step()
+    assert first.output == again.output
+
+
+def check_writes(engine: Engine) -> None:
+    """Every row writes a key into a block of its own request, which nobody else holds."""
+    forward, state, kv = engine.round.forward, engine.state, engine.kv
+
+    def checked(batch: FlatBatch) -> Any:
+        by_slot = {request.slot: request for request in engine.scheduler.running}
+        rows = zip(batch.row_slot.tolist(), batch.key_index.tolist(), strict=True)
+        for slot, key in rows:
+            # Ended on the device, or by the host meanwhile: nobody reads what it writes.
+            if slot < 0 or slot not in by_slot:
+                continue
+            block = int(state.block_tables[slot, key // kv.block_size])
+            lease = kv.leases[by_slot[slot].request_id]
+            assert lease.blocks[key // kv.block_size] == block
+            assert kv.pool.references[block] == 1
+        return forward(batch)
+
+    engine.round.forward = checked  # type: ignore[method-assign]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.booleans())
+def test_every_key_lies_in_a_block_of_its_request(seed: int, ahead: bool) -> None:
+    dice = random.Random(seed)
+    decoder = tiny_decoder()
+    engine = make_engine(
+        decoder, ahead,
+        draft_policy=dice.choice(["auto", "fixed"]), max_num_seqs=dice.randint(1, 4),
+        max_num_batched_tokens=dice.choice([5, 12, 64]), kv_blocks=dice.randint(14, 40),
+        enable_prefix_caching=dice.random() < 0.5, calibration_seconds=0.0,
+    )  # fmt: skip
+    check_writes(engine)
+    jobs = []
+    for index in range(5):
+        prompt = (2, 3, 4) * 9 if dice.random() < 0.5 else (5, 6, 7, 8, 9) * 4
+        params = SamplingParams(
+            temperature=dice.choice([0.0, 0.8]), seed=index, max_tokens=dice.randint(1, 24)
+        )
+        arrival = dice.randint(0, 12)
+        cancel = arrival + dice.randint(0, 9) if dice.random() < 0.2 else None
+        jobs.append(Job(prompt[: dice.randint(1, 27)], params, arrival=arrival, cancel=cancel))
+    for job, request in zip(jobs, run_jobs(engine, jobs), strict=True):
+        alone = run_alone(decoder, job).output
+        if job.cancel is None:
+            assert request.output == alone
+        else:
+            assert request.output == alone[: len(request.output)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("place", ["judge", "forward", "propose"])
+def test_after_a_round_that_fails_everybody_goes_on_as_if_nothing_had_happened(
+    place: str, ahead: bool
+) -> None:
+    decoder = tiny_decoder()
+    jobs = [Job((2, 3, 4, 5) * 3 + (index,), GREEDY) for index in range(2, 5)]
+    for failing in range(1, 12, 3):
+        engine = make_engine(
+            decoder, ahead, draft_policy="fixed", max_num_seqs=4, max_num_batched_tokens=9
+        )
+        requests = [
+            engine.make_request(f"r{index}", job.prompt, job.params)
+            for index, job in enumerate(jobs)
+        ]
+        inner, calls = getattr(engine.round, place), 0
+
+        def fail(*args: Any, inner: Any = inner, at: int = failing) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise MemoryError("no more")
+            return inner(*args)
+
+        setattr(engine.round, place, fail)
+        for request in requests:
+            engine.add(request)
+        failures = 0
+        while engine.has_work:
+            try:
+                engine.step()
+            except MemoryError:
+                failures += 1
+            engine.check_integrity()
+        assert failures == 1
+        for job, request in zip(jobs, requests, strict=True):
+            assert request.output == run_alone(decoder, job).output

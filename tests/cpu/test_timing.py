@@ -1,0 +1,124 @@
+"""Measuring rounds on an idle engine: they are full, and leave no trace."""
+
+from __future__ import annotations
+
+import torch
+
+from harness import Job, make_engine, random_weights, run_jobs, tiny_config, tiny_decoder
+from surefoot.engine.engine import Engine
+from surefoot.engine.timing import made_up_requests
+from surefoot.kernels.torch_backend import TorchBackend
+from surefoot.models.decoder import Decoder
+from surefoot.request import SamplingParams
+from surefoot.speculation.size import GREEDY, Size
+
+
+def ahead_engine(**options: object) -> Engine:
+    engine = make_engine(tiny_decoder(), True, max_num_seqs=4, max_draft_tokens=3, **options)
+    return engine
+
+
+def contents(engine: Engine) -> dict[str, torch.Tensor]:
+    estimators = dict(enumerate(engine.controller.estimators))
+    parts = {
+        "state": engine.state,
+        "round": engine.round,
+        "books": engine.round.books,
+        "offers": engine.round.books.offers,
+        "controller": engine.controller,
+        **{f"estimator {index}": part for index, part in estimators.items()},
+    }
+    return {
+        f"{name}.{key}": value
+        for name, part in parts.items()
+        for key, value in vars(part).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def test_made_up_rounds_leave_no_trace() -> None:
+    engine = ahead_engine()
+    round_ = engine.round
+    engine.controller.allowed.fill_(True)
+    engine.controller.draft_limit.fill_(3)
+    tensors = contents(engine)
+    before = {name: value.clone() for name, value in tensors.items()}
+    with made_up_requests(round_, engine.kv_blocks, 40) as seat:
+        seat(4, 0)
+        for _ in range(6):
+            round_(Size(4, 16, 16, GREEDY, (0,), verifies=True))
+        assert not torch.equal(tensors["estimator 0.all_trials"], before["estimator 0.all_trials"])
+    after = contents(engine)
+    for name, value in tensors.items():
+        assert after[name] is value, f"{name} is another tensor now"
+        assert torch.equal(value, before[name]), f"{name} changed"
+
+
+def test_made_up_rounds_verify_every_draft_of_everybody() -> None:
+    engine = ahead_engine()
+    round_ = engine.round
+    with made_up_requests(round_, engine.kv_blocks, 40) as seat:
+        for rows, drafts in ((4, [0, 0, 0, 0]), (8, [1, 1, 1, 1]), (16, [3, 3, 3, 3])):
+            seat(4, 0)
+            round_(Size(4, rows, rows, GREEDY, (0,), verifies=rows > 4))
+            assert round_.books.report[:4, 3].tolist() == drafts
+            assert (round_.books.report[:4, 0] >= 1).all()
+        seat(2, 0)
+        round_(Size(4, 8, 8, GREEDY, (0,), verifies=True))
+        assert (round_.books.report[:4, 0] >= 1).tolist() == [True, True, False, False]
+
+
+def test_made_up_requests_read_blocks_of_their_own() -> None:
+    engine = ahead_engine(kv_blocks=44)
+    with made_up_requests(engine.round, engine.kv_blocks, 40):
+        used = engine.state.block_tables[:4, :11].flatten().tolist()
+        assert sorted(used) == list(range(1, 45))
+    # Too small a pool is shared, and block 0 never used.
+    with made_up_requests(engine.round, 8, 40):
+        used = engine.state.block_tables[:4, :11].flatten().tolist()
+        assert set(used) == set(range(1, 8))
+
+
+def test_requests_after_made_up_ones_get_the_text_that_they_got_before() -> None:
+    job = Job((5, 9, 5, 9, 5), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    engine = ahead_engine(draft_policy="fixed")
+    [expected] = run_jobs(engine, [job])
+    with made_up_requests(engine.round, engine.kv_blocks, 40) as seat:
+        seat(3, 0)
+        engine.round(Size(4, 16, 16, GREEDY, (0,), verifies=True))
+    assert run_jobs(engine, [job])[0].output == expected.output
+
+
+def test_made_up_requests_stay_within_the_longest_text() -> None:
+    """There are rotations for so many positions only."""
+    decoder = tiny_decoder()
+    for longest in (3, 12, 40):
+        engine = make_engine(
+            decoder, True, max_num_seqs=2, max_draft_tokens=8, max_model_len=longest
+        )
+        round_, state = engine.round, engine.state
+        with made_up_requests(round_, engine.kv_blocks, 1024) as seat:
+            seat(2, 0)
+            context = int(state.length[0])
+            round_(Size(2, 18, 18, GREEDY, (0,), verifies=True))
+            drafts = round_.books.report[:2, 3]
+            assert 1 <= context <= max(1, longest * 3 // 4)
+            assert (context + drafts <= longest).all()
+
+
+def test_a_made_up_prompt_runs_to_its_end_beside_those_that_decode() -> None:
+    engine = ahead_engine()
+    round_ = engine.round
+    with made_up_requests(round_, engine.kv_blocks, 40) as seat:
+        seat(3, 20)
+        round_(Size(4, 24, 4, GREEDY, (0,)))
+        assert round_.books.report[:4, 0].tolist() == [0, 1, 1, 0]
+        assert engine.state.computed[0] == 20
+
+
+def test_costs_are_measured_within_the_longest_text() -> None:
+    config = tiny_config()
+    decoder = Decoder(config, random_weights(config), TorchBackend("cpu", torch.float32), 20)
+    engine = make_engine(decoder, max_model_len=20, max_draft_tokens=8, calibration_seconds=5)
+    drafts, seconds = engine.planner.costs.table(1, 0, ((), 0), 8, 10.0)
+    assert len(drafts) and (seconds > 0).all()
