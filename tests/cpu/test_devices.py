@@ -39,8 +39,8 @@ def test_devices_that_are_not_there(name: str, chosen: list[int]) -> None:
     ("given", "seqs", "tokens"),
     [
         ({}, 32, 256),
-        ({"device": "cuda"}, 128, 2048),
-        ({"device": "cuda:1", "max_num_seqs": 4}, 4, 2048),
+        ({"device": "cuda"}, 128, 8192),
+        ({"device": "cuda:1", "max_num_seqs": 4}, 4, 8192),
         ({"max_num_seqs": 400}, 400, 400),
         ({"device": "cuda", "max_num_batched_tokens": 300}, 128, 300),
     ],

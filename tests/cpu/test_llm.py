@@ -56,6 +56,8 @@ def test_a_batch_keeps_its_order_and_gives_each_its_own_parameters(llm: LLM) -> 
 
 
 def test_speculation_is_reported_per_request(llm: LLM) -> None:
+    # Drafts that need not pay: on so small a model they hardly do.
+    llm = LLM(llm.engine.config.model, draft_policy="fixed", kv_blocks=60, max_num_seqs=2)
     prompt = [5, 6, 7, 8] * 6
     bias = {5: 100.0, 6: 100.0, 7: 100.0}
     params = SamplingParams(temperature=0, max_tokens=40, logit_bias=bias, ignore_eos=True)
@@ -64,7 +66,7 @@ def test_speculation_is_reported_per_request(llm: LLM) -> None:
     assert off.outputs[0].speculation.drafted == 0
     stats = on.outputs[0].speculation
     assert stats.accepted_length == pytest.approx(40 / stats.rounds)
-    assert stats.offered > 0
+    assert stats.offered >= stats.drafted > 0
     assert stats.accepted == sum(name == "ngram" for name in on.outputs[0].proposed_by)
 
 

@@ -55,7 +55,7 @@ def run_counting(
         before = engine.stats.rounds_by_kind
         progress = step()
         now = engine.stats.rounds_by_kind
-        [kind] = [kind for kind in now if now[kind] != before[kind]] or [IDLE]
+        [kind] = [kind for kind in now if now[kind] != before.get(kind, 0)] or [IDLE]
         for item in progress:
             texts[item.request.request_id] = item.request.output
             for place in range(item.drafting.drafted):

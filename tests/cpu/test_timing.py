@@ -10,6 +10,7 @@ from surefoot.engine.timing import made_up_requests
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.request import SamplingParams
+from surefoot.speculation.planner import Planner
 from surefoot.speculation.size import GREEDY, Size
 
 
@@ -120,5 +121,6 @@ def test_costs_are_measured_within_the_longest_text() -> None:
     config = tiny_config()
     decoder = Decoder(config, random_weights(config), TorchBackend("cpu", torch.float32), 20)
     engine = make_engine(decoder, max_model_len=20, max_draft_tokens=8, calibration_seconds=5)
+    assert isinstance(engine.planner, Planner)
     drafts, seconds = engine.planner.costs.table(1, 0, ((), 0), 8, 10.0)
     assert len(drafts) and (seconds > 0).all()

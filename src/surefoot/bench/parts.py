@@ -14,7 +14,7 @@ from surefoot.request import Request
 
 ROUNDS = 16
 GROUPS = {
-    "attention": r"^attention_kernel|^combine_kernel|flash|fmha",
+    "attention": r"^(attention|combine|prompt|tile_list)_kernel|flash|fmha",
     "norm and rope": r"^rms_norm_kernel|^rope_kv_kernel|^silu_mul_kernel",
     "sampling": r"argmax|^narrow_kernel|^limit_kernel|^draw(_part|_final)?_kernel|^penalties_kernel"
     r"|^bias_and_ends_kernel|softmax",

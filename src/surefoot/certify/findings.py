@@ -107,7 +107,7 @@ class Section:
             "cancellations": activity.cancellations,
             "chunked_prompts": activity.chunked,
             "recorded_rounds": activity.replays,
-            "planned_rounds": activity.planned,
+            "called_rounds": activity.called,
             "margins_log10": dict(sorted(self.margins.items())),
             "logprobs_compared": self.logprobs,
             "largest_logprob_error": self.largest_logprob_error,

@@ -91,7 +91,7 @@ def _counts(certificate: Certificate) -> str:
         f"in {certificate.wrong_acceptance_seen:.2%} of rejections or more would have been "
         "seen (99.9 %).</p>"
         f"<p>Rounds: {certificate.total_of('replays'):,} recorded, "
-        f"{certificate.total_of('planned'):,} planned by the host.</p>"
+        f"{certificate.total_of('called'):,} called.</p>"
     )
 
 

@@ -20,7 +20,7 @@ from surefoot.request import (
 
 PLAIN = "off"
 EVENTS = (
-    "preemptions", "prefix_hits", "cancellations", "chunked", "leaks", "replays", "planned",
+    "preemptions", "prefix_hits", "cancellations", "chunked", "leaks", "replays", "called",
 )  # fmt: skip
 """The plain counters of ``Activity``."""
 _ids = itertools.count()
@@ -82,9 +82,9 @@ class Activity:
     chunked: int = 0
     leaks: int = 0
     replays: int = 0
-    """Rounds launched ahead: recorded ones, on a GPU."""
-    planned: int = 0
-    """Rounds that the host planned."""
+    """Rounds of recorded sizes, which a GPU replays."""
+    called: int = 0
+    """Rounds called with just the rows that they need."""
 
     def add(self, other: Activity) -> None:
         for name in ("rounds", "drafted", "accepted", "rejections"):
@@ -134,7 +134,7 @@ def run_jobs(
         activity.cancellations += request.finish_reason is FinishReason.ABORT
         activity.chunked += len(request.prompt) > engine.config.max_num_batched_tokens
     activity.replays = engine.stats.replays - before_run.replays
-    activity.planned = engine.stats.rounds - before_run.rounds - activity.replays
+    activity.called = engine.stats.rounds - before_run.rounds - activity.replays
     activity.leaks = engine.kv.pool.capacity - engine.kv.pool.num_free
     return [_outcome(request, streams.get(request.request_id)) for request in requests], activity
 

@@ -49,7 +49,7 @@ def run_parity(
 def _run_plain_recorded(
     judge: Judge, section: Section, jobs: Sequence[Job], texts: Sequence[Outcome]
 ) -> None:
-    """Recorded rounds that nobody drafts for, against those that the host plans."""
+    """Recorded rounds that nobody drafts for, against called ones."""
     longest = max(job.longest for job in jobs)
     engine = judge.subject.engine(longest, 8, max_draft_tokens=0, recorded=True)
     got, activity = run_jobs(engine, jobs, judge.subject.tokenizer)

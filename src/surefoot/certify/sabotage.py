@@ -1,11 +1,9 @@
 """Known defects, for the certificate to find: each breaks an engine in place, from outside.
 
-Nothing here is reachable from production code. All seams to the engine's insides are in this file.
-Rounds that the host plans: ``SpeculativeRound.judge`` and ``padded_forward``. Rounds launched
-ahead: ``ReplayRound.override``. Both: ``SpeculativeRound.draw``, ``sample_rows`` as it calls it,
-and ``decoder``. A defect works in both. What runs inside a round reads nothing on the host and
-draws its chances from a counter on the device, so that it can be recorded, and is recorded:
-rounds recorded before are forgotten.
+Nothing here is reachable from production code. All seams to the engine's insides are in this file:
+``Round.replace_sampled``, ``Round.decoder``, and ``Round.sample`` with ``sample_rows`` as it calls
+it. What runs inside a round reads nothing on the host and draws its chances from a counter on the
+device, so that it can be recorded, and is recorded: rounds recorded before are forgotten.
 """
 
 from __future__ import annotations

@@ -66,9 +66,9 @@ class Subject:
     grammars: Grammars | None = None
     """What structured output is compiled by; of the tokenizer, if there is one."""
     recorded: bool | None = None
-    """Whether decoding goes through recorded rounds, launched ahead, wherever it can (without a
-    GPU the same rounds run as they are called), or through rounds that the host plans. None: as
-    engines do with this configuration."""
+    """Whether requests with drafts go through rounds of recorded sizes, launched ahead (without a
+    GPU these run when they are launched), or through rounds called with just the rows that they
+    need. None: as engines do with this configuration."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -113,7 +113,7 @@ class Subject:
     ) -> Engine:
         """A fresh engine for ``batch`` texts of at most ``longest`` tokens. ``options`` override
         the configuration; ``max_draft_tokens=0`` makes it plain. ``recorded``: other than the
-        subject's, or for a plain one, whose rounds the host plans by default."""
+        subject's, or for a plain one, whose rounds are called by default."""
         drafts = options.get("max_draft_tokens", self.max_drafts)
         block_size = options.get("block_size", self.config.block_size)
         values: dict[str, Any] = {

@@ -81,7 +81,7 @@ def _statements(certificate: Certificate) -> list[str]:
     ]
     lines.append(
         f"Rounds: {certificate.total_of('replays'):,} recorded, "
-        f"{certificate.total_of('planned'):,} planned by the host (prefill, and what needs it)."
+        f"{certificate.total_of('called'):,} called with just the rows that they need."
     )
     for section in certificate.sections:
         if section.name == "distribution":

@@ -204,7 +204,7 @@ def issue(
     setup = _setup(llm, subject)
     print(
         f"{setup['model']}: {setup['backend']} backend, {setup['dtype']}, {setup['weights']} "
-        f"weights, {'recorded' if subject.recorded else 'host-planned'} rounds; "
+        f"weights, {'recorded' if subject.recorded else 'called'} rounds; "
         f"drafts from {', '.join(subject.proposers)}",
         file=sys.stderr,
     )

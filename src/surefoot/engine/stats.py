@@ -49,10 +49,14 @@ class EngineStats:
     saved_seconds: float = 0.0
     """By what rounds are believed to cost: what plain rounds would have taken for the same tokens,
     less what the rounds with drafts took. Only counted where the cost of rounds was measured."""
-    rounds_by_kind: dict[str, int] = field(default_factory=dict)
-    """Rounds with prompt chunks and without, with drafts and without."""
-    seconds_by_kind: dict[str, float] = field(default_factory=dict)
-    """What they took on the device."""
+    kinds: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """(Rounds, seconds on the device) of rounds with prompt chunks and without, with drafts and
+    without."""
+
+    @property
+    def rounds_by_kind(self) -> dict[str, int]:
+        """How many rounds of each kind there were, by its name."""
+        return {kind: count for kind, (count, _) in self.kinds.items()}
 
     def count_admissions(self, loop: Loop) -> None:
         """Requests were let in, or sent back to the queue."""
@@ -73,9 +77,8 @@ class EngineStats:
         self.draft_rows += drafts
         kind = "prompts" if landing.prompt_rows else "decoding"
         kind += " with drafts" if drafts else ""
-        self.rounds_by_kind[kind] = self.rounds_by_kind.get(kind, 0) + 1
-        seconds = self.seconds_by_kind.get(kind, 0.0) + (landing.seconds or 0.0)
-        self.seconds_by_kind[kind] = seconds
+        count, seconds = self.kinds.get(kind, (0, 0.0))
+        self.kinds[kind] = count + 1, seconds + (landing.seconds or 0.0)
         expected = decision.expected
         if drafts and landing.progress and not landing.prompt_rows:
             gained = 1 + landing.accepted / len(landing.progress)
