@@ -34,8 +34,8 @@ class DrafterCheckpoint(Generic[Config]):
 
 
 @contextmanager
-def blaming(option: str) -> Iterator[None]:
-    """Raise whatever SurefootError comes up as one about ``option``."""
+def errors_about(option: str) -> Iterator[None]:
+    """Name ``option`` in every SurefootError that comes up."""
     try:
         yield
     except SurefootError as error:

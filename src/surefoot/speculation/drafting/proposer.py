@@ -11,7 +11,7 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.models.decoder import Decoder
-from surefoot.speculation.drafting.folders import blaming
+from surefoot.speculation.drafting.folders import errors_about
 from surefoot.speculation.drafting.network import Network
 from surefoot.speculation.drafting.picking import Picker
 from surefoot.speculation.drafting.pools import DrafterPools
@@ -88,7 +88,7 @@ class NetworkProposer(Proposer):
 
     def load(self, target: Decoder) -> None:
         state = self.state
-        with blaming(self.option):
+        with errors_about(self.option):
             self.network = self.build(target)
         self.pools = DrafterPools(self.network, state, self.scratch_keys)
         self.picker = Picker(self.network, state, self.options.coupled)
@@ -108,7 +108,7 @@ class NetworkProposer(Proposer):
         )
 
     def allocate(self, blocks: int) -> None:
-        with blaming(self.option):
+        with errors_about(self.option):
             self.pools.allocate(blocks)
 
     def expect(self, outlook: Outlook) -> None:

@@ -19,8 +19,8 @@ from surefoot.speculation.drafting.facts import drafter_facts, fit_facts
 from surefoot.speculation.drafting.fit import Interface
 from surefoot.speculation.drafting.folders import (
     DrafterCheckpoint,
-    blaming,
     check_tensors,
+    errors_about,
     find_folder,
     read_target_ids,
     read_tensors,
@@ -36,7 +36,7 @@ Eagle3Checkpoint = DrafterCheckpoint[Eagle3Config]
 def open_checkpoint(path: str) -> Eagle3Checkpoint:
     """Read the folder, or the repository ``org/name`` of the Hugging Face hub. Raises
     SurefootError about ``eagle3.path``."""
-    with blaming(OPTION):
+    with errors_about(OPTION):
         folder = find_folder(path)
         config = read_config(folder)
         stored = {canonical(name): tensor for name, tensor in read_tensors(folder).items()}

@@ -17,7 +17,7 @@ from surefoot.kernels.backend import FlatBatch
 from surefoot.kernels.drafting import EntryWeights
 from surefoot.models.decoder import Decoder, pack_layer
 from surefoot.speculation.drafting.fit import misfits, refuse_misfits
-from surefoot.speculation.drafting.folders import blaming
+from surefoot.speculation.drafting.folders import errors_about
 from surefoot.speculation.drafting.network import Network
 from surefoot.speculation.proposers.eagle3.checkpoint import (
     LAYER,
@@ -34,7 +34,7 @@ class Eagle3Drafter(Network):
     def __init__(self, checkpoint: Eagle3Checkpoint, target: Decoder) -> None:
         self.config = config = checkpoint.config
         touching, tensors = interface(checkpoint, target.config), checkpoint.tensors
-        with blaming(OPTION):
+        with errors_about(OPTION):
             refuse_misfits(misfits(touching, target.config), checkpoint.folder, config.verifier)
         super().__init__(config.layer, tensors, checkpoint.target_ids, target)
         backend = self.backend
