@@ -58,6 +58,9 @@ class EngineConfig:
     limits (for measurements and tests)."""
     calibration_seconds: float = 1.5
     """Upper bound of the time spent at start-up to measure a round's cost by its rows."""
+    generation_config: str = "auto"
+    """``auto``: where no sampling parameters are given, those that the model recommends in its
+    generation_config.json or GGUF file; ``none``: those of ``SamplingParams()``."""
 
     def __post_init__(self) -> None:
         self._take_paths()
@@ -66,6 +69,7 @@ class EngineConfig:
         _one_of("weights", self.weights, ("auto", "native", "dense"))
         _one_of("backend", self.backend, ("auto", "native", "torch", "triton"))
         _one_of("draft_policy", self.draft_policy, ("auto", "fixed"))
+        _one_of("generation_config", self.generation_config, ("auto", "none"))
         for name, low in (
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),

@@ -91,6 +91,23 @@ class SamplingParams:
                     name, "does not go with structured output", "the grammar says where a text ends"
                 )
 
+    @classmethod
+    def with_defaults(
+        cls, given: Mapping[str, Any], defaults: Mapping[str, Any], room: int
+    ) -> SamplingParams:
+        """The fields in ``given``, and for the others ``defaults``.
+
+        ``room``: how many tokens the context has left after the prompt. A default of
+        ``max_tokens`` is adapted to it and to ``min_tokens``, as a request must not fail for what
+        it did not ask; a value in ``given`` is not.
+        """
+        values = {**defaults, **given}
+        if "max_tokens" in defaults and "max_tokens" not in given:
+            wanted = max(defaults["max_tokens"], given.get("min_tokens", 0))
+            # Without room the prompt is at fault, and the engine will say so.
+            values["max_tokens"] = min(wanted, room) if room > 0 else None
+        return cls(**values)
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0

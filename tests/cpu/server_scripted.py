@@ -82,11 +82,12 @@ async def scripted_front(
     script: Groups,
     hang: bool = False,
     request_timeout: float | None = None,
+    ready: Ready = READY,
     **guards: Any,
 ) -> AsyncIterator[tuple[Any, Front, ScriptedCore]]:
     """(ASGI application, front, core); ``guards`` go to ``create_app``."""
     core: Any = ScriptedCore(script, hang)
-    front = Front(core, READY, tokenizer, max_queue=8)
+    front = Front(core, ready, tokenizer, max_queue=8)
     service = Service(front, ServiceSettings(("scripted",), request_timeout))
     app = create_app(service, **guards)
     listening = asyncio.ensure_future(front.listen())

@@ -226,11 +226,11 @@ def test_generation_config(copy: Any) -> None:
     edit(folder, "generation_config.json", eos_token_id=[7, 2, 9], temperature=0.6, top_k=20)
     checkpoint = load(edit(folder, eos_token_id=[2, 4]))
     assert checkpoint.config.eos_token_ids == (7, 2, 9, 4)
-    assert checkpoint.generation_defaults == {"temperature": 0.6, "top_k": 20}
+    assert checkpoint.sampling_defaults.values == {"temperature": 0.6, "top_k": 20}
     (folder / "generation_config.json").unlink()
     checkpoint = load(folder)
     assert checkpoint.config.eos_token_ids == (2, 4)
-    assert checkpoint.generation_defaults == {}
+    assert checkpoint.sampling_defaults.values == {}
 
 
 def test_broken_files_are_named(copy: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from harness import Job, make_engine, run_alone, tiny_decoder
 from surefoot.config import EngineConfig
 from surefoot.engine.engine import Engine
+from surefoot.models.loading.sampling_defaults import SamplingDefaults
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.server import core as core_module
 from surefoot.server.core import Core
@@ -166,7 +168,8 @@ def test_what_was_loaded_is_left_out_of_collections(monkeypatch: pytest.MonkeyPa
     """Looking through torch and a model's objects takes a tenth of a second, in which no round
     runs."""
     engine, counts = make_engine(tiny_decoder()), []
-    monkeypatch.setattr(core_module, "build_engine", lambda config, progress: (engine, None))
+    built = (engine, SimpleNamespace(sampling_defaults=SamplingDefaults()))
+    monkeypatch.setattr(core_module, "build_engine", lambda config, progress: built)
     monkeypatch.setattr(core_module.Core, "run", lambda core: counts.append(len(gc.get_objects())))
     link: Any = WrittenLink({0: [Start(EngineConfig())]})
     before = len(gc.get_objects())

@@ -149,7 +149,7 @@ def test_every_sampling_parameter_crosses_the_socket() -> None:
         "prompt_logprobs": 1,
         "n": 3,
     }
-    params = CompletionRequest.model_validate({"prompt": "a", **fields}).sampling()
+    params = CompletionRequest.model_validate({"prompt": "a", **fields}).sampling({}, 0, {})
     speculation = SpeculationParams("off", 3)
     message = decode_to_core(encode(Add(["0"], [1, 2], params, speculation)))
     assert isinstance(message, Add) and message.speculation == speculation

@@ -40,7 +40,7 @@ from structured_harness import (
 from surefoot import LLM
 from surefoot.engine import structured as engine_structured
 from surefoot.errors import SurefootError
-from surefoot.kernels.draws import TokenMasks, mask_tokens
+from surefoot.kernels.draws import TokenMasks
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
 from surefoot.sampling.grammar import GrammarState
 from surefoot.speculation.proposer import Drafts
@@ -378,9 +378,10 @@ def test_choices_of_one_prompt_have_their_own_state() -> None:
     assert len(texts) > 1 and all(6 <= len(text) <= 9 for text in texts)
 
 
+@pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_native)])
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 1000])
-def test_masking_logits(rows: int, vocab: int) -> None:
+def test_masking_logits(vocab: int, rows: int, backend: str) -> None:
     generator = torch.Generator().manual_seed(vocab)
     words = -(-vocab // 32)
     shape = (3, words)
@@ -395,8 +396,7 @@ def test_masking_logits(rows: int, vocab: int) -> None:
             word = int(bits[row[index], token // 32])
             if row[index] >= 0 and not (word >> (token % 32)) & 1:
                 expected[index, token] = float("-inf")
-    assert torch.equal(mask_tokens(logits, masks), expected)
-    assert torch.equal(tiny_decoder("native").backend.mask_tokens(logits, masks), expected)
+    assert torch.equal(tiny_decoder(backend).backend.mask_tokens(logits, masks), expected)
     assert torch.equal(logits, before)
 
 

@@ -1,4 +1,4 @@
-"""Trees in rounds that a GPU records: the same as in rounds that the host plans, without it."""
+"""Trees in rounds of recorded sizes: the same as in rounds called with just the rows they need."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def device_decoder(max_positions: int = 160) -> Decoder:
 
 
 def device_engine(decoder: Decoder, **options: Any) -> Engine:
-    """Small and quick to start. ``enforce_eager``: rounds that the host plans."""
+    """Small and quick to start. ``enforce_eager``: rounds are called, not recorded."""
     values: dict[str, Any] = dict(
         device="cuda", kv_blocks=400, block_size=4, calibration_seconds=0.0, max_num_seqs=4
     )

@@ -1,9 +1,7 @@
 """The certificate on the device: what is sound passes, every known defect is found, through
-recorded rounds and through those that the host plans."""
+recorded rounds and through called ones."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 
@@ -11,7 +9,6 @@ pytest.importorskip("triton")
 
 from device_engines import device_decoder
 
-import test_certify as cpu
 from certify_setups import make_judge, silent
 from harness import VOCAB
 from surefoot.certify.certificate import certify
@@ -24,6 +21,7 @@ from surefoot.config import EngineConfig
 
 pytestmark = pytest.mark.gpu
 ON_DEVICE = False
+WAYS = pytest.mark.parametrize("eager", [False, True], ids=["recorded", "called"])
 
 
 def subject(**options: bool) -> Subject:
@@ -31,18 +29,18 @@ def subject(**options: bool) -> Subject:
     return Subject(device_decoder(), config, default_prompts(VOCAB, 160))
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["recorded", "planned"])
+@WAYS
 def test_a_sound_engine_passes(eager: bool) -> None:
     certificate = certify(subject(enforce_eager=eager), {}, silent, QUICK, self_test=False)
     assert certificate.reasons == []
-    assert certificate.setup["rounds"] == ("planned by the host" if eager else "recorded")
-    assert (certificate.total_of("replays") > 500) == (not eager)
+    assert certificate.setup["rounds"] == ("called" if eager else "recorded")
+    for event, seen in (("replays", not eager), ("called", eager)):
+        assert (certificate.total_of(event) > 500) == seen
     print(certificate.noise, [(len(s.ties), s.seconds) for s in certificate.sections])
 
 
+@WAYS
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda item: item.install.__name__)
-def test_every_known_defect_is_found(defect: Defect) -> None:
-    judge = make_judge(subject())
-    for install in (defect.install, cpu.in_recorded_rounds_only(defect.install)):
-        trial = try_defect(judge, QUICK, replace(defect, install=install))
-        assert trial.caught and trial.finding, trial
+def test_every_known_defect_is_found(defect: Defect, eager: bool) -> None:
+    trial = try_defect(make_judge(subject(enforce_eager=eager)), QUICK, defect)
+    assert trial.caught and trial.finding, trial

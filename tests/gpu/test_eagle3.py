@@ -94,7 +94,7 @@ def test_texts_are_those_of_plain_decoding(kind: str, seed: int) -> None:
         dict(enforce_eager=True, draft_policy="fixed"),
     ):
         engine = build(kind, **options)
-        assert (engine.pipeline is None) == ("enforce_eager" in options)
+        assert engine.rounds.recorded != ("enforce_eager" in options)
         found = run_jobs(engine, jobs)
         for job, want, got in zip(jobs, expected, found, strict=True):
             text = want.output[: len(got.output)] if job.cancel else want.output
@@ -103,30 +103,33 @@ def test_texts_are_those_of_plain_decoding(kind: str, seed: int) -> None:
             assert sum(request.stats.accepted for request in found) > 20
 
 
+@pytest.mark.parametrize("eager", [False, True], ids=["recorded", "called"])
 @pytest.mark.parametrize("policy", ["fixed", "auto"])
-def test_recorded_offers_are_those_of_the_formulas(policy: str) -> None:
+def test_offers_are_those_of_the_formulas(policy: str, eager: bool) -> None:
     """Wherever requests stand after a round; near the ends of their texts offers are cut."""
-    engine = build("skilled", draft_policy=policy)
-    assert engine.pipeline is not None
+    engine = build("skilled", draft_policy=policy, enforce_eager=eager)
+    assert engine.rounds.recorded is not eager
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     prompts = [(5, 9, 2, 33, 14, 21, 40, 8, *range(3 + i, 6 + 3 * i)) for i in range(4)]
     requests = [engine.make_request(f"{i}", p, params) for i, p in enumerate(prompts)]
     for request in requests:
         engine.add(request)
     offers: dict[tuple[int, ...], tuple[int, ...]] = {}
-    replay, state = engine.pipeline.replay, engine.state
+    found, state = engine.round.books.offers, engine.state
     while engine.has_work:
         engine.step()
         torch.cuda.synchronize()
-        for request in requests if engine.pipeline.flights else ():
-            if not request.finished:
-                slot = request.slot
+        for request in engine.scheduler.running:
+            slot = request.slot
+            # The device may know of an end that has not been read.
+            if int(state.alive[slot]):
                 text = tuple(state.history[slot, : int(state.length[slot])].tolist())
-                length = int(replay.lengths[slot])
-                offers[text] = tuple(replay.tokens[slot, :length].tolist())
+                length = int(found.lengths[slot])
+                offers[text] = tuple(found.tokens[slot, :length].tolist())
     reference = Reference(SKILLED, skilled_tensors(), target_weights()["model.embed_tokens.weight"])
     offered = {text: drafts for text, drafts in offers.items() if drafts}
-    assert len(offered) > 20
+    # How often it pays to draft on so small a model is for the planner to say.
+    assert len(offered) > (20 if policy == "fixed" else 0)
     for text, drafts in offered.items():
         features = captured_layers(target(), list(text[:-1]), (0, 1, 2))
         assert tuple(reference.draft(features, list(text), len(drafts))) == drafts, text

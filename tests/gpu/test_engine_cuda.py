@@ -53,6 +53,6 @@ def test_long_texts_equal_eager_ones(requests: int) -> None:
         engine = device_engine(decoder, max_num_seqs=requests, **{**sizes, **options})
         got = run_jobs(engine, jobs)
         assert [request.output for request in got] == expected, options
-        assert engine.stats.replays > 0.9 * engine.stats.rounds
+        assert engine.stats.replays == engine.stats.rounds
         if options.get("draft_policy") == "fixed":
             assert sum(request.stats.drafted for request in got) > 50

@@ -1,5 +1,5 @@
-"""Law 1 on the device, in float32: recorded rounds, rounds that the host plans, and plain decoding
-alone give the same text. The scenarios are those of tests/cpu/test_exactness.py."""
+"""Law 1 on the device, in float32: recorded rounds, called rounds, and plain decoding alone give
+the same text. The scenarios are those of tests/cpu/test_exactness.py."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from harness import Job, run_jobs
 pytestmark = pytest.mark.gpu
 ON_DEVICE = False
 SCENARIOS = 16
-seen = {"recorded": 0, "planned": 0, "drafted": 0, "accepted": 0}
+seen = {"recorded": 0, "called": 0, "drafted": 0, "accepted": 0}
 
 
 def check(scenario: tuple[list[Job], dict[str, Any]]) -> None:
-    """Recorded, and planned by the host."""
+    """Recorded, and called."""
     work, options = scenario
     decoder = device_decoder()
     expected = plain_texts(decoder, work)
@@ -36,7 +36,7 @@ def check(scenario: tuple[list[Job], dict[str, Any]]) -> None:
             seen["drafted"] += got.stats.drafted
             seen["accepted"] += got.stats.accepted
         seen["recorded"] += engine.stats.replays
-        seen["planned"] += engine.stats.rounds - engine.stats.replays
+        seen["called"] += engine.stats.rounds - engine.stats.replays
 
 
 def test_any_scenario_gives_the_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,5 +52,5 @@ def test_any_scenario_gives_the_plain_text(monkeypatch: pytest.MonkeyPatch) -> N
     quick(given(cpu.scenarios())(check))()
     print(seen, cpu.tokens_compared, "tokens,", len(cpu.ties), "ties", *cpu.ties, sep="\n")
     assert len(cpu.ties) <= max(1, cpu.tokens_compared / 10_000)
-    assert seen["recorded"] > 100 and seen["planned"] > 100
+    assert seen["recorded"] > 100 and seen["called"] > 100
     assert seen["drafted"] > seen["accepted"] > 50

@@ -6,9 +6,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from test_triton_control import (  # noqa: F401
-    test_rows_go_to_the_most_likely_drafts,  # The other one builds engines: test_engine_cuda.
-)
+# The other one builds engines: test_engine_cuda.
+from test_triton_control import test_rows_go_to_prompts_and_to_the_most_likely_drafts  # noqa: F401
 from test_triton_drafting import *  # noqa: F403
 from test_triton_kernels import *  # noqa: F403
 from test_triton_prompts import *  # noqa: F403

@@ -67,6 +67,7 @@ def subject_config(subject: Subject, most: int, longest: int, drafts: int) -> En
         "max_model_len": longest,
         "max_draft_tokens": max([drafts, *told]),
         "enable_prefix_caching": False,
+        "generation_config": "none",
         **subject.options,
     }
     if subject.rates and not subject.drafter:

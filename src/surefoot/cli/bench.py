@@ -34,6 +34,8 @@ prompt now runs without speculation and with it, in turn, several times; these a
 first time, confirmed guesses marked, and the speeds follow."""
 
 
+SHORT = 96
+"""Tokens of an answer: short ones make many pairs of runs, which tell more than few long ones."""
 _sweep = functools.partial(option, panel="Sweep over --concurrency")
 _both = functools.partial(option, panel="With --concurrency or --traffic")
 
@@ -64,7 +66,7 @@ def bench(
         typer.Option(
             metavar="N",
             help="Most tokens of each answer; of traffic LOW-HIGH, drawn evenly. "
-            "(default: 128; of traffic 64-448)",
+            "(default: 96; in a sweep 128; of traffic 64-448)",
             show_default=False,
         ),
     ] = None,
@@ -161,6 +163,8 @@ def bench(
     With --traffic requests of many lengths come and go: output tokens per second, time to first
     token and gaps between tokens, as `vllm bench serve` defines them, for every mode; with --url
     on a server.
+
+    What the model's generation_config.json recommends for sampling is not used.
     """
     given = {**locals(), **traffic}
     from surefoot.bench.prompts import builtin_prompts, load_prompts, select
@@ -174,7 +178,7 @@ def bench(
         run_traffic(engine, chosen, given)
         return
     params = SamplingParams(
-        max_tokens=read_count("max_tokens", max_tokens, 128),
+        max_tokens=read_count("max_tokens", max_tokens, 128 if kind == SWEEP else SHORT),
         temperature=temperature,
         seed=seed,
         ignore_eos=kind == SWEEP,
@@ -186,7 +190,7 @@ def bench(
     size = 1 if batch_size is None else batch_size
     settings = _settings(params, speculation, repeats, size, 1 if warmup is None else warmup)
     engine.setdefault("max_num_seqs", max(size, 32))
-    llm = load(engine, enable_prefix_caching=bool(prefix_caching))
+    llm = load(engine, enable_prefix_caching=bool(prefix_caching), generation_config="none")
     from surefoot.bench.context import everything, workload
 
     results, lines, busyness = _run(llm, chosen, settings, show_drafts)

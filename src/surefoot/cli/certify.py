@@ -56,7 +56,7 @@ def engine_group(
         _option(
             "--enforce-eager",
             panel="Engine",
-            help="On a GPU: certify rounds that the host plans, not recorded ones.",
+            help="On a GPU: certify called rounds, not recorded ones.",
         ),
     ] = None,
     threads: Annotated[
@@ -141,7 +141,8 @@ def certify(
     Compares greedy and sampled text, endings and logprobs with plain decoding
     position by position: several batch sizes, draft lengths, arrivals, memory
     shortage, every sampling parameter. Tests the distribution of sampled text,
-    and that the drafters' state is never stale.
+    and that the drafters' state is never stale. What the model's
+    generation_config.json recommends for sampling is not used.
 
     Exit code 0: PASS. 1: FAIL. 2: INCONCLUSIVE, or no certificate was made.
     """
@@ -225,7 +226,7 @@ def _load(engine: dict[str, Any]) -> LLM:
         from surefoot.engine.llm import LLM
 
         small = {"proposers": (), "proposer_options": {}, "kv_blocks": 8, "max_num_seqs": 1}
-        return LLM(progress=progress, **(engine | small))
+        return LLM(progress=progress, **(engine | small), generation_config="none")
 
 
 def _subject(llm: LLM, engine: dict[str, Any], chosen: list[Any] | None) -> Subject:

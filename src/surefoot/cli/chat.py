@@ -9,7 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from surefoot.cli.conversation import Conversation
-from surefoot.cli.options import engine_options, sampling_options, speculation_option
+from surefoot.cli.options import (
+    engine_options,
+    generation_config_option,
+    sampling_options,
+    speculation_option,
+    with_temperature,
+)
 from surefoot.cli.terminal import load
 from surefoot.cli.verb import OTHER_ERROR, verb
 from surefoot.errors import SurefootError
@@ -21,7 +27,7 @@ COMMANDS = {
     "/system TEXT": "set the system message and start over",
     "/seed N": "set the seed (/seed alone: a fresh one each time)",
     "/temperature T": "set the temperature; 0 is greedy",
-    "/max-tokens N": "limit the answers (/max-tokens alone: only the context does)",
+    "/max-tokens N": "limit the answers (/max-tokens alone: as by default)",
     "/speculation METHOD": "auto, off, or the name of a proposer",
     "/drafts": "switch the colouring of accepted drafts on or off",
     "/stats": "switch the line of numbers after each answer on or off",
@@ -29,10 +35,16 @@ COMMANDS = {
 }
 
 
-@verb(engine=engine_options, sampling=sampling_options, speculation=speculation_option)
+@verb(
+    engine=engine_options,
+    sampling=sampling_options,
+    generation_config=generation_config_option,
+    speculation=speculation_option,
+)
 def chat(
     engine: dict[str, Any],
     sampling: dict[str, Any],
+    generation_config: str,
     speculation: str,
     system: Annotated[
         str | None, typer.Option(help="The system message.", show_default=False)
@@ -46,9 +58,11 @@ def chat(
 ) -> None:
     """Talk to a model. Ctrl-C stops an answer, /help lists the commands.
 
-    When stdin is no terminal, each of its lines is a question.
+    When stdin is no terminal, each of its lines is a question. Sampling is as the model recommends
+    (see --generation-config); where it recommends nothing, the temperature is 0.
     """
-    llm = load(engine)
+    llm = load(engine, generation_config=generation_config)
+    sampling = with_temperature(sampling, llm.sampling_defaults.get("temperature", 0.0))
     talk = Conversation(llm, sampling, system, show_drafts, stats)
     talk.set_speculation(speculation)
     interactive = sys.stdin.isatty()

@@ -56,7 +56,7 @@ class Conversation:
         print(f"(numbers {'on' if self.stats else 'off'})")
 
     def set_sampling(self, name: str, value: Any) -> None:
-        """Change a field of the sampling parameters; None takes it back to its default."""
+        """Change a field of the sampling parameters; None takes it back to the model's default."""
         changed = {key: item for key, item in self.sampling.items() if key != name}
         if value is not None:
             changed[name] = value
@@ -73,7 +73,8 @@ class Conversation:
         and what there is of it is remembered."""
         messages = [*self.messages, {"role": "user", "content": question}]
         prompt = {"prompt_token_ids": self.llm.render_chat(messages)}
-        params = SamplingParams(**self.sampling)
+        defaults, room = self.llm.sampling_defaults, self.llm.room(prompt["prompt_token_ids"])
+        params = SamplingParams.with_defaults(self.sampling, defaults, room)
         answer, tokens, rounds, drafted = "", 0, 0, 0
         started = time.perf_counter()
         stream = self.llm.stream(prompt, params, speculation=self.speculation)

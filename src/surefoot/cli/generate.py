@@ -17,6 +17,7 @@ from surefoot.cli.options import (
     sampling_options,
     speculation_option,
     structure_options,
+    with_temperature,
 )
 from surefoot.cli.terminal import DraftPainter, load, printable, progress_bars
 from surefoot.cli.verb import verb
@@ -64,7 +65,8 @@ def generate(
 ) -> None:
     """Complete a prompt; the text streams to the terminal.
 
-    Without --max-tokens it ends after 256 tokens, or where the context does.
+    Without --max-tokens it ends after 256 tokens, or where the context does. What the model's
+    generation_config.json recommends for sampling is not used.
     """
     if show_drafts and as_json:
         raise SurefootError("show_drafts", "does not go with --json", "drop one of them")
@@ -75,12 +77,14 @@ def generate(
     if show_drafts and n > 1:
         raise SurefootError("show_drafts", "shows one text only", "drop --n")
     refuse_idle_speculation(speculation, engine)
-    params = SamplingParams(**sampling, n=n, logprobs=logprobs, structured_outputs=structure)
+    given = with_temperature(sampling)
+    given |= {"n": n, "logprobs": logprobs, "structured_outputs": structure}
+    SamplingParams(**given)
     text = read_prompt(prompt, prompt_file)
-    llm = load(engine)
+    llm = load(engine, generation_config="none")
     tokens = _tokenize(llm, text, chat)
-    if params.max_tokens is None:
-        params = dataclasses.replace(params, max_tokens=_default_max_tokens(llm, tokens, params))
+    defaults = {"max_tokens": DEFAULT_MAX_TOKENS}
+    params = SamplingParams.with_defaults(given, defaults, llm.room(tokens))
     request = {"prompt": text, "prompt_token_ids": tokens}
     if as_json:
         print(json.dumps(_result(llm, request, params, speculation)))
@@ -113,13 +117,6 @@ def _tokenize(llm: LLM, text: str, chat: bool) -> list[int]:
     if chat:
         return llm.render_chat([{"role": "user", "content": text}])
     return llm.tokenizer.encode(text, add_special_tokens=True)
-
-
-def _default_max_tokens(llm: LLM, tokens: list[int], params: SamplingParams) -> int | None:
-    """256 or what the context leaves, but not under ``min_tokens``; None where the engine will
-    refuse the prompt anyway."""
-    room = min(llm.engine.max_model_len, llm.engine.kv_tokens) - len(tokens)
-    return min(max(DEFAULT_MAX_TOKENS, params.min_tokens), room) if room > 0 else None
 
 
 def _result(

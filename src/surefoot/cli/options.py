@@ -124,8 +124,12 @@ def engine_options(
 def sampling_options(
     max_tokens: Annotated[int | None, _sampling(help="Most tokens to generate.")] = None,
     temperature: Annotated[
-        float, _sampling(help="0 takes the most likely token each time. (default: 0)")
-    ] = 0.0,
+        float | None,
+        _sampling(
+            help="0 takes the most likely token each time. (default: 0; in chat the model's, if it "
+            "recommends one)"
+        ),
+    ] = None,
     top_k: Annotated[int | None, _sampling(help="Sample among the k likeliest.")] = None,
     top_p: Annotated[
         float | None, _sampling(help="Sample among the likeliest that make up this share.")
@@ -158,15 +162,13 @@ def sampling_options(
         bool, _sampling("--ignore-eos", help="Go on after the model's end token.")
     ] = False,
 ) -> dict[str, Any]:
-    """Fields of ``SamplingParams``, those that were given and the temperature."""
-    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    for name, value in filters.items():
-        if temperature == 0 and value is not None:
-            raise SurefootError(name, "does nothing at temperature 0", "give --temperature too")
+    """Fields of ``SamplingParams``, those that were given."""
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
-        **filters,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
         "repetition_penalty": repetition_penalty,
         "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
@@ -180,6 +182,28 @@ def sampling_options(
     given = {name: value for name, value in options.items() if value is not None}
     SamplingParams.from_dict(given)
     return given
+
+
+def with_temperature(sampling: dict[str, Any], default: float = 0.0) -> dict[str, Any]:
+    """The fields in ``sampling``, a temperature among them. At 0, filters are a mistake."""
+    sampling = {"temperature": default, **sampling}
+    for name in ("top_k", "top_p", "min_p"):
+        if sampling["temperature"] == 0 and name in sampling:
+            raise SurefootError(name, "does nothing at temperature 0", "give --temperature too")
+    return sampling
+
+
+def generation_config_option(
+    generation_config: Annotated[
+        str,
+        _sampling(
+            metavar="auto|none",
+            help="auto: what is not given is as the model recommends in its generation_config.json "
+            "or GGUF file; none: its recommendations are not used. (default: auto)",
+        ),
+    ] = "auto",
+) -> str:
+    return generation_config
 
 
 def structure_options(

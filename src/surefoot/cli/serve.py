@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from surefoot.cli.options import engine_options, option, read_size
+from surefoot.cli.options import engine_options, generation_config_option, option, read_size
 from surefoot.cli.terminal import progress_bars
 from surefoot.cli.verb import verb
 from surefoot.config import EngineConfig
@@ -17,9 +17,10 @@ from surefoot.errors import SurefootError
 _server = functools.partial(option, panel="Server")
 
 
-@verb(engine=engine_options)
+@verb(engine=engine_options, generation_config=generation_config_option)
 def serve(
     engine: dict[str, Any],
+    generation_config: str,
     model_name: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")
     ] = None,
@@ -77,6 +78,7 @@ def serve(
         if "model" in engine:
             raise SurefootError("model", "is given twice", "drop one of them")
         engine["model"] = model_name
+    engine["generation_config"] = generation_config
     serve_, ServerConfig = _load_server()
     config = ServerConfig(
         host=host,

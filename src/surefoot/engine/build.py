@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from surefoot.models.loading import Checkpoint, load_checkpoint
 from surefoot.sampling.grammar import Grammars
 from surefoot.speculation.round import Round
 
+logger = logging.getLogger(__name__)
 _TORCH_THREADS = torch.get_num_threads()
 """What torch found fit for this machine, before any engine changed it."""
 ProgressCallback = Callable[[str, int, int], None]
@@ -34,8 +36,14 @@ def build_engine(
         config.weights == "auto" and backend.name == "native"
     )
     checkpoint = load_checkpoint(
-        config.model, dtype=backend.dtype, native=native_weights, progress=progress
+        config.model,
+        dtype=backend.dtype,
+        native=native_weights,
+        generation_config=config.generation_config,
+        progress=progress,
     )
+    if checkpoint.sampling_defaults.values:
+        logger.info("%s", checkpoint.sampling_defaults)
     max_model_len = model_length(config, checkpoint.config)
     decoder = Decoder(checkpoint.config, checkpoint.weights, backend, max_model_len)
     engine = Engine(decoder, config, prepare=prepare)

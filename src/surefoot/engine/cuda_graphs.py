@@ -51,6 +51,10 @@ class RecordedRounds(PaddedRounds):
         self.graph(size).replay()
         return []
 
+    def ready(self, size: Size) -> None:
+        if size.prompt_logprobs is None:
+            self.graph(size)
+
     def forget(self) -> None:
         torch.cuda.synchronize()
         self.graphs.clear()

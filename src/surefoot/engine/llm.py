@@ -22,7 +22,8 @@ class LLM:
 
     ``options`` are the fields of ``EngineConfig``; unknown names are refused. ``progress`` is
     called with (label, done, total) during downloads and conversions. Conversions that take space
-    in the cache folder, and what cannot be kept there, are logged (``logging``, "surefoot").
+    in the cache folder, what cannot be kept there, and the model's sampling defaults are logged
+    (``logging``, "surefoot").
     """
 
     def __init__(
@@ -34,7 +35,18 @@ class LLM:
         self.engine, checkpoint = build_engine(self.config, progress)
         self.config = self.engine.config
         self.tokenizer = checkpoint.tokenizer
+        self.sampling_defaults = checkpoint.sampling_defaults.values
         self._ids = itertools.count()
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Where ``generate``, ``chat`` and ``stream`` are given no parameters, they take these (and
+        fewer ``max_tokens`` where the context has no room for them): what the model recommends, or
+        with ``generation_config="none"`` ``SamplingParams()``."""
+        return SamplingParams(**self.sampling_defaults)
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """How many tokens a text may have after ``prompt``; none or fewer: it is too long."""
+        return min(self.engine.max_model_len, self.engine.kv_tokens) - len(prompt)
 
     def generate(
         self,
@@ -47,12 +59,13 @@ class LLM:
         """Generate for one prompt or many (text, token ids, or ``{"prompt": …}`` /
         ``{"prompt_token_ids": …}``), all in one continuous batch, in the order given.
 
-        ``sampling_params`` and ``speculation`` apply to all prompts, or are lists as long.
+        ``sampling_params`` and ``speculation`` apply to all prompts, or are lists as long. Without
+        ``sampling_params`` those of ``default_sampling_params`` are taken.
         ``on_progress`` is called with (finished, total) prompts. Bad input raises SurefootError
         before anything runs.
         """
         many = _as_list(prompts)
-        params = _spread("sampling_params", sampling_params or SamplingParams(), len(many))
+        params = _spread("sampling_params", sampling_params, len(many))
         choices = _spread("speculation", speculation, len(many))
         groups = [self._group(*args) for args in zip(many, params, choices, strict=True)]
         streams = {}
@@ -106,7 +119,7 @@ class LLM:
         speculation: Speculation = None,
     ) -> Generator[StreamChunk, None, None]:
         """Yield text as it is committed. Closing the iterator cancels the request."""
-        _, group = self._group(prompt, sampling_params or SamplingParams(), speculation)
+        _, group = self._group(prompt, sampling_params, speculation)
         streams = {request.request_id: TextStream(request, self.tokenizer) for request in group}
         for request in group:
             self.engine.add(request)
@@ -126,10 +139,12 @@ class LLM:
             self._cancel(group)
 
     def _group(
-        self, prompt: Prompt, params: SamplingParams, speculation: Speculation
+        self, prompt: Prompt, params: SamplingParams | None, speculation: Speculation
     ) -> tuple[str | None, list[Request]]:
         """The requests of one prompt: one per choice, the first leading."""
         text, tokens = self._tokenize(prompt)
+        if params is None:
+            params = SamplingParams.with_defaults({}, self.sampling_defaults, self.room(tokens))
         chosen = SpeculationParams.of(speculation)
         name = f"request-{next(self._ids)}"
         group: list[Request] = []

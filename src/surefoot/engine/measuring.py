@@ -35,13 +35,17 @@ def actions_of(rounds: RecordedRounds, spans: int) -> list[Action]:
 def decoding_sizes(
     rounds: RecordedRounds, spans: int, kind: Features, action: Action
 ) -> list[Size]:
-    """Rounds of so many spans that propose so, by rows; the first verifies no drafts."""
+    """Rounds of so many spans that propose so, by rows; the first verifies no drafts. With drafters
+    at full depth or asleep, any number of rows; with another depth just as many as hold that for
+    every request; where nobody proposes, none for drafts."""
     base = Size(spans, spans, spans, kind, *action)
-    if not rounds.round.proposers:
+    proposers, steps = action
+    if not proposers:
         return [base]
-    return [
-        replace(base, rows=rows, samples=rows, verifies=rows > spans) for rows in rounds.rows(spans)
-    ]
+    rows = rounds.rows(spans)
+    if 0 < steps < rounds.longest:
+        rows = [count for count in rows if count in (spans, spans * (1 + steps))]
+    return [replace(base, rows=each, samples=each, verifies=each > spans) for each in rows]
 
 
 def prompt_sizes(
@@ -55,14 +59,13 @@ def prompt_sizes(
 
 
 def measure_recorded(rounds: RecordedRounds, blocks: int) -> RecordedCosts:
-    """Record the greedy rounds and time them. The rest is recorded in idle moments."""
+    """Record the greedy rounds and time them. Those for drawn text are recorded in idle moments."""
     times: dict[RecordedSize, Curve] = {}
     saved: dict[Action, float] = {}
     for spans in rounds.spans:
         saved = _time_decoding(rounds, blocks, spans, times)
-        for action in saved:
-            rounds.wanted += decoding_sizes(rounds, spans, GREEDY, action)
-        rounds.wanted += decoding_sizes(rounds, spans, DRAWN, actions_of(rounds, spans)[-1])
+        for action in actions_of(rounds, spans):
+            rounds.wanted += decoding_sizes(rounds, spans, DRAWN, action)
     costs = RecordedCosts(times, _time_prompts(rounds, blocks, saved))
     rounds.choose = costs.size_for
     return costs
@@ -71,8 +74,8 @@ def measure_recorded(rounds: RecordedRounds, blocks: int) -> RecordedCosts:
 def _time_decoding(
     rounds: RecordedRounds, blocks: int, spans: int, times: dict[RecordedSize, Curve]
 ) -> dict[Action, float]:
-    """Time rounds of so many spans in which everybody proposes, by rows and context; what other
-    actions save is measured once, and returned."""
+    """Time rounds of so many spans in which everybody proposes, by rows and context. Of other
+    actions the rounds are recorded, and what they save is measured once, and returned."""
     round_, actions = rounds.round, actions_of(rounds, spans)
     sizes = decoding_sizes(rounds, spans, GREEDY, actions[-1])
     curves: dict[int, Curve] = {size.rows: [] for size in sizes}
@@ -81,18 +84,19 @@ def _time_decoding(
             for size in sizes:
                 seconds = rounds.time(size, partial(seat, spans, 0), 2)
                 curves[size.rows].append((context, seconds))
-    saved: dict[Action, float] = {}
+    saved: dict[Action, float] = {actions[-1]: 0.0}
     context, all_propose = curves[spans][0]
     with made_up_requests(round_, blocks, context) as seat:
         for proposers, steps in actions[:-1]:
             size = replace(sizes[0], proposers=proposers, steps=steps)
             seconds = rounds.time(size, partial(seat, spans, 0), 2)
             saved[proposers, steps] = min(max(0.0, all_propose - seconds), 0.9 * all_propose)
-    for rows, curve in curves.items():
-        for action in actions:
-            less = saved.get(action, 0.0)
-            times[RecordedSize(spans, rows, rows, action)] = [
-                (context, max(seconds - less, 0.1 * seconds)) for context, seconds in curve
+    for action, less in saved.items():
+        for size in decoding_sizes(rounds, spans, GREEDY, action):
+            rounds.ready(size)
+            times[RecordedSize(spans, size.rows, size.rows, action)] = [
+                (context, max(seconds - less, 0.1 * seconds))
+                for context, seconds in curves[size.rows]
             ]
     return saved
 
@@ -113,6 +117,7 @@ def _time_prompts(rounds: RecordedRounds, blocks: int, saved: dict[Action, float
                     rounds.graph(size)
                     if spans == most and not verifies:
                         plain.append((size.rows, _time_chunk(rounds, seat, size)))
+                rounds.wanted += prompt_sizes(rounds, spans, DRAWN, everything, verifies)
             rounds.wanted += prompt_sizes(rounds, spans, GREEDY, NOTHING, False)
     own = saved.get(NOTHING, 0.0)
     rows, seconds = zip(*plain, strict=True)

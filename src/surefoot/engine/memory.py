@@ -32,7 +32,7 @@ class MemoryPlan:
     drafters: int
     """``Needs.fixed_bytes`` of all proposers, or what they have taken if that is more."""
     rounds: int
-    """Activations, logits and sampler scratch of the largest round that the host plans."""
+    """Activations, logits and sampler scratch of the largest round."""
     recorded: int
     """Twice that for recorded rounds, which share one pool: before it is recorded, each runs once
     on a stream of its own, with memory of that stream. Some are recorded when first needed."""

@@ -18,7 +18,7 @@ from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.round import Round
 
-LONGEST_STALL = 0.1
+LONGEST_STALL = 0.25
 """Seconds that a round with a prompt chunk may take while others decode, unless plain rounds take
 long themselves; then ``STALLED_ROUNDS`` of these."""
 STALLED_ROUNDS = 4.0

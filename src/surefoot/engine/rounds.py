@@ -15,6 +15,8 @@ from surefoot.speculation.recorded_costs import RecordedSize
 from surefoot.speculation.round import Round
 from surefoot.speculation.size import Size
 
+PROMPT_DRAFTS = 8
+"""Drafts of a request, on average, that rounds with prompts have room for."""
 ChooseSize = Callable[[int, int, Action, int, float], RecordedSize | None]
 """(Requests, rows of prompts, action, drafts, tokens of every text) -> size."""
 
@@ -93,6 +95,8 @@ class Rounds:
             )
         self._turn = (self._turn + 1) % len(self._copies)
         copy = self._copies[self._turn]
+        # What is recorded now is not to be timed.
+        self.ready(size)
         copy.begun.record()
         prompt_scores = self.run(size, keys, prompt_rows)
         copy.ended.record()
@@ -101,6 +105,9 @@ class Rounds:
     def run(self, size: Size, keys: int, prompt_rows: torch.Tensor | None) -> list[RowLogprobs]:
         """The round itself."""
         return self.round(size, keys, prompt_rows)
+
+    def ready(self, size: Size) -> None:
+        """A round of this size is about to run."""
 
     def prepare(self) -> bool:
         """Record one more round that may be needed, while nobody waits; False: none is left."""
@@ -160,7 +167,7 @@ class PaddedRounds(Rounds):
         """``most_rows``: known rows of a round."""
         super().__init__(round_)
         self.spans = span_counts(len(round_.slots))
-        self.prompt_spans = sorted({min(16, self.spans[-1]), self.spans[-1]})
+        self.prompt_spans = sorted({min(n, self.spans[-1]) for n in (16, 64, self.spans[-1])})
         """Spans of rounds with prompts."""
         self.prompt_rows = prompt_row_counts(most_rows + len(round_.slots) * self.width)
         self.longest = min(self.width, max(round_.drafters.values(), default=0))
@@ -201,9 +208,9 @@ class PaddedRounds(Rounds):
 
     def _with_prompts(self, batch: Batch, decision: Decision, drafts: int) -> Size:
         spans = next(spans for spans in self.prompt_spans if spans >= batch.count)
-        samples = next(
-            count for count in self.prompt_samples(spans) if count >= batch.samples + drafts
-        )
+        counts = self.prompt_samples(spans)
+        drafts = min(drafts, counts[-1] - batch.samples)
+        samples = counts[-1] if drafts else counts[0]
         known = batch.rows + drafts
         # Larger than the rows that are sampled: what tells that there are prompts.
         rows = next((c for c in self.prompt_rows if c >= known and c > samples), known)
@@ -211,10 +218,8 @@ class PaddedRounds(Rounds):
         return replace(base, rows=max(rows, samples + 1), samples=samples)
 
     def prompt_samples(self, spans: int) -> list[int]:
-        """Sampled rows of rounds with prompts."""
-        return sorted({spans, *(spans * (1 + k) for k in (1, 3) if k < self.width)} | {
-            spans * (1 + self.width)
-        })  # fmt: skip
+        """Sampled rows of rounds with prompts: without drafts, and with as many as pay there."""
+        return sorted({spans, spans * (1 + min(self.width, PROMPT_DRAFTS))})
 
     def rows(self, spans: int) -> list[int]:
         """Rows of rounds of so many spans without prompts."""

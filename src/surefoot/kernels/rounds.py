@@ -1,4 +1,4 @@
-"""From slots to the rows of a decoding round and back, without the host: the torch twins.
+"""From slots to the rows of a round and back, without the host: the torch twins.
 
 The host gives the slots; everything else (how many rows each span has, where it stands, where it
 ends) is read from device tensors, so that a captured round can be replayed as requests grow, and

@@ -119,9 +119,11 @@ class ChatRequest(RequestFields):
     def uses_tools(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
 
-    def sampling(self, **more: Any) -> SamplingParams:
+    def sampling(
+        self, defaults: Mapping[str, Any], room: int, more: Mapping[str, Any]
+    ) -> SamplingParams:
         """See ``RequestFields.sampling``. A call of a tool is no text of a grammar."""
-        params = super().sampling(**more)
+        params = super().sampling(defaults, room, more)
         if params.structured_outputs is not None and self.uses_tools:
             [name, *_] = [name for name, _, _ in structure_fields(self)] or ["structured_outputs"]
             raise SurefootError(name, "does not go with tools", "set tool_choice to none")

@@ -12,7 +12,9 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import zmq
 
@@ -190,7 +192,7 @@ class Core:
         )
 
 
-def ready(engine: Engine) -> Ready:
+def ready(engine: Engine, sampling_defaults: Mapping[str, Any]) -> Ready:
     config, backend = engine.config, engine.decoder.backend
     return Ready(
         description=describe(engine, backend),
@@ -202,6 +204,7 @@ def ready(engine: Engine) -> Ready:
         end_tokens=tuple(engine.decoder.config.eos_token_ids),
         proposers=[item.name for item in engine.proposers],
         saving_known=bool(engine.proposers) and config.draft_policy == "auto",
+        sampling_defaults=dict(sampling_defaults),
         memory=engine.memory.bytes_by_part() if engine.memory else {},
     )
 
@@ -244,12 +247,12 @@ def _serve(link: Link) -> int:
         return 0
     try:
         with forwarded_log(link.send):
-            engine, _ = build_engine(
+            engine, checkpoint = build_engine(
                 start.config, lambda label, done, total: link.send(Loading(label, done, total))
             )
         gc.collect()
         with only_new_garbage():
-            link.send(ready(engine))
+            link.send(ready(engine, checkpoint.sampling_defaults.values))
             Core(engine, link).run()
     except SurefootError as error:
         link.send(Failed(error.option, error.problem, error.fix))

@@ -80,7 +80,7 @@ class _Exporter(Collector):
             ("preemptions", "Requests put back for lack of KV blocks.", totals.preemptions),
             ("prefix_queries_tokens", "Looked up in the prefix cache.", totals.prefix_queries),
             ("prefix_hits_tokens", "Found in the prefix cache.", totals.prefix_hits),
-            ("probe_rounds", "Rounds that verified drafts to test a belief.", totals.probes),
+            ("probe_rounds", "Rounds that tried what was not believed to be best.", totals.probes),
         ):
             yield from self._counter(name, help_, [({}, value)])
         memory = self.metrics.ready.memory

@@ -129,8 +129,11 @@ class RequestFields(Strict):
             or not (name in IGNORED or any(_same(value, item) for item in NEUTRAL.get(name, ())))
         }
 
-    def sampling(self, **more: Any) -> SamplingParams:
-        """The sampling parameters; ``more`` overrides. Raises SurefootError."""
+    def sampling(
+        self, defaults: Mapping[str, Any], room: int, more: Mapping[str, Any]
+    ) -> SamplingParams:
+        """The sampling parameters: the request's, overridden by ``more``; for what is None then,
+        ``defaults`` (with ``room``, see ``SamplingParams.with_defaults``). Raises SurefootError."""
         if self.stream_options is not None and not self.stream:
             raise SurefootError("stream_options", "does nothing without stream", "drop it")
         values = {
@@ -140,8 +143,8 @@ class RequestFields(Strict):
         }
         values["logit_bias"] = self._logit_bias()
         values["structured_outputs"] = structured_outputs(self)
-        values |= more
-        return SamplingParams(**{name: v for name, v in values.items() if v is not None})
+        given = {name: v for name, v in {**values, **more}.items() if v is not None}
+        return SamplingParams.with_defaults(given, defaults, room)
 
     def _logit_bias(self) -> dict[int, float] | None:
         if self.logit_bias is None:

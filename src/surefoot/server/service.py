@@ -133,9 +133,10 @@ class Service:
         form: Format,
         more: dict[str, Any],
     ) -> Response:
-        seconds = self.settings.request_timeout
+        seconds, ready = self.settings.request_timeout, self.front.ready
+        room = min(ready.max_model_len, ready.kv_tokens) - max(map(len, prompts))
         try:
-            params = request.sampling(**more)
+            params = request.sampling(ready.sampling_defaults, room, more)
             speculation = request.speculation_params(http.headers.get(SPECULATION_HEADER))
             generation = await self.front.submit(prompts, params, speculation)
         except SurefootError as error:

@@ -13,6 +13,7 @@ _CONTRADICTED = 2.0
 _DOUBT = 4.0
 _LEAST_NOISE = 0.002
 _NOISE_WEIGHT = 0.02
+_ROUNDING = 1e-9
 
 
 class Beliefs:
@@ -46,8 +47,9 @@ class Beliefs:
         larger than believed."""
         size = len(self.mean)
         doubt = self.covariance.reshape(-1)[:: size + 1]
-        doubt += self._drift * (doubt < self._most)
-        own = float(weights @ self.covariance @ weights)
+        # At least so much that rounding leaves no variance below 0.
+        doubt += np.where(doubt < self._most, self._drift, _ROUNDING)
+        own = max(0.0, float(weights @ self.covariance @ weights))
         far = off / (own + self._variance) ** 0.5
         self._count_contradictions(far)
         if abs(self._side) >= 2:
@@ -60,10 +62,9 @@ class Beliefs:
         total = float(weights @ spread) + self._variance
         most = FARTHEST * total**0.5
         self.mean += spread * (min(max(off, -most), most) / total)
-        self.covariance -= np.multiply.outer(spread, spread / total)
-        # Rounding makes the two halves differ; growing doubt would make much of that.
-        self.covariance += self.covariance.T.copy()
-        self.covariance *= 0.5
+        # Symmetric to the last bit: doubt would multiply what is not.
+        spread /= total**0.5
+        self.covariance -= np.multiply.outer(spread, spread)
 
     def _count_contradictions(self, far: float) -> None:
         side = 0 if abs(far) < _CONTRADICTED else (1 if far > 0 else -1)
@@ -77,16 +78,20 @@ class Beliefs:
 
 
 def in_line(sizes: Sequence[float], seconds: Sequence[float], most: float = 1.5) -> np.ndarray:
-    """float64 [n]: ``seconds`` by rising ``sizes``, those that lie ``most`` times off replaced.
-    Seconds should rise with the size, and seconds per unit of size should fall; what should be is
-    what changes the measured values least, in logarithms."""
+    """float64 [n]: ``seconds`` by rising ``sizes``; those ``most`` times off replaced by what lies
+    between the others. Seconds should rise with the size, and seconds per unit of size should fall:
+    off is what has to change for that, where as little as possible changes, in logarithms."""
     size = np.log(np.asarray(sizes, dtype=np.float64))
     value = np.log(np.asarray(seconds, dtype=np.float64))
-    for _ in range(2):
-        line = _rising(value)
-        value = np.where(np.abs(value - line) > np.log(most), line, value)
-        line = size - _rising(size - value)
-        value = np.where(np.abs(value - line) > np.log(most), line, value)
+    for per_size in (0.0, 1.0, 0.0, 1.0):
+        line = _rising(value - per_size * size) if not per_size else -_rising(size - value)
+        off = np.abs(value - per_size * size - line) > np.log(most)
+        if off.all():
+            break
+        # Beyond the ends, per size or not as was asked for: the line's own value.
+        between = np.interp(size, size[~off], value[~off])
+        ends = (size < size[~off][0]) | (size > size[~off][-1])
+        value = np.where(off, np.where(ends, line + per_size * size, between), value)
     return np.exp(value)
 
 

@@ -61,14 +61,14 @@ class Expectation:
 
     seconds: float = 0.0
     """What the round takes, host included."""
+    without_trial: float = 0.0
+    """What it would take if nothing were tried."""
     plain_seconds: float = 0.0
     """What it takes without drafts, proposers and prompts."""
     prompt_seconds: float = 0.0
     """What prompts add to that."""
-    best: Action = NOTHING
-    """The best action, which may not be what is tried."""
     trial: Trial | None = None
-    """What the round's loss against that, if any, is spent on."""
+    """What the round's loss against others, if any, is spent on."""
     trials: tuple[Trial, ...] = ()
     """What there is to be tried, in such rounds."""
 

@@ -7,18 +7,21 @@ from typing import NamedTuple
 
 SHARE = 0.005
 """Of the time, for all trials together."""
+_APART = 6
+"""Rounds from one trial to the next of its kind, at least: what rounds bring without trials has to
+be known."""
 _FIRST, _MOST = 0.5, 2.0
 """Plain rounds that a trial may cost at first, and at most be saved up."""
-_LARGEST_LOSS = 8.0
-"""Plain rounds that one round can lose: what is beyond is a hiccup of the machine."""
+_DEBT = 1.0
+"""Plain rounds that may be owed: what a trial lost while beliefs were wrong does not forbid it."""
 
 
 class Trial(NamedTuple):
     """Something to learn about."""
 
     verify: bool
-    """Drafts that are believed not to pay are verified; else other proposers than those that are
-    believed best propose, or the same as far as they can."""
+    """More drafts than those that are believed to pay are verified; else other proposers than those
+    that are believed best propose, or the same to another depth."""
     proposers: tuple[int, ...]
     beside: tuple[int, ...]
     """Those that are believed best: what a trial costs depends on it."""
@@ -31,16 +34,19 @@ class Budget:
     def __init__(self) -> None:
         self._credit: dict[Trial, float] = {}
         self._tried: dict[Trial, int] = {}
-        self._count = 0
+        self._last: dict[bool, int] = {}
+        self._rounds = 0
 
     def next(self, trials: Sequence[Trial]) -> Trial | None:
         """What to try now, if anything: what was tried longest ago."""
-        due = [trial for trial in trials if self._credit.get(trial, _FIRST) > 0.0]
+        self._rounds += 1
+        # What one trial has others offer is there for another to verify.
+        due = [t for t in trials if self._rounds - self._last.get(t.verify, -_APART) >= _APART]
+        due = [trial for trial in due if self._credit.get(trial, _FIRST) > 0.0]
         if not due:
             return None
         trial = min(due, key=lambda trial: self._tried.get(trial, 0))
-        self._count += 1
-        self._tried[trial] = self._count
+        self._tried[trial] = self._last[trial.verify] = self._rounds
         return trial
 
     def earn(self, trials: Sequence[Trial], rounds: float) -> None:
@@ -52,5 +58,5 @@ class Budget:
     def pay(self, trial: Trial, rounds: float) -> None:
         """A round for this trial lost so many plain rounds' time against the best; below 0: it
         gained."""
-        loss = min(max(rounds, -_LARGEST_LOSS), _LARGEST_LOSS)
-        self._credit[trial] = min(self._credit.get(trial, _FIRST) - loss, _MOST)
+        credit = self._credit.get(trial, _FIRST) - rounds
+        self._credit[trial] = min(max(credit, -_DEBT), _MOST)

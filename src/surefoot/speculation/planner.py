@@ -42,9 +42,11 @@ BARREN_ROUNDS = 4096
 """Rounds in a row with drafts on offer and none verified, after which a line is logged."""
 _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
+_BEYOND = 1.5
+"""How many times longer rounds may be than they would be, to learn about more drafts."""
 _UNLIKELY = 3.0
 """Standard deviations that noise does not explain."""
-_USUAL = 0.05
+_USUAL = 0.1
 _RECENT = 0.02
 """Weight of a round in running averages."""
 _log = logging.getLogger(__name__)
@@ -77,10 +79,13 @@ class Planner:
         """Of late rounds, on average."""
         self._promises: dict[Action, Promise] = {}
         self._best = NOTHING
-        self._usual: dict[Action, float] = {}
-        """What rounds gain that do what is best: accepted drafts of a request less the extra time,
-        both in plain rounds, on average."""
+        self._usual_tokens = self._usual_rounds = 1.0
+        """Of rounds that try nothing, on the running average: tokens of a request, and the time in
+        plain rounds."""
         self._turn = 0
+        self._depth = 0
+        self._second: Trial | None = None
+        """What the last round tried, if that takes another round."""
         self._last = Decision(0, *NOTHING)
         self._reported = NOTHING
         self._unread = False
@@ -100,14 +105,25 @@ class Planner:
         chances = self._at_hand(situation)
         action, apart = self._best, prompts
         drafts, seconds = self._verify(situation, action, chances, apart)
+        without = seconds
         trials = self._trials(actions)
-        offered = chances is not None and bool(chances.any())
-        trial = self.budget.next([t for t in trials if not t.verify or (offered and not drafts)])
-        if trial is not None and not trial.verify:
-            action = self._action_of(trial, actions, situation, plain)
+        spare = chances is not None and drafts < np.count_nonzero(chances)
+        trial, tried = self._second, self._last.action
+        self._second = None
+        if trial is not None and tried in actions:
+            # A second round verifies what the first had others offer.
+            action = tried
             drafts, seconds = self._verify(situation, action, chances, apart)
-        elif trial is not None:
-            drafts, seconds = self._verify(situation, action, chances, apart, in_any_case=True)
+            if spare and not drafts:
+                drafts, seconds = self._verify(situation, action, chances, apart, beyond=0)
+        else:
+            trial = self.budget.next([t for t in trials if spare or not t.verify])
+            if trial is not None and trial.verify:
+                drafts, seconds = self._verify(situation, action, chances, apart, beyond=drafts)
+            elif trial is not None:
+                action = self._action_of(trial, actions, situation, plain)
+                drafts, seconds = self._verify(situation, action, chances, apart)
+                self._second = trial if action != NOTHING else None
         # What other proposers offer is verified a round later; what that loses is the trial's, too.
         before = self._last.expected.trial
         charged = trial or (
@@ -117,7 +133,7 @@ class Planner:
             drafts,
             *action,
             trial is not None,
-            Expectation(seconds, plain, prompts, self._best, charged, trials),
+            Expectation(seconds, without, plain, prompts, charged, trials),
         )
         return self._last
 
@@ -182,13 +198,15 @@ class Planner:
             self._best = NOTHING
             return
         if self._best not in actions:
-            self._best = max(actions, key=lambda a: self._promises.get(a, PLAIN).rate)
-        # Both with what is known now: older promises of other times may be better, and wrong.
+            self._best = max(actions, key=lambda action: self._promise_of(action).rate)
+        # One a round, and none older than that: of old promises the best would be too good.
         self._turn += 1
-        other = actions[self._turn % len(actions)]
-        for action in (self._best, other):
-            self._promises[action] = self._promise(situation, action, plain)
-        if self._promises[other].rate > self._margin * self._promises[self._best].rate:
+        if self._turn % 2:
+            self._promises[self._best] = self._promise(situation, self._best, plain)
+            return
+        other = actions[self._turn // 2 % len(actions)]
+        self._promises[other] = self._promise(situation, other, plain)
+        if self._promises[other].rate > self._margin * self._promise_of(self._best).rate:
             # Texts repeat themselves for a while, now and then, and nothing tells when but a look.
             # That is given up where it does not pay in the long run.
             looks = set(self._best[0]) - set(other[0]) - self.offers.drafters
@@ -199,6 +217,10 @@ class Planner:
                 if next(rates) > next(rates):
                     return
             self._best = other
+
+    def _promise_of(self, action: Action) -> Promise:
+        """The last time that it was weighed."""
+        return self._promises.get(action, PLAIN)
 
     def _promise(
         self, situation: Situation, action: Action, plain: float, lately: bool = True
@@ -236,18 +258,22 @@ class Planner:
         action: Action,
         chances: np.ndarray | None,
         apart: float,
-        in_any_case: bool = False,
+        beyond: int | None = None,
     ) -> tuple[int, float]:
-        """How many drafts to verify in a round that then proposes so, and its seconds.
-        ``in_any_case``: at least one, even if none pays."""
+        """How many drafts to verify in a round that then proposes so, and its seconds. ``beyond``:
+        more than these, which are believed best."""
         offered = 0 if chances is None else int(np.count_nonzero(chances))
         drafts, seconds = self._table(situation, action, offered, situation.prompt_rows)
         if chances is None or not offered:
             return 0, float(seconds[0])
-        if in_any_case:
+        if beyond is None:
+            at = best_count(chances, drafts, seconds, apart, self._margin)
+        elif beyond == 0:
             at = nearest_count(chances, drafts, seconds, apart)
         else:
-            at = best_count(chances, drafts, seconds, apart, self._margin)
+            at = int(np.searchsorted(drafts, beyond))
+            most = int(np.searchsorted(seconds, _BEYOND * seconds[at], side="right")) - 1
+            at = min(max(most, at + 1), len(drafts) - 1)
         return min(int(drafts[at]), offered), float(seconds[at])
 
     # --- exploring ----------------------------------------------------------------------------
@@ -256,12 +282,12 @@ class Planner:
         """What may be tried beside the best action."""
         if len(actions) < 2:
             return ()
-        proposers, steps = self._best
+        proposers = self._best[0]
         if (actions, self._best) != self._trials_for:
             trials = [
                 Trial(False, chosen, proposers) for chosen in dict(actions) if chosen != proposers
             ]
-            if steps < dict(actions)[proposers]:
+            if sum(action[0] == proposers for action in actions) > 1:
                 trials.append(Trial(False, proposers, proposers))
             trials.append(Trial(True, proposers, proposers))
             self._trials_for, self._trials_there = (actions, self._best), tuple(trials)
@@ -270,11 +296,13 @@ class Planner:
     def _action_of(
         self, trial: Trial, actions: tuple[Action, ...], situation: Situation, plain: float
     ) -> Action:
-        """Others are tried as far as now, or as they promise most; those that are awake as far as
-        they can go."""
+        """Others are tried as far as now, or as they promise most; those that are awake to each
+        other depth in turn, the longest first."""
         own = [action for action in actions if action[0] == trial.proposers]
         if trial.proposers == self._best[0]:
-            return own[-1]
+            own.remove(self._best)
+            self._depth += 1
+            return own[-self._depth % len(own)]
         if (same := (trial.proposers, self._best[1])) in own:
             return same
         return max(own, key=lambda action: self._promise(situation, action, plain).rate)
@@ -312,18 +340,19 @@ class Planner:
         plain = expected.plain_seconds
         if not expected.trials or plain <= 0:
             return
-        self.budget.earn(expected.trials, seconds / plain)
         noise = _UNLIKELY * self.costs.noise * expected.seconds
         if seconds > expected.seconds - noise:
             seconds = min(max(seconds - noise, expected.seconds), expected.seconds + noise)
-        extra = (seconds - expected.prompt_seconds) / plain - 1.0
-        tokens, seconds_of_it = self._promises.get(expected.best, PLAIN)
-        usual = self._usual.get(expected.best, tokens - seconds_of_it)
+        took = max(0.0, (seconds - expected.prompt_seconds) / plain)
+        self.budget.earn(expected.trials, took)
         if expected.trial is None:
-            self._usual[expected.best] = usual + _USUAL * (accepted - extra - usual)
+            self._usual_tokens += _USUAL * (1.0 + accepted - self._usual_tokens)
+            self._usual_rounds += _USUAL * (took - self._usual_rounds)
         elif expected.trial.verify:
             # Paid in full, whatever it gives: drafts that are believed to be unfair to somebody
             # must not pay for themselves.
-            self.budget.pay(expected.trial, extra)
+            without = (expected.without_trial - expected.prompt_seconds) / plain
+            self.budget.pay(expected.trial, took - without)
         else:
-            self.budget.pay(expected.trial, usual - (accepted - extra))
+            usual = (1.0 + accepted) * self._usual_rounds / self._usual_tokens
+            self.budget.pay(expected.trial, took - usual)

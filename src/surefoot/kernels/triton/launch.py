@@ -15,7 +15,7 @@ jit: Any = triton.jit
 """The decorator, untyped: parameters of kernels are pointers and launch options come on top.
 
 Triton compiles a kernel anew for integers that are 1 or divisible by 16 and for pointers that are
-not aligned to 16 bytes. Rounds that the host plans come in all sizes, and a compilation in the
+not aligned to 16 bytes. Called rounds come in all sizes, and a compilation in the
 middle of serving holds up everybody for half a second, so parameters that differ between rounds are
 named in ``do_not_specialize`` and ``do_not_specialize_on_alignment``.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,10 +17,15 @@ from surefoot.models.loading.gguf_config import read_gguf_config
 from surefoot.models.loading.gguf_container import GgufFile
 from surefoot.models.loading.gguf_file import DENSE_KINDS, open_gguf_weights
 from surefoot.models.loading.gguf_tokenizer import read_gguf_tokenizer
-from surefoot.models.loading.hf_config import read_generation_defaults, read_hf_config
+from surefoot.models.loading.hf_config import read_hf_config
 from surefoot.models.loading.hf_tokenizer import read_hf_tokenizer
 from surefoot.models.loading.resolve import resolve_model
 from surefoot.models.loading.safetensors_dir import open_safetensors
+from surefoot.models.loading.sampling_defaults import (
+    SamplingDefaults,
+    read_gguf_sampling,
+    read_hf_sampling,
+)
 from surefoot.models.loading.tokenizer import Tokenizer
 
 
@@ -34,8 +38,8 @@ class Checkpoint:
     config: ModelConfig
     weights: Mapping[str, Weight]
     tokenizer: Tokenizer
-    generation_defaults: Mapping[str, Any]
-    """Sampling settings that the checkpoint recommends (``temperature``, ``top_k`` ...)."""
+    sampling_defaults: SamplingDefaults
+    """What the checkpoint recommends, unless loading was told not to ask."""
     source: Path
     chat_template: str | None
 
@@ -45,6 +49,7 @@ def load_checkpoint(
     *,
     dtype: torch.dtype,
     native: bool = False,
+    generation_config: str = "auto",
     progress: Progress | None = None,
 ) -> Checkpoint:
     """Load an embedded model by name, a Hugging Face folder, a GGUF file, or a hub repository
@@ -52,20 +57,24 @@ def load_checkpoint(
 
     ``dtype`` is that of dense tensors: float32, float16 or bfloat16. ``native`` leaves Q8_0, Q4_0
     and Q4_1 matrices of GGUF files in their blocks; otherwise they are converted once and the
-    result is cached. ``progress(label, done, total)`` hears of downloads and conversions. Raises
+    result is cached. ``generation_config`` "none": leave the checkpoint's sampling defaults alone,
+    be they wrong. ``progress(label, done, total)`` hears of downloads and conversions. Raises
     SurefootError for everything that a user can put right.
     """
     if dtype not in SAFETENSORS_TYPES:
         raise SurefootError("dtype", f"{dtype} is not supported", "use float32, float16, bfloat16")
     source = resolve_model(model, progress)
+    defaults = SamplingDefaults()
     if not source.gguf:
         config, weights = open_safetensors(source.path, read_hf_config(source.path), dtype)
         tokenizer = read_hf_tokenizer(source.path)
-        defaults = read_generation_defaults(source.path)
+        if generation_config == "auto":
+            defaults = read_hf_sampling(source.path)
     else:
         file = GgufFile(source.path)
-        config, defaults = read_gguf_config(file), {}
-        tokenizer = read_gguf_tokenizer(file)
+        config, tokenizer = read_gguf_config(file), read_gguf_tokenizer(file)
+        if generation_config == "auto":
+            defaults = read_gguf_sampling(file)
         weights = open_gguf_weights(file, config, dtype, native)
         quantized = any(tensor.kind not in DENSE_KINDS for tensor in file.tensors.values())
         if quantized and not native:

@@ -1,4 +1,4 @@
-"""config.json and generation_config.json of a Hugging Face checkpoint -> ``ModelConfig``.
+"""config.json and the special tokens of generation_config.json -> ``ModelConfig``.
 
 Both spellings of the rotary settings are read: ``rope_theta`` with ``rope_scaling`` (``type`` or
 ``rope_type``), and ``rope_parameters`` of transformers 5. Whatever would change the model's
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from surefoot.errors import SurefootError
 from surefoot.models.architecture import Architecture, Presence
@@ -20,15 +19,6 @@ from surefoot.models.registry import by_hf_name
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 # What transformers assumes for a config without rope_theta.
 DEFAULT_THETA = 10000.0
-GENERATION_KEYS = (
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "max_new_tokens",
-)
 
 
 def read_hf_config(folder: Path) -> ModelConfig:
@@ -82,15 +72,6 @@ def read_decoder_config(reader: JsonReader, architecture: Architecture) -> Model
         mlp_bias=settle(architecture.mlp_bias, mlp_bias),
         qk_norm=architecture.qk_norm,
     )
-
-
-def read_generation_defaults(folder: Path) -> dict[str, Any]:
-    """Sampling settings of generation_config.json (``GENERATION_KEYS``); {} without one."""
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return {}
-    data = JsonReader.open(path).data
-    return {key: data[key] for key in GENERATION_KEYS if data.get(key) is not None}
 
 
 def settle(presence: Presence, in_checkpoint: bool) -> bool:

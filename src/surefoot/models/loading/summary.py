@@ -21,6 +21,7 @@ from surefoot.models.loading.hf_tokenizer import read_hf_tokenizer
 from surefoot.models.loading.hub import hub_caches, repository_name
 from surefoot.models.loading.resolve import resolve_model
 from surefoot.models.loading.safetensors_dir import read_safetensors_header, weight_files
+from surefoot.models.loading.sampling_defaults import read_gguf_sampling, read_hf_sampling
 from surefoot.models.loading.tokenizer import Tokenizer
 
 
@@ -28,18 +29,20 @@ def inspect_model(model: str, progress: Progress | None = None) -> dict[str, Any
     """Facts about ``model`` (named as for ``load_checkpoint``), JSON-ready: ``name``, ``source``,
     ``format``, ``architecture``, ``parameters``, ``sizes``, ``tensor_types`` (type -> number of
     tensors), ``tied_embeddings``, ``rope``, ``context_length``, ``vocabulary``, ``bos_token``,
-    ``eos_tokens``, ``chat_template``, ``file_bytes``. Raises SurefootError as loading would."""
+    ``eos_tokens``, ``chat_template``, ``sampling_defaults`` (fields of ``SamplingParams`` that the
+    model recommends, or None), ``file_bytes``. Raises SurefootError as loading would."""
     source = resolve_model(model, progress)
     if source.gguf:
         file = GgufFile(source.path)
         config, tokenizer = read_gguf_config(file), read_gguf_tokenizer(file)
         known = [item for item in file.tensors.values() if canonical_name(item.name)]
         tensors = [(item.shape, item.kind) for item in known]
-        size = source.path.stat().st_size
+        size, defaults = source.path.stat().st_size, read_gguf_sampling(file)
     else:
         config, tokenizer = read_hf_config(source.path), read_hf_tokenizer(source.path)
         tensors = list(read_safetensors_header(source.path).values())
         size = sum(path.stat().st_size for path in weight_files(source.path))
+        defaults = read_hf_sampling(source.path)
     return {
         "name": source.name,
         "source": str(source.path),
@@ -55,6 +58,7 @@ def inspect_model(model: str, progress: Progress | None = None) -> dict[str, Any
         "bos_token": _token(tokenizer, config.bos_token_id),
         "eos_tokens": [_token(tokenizer, token) for token in config.eos_token_ids],
         "chat_template": tokenizer.chat_template is not None,
+        "sampling_defaults": dict(defaults.values) or None,
         "file_bytes": size,
     }
 
