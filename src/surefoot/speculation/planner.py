@@ -1,132 +1,294 @@
 """What the next round does: how many drafts it verifies, and who drafts how far for the one after.
 
-One goodput model for every engine and device: the planner compares committed tokens per second,
-``(requests + expected accepted drafts) / seconds``, of every action (which proposers are awake,
-and how far those with steps draft), with seconds from ``RoundCosts`` and ``HostCosts``.
+One goodput model for every engine and device: committed tokens per second, ``(requests + expected
+accepted drafts) / seconds``, of every action (which proposers are awake, and how far those with
+steps draft), with seconds from ``RoundCosts`` and ``HostCosts``.
 
-How an engine uses it, at every launch and at every landing::
+How an engine uses it::
 
-    decision = planner.decide(situation)      # before a launch
-    planner.landed(decision, situation, outcome)  # when that round's report was read
+    decision = planner.decide(situation)          # before every launch
+    planner.landed(decision, situation, outcome)  # when that round's report was read, in order
 
-Notes for whoever wires it in:
-
-- ``RoundCosts.table`` returns two arrays instead of one entry per draft: the numbers of drafts that
-  are worth considering (rising from 0; the top of each stair where sizes are recorded) and the
-  seconds of each. ``RoundCosts.actions`` lists (proposers, steps), in place of ``depths``: the
-  planner weighs sets of proposers and depths alike.
-- ``Situation.chances`` has ``nan`` for requests that the last report does not know.
+Actions are weighed by the offers that their proposers made lately (``Offers``), the number of
+drafts to verify by the chances of those at hand. A small share of the time goes to what is not
+believed to be best (``exploring``), so that no belief stays wrong.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
-import torch
 
-MIN_PACE = 0.95
-"""No request's expected pace falls below this share of its pace without drafts in that batch."""
+from surefoot.speculation.decisions import (
+    NOTHING,
+    PLAIN,
+    Action,
+    Decision,
+    Expectation,
+    Landed,
+    Promise,
+    RoundCosts,
+    Situation,
+)
+from surefoot.speculation.exploring import Budget, Trial
+from surefoot.speculation.goodput import best_count
+from surefoot.speculation.host_costs import HostCosts, HostSample
+from surefoot.speculation.offers import Offers
 
-Action = tuple[tuple[int, ...], int]
-"""(Proposers that propose, steps of those that pay per step; 0 where there is none of these)."""
-
-
-@dataclass(frozen=True)
-class Situation:
-    """What is known when a round is launched."""
-
-    requests: int
-    """Requests that sample in this round: decoding, or at the end of their prompt."""
-    prompt_rows: int
-    """Rows of prompt chunks that ride along; 0: none."""
-    chances: torch.Tensor | None
-    """float32 [requests, K] on the CPU: the chance that each offered draft and all before it are
-    accepted, never rising along a row, 0 beyond an offer, nan where the last landed report does not
-    know the request. None: there is no report, or nobody proposed in the round that it is of."""
-    whose: torch.Tensor | None
-    """int64 [requests]: the proposer of each request's offer."""
-    proposers: tuple[int, ...]
-    """Those that some request allows, rising."""
-    draft_limit: int
-    """The largest ``max_draft_tokens`` of the requests."""
-    context: float
-    """Mean tokens of the texts."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What the round that is launched now does."""
-
-    drafts: int
-    """Rows for drafts, over all requests; the device gives them to the likeliest."""
-    proposers: tuple[int, ...]
-    """Who proposes at the end of the round; the others only catch up."""
-    steps: int
-    """How far proposers that pay per step draft; 0 where none of them is awake."""
-    explores: bool
-    """Whether this is tried in order to learn, not because it is believed to be best."""
-
-
-@dataclass(frozen=True)
-class Landed:
-    """What a round turned out to be."""
-
-    device_seconds: float | None
-    """None where nobody measured it."""
-    host_seconds: float
-    """What the host did for this round, waiting for the device left out."""
-    verified: int
-    """Drafts that got a row, over all requests."""
-    accepted: int
-    drafting: int
-    """Requests that had drafts verified or have some on offer now."""
-    ends: int
-    """Requests that ended."""
-
-
-class RoundCosts(Protocol):
-    """Believed seconds of the device's rounds."""
-
-    @property
-    def noise(self) -> float:
-        """Standard error of a believed ratio of two rounds' times."""
-        ...
-
-    def actions(self, requests: int) -> Sequence[Action]:
-        """What rounds of so many requests may propose with; ``((), 0)`` first."""
-        ...
-
-    def table(
-        self, requests: int, prompt_rows: int, action: Action, context: float
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(int64 [n], float64 [n]): numbers of drafts, rising from 0, that are worth considering,
-        and seconds of a round that verifies so many and then proposes as ``action`` says."""
-        ...
-
-    def observe(
-        self,
-        requests: int,
-        prompt_rows: int,
-        action: Action,
-        drafts: int,
-        context: float,
-        seconds: float,
-    ) -> None:
-        """Such a round took so long."""
-        ...
+BARREN_ROUNDS = 4096
+"""Rounds in a row with drafts on offer and none verified, after which a line is logged."""
+_BELIEVED = 0.25
+"""A belief about a time is as noisy as the mean of some sixteen rounds."""
+_RECENT = 0.02
+"""Weight of a round in running averages."""
+_log = logging.getLogger(__name__)
 
 
 class Planner:
-    """Decides every round of an engine. ``overlap``: whether the host works while the device does,
-    so that a round takes the longer of both times, not their sum."""
+    """Decides every round of an engine."""
+
+    def __init__(
+        self,
+        costs: RoundCosts,
+        host: HostCosts,
+        width: int,
+        drafters: Sequence[int] = (),
+        overlap: bool = True,
+    ) -> None:
+        """``width``: most drafts of a request. ``drafters``: the proposers that pay by steps.
+        ``overlap``: whether the host works while the device does, so that a round takes the longer
+        of both times, not their sum."""
+        self.costs = costs
+        self.host = host
+        self.width = width
+        self.drafters = frozenset(drafters)
+        self.overlap = overlap
+        self.budget = Budget()
+        self.explored = 0
+        """Rounds that explored."""
+        self.barren = 0
+        """Rounds in a row that had drafts on offer and verified none."""
+        self.believed_seconds = self.measured_seconds = 0.0
+        """Of late rounds, on average."""
+        self._offers: dict[tuple[int, ...], Offers] = {}
+        self._promises: dict[Action, Promise] = {}
+        self._best = NOTHING
+        self._turn = 0
+        self._last = Decision(0, *NOTHING)
+        self._reported = NOTHING
+        self._unread = False
+        self._allowed_for: tuple[int, tuple[int, ...], int] | None = None
+        self._allowed_actions: tuple[Action, ...] = ()
+        self._trials_for: tuple[tuple[Action, ...], Action] | None = None
+        self._trials_there: tuple[Trial, ...] = ()
+
+    # --- deciding -----------------------------------------------------------------------------
 
     def decide(self, situation: Situation) -> Decision:
         """What to launch now."""
-        raise NotImplementedError
+        self._read(situation)
+        actions = self._allowed(situation)
+        plain, prompts = self._plain_seconds(situation)
+        self._weigh(situation, actions, plain)
+        chances = self._at_hand(situation)
+        action, apart = self._best, prompts
+        drafts, seconds = self._verify(situation, action, chances, apart)
+        trials = self._trials(actions)
+        offered = chances is not None and bool(chances.any())
+        trial = self.budget.next([t for t in trials if not t.verify or (offered and not drafts)])
+        if trial is not None and not trial.verify:
+            action = self._action_of(trial, actions)
+            drafts, seconds = self._verify(situation, action, chances, apart)
+        elif trial is not None:
+            drafts, seconds = self._verify(situation, action, chances, apart, any_gain=True)
+        # What other proposers offer is verified a round later; what that loses is the trial's, too.
+        before = self._last.expected.trial
+        charged = trial or (
+            before if self._last.explores and before and not before.verify else None
+        )
+        best = self._promises.get(self._best, PLAIN)
+        self._last = Decision(
+            drafts,
+            *action,
+            trial is not None,
+            Expectation(seconds, plain, prompts, best, charged, trials),
+        )
+        return self._last
+
+    def _read(self, situation: Situation) -> None:
+        """Remember the offers of a report that landed since the last decision."""
+        if not self._unread or situation.chances is None or situation.whose is None:
+            return
+        self._unread = False
+        proposers, steps = self._reported
+        if proposers:
+            chances = situation.chances.numpy()
+            self._offers_of(proposers).enter(chances, situation.whose.numpy(), steps)
+
+    def _offers_of(self, proposers: tuple[int, ...]) -> Offers:
+        known = self._offers.get(proposers)
+        if known is None:
+            known = self._offers[proposers] = Offers(self.width, self.drafters & set(proposers))
+        return known
+
+    def _allowed(self, situation: Situation) -> tuple[Action, ...]:
+        """What the requests' choices leave of the actions."""
+        s = situation
+        if not s.requests or s.draft_limit < 1 or not s.proposers:
+            return (NOTHING,)
+        key = s.requests, s.proposers, s.draft_limit
+        if key != self._allowed_for:
+            allowed = set(s.proposers)
+            actions = [a for a in self.costs.actions(s.requests) if allowed.issuperset(a[0])]
+            # A drafter whose shortest draft is longer than anybody wants is of use all the same.
+            shortest = dict(reversed(actions))
+            self._allowed_for = key
+            self._allowed_actions = tuple(
+                a for a in actions if a[1] <= max(s.draft_limit, shortest[a[0]])
+            )
+        return self._allowed_actions
+
+    def _plain_seconds(self, situation: Situation) -> tuple[float, float]:
+        """Seconds of a round without drafts, proposers and prompts, and what prompts add."""
+        s = situation
+        host = self.host.seconds(s.requests, 0.0)
+        alone = self._together(self.costs.table(s.requests, 0, NOTHING, 0, s.context)[1][0], host)
+        if not s.prompt_rows:
+            return float(alone), 0.0
+        table = self.costs.table(s.requests, s.prompt_rows, NOTHING, 0, s.context)
+        return float(alone), float(self._together(table[1][0], host) - alone)
+
+    def _together(self, device: Any, host: float) -> Any:
+        """Seconds of rounds that take the device and the host so long."""
+        return np.maximum(device, host) if self.overlap else device + host
+
+    def _table(
+        self, situation: Situation, action: Action, most: int, prompt_rows: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As of ``RoundCosts``, the host included."""
+        s = situation
+        drafting = s.requests * self._offers_of(action[0]).share if action[0] else 0.0
+        drafts, seconds = self.costs.table(s.requests, prompt_rows, action, most, s.context)
+        return drafts, self._together(seconds, self.host.seconds(s.requests, drafting))
+
+    @property
+    def _margin(self) -> float:
+        """How much more than another an action must promise."""
+        return 1.0 + _BELIEVED * self.costs.noise
+
+    def _weigh(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> None:
+        """Choose the best action. Every decision weighs one of them anew."""
+        if len(actions) < 2:
+            self._best = NOTHING
+            return
+        self._turn += 1
+        new = [action for action in actions[1:] if action not in self._promises]
+        for action in new or [actions[1 + self._turn % (len(actions) - 1)]]:
+            drafts, seconds = self._table(situation, action, situation.requests * self.width, 0)
+            tokens, seconds = self._offers_of(action[0]).promise(
+                situation.requests, action[1], drafts, seconds, self._margin
+            )
+            self._promises[action] = Promise(tokens / situation.requests, seconds / plain)
+        rates = {action: self._promises.get(action, PLAIN).rate for action in actions}
+        best = max(actions, key=rates.__getitem__)
+        if rates[best] > self._margin * rates.get(self._best, 0.0):
+            self._best = best
+
+    def _at_hand(self, situation: Situation) -> np.ndarray | None:
+        """float32 [requests, K]: chances of the drafts that this round finds on offer, as far as
+        they are known; None where there are none."""
+        proposers, steps = self._last.action
+        if not proposers or not situation.requests:
+            return None
+        offers, (reported, reported_steps) = self._offers_of(proposers), self._reported
+        if situation.chances is None or situation.whose is None or reported != proposers:
+            return offers.draw(situation.requests, steps)
+        chances = situation.chances.numpy()
+        unknown = np.isnan(chances[:, 0])
+        chances = offers.continued(chances, situation.whose.numpy(), reported_steps, steps)
+        if unknown.any():
+            chances = chances.copy()
+            chances[unknown] = offers.draw(int(unknown.sum()), steps)
+        return chances
+
+    def _verify(
+        self,
+        situation: Situation,
+        action: Action,
+        chances: np.ndarray | None,
+        apart: float,
+        any_gain: bool = False,
+    ) -> tuple[int, float]:
+        """How many drafts to verify in a round that then proposes so, and its seconds.
+        ``any_gain``: at least one, even if none pays."""
+        offered = 0 if chances is None else int(np.count_nonzero(chances))
+        drafts, seconds = self._table(situation, action, offered, situation.prompt_rows)
+        if chances is None or not offered:
+            return 0, float(seconds[0])
+        if any_gain:
+            at = best_count(chances, drafts, seconds, apart, 0.0, 0.0)
+        else:
+            at = best_count(chances, drafts, seconds, apart, self._margin)
+        return min(int(drafts[at]), offered), float(seconds[at])
+
+    # --- exploring ----------------------------------------------------------------------------
+
+    def _trials(self, actions: tuple[Action, ...]) -> tuple[Trial, ...]:
+        """What may be tried beside the best action."""
+        if len(actions) < 2:
+            return ()
+        proposers, steps = self._best
+        if (actions, self._best) != self._trials_for:
+            trials = [Trial(False, chosen) for chosen in dict(actions) if chosen != proposers]
+            if steps < dict(actions)[proposers]:
+                trials.append(Trial(False, proposers))
+            trials.append(Trial(True))
+            self._trials_for, self._trials_there = (actions, self._best), tuple(trials)
+        return self._trials_there
+
+    def _action_of(self, trial: Trial, actions: tuple[Action, ...]) -> Action:
+        """Others are tried as they promise most; those that are awake as far as they can go."""
+        own = [action for action in actions if action[0] == trial.proposers]
+        if trial.proposers == self._best[0]:
+            return own[-1]
+        return max(own, key=lambda action: self._promises.get(action, PLAIN).rate)
+
+    # --- learning -----------------------------------------------------------------------------
 
     def landed(self, decision: Decision, situation: Situation, outcome: Landed) -> None:
         """Learn from a round that was decided so."""
-        raise NotImplementedError
+        self._reported, self._unread = decision.action, True
+        s, expected = situation, decision.expected
+        if not s.requests:
+            return
+        if not s.prompt_rows:
+            sample = HostSample(s.requests, outcome.drafting, outcome.ends, outcome.host_seconds)
+            self.host.observe(sample)
+        if outcome.device_seconds is None:
+            return
+        self.costs.observe(
+            s.requests, s.prompt_rows, decision.action, decision.drafts, s.context,
+            outcome.device_seconds,
+        )  # fmt: skip
+        seconds = float(self._together(outcome.device_seconds, outcome.host_seconds))
+        self.believed_seconds += _RECENT * (expected.seconds - self.believed_seconds)
+        self.measured_seconds += _RECENT * (seconds - self.measured_seconds)
+        self._account(expected, seconds, outcome.accepted / s.requests)
+        self.explored += decision.explores
+        self.barren = 0 if outcome.verified or not outcome.drafting else self.barren + 1
+        if self.barren == BARREN_ROUNDS:
+            _log.warning("no draft was verified in %d rounds that had some on offer", self.barren)
+
+    def _account(self, expected: Expectation, seconds: float, accepted: float) -> None:
+        """Time earns credit for trials; what they lose is taken off it."""
+        plain = expected.plain_seconds
+        if not expected.trials or plain <= 0:
+            return
+        self.budget.earn(expected.trials, seconds / plain)
+        if expected.trial is not None:
+            extra = (seconds - expected.prompt_seconds) / plain - 1.0
+            best = (expected.best.tokens - 1.0) - (expected.best.seconds - 1.0)
+            self.budget.pay(expected.trial, best - (accepted - extra))

@@ -1,0 +1,99 @@
+"""Numbers that are believed, and how firmly: corrected by every measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+FARTHEST = 3.0
+"""A measurement counts as if it lay at most so many standard deviations off: outliers move beliefs
+little."""
+_CONTRADICTED = 2.0
+_DOUBT = 4.0
+_LEAST_NOISE = 0.002
+_NOISE_WEIGHT = 0.02
+
+
+class Beliefs:
+    """Several numbers with a covariance, known by noisy sums of them (a Kalman filter).
+
+    Measurements that lie far off on the same side, one after the other, are no outliers: the
+    covariance grows with each, and so do the steps of the corrections.
+    """
+
+    def __init__(
+        self, mean: np.ndarray, covariance: np.ndarray, drift: np.ndarray, noise: float
+    ) -> None:
+        """``mean`` and ``drift`` float64 [n], ``covariance`` float64 [n, n]. ``drift``: by how much
+        each number may change from one measurement to the next, as a variance; unmeasured, it
+        becomes no less certain than ``covariance`` has it. ``noise``: standard deviation of a
+        measurement; it is learnt, this is the first guess."""
+        self.mean = np.array(mean, dtype=np.float64)
+        self.covariance = np.array(covariance, dtype=np.float64)
+        self._most = np.diag(covariance).copy()
+        self._drift = np.asarray(drift, dtype=np.float64)
+        self._variance = noise**2
+        self._side = 0
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of a measurement."""
+        return self._variance**0.5
+
+    def observe(self, weights: np.ndarray, off: float) -> None:
+        """The sum of the numbers, each times its ``weights`` (float64 [n]), was measured ``off``
+        larger than believed."""
+        size = len(self.mean)
+        doubt = self.covariance.reshape(-1)[:: size + 1]
+        doubt += self._drift * (doubt < self._most)
+        own = float(weights @ self.covariance @ weights)
+        far = off / (own + self._variance) ** 0.5
+        self._count_contradictions(far)
+        if abs(self._side) >= 2:
+            self._doubt_more()
+        elif own < self._variance:
+            # Only where the belief is firm does a surprise tell of noise.
+            self._variance *= 1 + _NOISE_WEIGHT * (min(far * far, FARTHEST**2) - 1)
+            self._variance = max(self._variance, _LEAST_NOISE**2)
+        spread = self.covariance @ weights
+        total = float(weights @ spread) + self._variance
+        most = FARTHEST * total**0.5
+        self.mean += spread * (min(max(off, -most), most) / total)
+        self.covariance -= np.multiply.outer(spread, spread / total)
+
+    def _count_contradictions(self, far: float) -> None:
+        side = 0 if abs(far) < _CONTRADICTED else (1 if far > 0 else -1)
+        self._side = self._side + side if side * self._side >= 0 and side else side
+
+    def _doubt_more(self) -> None:
+        self.covariance *= _DOUBT
+        doubt = np.diag(self.covariance)
+        cut = np.sqrt(np.minimum(1.0, _DOUBT * self._most / np.maximum(doubt, 1e-30)))
+        self.covariance *= np.multiply.outer(cut, cut)
+
+
+def in_line(sizes: Sequence[float], seconds: Sequence[float], most: float = 1.5) -> np.ndarray:
+    """float64 [n]: ``seconds`` by rising ``sizes``, those that lie ``most`` times off replaced.
+    Seconds should rise with the size, and seconds per unit of size should fall; what should be is
+    what changes the measured values least, in logarithms."""
+    size = np.log(np.asarray(sizes, dtype=np.float64))
+    value = np.log(np.asarray(seconds, dtype=np.float64))
+    for _ in range(2):
+        line = _rising(value)
+        value = np.where(np.abs(value - line) > np.log(most), line, value)
+        line = size - _rising(size - value)
+        value = np.where(np.abs(value - line) > np.log(most), line, value)
+    return np.exp(value)
+
+
+def _rising(values: np.ndarray) -> np.ndarray:
+    """The rising line with the least sum of distances to ``values`` (isotonic regression:
+    neighbours that fall are pooled, and a pool has the value of its median)."""
+    pools: list[list[float]] = []
+    for value in values.tolist():
+        pools.append([value])
+        while len(pools) > 1 and np.median(pools[-2]) > np.median(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return np.concatenate([np.full(len(pool), np.median(pool)) for pool in pools])

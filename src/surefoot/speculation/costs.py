@@ -1,0 +1,174 @@
+"""What a round costs on the device where rounds are called with exactly the rows they need."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from surefoot.speculation.beliefs import Beliefs, in_line
+from surefoot.speculation.decisions import Action
+
+MOST_CHOICES = 96
+"""Numbers of drafts that are weighed, at most: beyond, steps widen."""
+_SCALE, _SHAPE, _PROPOSING = 1.0, 0.3, 1.0
+"""How far from the first measurements logarithms of times may be, as standard deviations: all of
+them together, one number of rows against the others, and a proposer's."""
+_RANGE = 2.0
+"""Octaves of rows over which one number of rows tells of another."""
+_DRIFTS = 1e-4, 1e-6, 1e-5
+"""Variances by which these may change from round to round."""
+_FIRST_NOISE = 0.05
+
+
+@dataclass(frozen=True)
+class Proposing:
+    """What a proposer adds to a round, at first guess: every round corrects it."""
+
+    seconds: float
+    """For a call, or for a step of one that pays by steps."""
+    request_seconds: float = 0.0
+    """For each request, likewise."""
+    longest: int = 0
+    """Most steps of one that pays by steps; 0: it pays once, however long its drafts."""
+    depths: tuple[int, ...] = ()
+    """How far it may draft, if not any number of steps up to the longest: a tree's nodes are no
+    steps."""
+
+
+class ExactCosts:
+    """Seconds by rows, straight lines between a few numbers of rows; and by who proposes.
+
+    ``seconds = scale * (measured(rows) * shape(rows) + proposing)``. What rounds correct is the
+    scale (the machine as such is slower now), the shape (numbers of rows nearby move together, so
+    that those that are never run do not stay wrong) and each proposer's part. The length of texts
+    is not told apart: it changes slowly, and the scale follows.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        seconds: Sequence[float],
+        proposing: Mapping[int, Proposing] | None = None,
+    ) -> None:
+        """``seconds`` of rounds of so many ``rows``, which rise from 1, without proposing."""
+        if list(rows) != sorted(set(rows)) or not rows or rows[0] != 1 or len(rows) != len(seconds):
+            raise ValueError("rows must rise from 1, one time each")
+        self.proposing = dict(sorted((proposing or {}).items()))
+        self._rows = np.asarray(rows, dtype=np.float64)
+        self._measured = in_line(rows, seconds)
+        self._actions = self._all_actions()
+        self._proposing_at = {index: at for at, index in enumerate(self.proposing, 1 + len(rows))}
+        self.beliefs = self._first_beliefs()
+        self._knots: np.ndarray | None = None
+
+    def _first_beliefs(self) -> Beliefs:
+        octaves, own = np.log2(self._rows), len(self.proposing)
+        apart = np.abs(np.subtract.outer(octaves, octaves)) / _RANGE
+        count = 1 + len(octaves)
+        covariance = np.zeros((count + own, count + own))
+        covariance[0, 0] = _SCALE**2
+        covariance[1:count, 1:count] = _SHAPE**2 * np.exp(-apart)
+        covariance[count:, count:] = _PROPOSING**2 * np.eye(own)
+        drift = np.repeat(_DRIFTS, (1, len(octaves), own))
+        return Beliefs(np.zeros(count + own), covariance, drift, _FIRST_NOISE)
+
+    def _all_actions(self) -> list[Action]:
+        found: list[Action] = []
+        for count in range(len(self.proposing) + 1):
+            for chosen in itertools.combinations(self.proposing, count):
+                paying = [
+                    self.proposing[index] for index in chosen if self.proposing[index].longest
+                ]
+                depths = {d for p in paying for d in p.depths or range(1, p.longest + 1)}
+                found += [(chosen, depth) for depth in sorted(depths) or (0,)]
+        return found
+
+    @property
+    def noise(self) -> float:
+        """Relative deviation of a round's time from what is believed."""
+        return self.beliefs.noise
+
+    def actions(self, requests: int) -> Sequence[Action]:
+        """As ``RoundCosts`` has it."""
+        return self._actions
+
+    def table(
+        self, requests: int, prompt_rows: int, action: Action, most: int, context: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As ``RoundCosts`` has it."""
+        drafts = np.arange(most + 1)
+        if most >= MOST_CHOICES:
+            drafts = np.unique(np.geomspace(1, most + 1, MOST_CHOICES).astype(np.int64)) - 1
+        seconds = self._forward(requests + prompt_rows + drafts)
+        # More rows may be believed cheaper by noise; nobody runs more rows than needed for that.
+        seconds = np.maximum(seconds, seconds[0])
+        scale = float(np.exp(self.beliefs.mean[0]))
+        return drafts, scale * (seconds + sum(self._parts(requests, action).values()))
+
+    def observe(
+        self,
+        requests: int,
+        prompt_rows: int,
+        action: Action,
+        drafts: int,
+        context: float,
+        seconds: float,
+    ) -> None:
+        """As ``RoundCosts`` has it."""
+        rows = requests + prompt_rows + drafts
+        if rows < 1 or seconds <= 0:
+            return
+        forward = float(self._forward(np.array([rows]))[0])
+        parts = self._parts(requests, action)
+        total = forward + sum(parts.values())
+        weights = np.zeros(len(self.beliefs.mean))
+        weights[0] = 1.0
+        at = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
+        share = 1.0
+        if at and rows < self._rows[at]:
+            share = (rows - self._rows[at - 1]) / (self._rows[at] - self._rows[at - 1])
+            weights[at] = (1 - share) * forward / total
+        weights[1 + at] = share * forward / total
+        for index, part in parts.items():
+            weights[self._proposing_at[index]] = part / total
+        off = float(np.log(seconds / total)) - float(self.beliefs.mean[0])
+        self.beliefs.observe(weights, off)
+        self._knots = None
+
+    def _forward(self, rows: np.ndarray) -> np.ndarray:
+        """Seconds of rounds of so many rows, but for the scale and proposing."""
+        if self._knots is None:
+            shape = self.beliefs.mean[1 : 1 + len(self._rows)]
+            shape[:] = _without_outliers(shape)
+            self._knots = self._measured * np.exp(shape)
+        knots, values = self._rows, self._knots
+        seconds = np.interp(rows, knots, values)
+        if len(knots) > 1 and rows[-1] > knots[-1]:
+            slope = max(0.0, (values[-1] - values[-2]) / (knots[-1] - knots[-2]))
+            seconds = seconds + slope * np.maximum(0.0, rows - knots[-1])
+        return seconds
+
+    def _parts(self, requests: int, action: Action) -> dict[int, float]:
+        """Seconds that each proposer takes, but for the scale."""
+        chosen, steps = action
+        parts = {}
+        for index in chosen if requests else ():
+            own = self.proposing[index]
+            times = min(steps, own.longest) if own.longest else 1
+            guess = times * (own.seconds + own.request_seconds * requests)
+            parts[index] = guess * float(np.exp(self.beliefs.mean[self._proposing_at[index]]))
+        return parts
+
+
+def _without_outliers(shape: np.ndarray, most: float = 0.5) -> np.ndarray:
+    """``shape`` float64 [n], entries that lie far from both neighbours replaced by the middle one
+    of the three."""
+    if len(shape) < 3:
+        return shape
+    three = np.stack((np.roll(shape, 1), shape, np.roll(shape, -1)))
+    three[0, 0], three[2, -1] = shape[2], shape[-3]
+    middle = np.sort(three, axis=0)[1]
+    return np.where(np.abs(shape - middle) > most, middle, shape)

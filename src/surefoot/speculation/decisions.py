@@ -1,0 +1,143 @@
+"""What the planner is told, what it says, and what it asks of the costs of rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from surefoot.speculation.exploring import Trial
+
+Action = tuple[tuple[int, ...], int]
+"""(Proposers that propose, steps of those that pay by steps; 0 where there is none of these)."""
+NOTHING: Action = ((), 0)
+
+
+class Promise(NamedTuple):
+    """What a round is expected to bring."""
+
+    tokens: float
+    """For each request."""
+    seconds: float
+    """Against a round without drafts and proposers."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, against such a round."""
+        return self.tokens / self.seconds
+
+
+PLAIN = Promise(1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is known when a round is launched."""
+
+    requests: int
+    """Requests that sample in this round: decoding, or at the end of their prompt."""
+    prompt_rows: int
+    """Rows of prompt chunks that ride along; 0: none."""
+    chances: torch.Tensor | None
+    """float32 [requests, K] on the CPU, of the last landed report: the chance that each offered
+    draft and all before it are accepted, never rising along a row, 0 beyond an offer, nan for a
+    request that the report does not know. None: there is no report."""
+    whose: torch.Tensor | None
+    """int64 [requests]: the proposer of each request's offer."""
+    proposers: tuple[int, ...]
+    """Those that some request allows, rising."""
+    draft_limit: int
+    """The largest ``max_draft_tokens`` of the requests."""
+    context: float
+    """Mean tokens of the texts."""
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What the planner believed of a round when it decided: not the engine's business."""
+
+    seconds: float = 0.0
+    """What the round takes, host included."""
+    plain_seconds: float = 0.0
+    """What it takes without drafts, proposers and prompts."""
+    prompt_seconds: float = 0.0
+    """What prompts add to that."""
+    best: Promise = PLAIN
+    """What the best action brings."""
+    trial: Trial | None = None
+    """What the round's loss against that, if any, is spent on."""
+    trials: tuple[Trial, ...] = ()
+    """What there is to be tried, in such rounds."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the round that is launched now does."""
+
+    drafts: int
+    """Rows for drafts, over all requests; the device gives them to the likeliest."""
+    proposers: tuple[int, ...]
+    """Who proposes at the end of the round; the others only catch up."""
+    steps: int
+    """How far proposers that pay by steps draft; 0 where none of them is awake."""
+    explores: bool = False
+    """Whether this is tried in order to learn, not because it is believed to be best."""
+    expected: Expectation = Expectation()
+
+    @property
+    def action(self) -> Action:
+        """Who proposes, and how far."""
+        return self.proposers, self.steps
+
+
+@dataclass(frozen=True)
+class Landed:
+    """What a round turned out to be."""
+
+    device_seconds: float | None
+    """None where nobody measured it."""
+    host_seconds: float
+    """What the host did for this round, waiting for the device left out."""
+    verified: int
+    """Drafts that got a row, over all requests."""
+    accepted: int
+    drafting: int
+    """Requests that had drafts verified or have some on offer now."""
+    ends: int
+    """Requests that ended."""
+
+
+class RoundCosts(Protocol):
+    """Believed seconds of the device's rounds."""
+
+    @property
+    def noise(self) -> float:
+        """Relative deviation of a round's time from what is believed."""
+        ...
+
+    def actions(self, requests: int) -> Sequence[Action]:
+        """What rounds of so many requests may propose with; ``NOTHING`` first."""
+        ...
+
+    def table(
+        self, requests: int, prompt_rows: int, action: Action, most: int, context: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(int64 [n], float64 [n]): numbers of drafts that are worth considering, rising from 0 to
+        about ``most``, and the seconds of a round that verifies so many, with ``prompt_rows`` rows
+        of prompts, and then proposes as ``action`` says."""
+        ...
+
+    def observe(
+        self,
+        requests: int,
+        prompt_rows: int,
+        action: Action,
+        drafts: int,
+        context: float,
+        seconds: float,
+    ) -> None:
+        """Such a round took so long."""
+        ...

@@ -1,0 +1,54 @@
+"""How much time goes to what is not believed to be best, and what it is spent on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+SHARE = 0.005
+"""Of the time, for all trials together."""
+_FIRST, _MOST = 1.0, 2.0
+"""Plain rounds that a trial may cost at first, and at most be saved up."""
+_LARGEST_LOSS = 8.0
+"""Plain rounds that one round can lose: what is beyond is a hiccup of the machine."""
+
+
+class Trial(NamedTuple):
+    """Something to learn about."""
+
+    verify: bool
+    """Drafts that are believed not to pay are verified; else other proposers than those that are
+    believed best propose, or the same as far as they can."""
+    proposers: tuple[int, ...] = ()
+
+
+class Budget:
+    """Credit of each trial, in plain rounds. All earn equally, so that cheap ones are frequent
+    while dear ones wait until they can be paid."""
+
+    def __init__(self) -> None:
+        self._credit: dict[Trial, float] = {}
+        self._tried: dict[Trial, int] = {}
+        self._count = 0
+
+    def next(self, trials: Sequence[Trial]) -> Trial | None:
+        """What to try now, if anything: what was tried longest ago."""
+        due = [trial for trial in trials if self._credit.get(trial, _FIRST) > 0.0]
+        if not due:
+            return None
+        trial = min(due, key=lambda trial: self._tried.get(trial, 0))
+        self._count += 1
+        self._tried[trial] = self._count
+        return trial
+
+    def earn(self, trials: Sequence[Trial], rounds: float) -> None:
+        """So many plain rounds' time has passed, in which these might have been tried."""
+        for trial in trials:
+            credit = self._credit.get(trial, _FIRST) + SHARE * rounds / len(trials)
+            self._credit[trial] = min(credit, _MOST)
+
+    def pay(self, trial: Trial, rounds: float) -> None:
+        """A round for this trial lost so many plain rounds' time against the best; below 0: it
+        gained."""
+        loss = min(max(rounds, -_LARGEST_LOSS), _LARGEST_LOSS)
+        self._credit[trial] = min(self._credit.get(trial, _FIRST) - loss, _MOST)

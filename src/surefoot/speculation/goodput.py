@@ -1,0 +1,63 @@
+"""How many of the drafts on offer a round should verify."""
+
+from __future__ import annotations
+
+import numpy as np
+
+MIN_PACE = 0.95
+"""No request's expected pace falls below this share of its pace without drafts in that batch."""
+
+
+def best_count(
+    chances: np.ndarray,
+    drafts: np.ndarray,
+    seconds: np.ndarray,
+    apart: float = 0.0,
+    margin: float = 1.0,
+    min_pace: float = MIN_PACE,
+) -> int:
+    """Which of ``drafts`` promises the most committed tokens a second, as an index;
+    0 if nothing promises ``margin`` times what no drafts do.
+
+    ``chances`` float32 [B, K] as in ``Situation``, B at least 1; ``drafts`` int64 [n], rising from
+    0, and ``seconds`` float64 [n] as of ``RoundCosts.table``; the likeliest drafts are taken.
+    ``apart``: seconds of these that are spent on something else than tokens, prompts for instance.
+    No request's pace, ``(1 + its accepted drafts) / seconds``, falls below ``min_pace`` times its
+    pace without drafts.
+    """
+    batch = len(chances)
+    ranked = np.sort(chances, axis=None)[::-1]
+    offered = int(np.count_nonzero(ranked > 0.0))
+    if not offered:
+        return 0
+    gains = np.cumsum(ranked[:offered], dtype=np.float64).tolist()
+    # A dozen stairs: plain numbers are quicker than arrays.
+    times, plain = seconds.tolist(), float(seconds[0])
+    least = margin * batch / (plain - apart)
+    rates = []
+    for at, count in enumerate(drafts.tolist()):
+        gain = gains[min(count, offered) - 1] if count else 0.0
+        rate = (batch + gain) / (times[at] - apart)
+        if count and rate > least:
+            rates.append((rate, -at))
+        if count >= offered:
+            break
+    poorest = 0.0
+    for _, at in sorted(rates, reverse=True):
+        floor = min_pace * times[-at] / plain - 1.0
+        if floor > 0.0 and batch > 1:
+            poorest = poorest or float(chances.sum(axis=1).min()) + 1e-6
+            count = min(int(drafts[-at]), offered)
+            if floor > poorest or _poorest(chances, ranked, count) < floor:
+                continue
+        return -at
+    return 0
+
+
+def _poorest(chances: np.ndarray, ranked: np.ndarray, count: int) -> float:
+    """What the request that gains least gains from the ``count`` likeliest drafts."""
+    last = ranked[count - 1]
+    verified = chances > last
+    equal = np.flatnonzero(chances == last)[: count - int(verified.sum())]
+    verified.reshape(-1)[equal] = True
+    return float((chances * verified).sum(axis=1).min())

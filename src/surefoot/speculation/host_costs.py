@@ -1,0 +1,71 @@
+"""What a round costs the host: reading its report, and preparing the next launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from surefoot.speculation.beliefs import Beliefs
+
+_GUESS = np.array([2e-4, 1e-6, 4e-6, 2e-5])
+"""Seconds for a round, a request, one that drafts, and one that ends; without any measurement."""
+_UNCERTAIN = 1.0
+_DRIFT = 1e-5
+_FIRST_NOISE = 0.2
+_PASSES = 20
+_ENDS_WEIGHT = 0.02
+
+
+@dataclass(frozen=True)
+class HostSample:
+    """A round's host time, measured on a made-up report at the start."""
+
+    requests: int
+    drafting: int
+    """Requests with drafts verified, or some on offer."""
+    ends: int
+    seconds: float
+
+
+class HostCosts:
+    """Seconds = h0 + h1 * requests + h2 * drafting requests + h3 * ends, all above 0.
+
+    What is learnt is the logarithm of each part: by how much all of a round's time is off, each
+    part is corrected by as much as it has of it.
+    """
+
+    def __init__(self, samples: Sequence[HostSample] = ()) -> None:
+        """``samples`` of different sizes tell the parts apart."""
+        self._guess = _GUESS
+        self._start()
+        for _ in range(_PASSES if samples else 0):
+            for sample in samples:
+                self._learn(sample)
+        self._guess = self._coefficients
+        self._start()
+        self._ends = 0.0
+
+    def _start(self) -> None:
+        self._coefficients = self._guess
+        covariance, drift = np.eye(4) * _UNCERTAIN**2, np.full(4, _DRIFT)
+        self._beliefs = Beliefs(np.zeros(4), covariance, drift, _FIRST_NOISE)
+
+    def seconds(self, requests: int, drafting: float) -> float:
+        """Of a round with as many ends as usual."""
+        each = self._coefficients
+        return float(each @ (1.0, requests, drafting, self._ends * requests))
+
+    def observe(self, sample: HostSample) -> None:
+        """A round took the host so long."""
+        if sample.requests < 1 or sample.seconds <= 0:
+            return
+        self._ends += _ENDS_WEIGHT * (sample.ends / sample.requests - self._ends)
+        self._learn(sample)
+
+    def _learn(self, sample: HostSample) -> None:
+        parts = self._coefficients * (1.0, sample.requests, sample.drafting, sample.ends)
+        total = float(parts.sum())
+        self._beliefs.observe(parts / total, float(np.log(sample.seconds / total)))
+        self._coefficients = self._guess * np.exp(self._beliefs.mean)
