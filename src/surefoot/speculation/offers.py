@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from surefoot.speculation.goodput import MIN_PACE
 
 KEPT = 128
-"""Requests' offers that are kept."""
+"""Offers that are kept of a proposer."""
+_LEAST, _ROUNDS = 32, 4
+"""What rounds of so many requests expect rests on the latest offers of so many rounds, but no fewer
+than these: those of one request change with its text."""
 _NEWS = 32
 """Of one report, at most."""
 _FIRST = 8
@@ -17,18 +22,15 @@ _DECAY = 0.98
 
 
 class Offers:
-    """The latest offers of some set of proposers: chances by request, float32 [at most ``KEPT``,
-    width], as in ``Situation``."""
+    """A proposer's latest offers: chances by request as in ``Situation``."""
 
-    def __init__(self, width: int, drafters: frozenset[int]) -> None:
-        """``drafters``: those of the proposers that pay by steps."""
-        self._drafters = np.array(sorted(drafters))
-        self._steps = np.arange(width)
-        self._rows = np.zeros((KEPT, width), dtype=np.float32)
-        self._rows[:_FIRST] = _FIRST_CHANCE ** (1 + self._steps)
-        self._stepped = np.full(KEPT, bool(drafters))
-        """Whether an offer's length is what its proposer was told."""
-        self._entered = self._drawn = 0
+    def __init__(self, width: int, stepped: bool) -> None:
+        """``stepped``: whether it pays by steps, so that its offers are as long as it was told."""
+        self.stepped = stepped
+        self._width = width
+        first = (_FIRST_CHANCE ** (1.0 + np.arange(width))).astype(np.float32)
+        self._rows = np.tile(first, (KEPT, 1))
+        self._entered = 0
         self._hits = np.full(width, _FIRST_CHANCE)
         self._trials = np.ones(width)
 
@@ -37,25 +39,12 @@ class Offers:
         """Offers at hand."""
         return min(KEPT, max(_FIRST, self._entered))
 
-    @property
-    def share(self) -> float:
-        """The part of the requests that have something on offer."""
-        return float(np.count_nonzero(self._rows[: self.count, 0])) / self.count
-
-    def enter(self, chances: np.ndarray, whose: np.ndarray, steps: int) -> None:
-        """A report's offers, as in ``Situation``; those of drafters went ``steps`` far."""
-        known = np.flatnonzero(chances[:, 0] >= 0.0)
-        if not len(known):
-            return
-        if len(known) > _NEWS:
-            # Every request has its turn, whatever their number is.
-            known = known[(np.arange(_NEWS) * len(known) // _NEWS + self._entered) % len(known)]
-        rows, stepped = chances[known], np.isin(whose[known], self._drafters)
-        if stepped.any():
-            self._learn(rows[stepped], steps)
-        places = (self._entered + np.arange(len(rows))) % KEPT
-        self._rows[places] = self.reaching(rows, stepped, steps, len(self._steps))
-        self._stepped[places] = stepped
+    def enter(self, rows: np.ndarray, steps: int) -> None:
+        """Offers float32 [n, width], ``steps`` long if it pays by steps."""
+        if self.stepped:
+            self._learn(rows, steps)
+            rows = self.reaching(rows, steps, self._width)
+        self._rows[(self._entered + np.arange(len(rows))) % KEPT] = rows
         self._entered += len(rows)
 
     def _learn(self, rows: np.ndarray, steps: int) -> None:
@@ -65,52 +54,126 @@ class Offers:
         self._hits[:steps] = self._hits[:steps] * fading + rows[:, :steps].sum(axis=0)
         self._trials[:steps] = self._trials[:steps] * fading + (before * offered).sum(axis=0)
 
-    def reaching(
-        self, rows: np.ndarray, stepped: np.ndarray, steps: int, wanted: int
-    ) -> np.ndarray:
-        """Offers float32 [B, K] of which drafters made theirs (``stepped`` bool [B]) ``steps`` far,
-        as they would be had drafters made ``wanted`` steps: cut, or continued as usual."""
-        if not stepped.any() or steps == wanted:
+    def reaching(self, rows: np.ndarray, steps: int, wanted: int) -> np.ndarray:
+        """``rows`` float32 [n, width] of a proposer that made ``steps`` steps as they would be had
+        it made ``wanted``: cut, or continued as usual."""
+        if steps == wanted or not self.stepped:
             return rows
         rows = rows.copy()
-        if wanted < steps:
-            rows[:, wanted:] *= ~stepped[:, np.newaxis]
-            return rows
-        further = np.cumprod(self._hits[steps:wanted] / self._trials[steps:wanted])
-        last = (rows[:, steps - 1] if steps else 1.0) * stepped
-        rows[:, steps:wanted] = np.maximum(rows[:, steps:wanted], np.multiply.outer(last, further))
+        rows[:, wanted:] = 0.0
+        if wanted > steps:
+            further = np.cumprod(self._hits[steps:wanted] / self._trials[steps:wanted])
+            rows[:, steps:wanted] = np.multiply.outer(rows[:, steps - 1], further)
         return rows
+
+    def latest(self, count: int, steps: int) -> np.ndarray:
+        """float32 [count, width]: the latest offers, again and again if there are not so many, as
+        they would be ``steps`` long."""
+        places = np.arange(self._entered - count, self._entered)
+        kept = self.count
+        rows = self._rows[places % KEPT if kept == KEPT else places % kept]
+        return self.reaching(rows, self._width, steps)
+
+
+class OfferMemory:
+    """The latest offers of all proposers."""
+
+    def __init__(self, width: int, drafters: frozenset[int]) -> None:
+        """``drafters``: those that pay by steps."""
+        self.width = width
+        self.drafters = drafters
+        self._offers: dict[int, Offers] = {}
+        self._alone: dict[int, Offers] = {}
+        """Of those that do not always offer: when they were the only ones awake."""
+
+    def of(self, proposer: int) -> Offers:
+        """What is known of one."""
+        known = self._offers.get(proposer)
+        if known is None:
+            known = self._offers[proposer] = Offers(self.width, proposer in self.drafters)
+            self._alone[proposer] = Offers(self.width, False)
+        return known
+
+    def enter(
+        self, chances: np.ndarray, whose: np.ndarray, proposers: tuple[int, ...], steps: int
+    ) -> None:
+        """A report's offers, as in ``Situation``, of which drafters made theirs ``steps`` long."""
+        known = np.flatnonzero(chances[:, 0] >= 0.0)
+        if len(known) > _NEWS:
+            # Every request has its turn, whatever their number is.
+            turn = int(self.of(proposers[0]).count + known[0])
+            known = known[(np.arange(_NEWS) * len(known) // _NEWS + turn) % len(known)]
+        if not len(known):
+            return
+        chances, whose = chances[known], whose[known]
+        for proposer in proposers:
+            offers = self.of(proposer)
+            rows = chances
+            if len(proposers) > 1:
+                own = (whose == proposer) | (chances[:, 0] == 0.0)
+                if proposer in self.drafters:
+                    rows = chances[own]
+                elif not own.all():
+                    # A better offer hides what this one has: at most as good as that.
+                    usual = self._alone[proposer].latest(len(chances), 0)
+                    rows = np.where(own[:, np.newaxis], chances, np.minimum(usual, chances))
+            elif not offers.stepped:
+                self._alone[proposer].enter(rows, steps)
+            if len(rows):
+                offers.enter(rows, steps)
 
     def continued(
         self, chances: np.ndarray, whose: np.ndarray, steps: int, wanted: int
     ) -> np.ndarray:
-        """``reaching`` for offers as of ``enter``."""
-        if steps == wanted or not len(self._drafters):
-            return chances
-        return self.reaching(chances, np.isin(whose, self._drafters), steps, wanted)
+        """Offers as of ``enter`` as they would be had drafters made ``wanted`` steps."""
+        for proposer in self.drafters if steps != wanted else ():
+            own = whose == proposer
+            if own.any():
+                chances = chances.copy()
+                chances[own] = self.of(proposer).reaching(chances[own], steps, wanted)
+        return chances
 
-    def draw(self, requests: int, steps: int) -> np.ndarray:
-        """Offers float32 [requests, width] such as have been seen, one after the other."""
-        places = (self._drawn + np.arange(requests)) % self.count
-        self._drawn = (self._drawn + requests) % self.count
-        stepped = self._stepped[places]
-        return self.reaching(self._rows[places], stepped, len(self._steps), steps)
+    def latest(self, count: int, proposers: Sequence[int], steps: int) -> np.ndarray:
+        """float32 [count, width]: what these offer, the better one of several, drafters ``steps``
+        long."""
+        rows = self.of(proposers[0]).latest(count, steps)
+        for proposer in proposers[1:]:
+            others = self.of(proposer).latest(count, steps)
+            better = others.sum(axis=1) > rows.sum(axis=1)
+            rows = np.where(better[:, np.newaxis], others, rows)
+        return rows
+
+    def share(self, proposers: Sequence[int]) -> float:
+        """The part of the requests that have something on offer of these."""
+        missing = 1.0
+        for proposer in proposers:
+            if proposer in self.drafters:
+                return 1.0
+            offers = self.of(proposer)
+            rows = offers.latest(offers.count, 0)
+            missing *= 1.0 - np.count_nonzero(rows[:, 0]) / len(rows)
+        return 1.0 - missing
 
     def promise(
-        self, requests: int, steps: int, drafts: np.ndarray, seconds: np.ndarray, margin: float
+        self,
+        requests: int,
+        proposers: Sequence[int],
+        steps: int,
+        drafts: np.ndarray,
+        seconds: np.ndarray,
+        margin: float,
     ) -> tuple[float, float]:
         """(Tokens, seconds) of a round of so many requests, on average, if each verifies what is
         best for it. ``drafts`` and ``seconds`` as of ``RoundCosts.table``, ``margin`` as of
         ``best_count``."""
-        count, width = self.count, len(self._steps)
-        rows = self._rows[:count]
-        rows = self.reaching(rows, self._stepped[:count], width, steps)
+        count = min(max(self.of(p).count for p in proposers), max(_LEAST, _ROUNDS * requests))
         together = min(requests, count)
         groups = count // together
-        rows = rows[: groups * together].reshape(groups, together * width)
-        ranked = -np.sort(-rows, axis=1)
-        gains = np.zeros((groups, ranked.shape[1] + 1))
+        rows = self.latest(groups * together, proposers, steps)
+        each = rows.reshape(groups, together, self.width)
+        ranked = -np.sort(-rows.reshape(groups, -1), axis=1)
         share = requests / together
+        gains = np.zeros((groups, ranked.shape[1] + 1))
         np.cumsum(ranked * share, axis=1, out=gains[:, 1:])
         taken = np.minimum(drafts / share, ranked.shape[1]).astype(np.int64)
         tokens = requests + gains[:, taken]
@@ -123,7 +186,6 @@ class Offers:
             # As ``best_count`` has it, but nothing is tried between the best and what is always
             # fair.
             least = ranked[every, np.maximum(taken[best] - 1, 0)]
-            each = rows.reshape(groups, together, width)
             gained = (each * (each >= least[:, np.newaxis, np.newaxis])).sum(axis=2).min(axis=1)
             unfair = slow & (1.0 + gained < MIN_PACE * seconds[best] / seconds[0])
             fair = np.where(seconds * MIN_PACE <= seconds[0], rates, 0.0).argmax(axis=1)

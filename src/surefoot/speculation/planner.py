@@ -36,12 +36,14 @@ from surefoot.speculation.decisions import (
 from surefoot.speculation.exploring import Budget, Trial
 from surefoot.speculation.goodput import best_count
 from surefoot.speculation.host_costs import HostCosts, HostSample
-from surefoot.speculation.offers import Offers
+from surefoot.speculation.offers import OfferMemory
 
 BARREN_ROUNDS = 4096
 """Rounds in a row with drafts on offer and none verified, after which a line is logged."""
 _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
+_UNLIKELY = 3.0
+"""Standard deviations that noise does not explain."""
 _RECENT = 0.02
 """Weight of a round in running averages."""
 _log = logging.getLogger(__name__)
@@ -63,8 +65,7 @@ class Planner:
         of both times, not their sum."""
         self.costs = costs
         self.host = host
-        self.width = width
-        self.drafters = frozenset(drafters)
+        self.offers = OfferMemory(width, frozenset(drafters))
         self.overlap = overlap
         self.budget = Budget()
         self.explored = 0
@@ -73,7 +74,6 @@ class Planner:
         """Rounds in a row that had drafts on offer and verified none."""
         self.believed_seconds = self.measured_seconds = 0.0
         """Of late rounds, on average."""
-        self._offers: dict[tuple[int, ...], Offers] = {}
         self._promises: dict[Action, Promise] = {}
         self._best = NOTHING
         self._turn = 0
@@ -125,14 +125,8 @@ class Planner:
         self._unread = False
         proposers, steps = self._reported
         if proposers:
-            chances = situation.chances.numpy()
-            self._offers_of(proposers).enter(chances, situation.whose.numpy(), steps)
-
-    def _offers_of(self, proposers: tuple[int, ...]) -> Offers:
-        known = self._offers.get(proposers)
-        if known is None:
-            known = self._offers[proposers] = Offers(self.width, self.drafters & set(proposers))
-        return known
+            chances, whose = situation.chances.numpy(), situation.whose.numpy()
+            self.offers.enter(chances, whose, proposers, steps)
 
     def _allowed(self, situation: Situation) -> tuple[Action, ...]:
         """What the requests' choices leave of the actions."""
@@ -170,7 +164,7 @@ class Planner:
     ) -> tuple[np.ndarray, np.ndarray]:
         """As of ``RoundCosts``, the host included."""
         s = situation
-        drafting = s.requests * self._offers_of(action[0]).share if action[0] else 0.0
+        drafting = s.requests * self.offers.share(action[0])
         drafts, seconds = self.costs.table(s.requests, prompt_rows, action, most, s.context)
         return drafts, self._together(seconds, self.host.seconds(s.requests, drafting))
 
@@ -184,18 +178,23 @@ class Planner:
         if len(actions) < 2:
             self._best = NOTHING
             return
+        if self._best not in actions:
+            self._best = max(actions, key=lambda a: self._promises.get(a, PLAIN).rate)
+        # Both with what is known now: older promises of other times may be better, and wrong.
         self._turn += 1
-        new = [action for action in actions[1:] if action not in self._promises]
-        for action in new or [actions[1 + self._turn % (len(actions) - 1)]]:
-            drafts, seconds = self._table(situation, action, situation.requests * self.width, 0)
-            tokens, seconds = self._offers_of(action[0]).promise(
-                situation.requests, action[1], drafts, seconds, self._margin
-            )
-            self._promises[action] = Promise(tokens / situation.requests, seconds / plain)
-        rates = {action: self._promises.get(action, PLAIN).rate for action in actions}
-        best = max(actions, key=rates.__getitem__)
-        if rates[best] > self._margin * rates.get(self._best, 0.0):
-            self._best = best
+        other = actions[self._turn % len(actions)]
+        for action in (self._best, other):
+            self._promises[action] = self._promise(situation, action, plain)
+        if self._promises[other].rate > self._margin * self._promises[self._best].rate:
+            self._best = other
+
+    def _promise(self, situation: Situation, action: Action, plain: float) -> Promise:
+        if action == NOTHING:
+            return PLAIN
+        requests = situation.requests
+        drafts, seconds = self._table(situation, action, requests * self.offers.width, 0)
+        tokens, seconds = self.offers.promise(requests, *action, drafts, seconds, self._margin)
+        return Promise(tokens / requests, seconds / plain)
 
     def _at_hand(self, situation: Situation) -> np.ndarray | None:
         """float32 [requests, K]: chances of the drafts that this round finds on offer, as far as
@@ -203,15 +202,15 @@ class Planner:
         proposers, steps = self._last.action
         if not proposers or not situation.requests:
             return None
-        offers, (reported, reported_steps) = self._offers_of(proposers), self._reported
+        reported, reported_steps = self._reported
         if situation.chances is None or situation.whose is None or reported != proposers:
-            return offers.draw(situation.requests, steps)
+            return self.offers.latest(situation.requests, proposers, steps)
         chances = situation.chances.numpy()
         unknown = np.isnan(chances[:, 0])
-        chances = offers.continued(chances, situation.whose.numpy(), reported_steps, steps)
+        chances = self.offers.continued(chances, situation.whose.numpy(), reported_steps, steps)
         if unknown.any():
             chances = chances.copy()
-            chances[unknown] = offers.draw(int(unknown.sum()), steps)
+            chances[unknown] = self.offers.latest(int(unknown.sum()), proposers, steps)
         return chances
 
     def _verify(
@@ -283,12 +282,17 @@ class Planner:
             _log.warning("no draft was verified in %d rounds that had some on offer", self.barren)
 
     def _account(self, expected: Expectation, seconds: float, accepted: float) -> None:
-        """Time earns credit for trials; what they lose is taken off it."""
+        """Time earns credit for trials; what they lose is taken off it. Where the measured time
+        does not contradict what was believed, that is less noisy; where it does, it is no longer
+        than noise explains: hiccups of the machine are not the trial's."""
         plain = expected.plain_seconds
         if not expected.trials or plain <= 0:
             return
         self.budget.earn(expected.trials, seconds / plain)
         if expected.trial is not None:
+            noise = _UNLIKELY * self.costs.noise * expected.seconds
+            if seconds > expected.seconds - noise:
+                seconds = min(max(seconds - noise, expected.seconds), expected.seconds + noise)
             extra = (seconds - expected.prompt_seconds) / plain - 1.0
             best = (expected.best.tokens - 1.0) - (expected.best.seconds - 1.0)
             self.budget.pay(expected.trial, best - (accepted - extra))

@@ -1,0 +1,193 @@
+"""Engines made up of true costs and texts, on a clock that only they move: what a planner meets."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from surefoot.speculation.goodput import best_count
+from surefoot.speculation.decisions import Action, Decision, Landed, Situation
+
+Seconds = Callable[[int, int, Action, int], float]
+"""Of a round by (requests, prompt rows, action, drafts)."""
+
+
+@dataclass
+class Texts:
+    """What proposers offer for some requests: chances by request and draft."""
+
+    lookup: int | None = 0
+    """The index of a proposer that now and then finds what comes next."""
+    drafter: int | None = None
+    """That of one which always offers as many drafts as it is told to."""
+    repeating: float = 0.0
+    """The part of the texts that a lookup knows the rest of."""
+    stretch: float = 100.0
+    """Rounds that a text goes on as it does, on average."""
+    chance: float = 0.9
+    """Of a draft for a text that repeats, given those before it."""
+    idle_offers: float = 0.3
+    """How often there is an offer for one that does not; it has one chance in twenty."""
+    chances: tuple[float, ...] = (0.75, 0.73, 0.72, 0.7, 0.7, 0.7, 0.7, 0.7)
+    """Of a drafter's drafts, each given those before it."""
+    spread: float = 0.15
+    """By how much these differ from request to request."""
+    width: int = 8
+
+    def start(self, requests: int, rng: np.random.Generator) -> None:
+        self.state = rng.random(requests) < self.repeating
+
+    def offers(
+        self, requests: int, action: Action, rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        if len(self.state) != requests:
+            self.start(requests, rng)
+        # The same draws whatever is asked for: texts do not depend on the planner.
+        luck = rng.random((4, requests))
+        move = luck[0] < 1 / self.stretch
+        self.state = np.where(move, luck[1] < self.repeating, self.state)
+        chances = np.zeros((requests, self.width), dtype=np.float32)
+        whose = np.zeros(requests, dtype=np.int64)
+        steps = 1 + np.arange(self.width)
+        proposers, depth = action
+        if self.drafter in proposers:
+            own = self.spread * (2 * luck[2, :, None] - 1) + np.asarray(self.chances[: self.width])
+            chances[:] = np.cumprod(np.clip(own, 0.01, 0.99), axis=1) * (steps <= depth)
+            whose[:] = self.drafter
+        if self.lookup in proposers:
+            found = np.where(self.state, self.chance, 0.05)
+            some = self.state | (luck[3] < self.idle_offers)
+            own = (found[:, None] ** steps) * some[:, None]
+            better = own.sum(axis=1) > chances.sum(axis=1)
+            chances[better] = own[better]
+            whose[better] = self.lookup
+        return chances, whose
+
+
+@dataclass
+class World:
+    """An engine without a model: ``requests`` decode for ever."""
+
+    device: Seconds
+    host: Callable[[int, int, int], float]
+    """By (requests, drafting requests, ends)."""
+    texts: Texts
+    requests: int = 1
+    in_flight: int = 1
+    overlap: bool = False
+    proposers: tuple[int, ...] = (0,)
+    noise: float = 0.02
+    hiccups: float = 0.001
+    """How often a round takes ten times as long."""
+    busy: float = 1.0
+    """How many times slower the machine is now."""
+    prompt_rows: int = 0
+    seed: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    verified: int = 0
+    looked: int = 0
+    rounds: int = 0
+    expected: bool = True
+    """Whether a draft gives its chance in tokens, not one or none: the same with less noise."""
+    flights: deque = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        self.text_rng = np.random.default_rng(self.seed + 1)
+        self.hand: tuple[np.ndarray, np.ndarray] | None = None
+        self.report: tuple[np.ndarray, np.ndarray] | None = None
+        self.texts.start(self.requests, self.text_rng)
+
+    def run(self, planner, rounds: int) -> float:  # noqa: ANN001
+        """Tokens a second over so many rounds."""
+        tokens, seconds = self.tokens, self.seconds
+        for _ in range(rounds):
+            self.step(planner)
+        return (self.tokens - tokens) / (self.seconds - seconds)
+
+    def step(self, planner) -> Decision:  # noqa: ANN001
+        chances, whose = self.report if self.report is not None else (None, None)
+        if chances is not None and len(chances) != self.requests:
+            grown = np.full((self.requests, chances.shape[1]), np.nan, dtype=np.float32)
+            count = min(len(grown), len(chances))
+            grown[:count] = chances[:count]
+            chances = grown
+            whose = np.resize(whose, self.requests)
+        situation = Situation(
+            self.requests,
+            self.prompt_rows,
+            None if chances is None else torch.from_numpy(chances),
+            None if whose is None else torch.from_numpy(whose),
+            self.proposers,
+            self.texts.width,
+            100.0,
+        )
+        decision = planner.decide(situation)
+        self.flights.append((decision, situation, *self._execute(decision)))
+        if len(self.flights) >= self.in_flight:
+            decision, situation, landed, report = self.flights.popleft()
+            planner.landed(decision, situation, landed)
+            self.report = report
+        self.rounds += 1
+        return decision
+
+    def _execute(self, decision: Decision):  # noqa: ANN202
+        requests, rng = self.requests, self.rng
+        verified, gained, drafting = 0, 0.0, np.zeros(requests, dtype=bool)
+        if self.hand is not None and decision.drafts and len(self.hand[0]) == requests:
+            chances = self.hand[0]
+            order = np.argsort(-chances, axis=None, kind="stable")[: decision.drafts]
+            order = order[chances.reshape(-1)[order] > 0]
+            taken = np.zeros(chances.shape, dtype=bool)
+            taken.reshape(-1)[order] = True
+            verified = len(order)
+            drafting |= taken.any(axis=1)
+            if self.expected:
+                gained = float((chances * taken).sum())
+            else:
+                rest = np.where(taken, chances, 0.0)
+                gained = float((rest > rng.random((requests, 1))).sum())
+        new = self.texts.offers(requests, decision.action, self.text_rng)
+        drafting |= new[0][:, 0] > 0
+        self.hand = new if decision.proposers else None
+        factor = self.busy * np.exp(rng.normal(0, self.noise))
+        factor *= 10 if rng.random() < self.hiccups else 1
+        device = self.device(requests, self.prompt_rows, decision.action, decision.drafts) * factor
+        host = self.host(requests, int(drafting.sum()), 0) * np.exp(rng.normal(0, 0.1))
+        self.tokens += requests + gained
+        self.seconds += max(device, host) if self.overlap else device + host
+        self.verified += verified
+        self.looked += bool(decision.proposers)
+        landed = Landed(device, host, verified, gained, int(drafting.sum()), 0)
+        return landed, new
+
+
+@dataclass
+class Fixed:
+    """Always the same action, and of its drafts what is best by true costs."""
+
+    action: Action
+    world: World
+
+    def __post_init__(self) -> None:
+        self.last: Action = ((), 0)
+
+    def decide(self, situation: Situation) -> Decision:
+        drafts, world = 0, self.world
+        if world.hand is not None and world.hand[0].any():
+            chances = world.hand[0]
+            offered = int(np.count_nonzero(chances))
+            some = np.unique(np.linspace(0, offered, 65).astype(int))
+            host = world.host(situation.requests, int((chances[:, 0] > 0).sum()), 0)
+            times = np.array([world.device(situation.requests, 0, self.action, n) for n in some])
+            times = np.maximum(times, host) if world.overlap else times + host
+            drafts = int(some[best_count(chances, some, times)])
+        return Decision(drafts, *self.action)
+
+    def landed(self, decision: Decision, situation: Situation, outcome: Landed) -> None:
+        pass
