@@ -13,9 +13,9 @@ from surefoot.speculation.decisions import Action
 
 MOST_CHOICES = 96
 """Numbers of drafts that are weighed, at most: beyond, steps widen."""
-_SCALE, _SHAPE, _PROPOSING = 1.0, 0.3, 1.0
+_SCALE, _SHAPE, _OWN, _PROPOSING = 1.0, 0.3, 0.03, 1.0
 """How far from the first measurements logarithms of times may be, as standard deviations: all of
-them together, one number of rows against the others, and a proposer's."""
+them together, some numbers of rows against others, one against its neighbours, and a proposer's."""
 _RANGE = 2.0
 """Octaves of rows over which one number of rows tells of another."""
 _DRIFTS = 1e-4, 1e-6, 1e-5
@@ -70,7 +70,8 @@ class ExactCosts:
         count = 1 + len(octaves)
         covariance = np.zeros((count + own, count + own))
         covariance[0, 0] = _SCALE**2
-        covariance[1:count, 1:count] = _SHAPE**2 * np.exp(-apart)
+        covariance[1:count, 1:count] = _SHAPE**2 * np.exp(-0.5 * apart**2)
+        covariance[1:count, 1:count] += _OWN**2 * np.eye(len(octaves))
         covariance[count:, count:] = _PROPOSING**2 * np.eye(own)
         drift = np.repeat(_DRIFTS, (1, len(octaves), own))
         return Beliefs(np.zeros(count + own), covariance, drift, _FIRST_NOISE)

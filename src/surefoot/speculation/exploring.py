@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 SHARE = 0.005
 """Of the time, for all trials together."""
-_FIRST, _MOST = 1.0, 2.0
+_FIRST, _MOST = 0.5, 2.0
 """Plain rounds that a trial may cost at first, and at most be saved up."""
 _LARGEST_LOSS = 8.0
 """Plain rounds that one round can lose: what is beyond is a hiccup of the machine."""
@@ -19,7 +19,9 @@ class Trial(NamedTuple):
     verify: bool
     """Drafts that are believed not to pay are verified; else other proposers than those that are
     believed best propose, or the same as far as they can."""
-    proposers: tuple[int, ...] = ()
+    proposers: tuple[int, ...]
+    beside: tuple[int, ...]
+    """Those that are believed best: what a trial costs depends on it."""
 
 
 class Budget:

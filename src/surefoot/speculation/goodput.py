@@ -54,6 +54,31 @@ def best_count(
     return 0
 
 
+def nearest_count(
+    chances: np.ndarray, drafts: np.ndarray, seconds: np.ndarray, apart: float = 0.0
+) -> int:
+    """Which of ``drafts`` but none, as an index, lacks least for ``best_count`` to take it: by how
+    much its round would have to be quicker. Arguments as there, with something on offer."""
+    batch = len(chances)
+    ranked = np.sort(chances, axis=None)[::-1]
+    offered = int(np.count_nonzero(ranked > 0.0))
+    gains = np.cumsum(ranked[:offered], dtype=np.float64)
+    plain, best, nearest = float(seconds[0]), 0, 0.0
+    for at, count in enumerate(np.minimum(drafts, offered).tolist()):
+        if not count:
+            continue
+        fair = plain / MIN_PACE
+        if count >= batch:
+            fair *= 1.0 + _poorest(chances, ranked, count)
+        worth = apart + (plain - apart) * (1.0 + gains[count - 1] / batch)
+        near = min(fair, worth) / float(seconds[at])
+        if near > nearest:
+            best, nearest = at, near
+        if count == offered:
+            break
+    return best
+
+
 def _poorest(chances: np.ndarray, ranked: np.ndarray, count: int) -> float:
     """What the request that gains least gains from the ``count`` likeliest drafts."""
     last = ranked[count - 1]

@@ -34,7 +34,7 @@ from surefoot.speculation.decisions import (
     Situation,
 )
 from surefoot.speculation.exploring import Budget, Trial
-from surefoot.speculation.goodput import best_count
+from surefoot.speculation.goodput import best_count, nearest_count
 from surefoot.speculation.host_costs import HostCosts, HostSample
 from surefoot.speculation.offers import OfferMemory
 
@@ -100,10 +100,10 @@ class Planner:
         offered = chances is not None and bool(chances.any())
         trial = self.budget.next([t for t in trials if not t.verify or (offered and not drafts)])
         if trial is not None and not trial.verify:
-            action = self._action_of(trial, actions)
+            action = self._action_of(trial, actions, situation, plain)
             drafts, seconds = self._verify(situation, action, chances, apart)
         elif trial is not None:
-            drafts, seconds = self._verify(situation, action, chances, apart, any_gain=True)
+            drafts, seconds = self._verify(situation, action, chances, apart, in_any_case=True)
         # What other proposers offer is verified a round later; what that loses is the trial's, too.
         before = self._last.expected.trial
         charged = trial or (
@@ -219,16 +219,16 @@ class Planner:
         action: Action,
         chances: np.ndarray | None,
         apart: float,
-        any_gain: bool = False,
+        in_any_case: bool = False,
     ) -> tuple[int, float]:
         """How many drafts to verify in a round that then proposes so, and its seconds.
-        ``any_gain``: at least one, even if none pays."""
+        ``in_any_case``: at least one, even if none pays."""
         offered = 0 if chances is None else int(np.count_nonzero(chances))
         drafts, seconds = self._table(situation, action, offered, situation.prompt_rows)
         if chances is None or not offered:
             return 0, float(seconds[0])
-        if any_gain:
-            at = best_count(chances, drafts, seconds, apart, 0.0, 0.0)
+        if in_any_case:
+            at = nearest_count(chances, drafts, seconds, apart)
         else:
             at = best_count(chances, drafts, seconds, apart, self._margin)
         return min(int(drafts[at]), offered), float(seconds[at])
@@ -241,19 +241,26 @@ class Planner:
             return ()
         proposers, steps = self._best
         if (actions, self._best) != self._trials_for:
-            trials = [Trial(False, chosen) for chosen in dict(actions) if chosen != proposers]
+            trials = [
+                Trial(False, chosen, proposers) for chosen in dict(actions) if chosen != proposers
+            ]
             if steps < dict(actions)[proposers]:
-                trials.append(Trial(False, proposers))
-            trials.append(Trial(True))
+                trials.append(Trial(False, proposers, proposers))
+            trials.append(Trial(True, proposers, proposers))
             self._trials_for, self._trials_there = (actions, self._best), tuple(trials)
         return self._trials_there
 
-    def _action_of(self, trial: Trial, actions: tuple[Action, ...]) -> Action:
-        """Others are tried as they promise most; those that are awake as far as they can go."""
+    def _action_of(
+        self, trial: Trial, actions: tuple[Action, ...], situation: Situation, plain: float
+    ) -> Action:
+        """Others are tried as far as now, or as they promise most; those that are awake as far as
+        they can go."""
         own = [action for action in actions if action[0] == trial.proposers]
         if trial.proposers == self._best[0]:
             return own[-1]
-        return max(own, key=lambda action: self._promises.get(action, PLAIN).rate)
+        if (same := (trial.proposers, self._best[1])) in own:
+            return same
+        return max(own, key=lambda action: self._promise(situation, action, plain).rate)
 
     # --- learning -----------------------------------------------------------------------------
 
@@ -294,5 +301,8 @@ class Planner:
             if seconds > expected.seconds - noise:
                 seconds = min(max(seconds - noise, expected.seconds), expected.seconds + noise)
             extra = (seconds - expected.prompt_seconds) / plain - 1.0
+            # Drafts that are verified against belief are paid in full, whatever they give: what was
+            # believed to be unfair to somebody must not pay for itself.
             best = (expected.best.tokens - 1.0) - (expected.best.seconds - 1.0)
-            self.budget.pay(expected.trial, best - (accepted - extra))
+            loss = extra if expected.trial.verify else best - (accepted - extra)
+            self.budget.pay(expected.trial, loss)
