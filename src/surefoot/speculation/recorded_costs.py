@@ -1,0 +1,277 @@
+"""What a round costs where rounds come in recorded sizes, timed at the start."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from surefoot.speculation.beliefs import Beliefs, in_line
+from surefoot.speculation.costs import ExactCosts
+from surefoot.speculation.decisions import NOTHING, Action
+
+_STEPS = 4
+"""Costs follow the length of texts in so many steps from one length to its double."""
+_OCTAVES = 15
+"""Of rows, 1 to 16,384."""
+_SCALE, _SHAPE, _ACTION = 1.0, 0.15, 0.1
+"""How far from the first measurements logarithms of times may be, as standard deviations: all of
+them together, some numbers of rows against others, and rounds with proposers against others."""
+_RANGE = 2.0
+_DRIFTS = 1e-5, 1e-7, 1e-7
+"""Variances by which these may change from round to round."""
+_FIRST_NOISE = 0.02
+_OWN_WEIGHT = 0.1
+"""Weight of a round in what is its size's own; it doubles while rounds of a size contradict what is
+believed of it, one after the other."""
+_DOUBLINGS = 3
+_UNLIKELY = 3.0
+"""Standard deviations that noise does not explain."""
+_FORGOTTEN = 500.0
+"""Rounds after which a size that seemed dearer than others, and was not run since, no longer does,
+more or less: it is tried again."""
+_LAYOUTS = 4096
+
+
+class RecordedSize(NamedTuple):
+    """What tells the times of recorded rounds apart."""
+
+    spans: int
+    """Most requests."""
+    rows: int
+    """Of the forward pass, prompts included."""
+    samples: int
+    """Rows that sample: one for each span, and those for drafts. No draft is verified where there
+    are no more than ``spans``."""
+    action: Action
+
+
+class RecordedCosts:
+    """Seconds by recorded size and length of texts; a round takes the cheapest size that holds it.
+
+    ``seconds = scale * measured(size, context) * shape(rows) * own(size)``. What rounds correct is
+    the scale, the shape (rows nearby move together, and so do rounds with proposers), and a little
+    of each size by itself. A size that is believed too dear is bounded by larger ones, which serve
+    in its place; before, measurements out of line with their neighbours' are set right.
+    """
+
+    def __init__(
+        self,
+        times: Mapping[RecordedSize, Sequence[tuple[int, float]]],
+        larger: ExactCosts | None = None,
+    ) -> None:
+        """``times``: (tokens of every text, seconds), rising, one or more for every size.
+        ``larger``: of rounds that no size holds; they have exactly the rows they need."""
+        self.larger = larger
+        self.sizes = sorted(times, key=lambda size: (size.spans, size.action, size.samples, size))
+        self._spans = np.array([size.spans for size in self.sizes])
+        self._places = {size: place for place, size in enumerate(self.sizes)}
+        self._ladder = np.unique(self._spans)
+        places = defaultdict(list)
+        for place, size in enumerate(self.sizes):
+            places[size.spans, size.action].append(place)
+        self._groups = {key: np.array(value) for key, value in places.items()}
+        self._actions = {
+            spans: sorted({a for s, a in self._groups if s == spans}, key=lambda a: (len(a[0]), a))
+            for spans in self._ladder.tolist()
+        }
+        self._contexts = sorted({context for curve in times.values() for context, _ in curve})
+        self._times = self._in_line(times)
+        self._features = self._all_features()
+        self.beliefs = self._first_beliefs()
+        self._own = np.zeros(len(self.sizes))
+        """Logarithms, by size."""
+        self._side = np.zeros(len(self.sizes), dtype=np.int64)
+        """How often in a row a size's rounds took much longer (or, below 0, shorter)."""
+        self._seen = np.zeros(len(self.sizes))
+        """The count of rounds when it was last run."""
+        self._rounds = 0
+        self._step: int | None = None
+        self._base = self._times[:, 0]
+        self._layouts: dict[tuple[int, int, int, Action], tuple[np.ndarray, np.ndarray]] = {}
+
+    # --- the start ----------------------------------------------------------------------------
+
+    def _in_line(self, times: Mapping[RecordedSize, Sequence[tuple[int, float]]]) -> np.ndarray:
+        """float64 [sizes, contexts]: seconds, where sizes are compared with those beside them."""
+        seconds = np.empty((len(self.sizes), len(self._contexts)))
+        for place, size in enumerate(self.sizes):
+            contexts, measured = (np.array(each) for each in zip(*times[size], strict=True))
+            for column, context in enumerate(self._contexts):
+                seconds[place, column] = at_context(contexts, measured[np.newaxis], context)[0]
+        lines = list(self._groups.values())
+        # One size alone, as rounds without proposers come in: beside those of other spans.
+        plain = [places[0] for (_, action), places in self._groups.items() if action == NOTHING]
+        lines.append(np.array(plain))
+        for places in lines:
+            rows = [self.sizes[place].rows for place in places]
+            if len(set(rows)) == len(rows) > 2:
+                order = places[np.argsort(rows)]
+                for column in range(len(self._contexts)):
+                    seconds[order, column] = in_line(sorted(rows), seconds[order, column])
+        return seconds
+
+    def _all_features(self) -> np.ndarray:
+        """float64 [sizes, 1 + octaves + 2]: which beliefs a size's time is the sum of."""
+        features = np.zeros((len(self.sizes), 1 + _OCTAVES + 2))
+        features[:, 0] = 1.0
+        for place, size in enumerate(self.sizes):
+            octave = min(np.log2(size.rows), _OCTAVES - 1.0)
+            low = min(int(octave), _OCTAVES - 2)
+            features[place, 1 + low] = 1.0 - (octave - low)
+            features[place, 2 + low] = octave - low
+            features[place, 1 + _OCTAVES] = bool(size.action[0])
+            features[place, 2 + _OCTAVES] = size.action[1] > 0
+        return features
+
+    def _first_beliefs(self) -> Beliefs:
+        count = self._features.shape[1]
+        covariance = np.zeros((count, count))
+        apart = np.abs(np.subtract.outer(np.arange(_OCTAVES), np.arange(_OCTAVES))) / _RANGE
+        covariance[0, 0] = _SCALE**2
+        covariance[1 : 1 + _OCTAVES, 1 : 1 + _OCTAVES] = _SHAPE**2 * np.exp(-0.5 * apart**2)
+        covariance[1 + _OCTAVES :, 1 + _OCTAVES :] = _ACTION**2 * np.eye(2)
+        drift = np.repeat(_DRIFTS, (1, _OCTAVES, 2))
+        return Beliefs(np.zeros(count), covariance, drift, _FIRST_NOISE)
+
+    # --- asking -------------------------------------------------------------------------------
+
+    @property
+    def noise(self) -> float:
+        """Relative deviation of a round's time from what is believed."""
+        return self.beliefs.noise
+
+    def actions(self, requests: int) -> Sequence[Action]:
+        """As ``RoundCosts`` has it."""
+        return self._actions[self._spans_for(requests)]
+
+    def _spans_for(self, requests: int) -> int:
+        place = int(np.searchsorted(self._ladder, max(1, requests)))
+        return int(self._ladder[min(place, len(self._ladder) - 1)])
+
+    def table(
+        self, requests: int, prompt_rows: int, action: Action, most: int, context: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As ``RoundCosts`` has it; the drafts are those that fill each size."""
+        room, places = self._layout(requests, prompt_rows, action)
+        if not len(places):
+            return self._exact().table(requests, prompt_rows, action, most, context)
+        seconds = np.minimum.accumulate(self._seconds(places, context)[::-1])[::-1]
+        last = int(np.searchsorted(room, most)) + 1
+        return np.minimum(room[:last], most), seconds[:last]
+
+    def size_for(
+        self, requests: int, prompt_rows: int, action: Action, drafts: int, context: float
+    ) -> RecordedSize | None:
+        """The cheapest size for such a round; a larger one may cost less. None: none holds it."""
+        room, places = self._layout(requests, prompt_rows, action)
+        if not len(places) or room[-1] < drafts:
+            return None
+        enough = places[int(np.searchsorted(room, drafts)) :]
+        return self.sizes[enough[int(np.argmin(self._seconds(enough, context)))]]
+
+    def _exact(self) -> ExactCosts:
+        if self.larger is None:
+            raise ValueError("no recorded round holds so many rows")
+        return self.larger
+
+    def _layout(
+        self, requests: int, prompt_rows: int, action: Action
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(Room for drafts int64 [n], rising from 0; places of the sizes that have it)."""
+        spans = self._spans_for(requests + (prompt_rows > 0))
+        key = spans, requests, prompt_rows, action
+        known = self._layouts.get(key)
+        if known is None:
+            if len(self._layouts) >= _LAYOUTS:
+                self._layouts.clear()
+            known = self._layouts[key] = self._lay_out(spans, requests, prompt_rows, action)
+        return known
+
+    def _lay_out(
+        self, spans: int, requests: int, prompt_rows: int, action: Action
+    ) -> tuple[np.ndarray, np.ndarray]:
+        found = []
+        for place in self._groups.get((spans, action), ()):
+            size = self.sizes[place]
+            rows = size.rows - prompt_rows - requests
+            if rows >= 0 and size.samples >= requests:
+                drafts = size.samples - requests if size.samples > spans else 0
+                found.append((min(rows, drafts), size.rows, int(place)))
+        found.sort()
+        if found and found[0][0]:
+            found.insert(0, (0, *found[0][1:]))
+        room, places = [drafts for drafts, _, _ in found], [place for _, _, place in found]
+        return np.array(room, dtype=np.int64), np.array(places, dtype=np.int64)
+
+    def _seconds(self, places: np.ndarray, context: float) -> np.ndarray:
+        """float64 [n]: what is believed of these sizes."""
+        self._attend(context)
+        own = self._own[places]
+        fading = np.exp((self._seen[places] - self._rounds) / _FORGOTTEN)
+        own = np.where(own > 0.0, own * fading, own)
+        return self._base[places] * np.exp(self._features[places] @ self.beliefs.mean + own)
+
+    def _attend(self, context: float) -> None:
+        """Have times follow the length of texts, as nearly as steps of a quarter octave go; a
+        length that wavers between two steps keeps the one it has."""
+        place = _STEPS * np.log2(max(context, 1.0))
+        if self._step is None or abs(place - self._step) > 0.75:
+            self._step = round(place)
+            contexts = np.array(self._contexts, dtype=np.float64)
+            self._base = at_context(contexts, self._times, 2.0 ** (self._step / _STEPS))
+
+    # --- learning -----------------------------------------------------------------------------
+
+    def observe(
+        self,
+        requests: int,
+        prompt_rows: int,
+        action: Action,
+        drafts: int,
+        context: float,
+        seconds: float,
+    ) -> None:
+        """As ``RoundCosts`` has it."""
+        if requests + prompt_rows < 1 or seconds <= 0:
+            return
+        size = self.size_for(requests, prompt_rows, action, drafts, context)
+        if size is None:
+            self._exact().observe(requests, prompt_rows, action, drafts, context, seconds)
+            return
+        place = self._places[size]
+        self._rounds += 1
+        believed = float(self._seconds(np.array([place]), context)[0])
+        off = float(np.log(seconds / believed))
+        self.beliefs.observe(self._features[place], off)
+        # What the others' beliefs do not explain is the size's own.
+        limit = _UNLIKELY * self.noise
+        side = 0 if abs(off) < limit else (1 if off > 0 else -1)
+        before = int(self._side[place])
+        self._side[place] = side = before + side if side and before * side >= 0 else side
+        if abs(side) < 2:
+            off = min(max(off, -limit), limit)
+        self._own[place] += (
+            min(1.0, _OWN_WEIGHT * 2 ** min(max(abs(side) - 1, 0), _DOUBLINGS)) * off
+        )
+        self._seen[place] = self._rounds
+
+
+def at_context(contexts: np.ndarray, seconds: np.ndarray, context: float) -> np.ndarray:
+    """float64 [n]: seconds at ``context`` by those at ``contexts`` [m], rising: ``seconds`` [n, m];
+    on the line through the neighbours. Beyond the ends the line of the nearest two goes on if it
+    rises; if it falls, which is noise, the end's value holds. Towards 0 a time falls no faster than
+    its context, so that it stays above 0."""
+    if len(contexts) == 1:
+        return seconds[:, 0].astype(np.float64)
+    at = min(max(int(np.searchsorted(contexts, context)), 1), len(contexts) - 1)
+    left, right = float(contexts[at - 1]), float(contexts[at])
+    low, high = seconds[:, at - 1], seconds[:, at]
+    slope = (high - low) / (right - left)
+    if context < left:
+        return np.maximum(low - np.maximum(slope, 0.0) * (left - context), low * context / left)
+    if context > right:
+        return high + np.maximum(slope, 0.0) * (context - right)
+    return low + slope * (context - left)
