@@ -44,6 +44,7 @@ _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
 _UNLIKELY = 3.0
 """Standard deviations that noise does not explain."""
+_USUAL = 0.05
 _RECENT = 0.02
 """Weight of a round in running averages."""
 _log = logging.getLogger(__name__)
@@ -76,6 +77,9 @@ class Planner:
         """Of late rounds, on average."""
         self._promises: dict[Action, Promise] = {}
         self._best = NOTHING
+        self._usual: dict[Action, float] = {}
+        """What rounds gain that do what is best: accepted drafts of a request less the extra time,
+        both in plain rounds, on average."""
         self._turn = 0
         self._last = Decision(0, *NOTHING)
         self._reported = NOTHING
@@ -109,12 +113,11 @@ class Planner:
         charged = trial or (
             before if self._last.explores and before and not before.verify else None
         )
-        best = self._promises.get(self._best, PLAIN)
         self._last = Decision(
             drafts,
             *action,
             trial is not None,
-            Expectation(seconds, plain, prompts, best, charged, trials),
+            Expectation(seconds, plain, prompts, self._best, charged, trials),
         )
         return self._last
 
@@ -296,13 +299,17 @@ class Planner:
         if not expected.trials or plain <= 0:
             return
         self.budget.earn(expected.trials, seconds / plain)
-        if expected.trial is not None:
-            noise = _UNLIKELY * self.costs.noise * expected.seconds
-            if seconds > expected.seconds - noise:
-                seconds = min(max(seconds - noise, expected.seconds), expected.seconds + noise)
-            extra = (seconds - expected.prompt_seconds) / plain - 1.0
-            # Drafts that are verified against belief are paid in full, whatever they give: what was
-            # believed to be unfair to somebody must not pay for itself.
-            best = (expected.best.tokens - 1.0) - (expected.best.seconds - 1.0)
-            loss = extra if expected.trial.verify else best - (accepted - extra)
-            self.budget.pay(expected.trial, loss)
+        noise = _UNLIKELY * self.costs.noise * expected.seconds
+        if seconds > expected.seconds - noise:
+            seconds = min(max(seconds - noise, expected.seconds), expected.seconds + noise)
+        extra = (seconds - expected.prompt_seconds) / plain - 1.0
+        tokens, seconds_of_it = self._promises.get(expected.best, PLAIN)
+        usual = self._usual.get(expected.best, tokens - seconds_of_it)
+        if expected.trial is None:
+            self._usual[expected.best] = usual + _USUAL * (accepted - extra - usual)
+        elif expected.trial.verify:
+            # Paid in full, whatever it gives: drafts that are believed to be unfair to somebody
+            # must not pay for themselves.
+            self.budget.pay(expected.trial, extra)
+        else:
+            self.budget.pay(expected.trial, usual - (accepted - extra))
