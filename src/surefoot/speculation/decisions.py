@@ -65,10 +65,8 @@ class Expectation:
     """What it takes without drafts, proposers and prompts."""
     prompt_seconds: float = 0.0
     """What prompts add to that."""
-    best: Action = NOTHING
-    """The best action, which may not be what is tried."""
     trial: Trial | None = None
-    """What the round's loss against that, if any, is spent on."""
+    """What the round's loss against others, if any, is spent on."""
     trials: tuple[Trial, ...] = ()
     """What there is to be tried, in such rounds."""
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 SHARE = 0.005
 """Of the time, for all trials together."""
+_APART = 6
+"""Rounds from one trial to the next of its kind, at least: what is gained without trials has to be known."""
 _FIRST, _MOST = 0.5, 2.0
 """Plain rounds that a trial may cost at first, and at most be saved up."""
 _LARGEST_LOSS = 8.0
@@ -31,16 +33,19 @@ class Budget:
     def __init__(self) -> None:
         self._credit: dict[Trial, float] = {}
         self._tried: dict[Trial, int] = {}
-        self._count = 0
+        self._last: dict[bool, int] = {}
+        self._rounds = 0
 
     def next(self, trials: Sequence[Trial]) -> Trial | None:
         """What to try now, if anything: what was tried longest ago."""
-        due = [trial for trial in trials if self._credit.get(trial, _FIRST) > 0.0]
+        self._rounds += 1
+        # What one trial has others offer is there for another to verify.
+        due = [t for t in trials if self._rounds - self._last.get(t.verify, -_APART) >= _APART]
+        due = [trial for trial in due if self._credit.get(trial, _FIRST) > 0.0]
         if not due:
             return None
         trial = min(due, key=lambda trial: self._tried.get(trial, 0))
-        self._count += 1
-        self._tried[trial] = self._count
+        self._tried[trial] = self._last[trial.verify] = self._rounds
         return trial
 
     def earn(self, trials: Sequence[Trial], rounds: float) -> None:

@@ -8,11 +8,11 @@ import numpy as np
 
 from surefoot.speculation.goodput import MIN_PACE
 
-KEPT = 128
+KEPT = 512
 """Offers that are kept of a proposer."""
-_LEAST, _ROUNDS = 32, 4
-"""What rounds of so many requests expect rests on the latest offers of so many rounds, but no fewer
-than these: those of one request change with its text."""
+_LEAST, _MOST, _ROUNDS = 32, 128, 4
+"""What rounds expect rests on the latest offers, so many at least and at most, of so many rounds:
+those of one request change with its text."""
 _NEWS = 32
 """Of one report, at most."""
 _FIRST = 8
@@ -162,11 +162,14 @@ class OfferMemory:
         drafts: np.ndarray,
         seconds: np.ndarray,
         margin: float,
+        lately: bool = True,
     ) -> tuple[float, float]:
         """(Tokens, seconds) of a round of so many requests, on average, if each verifies what is
         best for it. ``drafts`` and ``seconds`` as of ``RoundCosts.table``, ``margin`` as of
-        ``best_count``."""
-        count = min(max(self.of(p).count for p in proposers), max(_LEAST, _ROUNDS * requests))
+        ``best_count``. ``lately``: by the latest offers only, not by all that are kept."""
+        count = max(self.of(proposer).count for proposer in proposers)
+        if lately:
+            count = min(count, _MOST, max(_LEAST, _ROUNDS * requests))
         together = min(requests, count)
         groups = count // together
         rows = self.latest(groups * together, proposers, steps)

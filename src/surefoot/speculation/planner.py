@@ -44,7 +44,7 @@ _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
 _UNLIKELY = 3.0
 """Standard deviations that noise does not explain."""
-_USUAL = 0.05
+_USUAL = 0.1
 _RECENT = 0.02
 """Weight of a round in running averages."""
 _log = logging.getLogger(__name__)
@@ -77,9 +77,9 @@ class Planner:
         """Of late rounds, on average."""
         self._promises: dict[Action, Promise] = {}
         self._best = NOTHING
-        self._usual: dict[Action, float] = {}
-        """What rounds gain that do what is best: accepted drafts of a request less the extra time,
-        both in plain rounds, on average."""
+        self._usual = 0.0
+        """What rounds gain that try nothing: accepted drafts of a request less the extra time, in
+        plain rounds, on the running average."""
         self._turn = 0
         self._last = Decision(0, *NOTHING)
         self._reported = NOTHING
@@ -117,7 +117,7 @@ class Planner:
             drafts,
             *action,
             trial is not None,
-            Expectation(seconds, plain, prompts, self._best, charged, trials),
+            Expectation(seconds, plain, prompts, charged, trials),
         )
         return self._last
 
@@ -189,14 +189,28 @@ class Planner:
         for action in (self._best, other):
             self._promises[action] = self._promise(situation, action, plain)
         if self._promises[other].rate > self._margin * self._promises[self._best].rate:
+            # Texts repeat themselves for a while, now and then, and nothing tells when but a look.
+            # That is given up where it does not pay in the long run.
+            looks = set(self._best[0]) - set(other[0]) - self.offers.drafters
+            if looks:
+                rates = (
+                    self._promise(situation, a, plain, False).rate for a in (self._best, other)
+                )
+                if next(rates) > next(rates):
+                    return
             self._best = other
 
-    def _promise(self, situation: Situation, action: Action, plain: float) -> Promise:
+    def _promise(
+        self, situation: Situation, action: Action, plain: float, lately: bool = True
+    ) -> Promise:
+        """What a round of so many requests brings with an action."""
         if action == NOTHING:
             return PLAIN
         requests = situation.requests
         drafts, seconds = self._table(situation, action, requests * self.offers.width, 0)
-        tokens, seconds = self.offers.promise(requests, *action, drafts, seconds, self._margin)
+        tokens, seconds = self.offers.promise(
+            requests, *action, drafts, seconds, self._margin, lately
+        )
         return Promise(tokens / requests, seconds / plain)
 
     def _at_hand(self, situation: Situation) -> np.ndarray | None:
@@ -303,13 +317,12 @@ class Planner:
         if seconds > expected.seconds - noise:
             seconds = min(max(seconds - noise, expected.seconds), expected.seconds + noise)
         extra = (seconds - expected.prompt_seconds) / plain - 1.0
-        tokens, seconds_of_it = self._promises.get(expected.best, PLAIN)
-        usual = self._usual.get(expected.best, tokens - seconds_of_it)
+        gain = accepted - extra
         if expected.trial is None:
-            self._usual[expected.best] = usual + _USUAL * (accepted - extra - usual)
+            self._usual += _USUAL * (gain - self._usual)
         elif expected.trial.verify:
             # Paid in full, whatever it gives: drafts that are believed to be unfair to somebody
             # must not pay for themselves.
             self.budget.pay(expected.trial, extra)
         else:
-            self.budget.pay(expected.trial, usual - (accepted - extra))
+            self.budget.pay(expected.trial, self._usual - gain)
