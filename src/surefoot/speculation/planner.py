@@ -77,9 +77,9 @@ class Planner:
         """Of late rounds, on average."""
         self._promises: dict[Action, Promise] = {}
         self._best = NOTHING
-        self._usual = 0.0
-        """What rounds gain that try nothing: accepted drafts of a request less the extra time, in
-        plain rounds, on the running average."""
+        self._usual_tokens = self._usual_rounds = 1.0
+        """Of rounds that try nothing, on the running average: tokens of a request, and the time in
+        plain rounds."""
         self._turn = 0
         self._last = Decision(0, *NOTHING)
         self._reported = NOTHING
@@ -312,17 +312,18 @@ class Planner:
         plain = expected.plain_seconds
         if not expected.trials or plain <= 0:
             return
-        self.budget.earn(expected.trials, seconds / plain)
         noise = _UNLIKELY * self.costs.noise * expected.seconds
         if seconds > expected.seconds - noise:
             seconds = min(max(seconds - noise, expected.seconds), expected.seconds + noise)
-        extra = (seconds - expected.prompt_seconds) / plain - 1.0
-        gain = accepted - extra
+        took = max(0.0, (seconds - expected.prompt_seconds) / plain)
+        self.budget.earn(expected.trials, took)
         if expected.trial is None:
-            self._usual += _USUAL * (gain - self._usual)
+            self._usual_tokens += _USUAL * (1.0 + accepted - self._usual_tokens)
+            self._usual_rounds += _USUAL * (took - self._usual_rounds)
         elif expected.trial.verify:
             # Paid in full, whatever it gives: drafts that are believed to be unfair to somebody
             # must not pay for themselves.
-            self.budget.pay(expected.trial, extra)
+            self.budget.pay(expected.trial, took - 1.0)
         else:
-            self.budget.pay(expected.trial, self._usual - gain)
+            usual = (1.0 + accepted) * self._usual_rounds / self._usual_tokens
+            self.budget.pay(expected.trial, took - usual)
