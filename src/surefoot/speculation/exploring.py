@@ -8,8 +8,8 @@ from typing import NamedTuple
 SHARE = 0.005
 """Of the time, for all trials together."""
 _APART = 6
-"""Rounds from one trial to the next of its kind, at least: what rounds bring without trials has to be
-known."""
+"""Rounds from one trial to the next of its kind, at least: what rounds bring without trials has to
+be known."""
 _FIRST, _MOST = 0.5, 2.0
 """Plain rounds that a trial may cost at first, and at most be saved up."""
 _LARGEST_LOSS = 8.0

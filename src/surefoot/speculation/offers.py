@@ -13,6 +13,7 @@ KEPT = 512
 _LEAST, _MOST, _ROUNDS = 32, 128, 4
 """What rounds expect rests on the latest offers, so many at least and at most, of so many rounds:
 those of one request change with its text."""
+_FAIR_TRIES = 6
 _NEWS = 32
 """Of one report, at most."""
 _FIRST = 8
@@ -182,15 +183,32 @@ class OfferMemory:
         tokens = requests + gains[:, taken]
         rates = tokens / seconds
         rates[:, 0] *= margin
-        best = rates.argmax(axis=1)
+        best = _fairest(each, ranked, taken, rates, seconds / seconds[0])
         every = np.arange(groups)
-        slow = seconds[best] * MIN_PACE > seconds[0]
-        if requests > 1 and slow.any():
-            # As ``best_count`` has it, but nothing is tried between the best and what is always
-            # fair.
-            least = ranked[every, np.maximum(taken[best] - 1, 0)]
-            gained = (each * (each >= least[:, np.newaxis, np.newaxis])).sum(axis=2).min(axis=1)
-            unfair = slow & (1.0 + gained < MIN_PACE * seconds[best] / seconds[0])
-            fair = np.where(seconds * MIN_PACE <= seconds[0], rates, 0.0).argmax(axis=1)
-            best = np.where(unfair, fair, best)
         return float(tokens[every, best].mean()), float(seconds[best].mean())
+
+
+def _fairest(
+    each: np.ndarray, ranked: np.ndarray, taken: np.ndarray, rates: np.ndarray, slower: np.ndarray
+) -> np.ndarray:
+    """int64 [groups]: of the ``rates`` float64 [groups, n] the best that is fair to every request,
+    as ``best_count`` has it. ``each`` float32 [groups, requests, width] are chances and ``ranked``
+    [groups, requests * width] the same, falling; ``taken`` int64 [n] of these are verified, and the
+    round is ``slower`` float64 [n] times than without."""
+    every = np.arange(len(each))
+    best = rates.argmax(axis=1)
+    for _ in range(_FAIR_TRIES if each.shape[1] > 1 else 0):
+        least = ranked[every, np.maximum(taken[best] - 1, 0)]
+        gained = (each * (each >= least[:, np.newaxis, np.newaxis])).sum(axis=2).min(axis=1)
+        fair = (1.0 + gained) / MIN_PACE
+        unfair = slower[best] > np.where(best > 0, fair, np.inf)
+        if not unfair.any():
+            return best
+        # Whoever gains least from these drafts gains no more from fewer.
+        lower = (np.arange(len(taken)) < best[:, np.newaxis]) & (slower <= fair[:, np.newaxis])
+        lower[:, 0] = True
+        best = np.where(unfair, np.where(lower, rates, 0.0).argmax(axis=1), best)
+    if each.shape[1] > 1:
+        always = np.where(slower * MIN_PACE <= 1.0, rates, 0.0).argmax(axis=1)
+        best = np.where(slower[best] * MIN_PACE <= 1.0, best, always)
+    return best
