@@ -13,6 +13,7 @@ _CONTRADICTED = 2.0
 _DOUBT = 4.0
 _LEAST_NOISE = 0.002
 _NOISE_WEIGHT = 0.02
+_ROUNDING = 1e-9
 
 
 class Beliefs:
@@ -46,8 +47,9 @@ class Beliefs:
         larger than believed."""
         size = len(self.mean)
         doubt = self.covariance.reshape(-1)[:: size + 1]
-        doubt += self._drift * (doubt < self._most)
-        own = float(weights @ self.covariance @ weights)
+        # At least so much that rounding leaves no variance below 0.
+        doubt += np.where(doubt < self._most, self._drift, _ROUNDING)
+        own = max(0.0, float(weights @ self.covariance @ weights))
         far = off / (own + self._variance) ** 0.5
         self._count_contradictions(far)
         if abs(self._side) >= 2:
@@ -60,7 +62,9 @@ class Beliefs:
         total = float(weights @ spread) + self._variance
         most = FARTHEST * total**0.5
         self.mean += spread * (min(max(off, -most), most) / total)
-        self.covariance -= np.multiply.outer(spread, spread / total)
+        # Symmetric to the last bit: doubt would multiply what is not.
+        spread /= total**0.5
+        self.covariance -= np.multiply.outer(spread, spread)
 
     def _count_contradictions(self, far: float) -> None:
         side = 0 if abs(far) < _CONTRADICTED else (1 if far > 0 else -1)

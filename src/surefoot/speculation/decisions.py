@@ -61,6 +61,8 @@ class Expectation:
 
     seconds: float = 0.0
     """What the round takes, host included."""
+    without_trial: float = 0.0
+    """What it would take if nothing were tried."""
     plain_seconds: float = 0.0
     """What it takes without drafts, proposers and prompts."""
     prompt_seconds: float = 0.0

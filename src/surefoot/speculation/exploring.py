@@ -20,8 +20,8 @@ class Trial(NamedTuple):
     """Something to learn about."""
 
     verify: bool
-    """Drafts that are believed not to pay are verified; else other proposers than those that are
-    believed best propose, or the same as far as they can."""
+    """More drafts than those that are believed to pay are verified; else other proposers than those
+    that are believed best propose, or the same as far as they can."""
     proposers: tuple[int, ...]
     beside: tuple[int, ...]
     """Those that are believed best: what a trial costs depends on it."""

@@ -42,6 +42,8 @@ BARREN_ROUNDS = 4096
 """Rounds in a row with drafts on offer and none verified, after which a line is logged."""
 _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
+_BEYOND = 1.5
+"""How many times longer rounds may be than they would be, to learn about more drafts."""
 _UNLIKELY = 3.0
 """Standard deviations that noise does not explain."""
 _USUAL = 0.1
@@ -100,14 +102,15 @@ class Planner:
         chances = self._at_hand(situation)
         action, apart = self._best, prompts
         drafts, seconds = self._verify(situation, action, chances, apart)
+        without = seconds
         trials = self._trials(actions)
-        offered = chances is not None and bool(chances.any())
-        trial = self.budget.next([t for t in trials if not t.verify or (offered and not drafts)])
+        spare = chances is not None and drafts < np.count_nonzero(chances)
+        trial = self.budget.next([t for t in trials if spare or not t.verify])
         if trial is not None and not trial.verify:
             action = self._action_of(trial, actions, situation, plain)
             drafts, seconds = self._verify(situation, action, chances, apart)
         elif trial is not None:
-            drafts, seconds = self._verify(situation, action, chances, apart, in_any_case=True)
+            drafts, seconds = self._verify(situation, action, chances, apart, beyond=drafts)
         # What other proposers offer is verified a round later; what that loses is the trial's, too.
         before = self._last.expected.trial
         charged = trial or (
@@ -117,7 +120,7 @@ class Planner:
             drafts,
             *action,
             trial is not None,
-            Expectation(seconds, plain, prompts, charged, trials),
+            Expectation(seconds, without, plain, prompts, charged, trials),
         )
         return self._last
 
@@ -236,18 +239,22 @@ class Planner:
         action: Action,
         chances: np.ndarray | None,
         apart: float,
-        in_any_case: bool = False,
+        beyond: int | None = None,
     ) -> tuple[int, float]:
-        """How many drafts to verify in a round that then proposes so, and its seconds.
-        ``in_any_case``: at least one, even if none pays."""
+        """How many drafts to verify in a round that then proposes so, and its seconds. ``beyond``:
+        more than these, which are believed best."""
         offered = 0 if chances is None else int(np.count_nonzero(chances))
         drafts, seconds = self._table(situation, action, offered, situation.prompt_rows)
         if chances is None or not offered:
             return 0, float(seconds[0])
-        if in_any_case:
+        if beyond is None:
+            at = best_count(chances, drafts, seconds, apart, self._margin)
+        elif beyond == 0:
             at = nearest_count(chances, drafts, seconds, apart)
         else:
-            at = best_count(chances, drafts, seconds, apart, self._margin)
+            at = int(np.searchsorted(drafts, beyond))
+            most = int(np.searchsorted(seconds, _BEYOND * seconds[at], side="right")) - 1
+            at = min(max(most, at + 1), len(drafts) - 1)
         return min(int(drafts[at]), offered), float(seconds[at])
 
     # --- exploring ----------------------------------------------------------------------------
@@ -323,7 +330,8 @@ class Planner:
         elif expected.trial.verify:
             # Paid in full, whatever it gives: drafts that are believed to be unfair to somebody
             # must not pay for themselves.
-            self.budget.pay(expected.trial, took - 1.0)
+            without = (expected.without_trial - expected.prompt_seconds) / plain
+            self.budget.pay(expected.trial, took - without)
         else:
             usual = (1.0 + accepted) * self._usual_rounds / self._usual_tokens
             self.budget.pay(expected.trial, took - usual)
