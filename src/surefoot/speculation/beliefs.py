@@ -78,16 +78,20 @@ class Beliefs:
 
 
 def in_line(sizes: Sequence[float], seconds: Sequence[float], most: float = 1.5) -> np.ndarray:
-    """float64 [n]: ``seconds`` by rising ``sizes``, those that lie ``most`` times off replaced.
-    Seconds should rise with the size, and seconds per unit of size should fall; what should be is
-    what changes the measured values least, in logarithms."""
+    """float64 [n]: ``seconds`` by rising ``sizes``; those ``most`` times off replaced by what lies
+    between the others. Seconds should rise with the size, and seconds per unit of size should fall:
+    off is what has to change for that, where as little as possible changes, in logarithms."""
     size = np.log(np.asarray(sizes, dtype=np.float64))
     value = np.log(np.asarray(seconds, dtype=np.float64))
-    for _ in range(2):
-        line = _rising(value)
-        value = np.where(np.abs(value - line) > np.log(most), line, value)
-        line = size - _rising(size - value)
-        value = np.where(np.abs(value - line) > np.log(most), line, value)
+    for per_size in (0.0, 1.0, 0.0, 1.0):
+        line = _rising(value - per_size * size) if not per_size else -_rising(size - value)
+        off = np.abs(value - per_size * size - line) > np.log(most)
+        if off.all():
+            break
+        # Beyond the ends, per size or not as was asked for: the line's own value.
+        between = np.interp(size, size[~off], value[~off])
+        ends = (size < size[~off][0]) | (size > size[~off][-1])
+        value = np.where(off, np.where(ends, line + per_size * size, between), value)
     return np.exp(value)
 
 

@@ -12,8 +12,8 @@ _APART = 6
 be known."""
 _FIRST, _MOST = 0.5, 2.0
 """Plain rounds that a trial may cost at first, and at most be saved up."""
-_LARGEST_LOSS = 8.0
-"""Plain rounds that one round can lose: what is beyond is a hiccup of the machine."""
+_DEBT = 1.0
+"""Plain rounds that may be owed: what a trial lost while beliefs were wrong does not forbid it."""
 
 
 class Trial(NamedTuple):
@@ -21,7 +21,7 @@ class Trial(NamedTuple):
 
     verify: bool
     """More drafts than those that are believed to pay are verified; else other proposers than those
-    that are believed best propose, or the same as far as they can."""
+    that are believed best propose, or the same to another depth."""
     proposers: tuple[int, ...]
     beside: tuple[int, ...]
     """Those that are believed best: what a trial costs depends on it."""
@@ -58,5 +58,5 @@ class Budget:
     def pay(self, trial: Trial, rounds: float) -> None:
         """A round for this trial lost so many plain rounds' time against the best; below 0: it
         gained."""
-        loss = min(max(rounds, -_LARGEST_LOSS), _LARGEST_LOSS)
-        self._credit[trial] = min(self._credit.get(trial, _FIRST) - loss, _MOST)
+        credit = self._credit.get(trial, _FIRST) - rounds
+        self._credit[trial] = min(max(credit, -_DEBT), _MOST)

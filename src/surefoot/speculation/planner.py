@@ -83,6 +83,9 @@ class Planner:
         """Of rounds that try nothing, on the running average: tokens of a request, and the time in
         plain rounds."""
         self._turn = 0
+        self._depth = 0
+        self._second: Trial | None = None
+        """What the last round tried, if that takes another round."""
         self._last = Decision(0, *NOTHING)
         self._reported = NOTHING
         self._unread = False
@@ -105,12 +108,22 @@ class Planner:
         without = seconds
         trials = self._trials(actions)
         spare = chances is not None and drafts < np.count_nonzero(chances)
-        trial = self.budget.next([t for t in trials if spare or not t.verify])
-        if trial is not None and not trial.verify:
-            action = self._action_of(trial, actions, situation, plain)
+        trial, tried = self._second, self._last.action
+        self._second = None
+        if trial is not None and tried in actions:
+            # A second round verifies what the first had others offer.
+            action = tried
             drafts, seconds = self._verify(situation, action, chances, apart)
-        elif trial is not None:
-            drafts, seconds = self._verify(situation, action, chances, apart, beyond=drafts)
+            if spare and not drafts:
+                drafts, seconds = self._verify(situation, action, chances, apart, beyond=0)
+        else:
+            trial = self.budget.next([t for t in trials if spare or not t.verify])
+            if trial is not None and trial.verify:
+                drafts, seconds = self._verify(situation, action, chances, apart, beyond=drafts)
+            elif trial is not None:
+                action = self._action_of(trial, actions, situation, plain)
+                drafts, seconds = self._verify(situation, action, chances, apart)
+                self._second = trial if action != NOTHING else None
         # What other proposers offer is verified a round later; what that loses is the trial's, too.
         before = self._last.expected.trial
         charged = trial or (
@@ -263,12 +276,12 @@ class Planner:
         """What may be tried beside the best action."""
         if len(actions) < 2:
             return ()
-        proposers, steps = self._best
+        proposers = self._best[0]
         if (actions, self._best) != self._trials_for:
             trials = [
                 Trial(False, chosen, proposers) for chosen in dict(actions) if chosen != proposers
             ]
-            if steps < dict(actions)[proposers]:
+            if sum(action[0] == proposers for action in actions) > 1:
                 trials.append(Trial(False, proposers, proposers))
             trials.append(Trial(True, proposers, proposers))
             self._trials_for, self._trials_there = (actions, self._best), tuple(trials)
@@ -277,11 +290,13 @@ class Planner:
     def _action_of(
         self, trial: Trial, actions: tuple[Action, ...], situation: Situation, plain: float
     ) -> Action:
-        """Others are tried as far as now, or as they promise most; those that are awake as far as
-        they can go."""
+        """Others are tried as far as now, or as they promise most; those that are awake to each
+        other depth in turn, the longest first."""
         own = [action for action in actions if action[0] == trial.proposers]
         if trial.proposers == self._best[0]:
-            return own[-1]
+            own.remove(self._best)
+            self._depth += 1
+            return own[-self._depth % len(own)]
         if (same := (trial.proposers, self._best[1])) in own:
             return same
         return max(own, key=lambda action: self._promise(situation, action, plain).rate)

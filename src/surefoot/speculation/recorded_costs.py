@@ -110,7 +110,7 @@ class RecordedCosts:
             if len(set(rows)) == len(rows) > 2:
                 order = places[np.argsort(rows)]
                 for column in range(len(self._contexts)):
-                    seconds[order, column] = in_line(sorted(rows), seconds[order, column])
+                    seconds[order, column] = in_line(sorted(rows), seconds[order, column].tolist())
         return seconds
 
     def _all_features(self) -> np.ndarray:
