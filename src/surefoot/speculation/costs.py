@@ -21,6 +21,8 @@ _RANGE = 2.0
 _DRIFTS = 1e-4, 1e-6, 1e-5
 """Variances by which these may change from round to round."""
 _FIRST_NOISE = 0.05
+_REVIEW = 16
+"""Rounds between two looks for numbers of rows that are out of line."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class ExactCosts:
         self._proposing_at = {index: at for at, index in enumerate(self.proposing, 1 + len(rows))}
         self.beliefs = self._first_beliefs()
         self._knots: np.ndarray | None = None
+        self._rounds = 0
 
     def _first_beliefs(self) -> Beliefs:
         octaves, own = np.log2(self._rows), len(self.proposing)
@@ -137,13 +140,15 @@ class ExactCosts:
             weights[self._proposing_at[index]] = part / total
         off = float(np.log(seconds / total)) - float(self.beliefs.mean[0])
         self.beliefs.observe(weights, off)
+        self._rounds += 1
         self._knots = None
 
     def _forward(self, rows: np.ndarray) -> np.ndarray:
         """Seconds of rounds of so many rows, but for the scale and proposing."""
         if self._knots is None:
             shape = self.beliefs.mean[1 : 1 + len(self._rows)]
-            shape[:] = _without_outliers(shape)
+            if self._rounds % _REVIEW == 0:
+                shape[:] = _without_outliers(shape)
             self._knots = self._measured * np.exp(shape)
         knots, values = self._rows, self._knots
         seconds = np.interp(rows, knots, values)

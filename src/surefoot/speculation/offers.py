@@ -28,6 +28,8 @@ class Offers:
     def __init__(self, width: int, stepped: bool) -> None:
         """``stepped``: whether it pays by steps, so that its offers are as long as it was told."""
         self.stepped = stepped
+        self.share = 1.0
+        """The part of the requests that have something on offer, lately."""
         self._width = width
         first = (_FIRST_CHANCE ** (1.0 + np.arange(width))).astype(np.float32)
         self._rows = np.tile(first, (KEPT, 1))
@@ -47,6 +49,8 @@ class Offers:
             rows = self.reaching(rows, steps, self._width)
         self._rows[(self._entered + np.arange(len(rows))) % KEPT] = rows
         self._entered += len(rows)
+        found = np.count_nonzero(rows[:, 0]) / len(rows)
+        self.share += min(1.0, len(rows) / _LEAST) * (found - self.share)
 
     def _learn(self, rows: np.ndarray, steps: int) -> None:
         offered = rows[:, :steps] > 0.0
@@ -148,11 +152,7 @@ class OfferMemory:
         """The part of the requests that have something on offer of these."""
         missing = 1.0
         for proposer in proposers:
-            if proposer in self.drafters:
-                return 1.0
-            offers = self.of(proposer)
-            rows = offers.latest(offers.count, 0)
-            missing *= 1.0 - np.count_nonzero(rows[:, 0]) / len(rows)
+            missing *= 1.0 - self.of(proposer).share
         return 1.0 - missing
 
     def promise(

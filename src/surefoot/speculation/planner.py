@@ -198,13 +198,15 @@ class Planner:
             self._best = NOTHING
             return
         if self._best not in actions:
-            self._best = max(actions, key=lambda a: self._promises.get(a, PLAIN).rate)
-        # Both with what is known now: older promises of other times may be better, and wrong.
+            self._best = max(actions, key=lambda action: self._promise_of(action).rate)
+        # One a round, and none older than that: of old promises the best would be too good.
         self._turn += 1
-        other = actions[self._turn % len(actions)]
-        for action in (self._best, other):
-            self._promises[action] = self._promise(situation, action, plain)
-        if self._promises[other].rate > self._margin * self._promises[self._best].rate:
+        if self._turn % 2:
+            self._promises[self._best] = self._promise(situation, self._best, plain)
+            return
+        other = actions[self._turn // 2 % len(actions)]
+        self._promises[other] = self._promise(situation, other, plain)
+        if self._promises[other].rate > self._margin * self._promise_of(self._best).rate:
             # Texts repeat themselves for a while, now and then, and nothing tells when but a look.
             # That is given up where it does not pay in the long run.
             looks = set(self._best[0]) - set(other[0]) - self.offers.drafters
@@ -215,6 +217,10 @@ class Planner:
                 if next(rates) > next(rates):
                     return
             self._best = other
+
+    def _promise_of(self, action: Action) -> Promise:
+        """The last time that it was weighed."""
+        return self._promises.get(action, PLAIN)
 
     def _promise(
         self, situation: Situation, action: Action, plain: float, lately: bool = True
