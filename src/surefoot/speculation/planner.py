@@ -42,6 +42,8 @@ BARREN_ROUNDS = 4096
 """Rounds in a row with drafts on offer and none verified, after which a line is logged."""
 _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
+_WEIGH_EVERY = 3
+"""Rounds between two looks whether another action is better."""
 _BEYOND = 1.5
 """How many times longer rounds may be than they would be, to learn about more drafts."""
 _UNLIKELY = 3.0
@@ -111,10 +113,13 @@ class Planner:
         trial, tried = self._second, self._last.action
         self._second = None
         if trial is not None and tried in actions:
-            # A second round verifies what the first had others offer.
+            # In a second round there is to verify what the first had others offer.
             action = tried
             drafts, seconds = self._verify(situation, action, chances, apart)
-            if spare and not drafts:
+            without = seconds
+            verify = [t for t in trials if t.verify] if spare and not drafts else []
+            if verify and (more := self.budget.next(verify)):
+                trial = more
                 drafts, seconds = self._verify(situation, action, chances, apart, beyond=0)
         else:
             trial = self.budget.next([t for t in trials if spare or not t.verify])
@@ -199,12 +204,13 @@ class Planner:
             return
         if self._best not in actions:
             self._best = max(actions, key=lambda action: self._promise_of(action).rate)
-        # One a round, and none older than that: of old promises the best would be too good.
+        # One now and then, and none older than that: of old promises the best would be too good.
         self._turn += 1
-        if self._turn % 2:
+        if self._turn % _WEIGH_EVERY == 0:
             self._promises[self._best] = self._promise(situation, self._best, plain)
+        if self._turn % _WEIGH_EVERY != 1:
             return
-        other = actions[self._turn // 2 % len(actions)]
+        other = self._other(actions, self._turn // _WEIGH_EVERY)
         self._promises[other] = self._promise(situation, other, plain)
         if self._promises[other].rate > self._margin * self._promise_of(self._best).rate:
             # Texts repeat themselves for a while, now and then, and nothing tells when but a look.
@@ -217,6 +223,22 @@ class Planner:
                 if next(rates) > next(rates):
                     return
             self._best = other
+
+    def _other(self, actions: tuple[Action, ...], turn: int) -> Action:
+        """What is weighed against the best action: its neighbours in depth and other proposers, and
+        now and then any action."""
+        if turn % 4 == 3:
+            return actions[turn // 4 % len(actions)]
+        own = [action for action in actions if action[0] == self._best[0]]
+        at = own.index(self._best)
+        near = own[max(0, at - 1) : at] + own[at + 1 : at + 2]
+        for chosen in dict(actions):
+            if chosen != self._best[0]:
+                same = (chosen, self._best[1])
+                others = [action for action in actions if action[0] == chosen]
+                best = max(others, key=lambda action: self._promise_of(action).rate)
+                near.append(same if same in others else best)
+        return near[turn % len(near)]
 
     def _promise_of(self, action: Action) -> Promise:
         """The last time that it was weighed."""
