@@ -14,6 +14,7 @@ _DOUBT = 4.0
 _LEAST_NOISE = 0.002
 _NOISE_WEIGHT = 0.02
 _ROUNDING = 1e-9
+_LARGEST_STEP = 0.5
 
 
 class Beliefs:
@@ -61,7 +62,9 @@ class Beliefs:
         spread = self.covariance @ weights
         total = float(weights @ spread) + self._variance
         most = FARTHEST * total**0.5
-        self.mean += spread * (min(max(off, -most), most) / total)
+        # Sums are linear only nearby where the numbers are logarithms.
+        step = spread * (min(max(off, -most), most) / total)
+        self.mean += np.minimum(np.maximum(step, -_LARGEST_STEP), _LARGEST_STEP)
         # Symmetric to the last bit: doubt would multiply what is not.
         spread /= total**0.5
         self.covariance -= np.multiply.outer(spread, spread)

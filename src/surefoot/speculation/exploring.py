@@ -12,7 +12,7 @@ _APART = 6
 be known."""
 _FIRST, _MOST = 0.5, 2.0
 """Plain rounds that a trial may cost at first, and at most be saved up."""
-_DEBT = 2.0
+_DEBT = 1.0
 """Plain rounds that may be owed: what a trial lost while beliefs were wrong does not forbid it."""
 
 
