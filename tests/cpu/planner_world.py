@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from surefoot.speculation.goodput import best_count
 from surefoot.speculation.decisions import Action, Decision, Landed, Situation
+from surefoot.speculation.goodput import best_count
 
 Seconds = Callable[[int, int, Action, int], float]
 """Of a round by (requests, prompt rows, action, drafts)."""
@@ -103,14 +103,14 @@ class World:
         self.report: tuple[np.ndarray, np.ndarray] | None = None
         self.texts.start(self.requests, self.text_rng)
 
-    def run(self, planner, rounds: int) -> float:  # noqa: ANN001
+    def run(self, planner, rounds: int) -> float:
         """Tokens a second over so many rounds."""
         tokens, seconds = self.tokens, self.seconds
         for _ in range(rounds):
             self.step(planner)
         return (self.tokens - tokens) / (self.seconds - seconds)
 
-    def step(self, planner) -> Decision:  # noqa: ANN001
+    def step(self, planner) -> Decision:
         chances, whose = self.report if self.report is not None else (None, None)
         if chances is not None and len(chances) != self.requests:
             grown = np.full((self.requests, chances.shape[1]), np.nan, dtype=np.float32)
@@ -136,7 +136,7 @@ class World:
         self.rounds += 1
         return decision
 
-    def _execute(self, decision: Decision):  # noqa: ANN202
+    def _execute(self, decision: Decision):
         requests, rng = self.requests, self.rng
         verified, gained, drafting = 0, 0.0, np.zeros(requests, dtype=bool)
         if self.hand is not None and decision.drafts and len(self.hand[0]) == requests:

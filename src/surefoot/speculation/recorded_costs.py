@@ -256,7 +256,6 @@ class RecordedCosts:
         self._own[place] += (
             min(1.0, _OWN_WEIGHT * 2 ** min(max(abs(side) - 1, 0), _DOUBLINGS)) * off
         )
-        self._seen[place] = self._rounds
 
 
 def at_context(contexts: np.ndarray, seconds: np.ndarray, context: float) -> np.ndarray:
