@@ -48,19 +48,20 @@ class Beliefs:
         """Whether the last measurements lay far off, on the same side."""
         return abs(self._side) >= 2
 
-    def observe(self, weights: np.ndarray, off: float) -> None:
+    def observe(self, weights: np.ndarray, off: float) -> bool:
         """The sum of the numbers, each times its ``weights`` (float64 [n]), was measured ``off``
-        larger than believed."""
+        larger than believed. Returns whether it was known better than a measurement tells."""
         size = len(self.mean)
         doubt = self.covariance.reshape(-1)[:: size + 1]
         # At least so much that rounding leaves no variance below 0.
         doubt += np.where(doubt < self._most, self._drift, _ROUNDING)
         own = max(0.0, float(weights @ self.covariance @ weights))
         far = off / (own + self._variance) ** 0.5
+        firm = own < self._variance
         self._count_contradictions(far)
         if self.contradicted:
             self._doubt_more()
-        elif own < self._variance:
+        elif firm:
             # Only where the belief is firm does a surprise tell of noise.
             self._variance *= 1 + _NOISE_WEIGHT * (min(far * far, FARTHEST**2) - 1)
             self._variance = max(self._variance, _LEAST_NOISE**2)
@@ -74,6 +75,7 @@ class Beliefs:
         # Symmetric to the last bit: doubt would multiply what is not.
         spread *= (part / total) ** 0.5
         self.covariance -= np.multiply.outer(spread, spread)
+        return firm and not self.contradicted
 
     def _count_contradictions(self, far: float) -> None:
         side = 0 if abs(far) < _CONTRADICTED else (1 if far > 0 else -1)
