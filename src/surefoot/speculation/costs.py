@@ -143,6 +143,10 @@ class ExactCosts:
         self._rounds += 1
         self._knots = None
 
+    def forget_curve(self) -> None:
+        """Beliefs were changed from outside."""
+        self._knots = None
+
     def _forward(self, rows: np.ndarray) -> np.ndarray:
         """Seconds of rounds of so many rows, but for the scale and proposing."""
         if self._knots is None:
