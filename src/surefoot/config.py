@@ -9,6 +9,8 @@ from typing import Any, cast
 from surefoot.errors import SurefootError
 
 DEFAULT_MODEL = "smollm2-135m"
+MOST_DRAFTS = 63
+"""Of a request, in one round: bits of a row's mask, less the span's first row."""
 DTYPES = ("auto", "float32", "bfloat16")
 
 
@@ -49,7 +51,8 @@ class EngineConfig:
     ``name=path`` gives one its option ``path``, where its network is."""
     proposer_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Options by proposer, for example ``{"ngram": {"max_ngram": 4}}``."""
-    max_draft_tokens: int = 8
+    max_draft_tokens: int | None = None
+    """Most drafts of a request that a round verifies; None: what the loaded proposers offer."""
     draft_policy: str = "auto"
     """``auto``: the controller verifies what pays; ``fixed``: every offered draft, up to the
     limits (for measurements and tests)."""
@@ -71,14 +74,13 @@ class EngineConfig:
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
             ("block_size", 1),
-            ("max_draft_tokens", 0),
         ):
             _at_least(name, getattr(self, name), low)
         for name in ("threads", "max_model_len", "kv_cache_memory", "kv_blocks"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        if self.max_draft_tokens > 63:
-            raise SurefootError("max_draft_tokens", "is above 63", "a span holds at most 64 rows")
+        if self.max_draft_tokens is not None:
+            self._check_drafts(self.max_draft_tokens)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise SurefootError(
                 "max_num_batched_tokens",
@@ -99,6 +101,20 @@ class EngineConfig:
         if self.weights == "native" and self.backend == "torch":
             raise SurefootError(
                 "weights", "native blocks need the native backend", "drop backend=torch"
+            )
+
+    def _check_drafts(self, most: int) -> None:
+        _at_least("max_draft_tokens", most, 0)
+        if most > MOST_DRAFTS:
+            raise SurefootError(
+                "max_draft_tokens", f"is above {MOST_DRAFTS}", "a span holds at most 64 rows"
+            )
+        named = dict.fromkeys((*(self.proposers or ()), *self.proposer_options))
+        if most == 0 and named:
+            raise SurefootError(
+                "max_draft_tokens",
+                f"is 0, so {' and '.join(named)} cannot draft",
+                "drop one of them",
             )
 
     def _fill_in(self) -> None:

@@ -167,6 +167,10 @@ class SpeculationParams:
         if self.max_draft_tokens is not None:
             _whole(self, "max_draft_tokens", 0, None)
 
+    def allows(self, proposer: str) -> bool:
+        """Whether the proposer may draft for the request."""
+        return self.method in ("auto", proposer) and self.max_draft_tokens != 0
+
     @classmethod
     def of(cls, value: SpeculationParams | Mapping[str, Any] | str | None) -> SpeculationParams:
         """From an instance, a method's name, a mapping with the fields' names, or None (auto)."""
@@ -265,6 +269,8 @@ class Request:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    drafters: frozenset[str] = frozenset()
+    """Proposers with KV of their own that may draft for it."""
     grammar: TextGrammar | None = None
     """Where the output stands in its grammar, if it has one."""
     _proposed_by: list[str | None] = field(default_factory=list)

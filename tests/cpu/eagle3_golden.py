@@ -39,7 +39,7 @@ class Bench:
         # Tensors mapped from a file need not be aligned as a device's would be.
         tensors = {name: tensor.clone() for name, tensor in checkpoint.tensors.items()}
         self.drafter = Eagle3Drafter(replace(checkpoint, tensors=tensors), self.target)
-        [self.kv] = backend.allocate_kv(1, 40, BLOCK, self.drafter.shape)
+        self.kv = backend.allocate_kv(1, 40, BLOCK, self.drafter.shape)
         order = torch.randperm(20, generator=torch.Generator().manual_seed(2)) + 3
         self.tables = torch.stack((torch.zeros(20), order)).to(torch.int32)
 

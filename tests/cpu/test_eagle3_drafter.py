@@ -85,7 +85,7 @@ def check_keys(bench: Bench, golden: Any, r: str) -> None:
     # Steps have written behind them, and nowhere else.
     index = torch.arange(1, count + 1)
     blocks = bench.tables[1, index // BLOCK].long()
-    for stored, kind in zip(bench.kv, "kv", strict=True):
+    for stored, kind in zip(bench.kv[0], "kv", strict=True):
         found = stored[blocks, index % BLOCK].transpose(0, 1)
         near(found, golden[f"{r}.kv_{kind}"])
 

@@ -260,7 +260,8 @@ def check(
     work, options = scenario
     decoder = target(backend)
     if options["proposers"]:
-        own = {"path": folder(kind), "draft_tokens": 1 + len(work)}
+        most = min(1 + len(work), options["max_draft_tokens"])
+        own = {"path": folder(kind), "draft_tokens": most}
         if tree:
             own |= {"top_k": 1 + len(work), "depth": 2 + len(work[0].prompt) % 3}
         options = {

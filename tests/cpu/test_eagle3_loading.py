@@ -61,7 +61,7 @@ def test_variants_equal_their_formulas(
     )
     torch.manual_seed(3)
     captured, tokens = torch.randn(9, 96), torch.randint(0, 48, (9,))
-    [kv] = decoder.backend.allocate_kv(1, 5, BLOCK, drafter.shape)
+    kv = decoder.backend.allocate_kv(1, 5, BLOCK, drafter.shape)
     tables = torch.tensor([[4, 2, 1, 3]], dtype=torch.int32)
 
     def batch(tokens: torch.Tensor, keys: torch.Tensor) -> FlatBatch:

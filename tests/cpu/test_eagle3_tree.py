@@ -25,8 +25,8 @@ from surefoot.kernels.backend import Backend, FlatBatch
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.request import SamplingParams
 from surefoot.sampling.noise import gumbel, gumbel_at
-from surefoot.speculation.proposers.eagle3.proposer import Eagle3Options
-from surefoot.speculation.proposers.eagle3.tree import BestNodes, GrownTree, best_nodes, grow
+from surefoot.speculation.drafting.tree import BestNodes, GrownTree, best_nodes, grow
+from surefoot.speculation.proposers.eagle3.proposer import Eagle3Options, Eagle3Proposer
 from surefoot.speculation.trees import ancestors
 from test_eagle3_engine import by_formulas
 
@@ -211,5 +211,6 @@ def test_trees_that_cannot_be_are_refused(own: dict[str, Any]) -> None:
 
 
 def test_options_of_trees_have_defaults() -> None:
-    assert Eagle3Options(path="x", top_k=10).depth == 6
-    assert Eagle3Options(path="x", draft_tokens=3).depth == 3
+    assert Eagle3Options(path="x", top_k=10).tree_depth == 6
+    chosen = [Eagle3Options(path="x", draft_tokens=count) for count in (3, None)]
+    assert [Eagle3Proposer.draft_tokens(options) for options in chosen] == [3, 5]

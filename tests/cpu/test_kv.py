@@ -13,9 +13,11 @@ from surefoot.kv.block_pool import BlockPool, chain_hash
 from surefoot.kv.transaction import KVManager
 
 
-def filled(kv: KVManager, name: str, tokens: list[int]) -> int:
+def filled(
+    kv: KVManager, name: str, tokens: list[int], drafters: frozenset[str] = frozenset()
+) -> int:
     """Open a lease for a text and commit all of it; returns the positions found in the cache."""
-    hit = kv.open(name, tokens)
+    hit = kv.open(name, tokens, drafters=drafters)
     with kv.transaction() as transaction:
         assert transaction.reserve({name: len(tokens) - hit})
         kv.keep(kv.leases[name], tokens[hit:])
@@ -84,6 +86,37 @@ def test_equal_blocks_after_different_prefixes_are_different() -> None:
     kv = KVManager(num_blocks=20, block_size=2)
     filled(kv, "a", [1, 2, 3, 4, 5])
     assert kv.open("b", [9, 9, 3, 4, 5]) == 0
+
+
+def test_a_hit_ends_before_a_block_without_the_drafters_own_kv() -> None:
+    kv, text = KVManager(num_blocks=20, block_size=4), list(range(12))
+    one, both = frozenset({"a"}), frozenset({"a", "b"})
+    filled(kv, "none", text)
+    # What runs again is found from then on, by those who need less, too.
+    for name, drafters, hit in (
+        ("first", both, 0), ("second", both, 8), ("third", one, 8), ("fourth", frozenset(), 8),
+    ):  # fmt: skip
+        assert filled(kv, name, [*text[:8], 99], drafters) == hit
+        kv.check_integrity()
+    # The last block of the text is still the one that holds the target's KV alone.
+    assert kv.open("plain", [*text, 99]) == 12
+    assert kv.open("longer", [*text, 99], drafters=one) == 8
+    for name in list(kv.leases):
+        kv.close(name)
+    kv.check_integrity()
+    assert kv.pool.num_free == kv.pool.capacity
+
+
+def test_a_block_that_lost_its_name_is_taken_first() -> None:
+    kv, drafters = KVManager(num_blocks=6, block_size=2), frozenset({"a"})
+    filled(kv, "old", [1, 2, 3, 4])
+    old = list(kv.leases["old"].blocks)
+    kv.close("old")
+    filled(kv, "new", [1, 2], drafters)
+    kv.check_integrity()
+    filled(kv, "other", [9])
+    assert kv.leases["other"].blocks == old[:1]
+    kv.check_integrity()
 
 
 def test_least_recently_used_content_is_evicted_first_and_tails_before_prefixes() -> None:

@@ -240,10 +240,12 @@ def tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     holders = [engine.round, books, books.offers, engine.state, engine.state.params]
     holders += [engine.controller]
     holders += [*engine.controller.estimators, *engine.proposers]
+    holders += [getattr(proposer, "pools", None) for proposer in engine.proposers]
     for index, holder in enumerate(holders):
-        for name, value in vars(holder).items():
-            if isinstance(value, torch.Tensor):
-                yield f"{index} {type(holder).__name__}.{name}", value
+        for name, value in vars(holder).items() if holder is not None else ():
+            for place, item in enumerate(value if isinstance(value, list) else [value]):
+                if isinstance(item, torch.Tensor):
+                    yield f"{index} {type(holder).__name__}.{name} {place}", item
 
 
 # --- drafters that sleep -------------------------------------------------------------------------

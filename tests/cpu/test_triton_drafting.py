@@ -13,12 +13,11 @@ pytest.importorskip("triton")
 import triton_interpreter  # isort: skip
 
 from surefoot.bench.synthetic import ALWAYS, conditional_thresholds, tokens_at
-from surefoot.kernels import drafting as reference
 from surefoot.kernels.batch import FlatBatch
-from surefoot.kernels.drafting import EntryWeights, Scratch
+from surefoot.kernels.drafting import Drafting, EntryWeights, Scratch
 from surefoot.kernels.torch_backend import TorchBackend
-from surefoot.kernels.triton import drafting
 from surefoot.kernels.triton.acceptance import tokens_at as kernel
+from surefoot.kernels.triton.drafting import TritonDrafting
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling.params import Features, SlotParams
 from surefoot.sampling.sampler import SampleRows, draws_of, sample_rows
@@ -29,6 +28,7 @@ pytestmark = pytest.mark.skipif(
 )
 WIDTH, SLOTS, BLOCK, BLOCKS, LENGTH = 40, 6, 4, 60, 50
 BACKEND = TorchBackend(DEVICE, torch.float32)
+TORCH, TRITON = Drafting(BACKEND), TritonDrafting(BACKEND)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,7 +39,7 @@ def test_entry_inputs(dtype: torch.dtype) -> None:
     weights = EntryWeights(table, norms[0], norms[1], 1e-5)
     tokens = torch.randint(0, 30, (7, 3))[:, 1]
     features = torch.randn(7, WIDTH).to(dtype)
-    found = drafting.entry_inputs(weights, tokens, features)
+    found = TRITON.entry_inputs(weights, tokens, features)
     halves = [
         torch.nn.functional.rms_norm(x.double(), (WIDTH,), norm.double(), 1e-5)
         for x, norm in ((table[tokens], norms[0]), (features, norms[1]))
@@ -64,30 +64,41 @@ def spans(counts: list[int], padding: int) -> tuple[FlatBatch, torch.Tensor, tor
     return FlatBatch(key, key, key, slot, tables, start, LENGTH), order, first
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_shift_features(seed: int) -> None:
+def test_shift_features(seed: int, masked: bool) -> None:
     torch.manual_seed(seed)
     counts = [[1, 5, 0, 3], [4], [0, 2, 9, 1, 0], [3, 3]][seed]
     batch, slots, first = spans(counts, padding=seed)
     settled = torch.tensor([min(n, 1 + (i + seed) % 4) if n else 0 for i, n in enumerate(counts)])
     features = torch.randn(len(batch.tokens), WIDTH)
     before, ends = torch.randn(SLOTS, WIDTH), torch.randn(BLOCKS, WIDTH)
-    results = []
-    for module in (reference, drafting):
-        own = before.clone(), ends.clone()
-        shifted, positions = module.shift_features(
-            features, *own, slots, first, settled, batch, BLOCK, 30
-        )
-        valid = batch.row_slot >= 0
-        results.append((shifted[valid], positions[valid], own[0], own[1][1:]))
-    for left, right in zip(*results, strict=True):
-        assert torch.equal(left, right)
-    # And by hand, for one span.
     at = counts.index(max(counts))
     row, slot, count = int(first[at]), int(slots[at]), int(settled[at])
-    assert torch.equal(results[1][0][row], before[slot])
-    assert torch.equal(results[1][0][row + 1], features[row])
-    assert torch.equal(results[1][2][slot], features[row + count - 1])
+    served = torch.ones(SLOTS, dtype=torch.bool)
+    if masked:
+        served = torch.rand(SLOTS) < 0.5
+        served[slot] = True
+    valid = (batch.row_slot >= 0) & served[batch.row_slot.clamp(min=0)]
+    results = []
+    for module in (TORCH, TRITON):
+        own = before.clone(), ends.clone()
+        shifted, positions, row_slot = module.shift_features(
+            features, *own, slots, first, settled, batch, BLOCK, 30, served if masked else None
+        )
+        assert torch.equal(row_slot, torch.where(valid, batch.row_slot, -1))
+        results.append((shifted[valid], positions[valid], own[0][served], own[1][1:]))
+    for left, right in zip(*results, strict=True):
+        assert torch.equal(left, right)
+    # And by hand, for one span; nothing is kept of rows that are not served.
+    place = int(valid[:row].sum())
+    assert torch.equal(results[1][0][place], before[slot])
+    assert torch.equal(results[1][0][place + 1], features[row])
+    assert torch.equal(own[0][slot], features[row + count - 1])
+    last = valid & (batch.key_index % BLOCK == BLOCK - 1)
+    blocks = batch.block_tables[batch.row_slot, batch.key_index // BLOCK][last]
+    untouched = torch.ones(BLOCKS, dtype=torch.bool).index_fill(0, blocks.long(), False)
+    assert torch.equal(own[1][untouched][1:], ends[untouched][1:])
 
 
 @pytest.mark.parametrize("steps", [1, 3, 8])
@@ -101,9 +112,13 @@ def test_live_rows(steps: int) -> None:
     size = -(-steps // BLOCK)
     scratch = Scratch(BLOCKS, size, BLOCK, LENGTH // BLOCK + size)
     slots = torch.tensor([3, 0, 1, 5, 2])
-    rest = slots, before, history, length, tables, scratch, steps, 20, 30
-    found, expected = drafting.live_rows(*rest), reference.live_rows(*rest)
-    for name in ("tokens", "features", "keys", "positions", "tables", "lengths"):
+    for behind in (0, 1):
+        rest = history, length, tables, scratch, steps, behind, 20
+        bare = [module.live_rows(slots, None, *rest) for module in (TORCH, TRITON)]
+        assert bare[0].features is None and bare[1].features is None
+        assert torch.equal(bare[0].positions, bare[1].positions)
+    found, expected = (m.live_rows(slots, before, *rest) for m in (TRITON, TORCH))
+    for name in ("tokens", "features", "keys", "positions", "tables"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     for row, slot in enumerate(slots.tolist()):
         for key in range(max(1, int(length[slot]) - 1), int(length[slot]) - 1 + steps):
@@ -125,14 +140,14 @@ def test_likeliest(width: int) -> None:
     for mapped in (None, ids):
         tokens = torch.zeros((5, 3), dtype=torch.int64)
         chances = torch.zeros((5, 3))
-        drafting.likeliest(logits, mapped, tokens[:, 1], chances[:, 1])
+        TRITON.likeliest(logits, mapped, tokens[:, 1], chances[:, 1])
         best = logits.argmax(dim=1)
         assert torch.equal(tokens[:, 1], best if mapped is None else ids[best])
         expected = logits.double().softmax(dim=1).amax(dim=1)
         torch.testing.assert_close(chances[:, 1].double(), expected, rtol=1e-5, atol=1e-7)
         assert not tokens[:, (0, 2)].any() and not chances[:, (0, 2)].any()
         again = torch.zeros((5, 3), dtype=torch.int64), torch.zeros((5, 3))
-        reference.likeliest(BACKEND, logits, mapped, again[0][:, 1], again[1][:, 1])
+        TORCH.likeliest(logits, mapped, again[0][:, 1], again[1][:, 1])
         assert torch.equal(again[0], tokens)
         torch.testing.assert_close(again[1], chances, rtol=1e-5, atol=1e-7)
 
@@ -176,7 +191,7 @@ def test_draws_are_the_sampler_s(mapped: bool) -> None:
     expected = sample_rows(wide, rows, params, features)
     tokens, chances = torch.zeros((5, 2), dtype=torch.int64), torch.zeros((5, 2))
     draws = draws_of(rows, params)
-    assert drafting.draw_drafts(logits, ids, draws, history, tokens[:, 1], chances[:, 1])
+    assert TRITON.draw(logits, ids, draws, history, tokens[:, 1], chances[:, 1])
     assert torch.equal(tokens[:, 1], expected)
     assert torch.equal(history[slots, positions], expected)
     assert history.count_nonzero() <= 5

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from surefoot.bench.kernels_cuda import BLOCK, QWEN3_4B, RandomWeights, make_batch
+from surefoot.bench.kernels_cuda import BLOCK, QWEN3_4B, make_batch
 from surefoot.kernels import reference as ops
 from surefoot.kernels.attention import torch_paged
 from surefoot.kernels.backend import AttentionShape, FlatBatch, RopeTable
@@ -24,6 +24,7 @@ from surefoot.kernels.triton.qkv import project_qkv
 from surefoot.kernels.triton.rope_kv import rope_and_write
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
+from surefoot.models.dummy import DummyWeights
 
 pytestmark = pytest.mark.gpu
 UNTUNED = 1024, 1152
@@ -158,7 +159,7 @@ def small_decoder(dtype: torch.dtype, layers: int = 3) -> Decoder:
     sizes = dict(layers=layers, vocab_size=8000, max_positions=4096)
     config = ModelConfig(**{**QWEN3_4B, **sizes})
     backend = TritonBackend("cuda", dtype)
-    return Decoder(config, RandomWeights(config, bf16), backend)
+    return Decoder(config, DummyWeights(config, torch.device("cuda"), bf16), backend)
 
 
 @pytest.mark.parametrize("requests", [1, 5, 40, 130])
@@ -166,7 +167,7 @@ def test_a_step_equals_torch_in_float32(requests: int) -> None:
     context, found = 200, small_decoder(bf16)
     config = found.config
     torch_backend = TorchBackend("cuda", torch.float32)
-    exact = Decoder(config, RandomWeights(config, bf16), torch_backend)
+    exact = Decoder(config, DummyWeights(config, torch.device("cuda"), bf16), torch_backend)
     fill = make_batch(requests, context, 0, 8000)
     batch = replace(make_batch(requests, 3, context, 8000), block_tables=fill.block_tables)
     pages = -(-(context + 3) // BLOCK)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
 from surefoot.models.config import ModelConfig
-from surefoot.models.decoder import Decoder, expected_shapes
+from surefoot.models.decoder import Decoder
+from surefoot.models.dummy import DummyWeights
 
 QWEN3_4B: dict[str, Any] = dict(
     architecture="qwen3",
@@ -56,29 +57,6 @@ QWEN3_CASES = (
 )
 SMOLLM2_CASES = ((1, 1), (1, 5), (32, 1), (32, 5), (128, 1), (512, 1))
 BLOCK = 16
-
-
-class RandomWeights(Mapping[str, torch.Tensor]):
-    """Weights of a config, drawn when asked for, so that a large model fits beside its packing."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        self.shapes = expected_shapes(config)
-        self.dtype = dtype
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        return self.shapes[name]
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        shape = self.shapes[name]
-        generator = torch.Generator("cuda").manual_seed(list(self.shapes).index(name))
-        weight = torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32)
-        return (weight * 0.02 if len(shape) > 1 else 1 + 0.05 * weight).to(self.dtype)
-
-    def __iter__(self):
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
 
 
 def make_batch(
@@ -297,10 +275,14 @@ def main() -> None:
     report("attention", attention())
     report("prompts", prompts())
     config = ModelConfig(**SMOLLM2)
-    decoder = Decoder(config, RandomWeights(config, torch.bfloat16), TritonBackend())
+    decoder = Decoder(
+        config, DummyWeights(config, torch.device("cuda"), torch.bfloat16), TritonBackend()
+    )
     report("smollm2 steps", steps(decoder, SMOLLM2_CASES))
     config = ModelConfig(**QWEN3_4B)
-    decoder = Decoder(config, RandomWeights(config, torch.bfloat16), TritonBackend())
+    decoder = Decoder(
+        config, DummyWeights(config, torch.device("cuda"), torch.bfloat16), TritonBackend()
+    )
     report("steps", steps(decoder, QWEN3_CASES))
     report("products", {rows: products(decoder, rows) for rows in (1, 2, 4, 8, 16, 32, 64, 128)})
 

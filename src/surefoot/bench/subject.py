@@ -57,18 +57,22 @@ class Subject:
 
 def subject_config(subject: Subject, most: int, longest: int, drafts: int) -> EngineConfig:
     """The engine's configuration for up to ``most`` requests of ``longest`` tokens (unless the
-    options say otherwise) with ``drafts`` drafts each (likewise)."""
+    options say otherwise) with ``drafts`` drafts each (likewise), or more where a proposer is told
+    to offer more."""
+    own = subject.options.get("proposer_options", {}).values()
+    told = [values["draft_tokens"] for values in own if "draft_tokens" in values]
+    told = [count for count in told if isinstance(count, int)]
     options = {
         "max_num_seqs": most,
         "max_model_len": longest,
-        "max_draft_tokens": drafts,
+        "max_draft_tokens": max([drafts, *told]),
         "enable_prefix_caching": False,
         "generation_config": "none",
         **subject.options,
     }
     if subject.rates and not subject.drafter:
         options["proposers"] = (synthetic.NAME,)
-        options["proposer_options"] = {synthetic.NAME: {"length": len(subject.rates)}}
+        options["proposer_options"] = {synthetic.NAME: {"draft_tokens": len(subject.rates)}}
     return EngineConfig.from_dict(options)
 
 

@@ -242,10 +242,10 @@ def check_modes(engine: Engine, modes: Sequence[Mode]) -> None:
     for mode in modes:
         if mode != PLAIN and not engine.proposers:
             raise SurefootError("modes", f"{mode_name(mode)} needs drafts, and none are allowed")
-        if isinstance(mode, int) and mode > engine.config.max_draft_tokens:
+        if isinstance(mode, int) and mode > engine.state.max_drafts:
             raise SurefootError(
                 "modes",
-                f"{mode} drafts are above the engine's {engine.config.max_draft_tokens}",
+                f"{mode} drafts are above the engine's {engine.state.max_drafts}",
                 "raise max_draft_tokens",
             )
 

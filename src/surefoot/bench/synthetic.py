@@ -33,15 +33,15 @@ class SyntheticProposer(Proposer):
 
     @dataclass(frozen=True)
     class Options:
-        length: int = 4
+        draft_tokens: int = 4
 
     options: Options
 
     def needs(self) -> Needs:
-        return Needs(longest_draft=self.options.length)
+        return Needs(longest_draft=self.options.draft_tokens)
 
     def propose(self, slots: torch.Tensor) -> Drafts:
-        width = min(self.options.length, self.state.max_drafts)
+        width = min(self.options.draft_tokens, self.state.max_drafts)
         tokens = torch.zeros((len(slots), width), dtype=torch.int64, device=slots.device)
         lengths = torch.full_like(slots, width)
         return Drafts(tokens, lengths, torch.full(tokens.shape, 0.5, device=slots.device))

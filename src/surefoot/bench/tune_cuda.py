@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
-from surefoot.bench.kernels_cuda import BLOCK, QWEN3_4B, RandomWeights, make_batch, seconds
+from surefoot.bench.kernels_cuda import BLOCK, QWEN3_4B, make_batch, seconds
 from surefoot.kernels.triton.matmul_plan import MatmulPlan
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
+from surefoot.models.dummy import DummyWeights
 
 CACHE = 300e6
 EPS = 1e-6
@@ -166,7 +167,8 @@ def refine(
     of the model, one product after the other. One request up to 16 rows, else one for each."""
     from surefoot.kernels.triton.backend import TritonBackend
 
-    decoder = Decoder(config, RandomWeights(config, torch.bfloat16), TritonBackend())
+    weights = DummyWeights(config, torch.device("cuda"), torch.bfloat16)
+    decoder = Decoder(config, weights, TritonBackend())
     requests = 1 if rows <= 16 else rows
     batch = make_batch(requests, 1, CONTEXT, config.vocab_size)
     blocks = requests * (-(-(CONTEXT + 1) // BLOCK)) + 1

@@ -141,7 +141,7 @@ def run_jobs(
 
 def _requests(engine: Engine, jobs: Sequence[Job]) -> list[Request]:
     requests: list[Request] = []
-    most = engine.config.max_draft_tokens
+    most = engine.state.max_drafts
     for job in jobs:
         limit = None if job.max_drafts is None else min(job.max_drafts, most)
         speculation = SpeculationParams(job.method if most else PLAIN, limit)

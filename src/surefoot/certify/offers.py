@@ -124,7 +124,7 @@ def _record(
 def _short_engine(subject: Subject, jobs: Sequence[Job], recorded: bool) -> Engine:
     """With room for two requests."""
     longest = max(job.longest for job in jobs)
-    drafts = subject.config.max_draft_tokens
+    drafts = subject.max_drafts
     block_size = 4
     return subject.engine(
         longest,

@@ -89,7 +89,7 @@ def run_scenario(
 ) -> None:
     """Run one scenario over its share of the jobs and compare every text."""
     subject = judge.subject
-    most = subject.config.max_draft_tokens
+    most = subject.max_drafts
     drafts = min(scenario.drafts or most, most)
     count = max(1, round(len(jobs) * scenario.share))
     # Another part of the jobs in each scenario.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from surefoot.certify.probes import PROBES, ProbeOptions
@@ -13,31 +14,20 @@ from surefoot.errors import SurefootError
 from surefoot.models.decoder import Decoder
 from surefoot.models.loading.tokenizer import Tokenizer
 from surefoot.sampling.grammar import Grammars
-from surefoot.speculation import registry
-from surefoot.speculation.proposer import Proposer, read_options
+from surefoot.speculation.loading import choose_proposers, lower_drafts, names_of
+from surefoot.speculation.proposer import Proposer
 
 PROBE_NAMES = tuple(probe.name for probe in PROBES)
 Sabotage = Callable[[Engine, bool], None]
 """(engine, whether it is the speculative one): breaks the engine in place."""
 
 
-def proposers_of(config: EngineConfig) -> tuple[str, ...]:
-    """Names of the proposers under test."""
-    return tuple(registry.DEFAULT if config.proposers is None else config.proposers)
-
-
 def check(config: EngineConfig) -> None:
     """Raise SurefootError for what cannot be certified; needs no model."""
-    names = proposers_of(config)
-    if not names:
-        raise SurefootError("proposers", "are none", "name at least one to certify")
-    for name in names:
-        read_options(registry.find(name), config.proposer_options.get(name, {}))
-    for name in config.proposer_options:
-        if name not in names:
-            raise SurefootError("proposer_options", f"{name!r} is not among the proposers")
     if config.max_draft_tokens == 0:
         raise SurefootError("max_draft_tokens", "is 0: nothing would be drafted")
+    if not choose_proposers(config)[0]:
+        raise SurefootError("proposers", "are none", "name at least one to certify")
 
 
 class ProbedEngine(Engine):
@@ -53,9 +43,9 @@ class ProbedEngine(Engine):
         self._texts = tuple(texts)
         super().__init__(decoder, config, ahead)
 
-    def _load_proposers(self) -> list[Proposer]:
-        loaded = super()._load_proposers()
-        if self.config.max_draft_tokens:
+    def _load_proposers(self, chosen: Sequence[tuple[type[Proposer], Any]]) -> list[Proposer]:
+        loaded = super()._load_proposers(chosen)
+        if self.state.max_drafts:
             options = ProbeOptions(self._texts)
             loaded += [probe(options, self.state) for probe in PROBES]
         return loaded
@@ -95,7 +85,13 @@ class Subject:
 
     @property
     def proposers(self) -> tuple[str, ...]:
-        return proposers_of(self.config)
+        """Names of the proposers under test."""
+        return names_of(self.config)
+
+    @cached_property
+    def max_drafts(self) -> int:
+        """Of a request, in one round."""
+        return choose_proposers(self.config)[1]
 
     def broken(self, sabotage: Sabotage, breaks_plain: bool) -> Subject:
         """The same set-up with a known defect."""
@@ -114,7 +110,7 @@ class Subject:
         """A fresh engine for ``batch`` texts of at most ``longest`` tokens. ``options`` override
         the configuration; ``max_draft_tokens=0`` makes it plain. ``recorded``: other than the
         subject's, or for a plain one, whose rounds are called by default."""
-        drafts = options.get("max_draft_tokens", self.config.max_draft_tokens)
+        drafts = options.get("max_draft_tokens", self.max_drafts)
         block_size = options.get("block_size", self.config.block_size)
         values: dict[str, Any] = {
             "max_model_len": min(longest, self.decoder.config.max_positions),
@@ -127,7 +123,10 @@ class Subject:
             # Sizes of rounds are recorded when they are met, and none is timed.
             "calibration_seconds": 0.0,
             "proposers": self.proposers if drafts else (),
-            "proposer_options": self.config.proposer_options if drafts else {},
+            "proposer_options": lower_drafts(self.config.proposer_options, drafts)
+            if drafts
+            else {},
+            "max_draft_tokens": drafts,
             **options,
         }
         if recorded is None:

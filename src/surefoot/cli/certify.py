@@ -77,7 +77,7 @@ def engine_group(
         ),
     ] = None,
     max_draft_tokens: Annotated[
-        int | None, _option(panel="Engine", help="Longest drafts tried. (default: 8)")
+        int | None, _option(panel="Engine", help="Longest drafts tried. (default: the proposers')")
     ] = None,
 ) -> dict[str, Any]:
     """Fields of ``EngineConfig``, those that were given. Sizes are the certificate's own."""
@@ -277,7 +277,7 @@ def _setup(llm: LLM, subject: Subject) -> dict[str, Any]:
         "dtype": str(backend.dtype).removeprefix("torch."),
         "weights": weights,
         "proposer_options": {k: dict(v) for k, v in subject.config.proposer_options.items()},
-        "max_draft_tokens": subject.config.max_draft_tokens,
+        "max_draft_tokens": subject.max_drafts,
         "prompts": len(subject.prompts),
         "hardware": describe_hardware(),
     }

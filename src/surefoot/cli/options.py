@@ -93,7 +93,8 @@ def engine_options(
         _engine(help="auto (verify what pays) or fixed (every draft). (default: auto)"),
     ] = None,
     max_draft_tokens: Annotated[
-        int | None, _engine(help="Most drafts verified in one round. (default: 8)")
+        int | None,
+        _engine(help="Most drafts of a request verified in one round. (default: the proposers')"),
     ] = None,
 ) -> dict[str, Any]:
     """Keyword arguments for ``LLM``, checked as far as that goes without loading anything."""

@@ -86,11 +86,10 @@ def describe(llm: LLM) -> str:
     """One line: model, backend, and the limits of context, batch and memory."""
     engine = llm.engine
     backend = engine.decoder.backend
-    names = [proposer.name for proposer in engine.proposers]
     return (
         f"{llm.config.model}: {backend.name} backend, {str(backend.dtype).removeprefix('torch.')}; "
         f"context {engine.max_model_len} tokens, up to {llm.config.max_num_seqs} requests at once, "
-        f"KV cache for {engine.kv_tokens} tokens; drafts from {', '.join(names) or 'nobody'}"
+        f"KV cache for {engine.kv_tokens} tokens; drafts from {engine.drafts_from}"
     )
 
 

@@ -37,7 +37,6 @@ def group(
     # Requests that come together often share these.
     params = {id(request.params): request.params for request in requests}.values()
     choices = {id(request.speculation): request.speculation for request in requests}.values()
-    methods = {choice.method for choice in choices}
     scored = [each.logprobs for each in params if each.logprobs is not None]
     limits = [
         max_drafts if choice.max_draft_tokens is None else choice.max_draft_tokens
@@ -48,7 +47,7 @@ def group(
         leases=tuple(kv.leases[request.request_id] for request in requests),
         slots=tuple(request.slot for request in requests),
         kind=Features.of(params),
-        proposers=tuple(i for i, name in enumerate(names) if methods & {"auto", name}),
+        proposers=tuple(i for i, name in enumerate(names) if any(c.allows(name) for c in choices)),
         draft_limit=max(limits, default=0),
         logprobs=width_for(max(scored)) if scored else None,
         masked=any(request.grammar is not None for request in requests),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from surefoot.engine.batch import Batch
 from surefoot.engine.capture import capture
 from surefoot.engine.rounds import PaddedRounds
 from surefoot.sampling.logprobs import RowLogprobs
+from surefoot.speculation.decisions import Decision
 from surefoot.speculation.round import Round
 from surefoot.speculation.size import Size
 
@@ -30,6 +33,17 @@ class RecordedRounds(PaddedRounds):
         self.wanted: list[Size] = []
         """Recorded in idle moments, in this order."""
         self._tables: list[tuple[int, int]] = []
+        self._asked: set[Size] = set()
+
+    def size(self, batch: Batch, decision: Decision, context: float) -> Size:
+        size = super().size(batch, decision, context)
+        if size.catches_up or size in self.graphs:
+            return size
+        # Recording takes longer than drafters that catch up for nobody, which is right, too.
+        if size not in self._asked:
+            self._asked.add(size)
+            self.wanted.append(size)
+        return replace(size, catches_up=True)
 
     def run(self, size: Size, keys: int, prompt_rows: torch.Tensor | None) -> list[RowLogprobs]:
         if size.prompt_logprobs is not None:
@@ -44,6 +58,7 @@ class RecordedRounds(PaddedRounds):
     def forget(self) -> None:
         torch.cuda.synchronize()
         self.graphs.clear()
+        self._asked.clear()
 
     def graph(self, size: Size) -> torch.cuda.CUDAGraph:
         """The recorded round of a size, recorded now if need be."""

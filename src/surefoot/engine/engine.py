@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from surefoot.config import EngineConfig
@@ -28,9 +29,9 @@ from surefoot.request import (
     SpeculationParams,
 )
 from surefoot.sampling.grammar import Grammars
-from surefoot.speculation import registry
 from surefoot.speculation.controller import Controller
-from surefoot.speculation.proposer import Proposer, read_options
+from surefoot.speculation.loading import choose_proposers
+from surefoot.speculation.proposer import Proposer
 from surefoot.speculation.round import Round
 from surefoot.speculation.state import SlotState
 from surefoot.structured import TextGrammar
@@ -63,7 +64,8 @@ class Engine:
         on a GPU, unless ``config.enforce_eager``. ``prepare`` may change the round, before the
         first one runs and is measured."""
         self.decoder = decoder
-        self.config = config
+        chosen, drafts = choose_proposers(config)
+        self.config = config = replace(config, max_draft_tokens=drafts)
         self.grammars: Grammars | None = None
         """What compiles structured output; it takes a tokenizer, which ``build_engine`` has."""
         backend: Backend = decoder.backend
@@ -77,16 +79,19 @@ class Engine:
         self.state = SlotState(
             config.max_num_seqs,
             self.max_model_len,
-            config.max_draft_tokens,
+            drafts,
             config.block_size,
             decoder.config.vocab_size,
             backend.device,
         )
         self._taken.enter("slots")
-        self.proposers = self._load_proposers()
+        self.proposers = self._load_proposers(chosen)
         # On a GPU the host's arithmetic is compiled, too: not when the first draft waits for it.
         loading = load_in_background() if on_gpu and self.proposers else None
         self._taken.enter("drafters")
+        needs = zip(self.proposers, (item.needs() for item in self.proposers), strict=True)
+        self._drafters = [item.name for item, need in needs if need.kv_bytes_per_token]
+        """Proposers with KV of their own."""
         self.kv_blocks = self._pool_size(backend)
         for proposer in self.proposers:
             proposer.allocate(self.kv_blocks)
@@ -127,10 +132,12 @@ class Engine:
         per_block += config.block_size * sum(need.kv_bytes_per_token for need in needs)
         memory = config.kv_cache_memory
         if backend.device.type == "cuda":
-            self.memory = plan_memory(self.decoder, config, self._taken, needs)
+            self.memory = plan_memory(
+                self.decoder, config, self.state.max_drafts, self._taken, needs
+            )
             memory = memory or self.memory.kv
         blocks = (memory or DEFAULT_KV_BYTES) // per_block
-        span = self.max_model_len + config.max_draft_tokens
+        span = self.max_model_len + self.state.max_drafts
         enough = config.max_num_seqs * -(-span // config.block_size) + 1
         blocks = min(blocks, enough)
         if blocks < 2:
@@ -143,22 +150,22 @@ class Engine:
             self.memory = self.memory.with_kv(blocks * per_block, tokens, most)
         return blocks
 
-    def _load_proposers(self) -> list[Proposer]:
-        config = self.config
-        names = registry.DEFAULT if config.proposers is None else config.proposers
-        for name in config.proposer_options:
-            if name not in names:
-                raise SurefootError("proposer_options", f"{name!r} is not among the proposers")
-        if config.max_draft_tokens == 0:
-            return []
+    def _load_proposers(self, chosen: Sequence[tuple[type[Proposer], Any]]) -> list[Proposer]:
         loaded = []
-        for name in names:
-            kind = registry.find(name)
-            options = read_options(kind, config.proposer_options.get(name, {}))
+        for kind, options in chosen:
             proposer = kind(options, self.state)
             proposer.load(self.decoder)
             loaded.append(proposer)
         return loaded
+
+    @property
+    def drafts_from(self) -> str:
+        """Who drafts, and how far at most, for people."""
+        parts = [
+            f"{proposer.name} (up to {need.longest_draft} {'levels' if need.trees else 'tokens'})"
+            for proposer, need in zip(self.proposers, self.round.needs, strict=True)
+        ]
+        return ", ".join(parts) or "nobody"
 
     @property
     def kv_tokens(self) -> int:
@@ -189,7 +196,8 @@ class Engine:
         room = check_texts(
             prompt, params, self.decoder.config.vocab_size, self.max_model_len, self.kv_tokens
         )
-        check_speculation(speculation, names, self.config.max_draft_tokens)
+        check_speculation(speculation, names, self.state.max_drafts)
+        drafters = (name for name in self._drafters if speculation.allows(name))
         seed = params.seed
         if seed is None:
             seed = leader.seed if leader is not None else secrets.randbelow(MAX_SEED)
@@ -204,6 +212,7 @@ class Engine:
             end_tokens=self.decoder.config.eos_token_ids,
             choice=choice,
             leader=leader,
+            drafters=frozenset(drafters),
         )
 
     def _start_grammar(self, params: SamplingParams) -> TextGrammar | None:

@@ -33,6 +33,7 @@ class LLM:
             options["model"] = model
         self.config = EngineConfig.from_dict(options)
         self.engine, checkpoint = build_engine(self.config, progress)
+        self.config = self.engine.config
         self.tokenizer = checkpoint.tokenizer
         self.sampling_defaults = checkpoint.sampling_defaults.values
         self._ids = itertools.count()

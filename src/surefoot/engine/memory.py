@@ -113,16 +113,21 @@ class Allocations:
 
 
 def plan_memory(
-    decoder: Decoder, config: EngineConfig, taken: Allocations, needs: Sequence[Needs]
+    decoder: Decoder,
+    config: EngineConfig,
+    max_drafts: int,
+    taken: Allocations,
+    needs: Sequence[Needs],
 ) -> MemoryPlan:
-    """Run the largest round on an idle GPU and see what is left for KV. ``taken`` has ``weights``,
-    ``slots`` and ``drafters``; ``needs`` are the proposers'. SurefootError if nothing is left."""
+    """Run the largest round on an idle GPU, of ``max_drafts`` drafts a request, and see what is
+    left for KV. ``taken`` has ``weights``, ``slots`` and ``drafters``; ``needs`` are those of the
+    proposers. SurefootError if nothing is left."""
     device = decoder.backend.device
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     layers = sorted({layer for need in needs for layer in need.captured_layers})
-    _largest_round(decoder, config, layers)
+    _largest_round(decoder, config, max_drafts, layers)
     torch.cuda.synchronize(device)
     rounds = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
@@ -164,9 +169,11 @@ def divide(
     return MemoryPlan(total=total, kv=kv, **known)
 
 
-def _largest_round(decoder: Decoder, config: EngineConfig, layers: Sequence[int]) -> None:
+def _largest_round(
+    decoder: Decoder, config: EngineConfig, max_drafts: int, layers: Sequence[int]
+) -> None:
     backend, device = decoder.backend, decoder.backend.device
-    span = 1 + config.max_draft_tokens
+    span = 1 + max_drafts
     sampled = config.max_num_seqs * span
     rows = max(config.max_num_batched_tokens + config.max_num_seqs * (span - 1), sampled)
     kv = backend.allocate_kv(1, 2, config.block_size, decoder.shape)

@@ -69,9 +69,15 @@ class Rounds:
             proposers=decision.proposers,
             steps=decision.steps,
             verifies=drafts > 0,
+            catches_up=self.catches_up(batch),
             logprobs=batch.group.logprobs,
             masked=batch.group.masked,
         )
+
+    def catches_up(self, batch: Batch) -> bool:
+        """Whether drafters have to, if there are any."""
+        drafters = self.round.drafters
+        return not drafters or any(index in drafters for index in batch.group.proposers)
 
     def launch(self, size: Size, keys: int, prompt_rows: torch.Tensor | None = None) -> Report:
         """Run a round, or have a GPU run it behind those before. Arguments as ``Round``'s."""
@@ -195,6 +201,7 @@ class PaddedRounds(Rounds):
             proposers=decision.proposers,
             steps=decision.steps,
             verifies=verifies,
+            catches_up=self.catches_up(batch),
             logprobs=batch.group.logprobs,
             masked=batch.group.masked,
         )

@@ -63,7 +63,7 @@ class Scheduler:
                 continue
             # Prompt logprobs need every prompt row to run.
             request.computed = self.kv.open(
-                request.request_id, request.tokens, use_cache=request.prompt_scored
+                request.request_id, request.tokens, request.prompt_scored, request.drafters
             )
             missing = self._missing_blocks(request)
             if promised + missing > self.kv.pool.num_free:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from surefoot.kernels import drafting
 from surefoot.kernels.batch import FlatBatch, SpanTable
+from surefoot.kernels.drafting import Drafting
 from surefoot.kernels.draws import Adjustments, Draws, TokenMasks, mask_tokens
 from surefoot.kernels.quant import QuantTensor
 from surefoot.kernels.reference import rms_norm
@@ -84,6 +85,11 @@ class Backend(ABC):
     control: Any = None
     """Kernels for the book-keeping of recorded rounds (``kernels.triton.control``); None: torch
     does it."""
+
+    @cached_property
+    def drafting(self) -> Drafting:
+        """The operations that drafters need beside these."""
+        return Drafting(self)
 
     @abstractmethod
     def pack_linear(self, parts: Sequence[Weight], bias: torch.Tensor | None = None) -> Any:
@@ -219,36 +225,6 @@ class Backend(ABC):
         float32 logits [N, vocab])."""
         x = self.layer(weights, x, batch, kv, rope, inputs)
         return x, self.head(norm, weights.eps, head, x)
-
-    def entry_inputs(
-        self, weights: drafting.EntryWeights, tokens: torch.Tensor, features: torch.Tensor
-    ) -> torch.Tensor:
-        """``kernels.drafting.entry_inputs``, perhaps faster; so are the three after it."""
-        return drafting.entry_inputs(self, weights, tokens, features)
-
-    def shift_features(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return drafting.shift_features(*arguments)
-
-    def live_rows(self, *arguments: Any) -> drafting.LiveRows:
-        return drafting.live_rows(*arguments)
-
-    def likeliest(self, *arguments: Any) -> None:
-        drafting.likeliest(self, *arguments)
-
-    def draw_drafts(
-        self,
-        logits: torch.Tensor,
-        ids: torch.Tensor | None,
-        draws: Draws,
-        history: torch.Tensor,
-        tokens: torch.Tensor,
-        chances: torch.Tensor,
-    ) -> bool:
-        """``draw`` from float32 logits [B, n] over the target's tokens ``ids`` int64 [n] (None: all
-        of them): the tokens into ``tokens`` int64 [B] and, at the draws' places, into ``history``
-        int64 [slots, width]; their probabilities before the filters into ``chances`` float32 [B].
-        False, and nothing done, where the device has no kernel for it."""
-        return False
 
     def lay_out_spans(self, *arguments: Any) -> RoundLayout:
         """``kernels.rounds.lay_out_spans``, perhaps faster."""

@@ -1,8 +1,5 @@
-"""What a drafter does beside its network's products, for chains: the torch twins.
-
-A drafter's entry is made of a token and the feature of the position before it (see
-``speculation.proposers.eagle3.drafter``). These operations find both on the device, for the rows
-that a round verified and for those that drafting starts from, and pick drafts from logits.
+"""What drafters do beside their networks' products: find the rows that they start from, pair rows
+with features, pick drafts from logits. In torch; ``Backend.drafting`` holds a device's own.
 """
 
 from __future__ import annotations
@@ -13,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from surefoot.kernels.batch import FlatBatch
+from surefoot.kernels.draws import Draws
 
 if TYPE_CHECKING:
     from surefoot.kernels.backend import Backend
@@ -46,8 +44,8 @@ class LiveRows:
 
     tokens: torch.Tensor
     """int64 [B]."""
-    features: torch.Tensor
-    """[B, hidden]: those of the positions before."""
+    features: torch.Tensor | None
+    """[B, hidden]: those of the positions before, for drafters that read features."""
     keys: torch.Tensor
     """int64 [steps + 1, B]: key index of the live row and of every draft after it."""
     positions: torch.Tensor
@@ -55,106 +53,132 @@ class LiveRows:
     tables: torch.Tensor
     """int32 [B, pages]: the request's own blocks as far as they hold settled positions, then the
     slot's scratch blocks."""
-    lengths: torch.Tensor
-    """int64 [B]: how many of ``steps`` drafts lie within the drafter's context."""
 
 
-def entry_inputs(
-    backend: Backend, weights: EntryWeights, tokens: torch.Tensor, features: torch.Tensor
-) -> torch.Tensor:
-    """Tokens int64 [N] and features [N, hidden] -> [N, 2 * hidden]: both normed, side by side."""
-    embedded = backend.embed(weights.table, tokens)
-    embedded = backend.rms_norm(embedded, weights.embedding_norm, weights.eps)
-    normed = backend.rms_norm(features, weights.hidden_norm, weights.eps)
-    return torch.cat((embedded, normed), dim=1)
+class Drafting:
+    """The operations in torch, on any device; other backends override them."""
 
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
 
-def shift_features(
-    features: torch.Tensor,
-    before: torch.Tensor,
-    last_of_block: torch.Tensor,
-    slots: torch.Tensor,
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    batch: FlatBatch,
-    block_size: int,
-    last_position: int,
-    above: torch.Tensor | None = None,
-    last: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pair each row of ``batch`` [N] with the feature of the position before it. Returns these
-    features [N, hidden] and RoPE positions int64 [N] (unspecified for padding).
+    def entry_inputs(
+        self, weights: EntryWeights, tokens: torch.Tensor, features: torch.Tensor
+    ) -> torch.Tensor:
+        """Tokens int64 [N] and features [N, hidden] -> [N, 2 * hidden]: both normed, side by side.
+        ``tokens`` may be strided."""
+        backend = self.backend
+        embedded = backend.embed(weights.table, tokens)
+        embedded = backend.rms_norm(embedded, weights.embedding_norm, weights.eps)
+        normed = backend.rms_norm(features, weights.hidden_norm, weights.eps)
+        return torch.cat((embedded, normed), dim=1)
 
-    ``features`` [N, hidden]: the rows' own. ``before`` [slots, hidden]: of the position before each
-    slot's first row; afterwards of its last settled one. ``last_of_block`` [blocks, hidden]: of
-    each block's last position, written where a row is that. By span, int64 [B]: ``slots``, first
-    ``rows`` and settled ``counts``; entries that settled nothing may share their slot with one that
-    did. ``above`` int64 [N] and ``last`` int64 [B] as ``Commits.before`` and ``Commits.last``."""
-    owner = batch.row_slot.clamp(min=0)
-    if above is None:
-        begins = torch.ones_like(batch.row_slot, dtype=torch.bool)
-        begins[1:] = batch.row_slot[1:] != batch.row_slot[:-1]
-        shifted = torch.cat((features[:1], features[:-1]))
-    else:
-        begins, shifted = above < 0, features[above.clamp(min=0)]
-    shifted = torch.where(begins.unsqueeze(1), before[owner], shifted)
-    # A rejected draft's feature may land here too; by the time that its block is full, and can be
-    # found by others, the position has been run again.
-    blocks = batch.block_tables[owner, batch.key_index // block_size].long()
-    ends = (batch.key_index % block_size == block_size - 1) & (batch.row_slot >= 0)
-    # Block 0 belongs to nobody.
-    last_of_block.index_copy_(0, torch.where(ends, blocks, 0), features)
-    live = torch.where(counts > 0, rows + counts - 1 if last is None else last, -1)
-    row = torch.full((before.shape[0],), -1, dtype=torch.int64, device=before.device)
-    row.scatter_reduce_(0, slots, live, "amax")
-    kept = (row < 0).unsqueeze(1)
-    before.copy_(torch.where(kept, before, features[row.clamp(min=0)]))
-    return shifted, (batch.key_index - 1).clamp(0, last_position)
+    def shift_features(
+        self,
+        features: torch.Tensor,
+        before: torch.Tensor,
+        last_of_block: torch.Tensor,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        counts: torch.Tensor,
+        batch: FlatBatch,
+        block_size: int,
+        last_position: int,
+        served: torch.Tensor | None = None,
+        above: torch.Tensor | None = None,
+        last: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Pair each row of ``batch`` [N] with the feature of the position before it. Returns these
+        features [N, hidden], RoPE positions int64 [N] (both unspecified for padding) and the rows'
+        slots int64 [N], -1 also for rows of slots that are not ``served``.
 
+        ``features`` [N, hidden]: the rows' own. ``before`` [slots, hidden]: of the position before
+        each slot's first row; afterwards of its last settled one. ``last_of_block`` [blocks,
+        hidden]: of each block's last position, written where a served row is that. By span, int64
+        [B]: ``slots``, first ``rows`` and settled ``counts``; entries that settled nothing may
+        share their slot with one that did. ``served`` bool [slots] or None as ``Commits.served``;
+        ``before`` of other slots is unspecified afterwards. ``above`` int64 [N] and ``last`` int64
+        [B] as ``Commits.before`` and ``Commits.last``."""
+        owner, row_slot = batch.row_slot.clamp(min=0), batch.row_slot
+        if served is not None:
+            row_slot = torch.where(served[owner], row_slot, -1)
+        if above is None:
+            begins = torch.ones_like(batch.row_slot, dtype=torch.bool)
+            begins[1:] = batch.row_slot[1:] != batch.row_slot[:-1]
+            shifted = torch.cat((features[:1], features[:-1]))
+        else:
+            begins, shifted = above < 0, features[above.clamp(min=0)]
+        shifted = torch.where(begins.unsqueeze(1), before[owner], shifted)
+        # A rejected draft's feature may land here too; by the time that its block is full, and can
+        # be found by others, the position has been run again.
+        blocks = batch.block_tables[owner, batch.key_index // block_size].long()
+        ends = (batch.key_index % block_size == block_size - 1) & (row_slot >= 0)
+        # Block 0 belongs to nobody.
+        last_of_block.index_copy_(0, torch.where(ends, blocks, 0), features)
+        live = torch.where(counts > 0, rows + counts - 1 if last is None else last, -1)
+        row = torch.full((before.shape[0],), -1, dtype=torch.int64, device=before.device)
+        row.scatter_reduce_(0, slots, live, "amax")
+        kept = (row < 0).unsqueeze(1)
+        before.copy_(torch.where(kept, before, features[row.clamp(min=0)]))
+        return shifted, (batch.key_index - 1).clamp(0, last_position), row_slot
 
-def live_rows(
-    slots: torch.Tensor,
-    before: torch.Tensor,
-    history: torch.Tensor,
-    length: torch.Tensor,
-    block_tables: torch.Tensor,
-    scratch: Scratch,
-    steps: int,
-    last_position: int,
-    context: int,
-) -> LiveRows:
-    """The live rows of ``slots`` int64 [B]. By slot: ``before`` [slots, hidden], ``history`` int64
-    [slots, width], ``length`` int64 [slots], ``block_tables`` int32 [slots, blocks]. RoPE positions
-    end at ``last_position``, drafts at ``context`` positions."""
-    # The slot that nobody has is one token long: at key 0 it would see nothing at all.
-    current = (length[slots] - 1).clamp(min=1)
-    keys = current + torch.arange(steps + 1, device=slots.device).unsqueeze(1)
-    page = torch.arange(scratch.pages, device=slots.device)
-    tables = block_tables[slots][:, page.clamp(max=block_tables.shape[1] - 1)]
-    beyond = page - (current - 1).unsqueeze(1) // scratch.block_size - 1
-    own = scratch.first + slots.unsqueeze(1) * scratch.blocks
-    own = own + beyond.clamp(0, scratch.blocks - 1)
-    return LiveRows(
-        tokens=history[slots, current],
-        features=before[slots],
-        keys=keys,
-        positions=(keys - 1).clamp(0, last_position),
-        tables=torch.where(beyond < 0, tables, own.to(torch.int32)),
-        lengths=(context - length[slots] + 1).clamp(0, steps),
-    )
+    def live_rows(
+        self,
+        slots: torch.Tensor,
+        before: torch.Tensor | None,
+        history: torch.Tensor,
+        length: torch.Tensor,
+        block_tables: torch.Tensor,
+        scratch: Scratch,
+        steps: int,
+        behind: int,
+        last_position: int,
+    ) -> LiveRows:
+        """The live rows of ``slots`` int64 [B]. By slot: ``before`` [slots, hidden] (None: no
+        features), ``history`` int64 [slots, width], ``length`` int64 [slots], ``block_tables``
+        int32 [slots, blocks]. RoPE positions are ``behind`` those of the keys and end at
+        ``last_position``."""
+        # The slot that nobody has is one token long: at key 0 it would see nothing at all.
+        current = (length[slots] - 1).clamp(min=1)
+        keys = current + torch.arange(steps + 1, device=slots.device).unsqueeze(1)
+        page = torch.arange(scratch.pages, device=slots.device)
+        tables = block_tables[slots][:, page.clamp(max=block_tables.shape[1] - 1)]
+        beyond = page - (current - 1).unsqueeze(1) // scratch.block_size - 1
+        own = scratch.first + slots.unsqueeze(1) * scratch.blocks
+        own = own + beyond.clamp(0, scratch.blocks - 1)
+        return LiveRows(
+            tokens=history[slots, current],
+            features=None if before is None else before[slots],
+            keys=keys,
+            positions=(keys - behind).clamp(0, last_position),
+            tables=torch.where(beyond < 0, tables, own.to(torch.int32)),
+        )
 
+    def likeliest(
+        self,
+        logits: torch.Tensor,
+        ids: torch.Tensor | None,
+        tokens: torch.Tensor,
+        chances: torch.Tensor,
+    ) -> None:
+        """Of float32 logits [B, n] each row's largest, the first among equals: its column, or what
+        ``ids`` int64 [n] call it, into ``tokens`` int64 [B], its probability into ``chances``
+        float32 [B]. Both may be strided."""
+        best = self.backend.argmax(logits)
+        tokens.copy_(best if ids is None else ids[best])
+        chosen = logits.gather(1, best.unsqueeze(1)).squeeze(1)
+        chances.copy_((chosen - logits.logsumexp(dim=-1)).exp())
 
-def likeliest(
-    backend: Backend,
-    logits: torch.Tensor,
-    ids: torch.Tensor | None,
-    tokens: torch.Tensor,
-    chances: torch.Tensor,
-) -> None:
-    """Of float32 logits [B, n] each row's largest, the first among equals: its column, or what
-    ``ids`` int64 [n] call it, into ``tokens`` int64 [B], its probability into ``chances`` float32
-    [B]. Both may be strided."""
-    best = backend.argmax(logits)
-    tokens.copy_(best if ids is None else ids[best])
-    chosen = logits.gather(1, best.unsqueeze(1)).squeeze(1)
-    chances.copy_((chosen - logits.logsumexp(dim=-1)).exp())
+    def draw(
+        self,
+        logits: torch.Tensor,
+        ids: torch.Tensor | None,
+        draws: Draws,
+        history: torch.Tensor,
+        tokens: torch.Tensor,
+        chances: torch.Tensor,
+    ) -> bool:
+        """``Backend.draw`` from float32 logits [B, n] over the target's tokens ``ids`` int64 [n]
+        (None: all of them): the tokens into ``tokens`` int64 [B] and, at the draws' places, into
+        ``history`` int64 [slots, width]; their probabilities before the filters into ``chances``
+        float32 [B]. False, and nothing done, where the device has no kernel for it."""
+        return False

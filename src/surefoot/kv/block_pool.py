@@ -33,6 +33,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
+        self._drafters: dict[int, frozenset[str]] = {}
+        """Of blocks with a hash: the proposers whose own KV is in them, beside the target's."""
 
     @property
     def num_free(self) -> int:
@@ -50,11 +52,15 @@ class BlockPool:
         if not self._free:
             raise IndexError("no free block")
         block, _ = self._free.popitem(last=False)
-        content = self._hash_of.pop(block, None)
-        if content is not None:
-            del self._block_of[content]
+        self._forget(block)
         self.references[block] = 1
         return block
+
+    def _forget(self, block: int) -> None:
+        """Nobody finds its content any more."""
+        content = self._hash_of.pop(block, None)
+        if content is not None:
+            del self._block_of[content], self._drafters[block]
 
     def share(self, block: int) -> None:
         """Add a reference to a block found by ``lookup``."""
@@ -73,14 +79,26 @@ class BlockPool:
             if block not in self._hash_of:
                 self._free.move_to_end(block, last=False)
 
-    def register(self, block: int, content: bytes) -> None:
-        """Make a full, written block findable. The first block of a content keeps the name."""
-        if content not in self._block_of and block not in self._hash_of:
-            self._block_of[content] = block
-            self._hash_of[block] = content
+    def register(self, block: int, content: bytes, drafters: frozenset[str] = frozenset()) -> None:
+        """Make a full, written block findable, which also holds the KV of these ``drafters``. The
+        first block of a content keeps the name, unless it lacks one of them."""
+        if block in self._hash_of:
+            return
+        known = self._block_of.get(content)
+        if known is not None:
+            if drafters <= self._drafters[known]:
+                return
+            self._forget(known)
+            if known in self._free:
+                self._free.move_to_end(known, last=False)
+        self._block_of[content] = block
+        self._hash_of[block] = content
+        self._drafters[block] = drafters
 
-    def lookup(self, content: bytes) -> int | None:
-        return self._block_of.get(content)
+    def lookup(self, content: bytes, drafters: frozenset[str] = frozenset()) -> int | None:
+        """The block of this content, if it holds the KV of all these ``drafters``."""
+        block = self._block_of.get(content)
+        return block if block is not None and drafters <= self._drafters[block] else None
 
     def check_integrity(self) -> None:
         """Assert that every block is either used or free, and that hashes pair up."""
@@ -88,3 +106,4 @@ class BlockPool:
         assert not used & set(self._free), "a block is used and free at once"
         assert used | set(self._free) == set(range(1, self.num_blocks)), "a block is lost"
         assert {self._hash_of[b]: b for b in self._hash_of} == self._block_of
+        assert self._drafters.keys() == self._hash_of.keys()

@@ -12,9 +12,11 @@ from surefoot.kv.block_pool import BlockPool, chain_hash
 
 
 class Lease:
-    """The blocks of one running request. ``committed`` counts positions whose KV is final."""
+    """The blocks of one running request. ``committed`` counts positions whose KV is final;
+    ``drafters``: proposers whose own KV is written along with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafters: frozenset[str] = frozenset()) -> None:
+        self.drafters = drafters
         self.blocks: list[int] = []
         self.committed = 0
         self.hashes: list[bytes] = []
@@ -34,18 +36,26 @@ class KVManager:
     def blocks_for(self, positions: int) -> int:
         return -(-positions // self.block_size)
 
-    def open(self, request_id: str, tokens: Sequence[int], use_cache: bool = True) -> int:
+    def open(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        use_cache: bool = True,
+        drafters: frozenset[str] = frozenset(),
+    ) -> int:
         """Start a lease with the longest cached prefix of ``tokens``, whole blocks only and at
-        least one token short of all of them (that one must run to be sampled from).
+        least one token short of all of them (that one must run to be sampled from). It ends before
+        a block that lacks the KV of one of ``drafters``: what it holds runs again, so that drafts
+        never rest on what was not written.
 
         Returns the number of positions found.
         """
-        lease = self.leases[request_id] = Lease()
+        lease = self.leases[request_id] = Lease(drafters)
         if self.prefix_caching and use_cache:
             parent = b""
             for start in range(0, len(tokens) - self.block_size, self.block_size):
                 parent = chain_hash(parent, tokens[start : start + self.block_size])
-                block = self.pool.lookup(parent)
+                block = self.pool.lookup(parent, drafters)
                 if block is None:
                     break
                 self.pool.share(block)
@@ -75,7 +85,7 @@ class KVManager:
         while len(partial) >= size:
             parent = lease.hashes[-1] if lease.hashes else b""
             content = chain_hash(parent, partial[:size])
-            self.pool.register(lease.blocks[len(lease.hashes)], content)
+            self.pool.register(lease.blocks[len(lease.hashes)], content, lease.drafters)
             lease.hashes.append(content)
             del partial[:size]
 

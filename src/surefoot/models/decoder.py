@@ -53,34 +53,10 @@ class Decoder:
         if not config.tied_embeddings:
             self.head_linear = backend.pack_linear([weights["lm_head.weight"]])
         self.norm = backend.pack_norm(_dense(weights["model.norm.weight"]))
-        self.layers = [self._pack_layer(weights, index) for index in range(config.layers)]
-
-    def _pack_layer(self, weights: Mapping[str, Weight], index: int) -> LayerWeights:
-        prefix = f"model.layers.{index}."
-        pack_norm = self.backend.pack_norm
-
-        def linear(*names: str) -> Any:
-            parts = [weights[f"{prefix}{name}.weight"] for name in names]
-            biases = [weights.get(f"{prefix}{name}.bias") for name in names]
-            dense = [_dense(bias) for bias in biases if bias is not None]
-            return self.backend.pack_linear(parts, torch.cat(dense) if dense else None)
-
-        def norm(name: str) -> torch.Tensor:
-            return pack_norm(_dense(weights[f"{prefix}{name}.weight"]))
-
-        attention = "self_attn."
-        return LayerWeights(
-            input_norm=norm("input_layernorm"),
-            qkv=linear(*(attention + name for name in ("q_proj", "k_proj", "v_proj"))),
-            o=linear(attention + "o_proj"),
-            post_norm=norm("post_attention_layernorm"),
-            gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
-            down=linear("mlp.down_proj"),
-            q_norm=norm(attention + "q_norm") if self.config.qk_norm else None,
-            k_norm=norm(attention + "k_norm") if self.config.qk_norm else None,
-            eps=self.config.norm_eps,
-            shape=self.shape,
-        )
+        self.layers = [
+            pack_layer(backend, weights, f"model.layers.{index}.", config, self.shape)
+            for index in range(config.layers)
+        ]
 
     def forward(
         self, batch: FlatBatch, kv: Sequence[Any], capture: Sequence[int] = ()
@@ -104,36 +80,85 @@ class Decoder:
         return self.backend.greedy(self.norm, self.config.norm_eps, self.head_linear, hidden)
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of this config must hold, by its Hugging Face name."""
+def pack_layer(
+    backend: Backend,
+    weights: Mapping[str, Weight],
+    prefix: str,
+    config: ModelConfig,
+    shape: AttentionShape,
+    normed_inputs: bool = True,
+    keys_again: bool = False,
+) -> LayerWeights:
+    """Pack the block whose tensors' names begin with ``prefix``. ``normed_inputs``: its attention
+    reads the normed residual stream. ``keys_again``: for ``Backend.write_keys`` too, which takes
+    the keys' and values' part of the projections a second time."""
+
+    def linear(*names: str) -> Any:
+        parts = [weights[f"{prefix}{name}.weight"] for name in names]
+        biases = [weights.get(f"{prefix}{name}.bias") for name in names]
+        dense = [_dense(bias) for bias in biases if bias is not None]
+        return backend.pack_linear(parts, torch.cat(dense) if dense else None)
+
+    def norm(name: str) -> torch.Tensor:
+        return backend.pack_norm(_dense(weights[f"{prefix}{name}.weight"]))
+
+    keys = ("self_attn.k_proj", "self_attn.v_proj")
+    return LayerWeights(
+        input_norm=norm("input_layernorm") if normed_inputs else None,
+        qkv=linear("self_attn.q_proj", *keys),
+        o=linear("self_attn.o_proj"),
+        post_norm=norm("post_attention_layernorm"),
+        gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
+        down=linear("mlp.down_proj"),
+        q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
+        k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
+        eps=config.norm_eps,
+        shape=shape,
+        kv=linear(*keys) if keys_again else None,
+    )
+
+
+def layer_shapes(
+    config: ModelConfig, prefix: str, inputs: int | None = None
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of one block. ``inputs``: width of what its attention reads, if not the residual
+    stream's."""
     hidden, inner = config.hidden_size, config.intermediate_size
+    inputs = inputs or hidden
     q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
     linears = {
-        "self_attn.q_proj": (q_size, hidden, config.attention_bias),
-        "self_attn.k_proj": (kv_size, hidden, config.attention_bias),
-        "self_attn.v_proj": (kv_size, hidden, config.attention_bias),
+        "self_attn.q_proj": (q_size, inputs, config.attention_bias),
+        "self_attn.k_proj": (kv_size, inputs, config.attention_bias),
+        "self_attn.v_proj": (kv_size, inputs, config.attention_bias),
         "self_attn.o_proj": (hidden, q_size, config.output_bias),
         "mlp.gate_proj": (inner, hidden, config.mlp_bias),
         "mlp.up_proj": (inner, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, inner, config.mlp_bias),
     }
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
+        prefix + "input_layernorm.weight": (hidden,),
+        prefix + "post_attention_layernorm.weight": (hidden,),
+    }
+    for name, (outputs, width, bias) in linears.items():
+        shapes[f"{prefix}{name}.weight"] = (outputs, width)
+        if bias:
+            shapes[f"{prefix}{name}.bias"] = (outputs,)
+    if config.qk_norm:
+        shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
+        shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
+    return shapes
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of this config must hold, by its Hugging Face name."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
+        "model.norm.weight": (config.hidden_size,),
     }
     if not config.tied_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     for index in range(config.layers):
-        prefix = f"model.layers.{index}."
-        shapes[prefix + "input_layernorm.weight"] = (hidden,)
-        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        for name, (outputs, inputs, bias) in linears.items():
-            shapes[f"{prefix}{name}.weight"] = (outputs, inputs)
-            if bias:
-                shapes[f"{prefix}{name}.bias"] = (outputs,)
-        if config.qk_norm:
-            shapes[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
-            shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
+        shapes |= layer_shapes(config, f"model.layers.{index}.")
     return shapes
 
 

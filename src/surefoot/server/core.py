@@ -199,7 +199,7 @@ def ready(engine: Engine, sampling_defaults: Mapping[str, Any]) -> Ready:
         max_model_len=engine.max_model_len,
         kv_tokens=engine.kv_tokens,
         max_num_seqs=config.max_num_seqs,
-        max_draft_tokens=config.max_draft_tokens,
+        max_draft_tokens=engine.state.max_drafts,
         vocab_size=engine.decoder.config.vocab_size,
         end_tokens=tuple(engine.decoder.config.eos_token_ids),
         proposers=[item.name for item in engine.proposers],
@@ -212,14 +212,13 @@ def ready(engine: Engine, sampling_defaults: Mapping[str, Any]) -> Ready:
 def describe(engine: Engine, backend: Backend) -> str:
     """The choices and limits that hold, in a few lines for people."""
     config = engine.config
-    names = ", ".join(item.name for item in engine.proposers)
     per_block = backend.kv_bytes_per_block(config.block_size, engine.decoder.shape)
     memory = engine.kv_blocks * per_block * engine.decoder.config.layers
     slow = why_slow(engine)
     return "\n".join(
         (
             f"{backend.name} backend on {backend.device}, "
-            f"{str(backend.dtype).removeprefix('torch.')}; drafts from {names or 'nobody'}",
+            f"{str(backend.dtype).removeprefix('torch.')}; drafts from {engine.drafts_from}",
             f"max_model_len {engine.max_model_len} tokens, prompt and answer together",
             f"max_num_seqs {config.max_num_seqs} requests at once",
             f"kv_cache_memory {memory / (1 << 20):.0f} MiB for {engine.kv_tokens} tokens: "

@@ -82,7 +82,7 @@ class Controller:
         self.draft_limit[slots] = upload([min(limit, most) for limit in limits], device)
         if self.names:
             self.lengths.index_fill_(1, slots, 0)
-            allowed = [[c.method in ("auto", name) for c in choices] for name in self.names]
+            allowed = [[c.allows(name) for c in choices] for name in self.names]
             self.allowed[:, slots] = upload(allowed, device)
         for estimator in self.estimators:
             estimator.admit(slots)

@@ -8,9 +8,10 @@ offer costs time, never text.
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,18 @@ from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
 from surefoot.sampling.params import Features
 from surefoot.speculation.state import SlotState
+from surefoot.speculation.trees import ancestors
+
+
+class DraftCost(enum.Enum):
+    """What drafting costs on the device."""
+
+    LOOKUP = enum.auto()
+    """Next to nothing: there is no network."""
+    PER_STEP = enum.auto()
+    """A pass of a network for each draft in a row."""
+    PER_BLOCK = enum.auto()
+    """One pass of a network, however long the offer."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +43,23 @@ class Needs:
     longest_draft: int
     """Drafts in a row: of a tree, its depth."""
     captured_layers: tuple[int, ...] = ()
-    """Layer indices whose entering residual stream it reads (see ``Decoder.forward``)."""
+    """Layer indices whose entering residual stream it reads (see ``Decoder.forward``); (): it reads
+    tokens alone."""
     kv_bytes_per_token: int = 0
-    """Bytes of own pools for each position of the target's."""
+    """Bytes of own pools for each position of the target's. Above 0, a prefix hit reaches only as
+    far as these hold what the proposer needs of the request."""
     fixed_bytes: int = 0
     """Bytes besides: weights, state of the slots, scratch."""
     context_limit: int | None = None
-    """Requests longer than this lose its drafts, not service."""
+    """Tokens of the longest text that it can draft for, drafts included; longer requests lose its
+    drafts, not service. None: no limit."""
     trees: bool = False
     """Whether its offers are trees."""
+    cost: DraftCost = DraftCost.LOOKUP
+
+    @property
+    def has_network(self) -> bool:
+        return self.cost is not DraftCost.LOOKUP
 
 
 @dataclass(frozen=True)
@@ -57,6 +78,17 @@ class Drafts:
     """int64 [B, K] for a tree: index of each draft's parent, -1 for the current token. Parents come
     first, more promising drafts before others, and siblings differ: any number of leading drafts
     is a tree that can be verified. None: a chain."""
+
+    def within(self, room: torch.Tensor) -> Drafts:
+        """The leading drafts that stand at most ``room`` int64 [B] positions behind the committed
+        text."""
+        if self.parents is None:
+            return replace(self, lengths=torch.minimum(self.lengths, room.clamp(min=0)))
+        order = torch.arange(self.parents.shape[1], device=room.device)
+        parents = torch.minimum(self.parents, order - 1).clamp(min=-1)
+        inside = ancestors(parents)[1][:, 1:] <= room.unsqueeze(1)
+        fitting = inside.long().cumprod(dim=1).sum(dim=1)
+        return replace(self, lengths=torch.minimum(self.lengths, fitting))
 
 
 @dataclass(frozen=True)
@@ -91,6 +123,16 @@ class Commits:
     last: torch.Tensor | None = None
     """int64 [B]: the flat row of each slot's last settled position. None: the last of ``counts``
     neighbours."""
+    served: torch.Tensor | None = None
+    """bool [slots]: whose requests allow the proposer. Of the others it needs to keep nothing, and
+    nobody will ask for it: neither in these slots nor by a prefix hit on their blocks. None:
+    everybody's, or the proposer has no network."""
+
+    @property
+    def row_slot(self) -> torch.Tensor:
+        """int64 [N]: ``batch.row_slot``, -1 also for rows that are not served."""
+        slots = self.batch.row_slot
+        return slots if self.served is None else torch.where(self.served[slots], slots, -1)
 
 
 class Proposer(ABC):
@@ -112,12 +154,19 @@ class Proposer(ABC):
     def needs(self) -> Needs:
         """What this proposer takes, given its options."""
 
+    @classmethod
+    def draft_tokens(cls, options: Any) -> int | None:
+        """Most drafts that it offers at once with these options, an option ``draft_tokens`` among
+        them if it has one; None: as many as there may be."""
+        return getattr(options, "draft_tokens", None)
+
     @abstractmethod
     def propose(self, slots: torch.Tensor) -> Drafts:
         """Offer drafts that follow the committed tokens of ``slots`` int64 [B]."""
 
     def catch_up(self, commits: Commits) -> None:
-        """Bring own state (drafter KV) up to the committed tokens. Default: there is none."""
+        """Bring own state (drafter KV) up to the committed tokens. Not called for a round in which
+        no request allows a proposer with a network. Default: there is none."""
 
     def admit(self, slot: int) -> None:
         """A request, new or resumed, entered the slot; its first ``state.computed[slot]`` positions

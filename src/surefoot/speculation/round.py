@@ -71,20 +71,25 @@ class Round:
         """int64 [spans]: the requests of the next round; the rest are unused entries."""
         self.quota = torch.zeros_like(self.slots)
         """int64 [spans]: the most rows of known tokens of each: 1, or a prompt chunk."""
-        needs = [proposer.needs() for proposer in proposers]
         # What every round would otherwise ask again: who keeps state, and which layers it reads.
-        layers = [need.captured_layers for need in needs]
-        self.capture = sorted({layer for own in layers for layer in own})
+        self.needs = [proposer.needs() for proposer in proposers]
+        self.capture = sorted({layer for need in self.needs for layer in need.captured_layers})
         self.stateful = [
-            (proposer, own)
-            for proposer, own in zip(proposers, layers, strict=True)
+            index
+            for index, proposer in enumerate(proposers)
             if type(proposer).catch_up is not Proposer.catch_up
         ]
         width = state.max_drafts
+        longest = state.history.shape[1] - width - 1
+        self.context_limits = [
+            limit if limit is not None and limit < longest else None
+            for limit in (need.context_limit for need in self.needs)
+        ]
+        """By proposer, where it is below what texts can reach."""
         self.drafters = {
             index: width if need.trees else need.longest_draft
-            for index, need in enumerate(needs)
-            if need.captured_layers
+            for index, need in enumerate(self.needs)
+            if need.has_network
         }
         """Most drafts of the proposers whose drafting costs a network's time, by index."""
         self.longest = max(self.drafters.values(), default=0)
@@ -134,7 +139,7 @@ class Round:
         verdict, paths = self.judge(spans, layout, sampled, grown)
         if logprobs is not None:
             self._report_logprobs(logprobs, layout, paths)
-        self.catch_up(verdict, slots, layout, forward.features, grown, paths)
+        self.catch_up(verdict, slots, size, layout, forward.features, grown, paths)
 
         def propose(index: int, going: torch.Tensor) -> Drafts:
             return self.propose(index, going, size, max_keys)
@@ -254,30 +259,36 @@ class Round:
         self,
         verdict: RoundVerdict,
         slots: torch.Tensor,
+        size: Size,
         layout: RoundLayout,
         features: torch.Tensor,
         grown: Grown | None,
         paths: Paths | None,
     ) -> None:
-        """Tell the proposers what was settled; ``features`` [N, …] of all captured layers."""
-        if not self.stateful:
+        """Tell the proposers what was settled; ``features`` [N, …] of all captured layers. Those
+        with a network keep it of the requests that allow them."""
+        told = [i for i in self.stateful if size.catches_up or not self.needs[i].has_network]
+        if not told:
             return
         commits = Commits(
             slots, verdict.first, verdict.settled, layout.first_row, layout.batch, features
         )
         if grown is not None and paths is not None:
             commits = settle(commits, layout, *grown, paths)
-        for proposer, layers in self.stateful:
-            own = select_layers(features, self.capture, layers)
-            proposer.catch_up(replace(commits, features=own))
+        for index in told:
+            need = self.needs[index]
+            own = select_layers(features, self.capture, need.captured_layers)
+            served = self.controller.allowed[index] if need.has_network else None
+            self.proposers[index].catch_up(replace(commits, features=own, served=served))
 
     def propose(self, index: int, slots: torch.Tensor, size: Size, max_keys: int) -> Drafts:
-        """Proposer ``index``'s offers for ``slots`` [B]."""
-        proposer = self.proposers[index]
+        """Proposer ``index``'s offers for ``slots`` [B], as far as its context reaches."""
+        proposer, limit = self.proposers[index], self.context_limits[index]
         steps = size.steps if index in self.drafters else None
         most = min(max_keys + 1, self.state.history.shape[1])
         proposer.expect(Outlook(size.kind, most, steps or self.state.max_drafts))
-        return proposer.propose(slots)
+        drafts = proposer.propose(slots)
+        return drafts if limit is None else drafts.within(limit - self.state.length[slots])
 
     def score_prompt(
         self,

@@ -39,6 +39,8 @@ class Size:
     Proposers without a network take no notice."""
     verifies: bool = False
     """Whether drafts get rows."""
+    catches_up: bool = True
+    """Whether proposers with a network do: some request allows one of them."""
     logprobs: int | None = None
     """How many likely tokens are reported beside each; None: no logprobs."""
     masked: bool = False

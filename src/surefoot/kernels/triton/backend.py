@@ -21,13 +21,7 @@ from surefoot.kernels.triton import control
 from surefoot.kernels.triton.activation import silu_mul
 from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.attention import span_attention
-from surefoot.kernels.triton.drafting import (
-    draw_drafts,
-    entry_inputs,
-    likeliest,
-    live_rows,
-    shift_features,
-)
+from surefoot.kernels.triton.drafting import TritonDrafting
 from surefoot.kernels.triton.draws import DrawSeam
 from surefoot.kernels.triton.launch import check_device, processors, shared_memory
 from surefoot.kernels.triton.matmul import matmul, multiply
@@ -117,11 +111,6 @@ class TritonBackend(Backend):
     lay_out_spans = staticmethod(lay_out)
     judge_and_advance = staticmethod(judge_and_advance)
     control = control
-    entry_inputs = staticmethod(entry_inputs)
-    shift_features = staticmethod(shift_features)
-    live_rows = staticmethod(live_rows)
-    likeliest = staticmethod(likeliest)
-    draw_drafts = staticmethod(draw_drafts)
 
     def __init__(
         self, device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16
@@ -129,6 +118,7 @@ class TritonBackend(Backend):
         self.device = torch.device(device)
         self.dtype = dtype
         check_device(self.device, dtype)
+        self.drafting = TritonDrafting(self)
         seam = DrawSeam(self.device)
         self.draw, self.adjust = seam.draw, seam.adjust
 

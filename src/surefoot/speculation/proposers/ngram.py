@@ -14,12 +14,15 @@ import torch
 from surefoot.errors import SurefootError
 from surefoot.kernels.lookup import ngram_lookup
 from surefoot.speculation.proposer import Drafts, Needs, Proposer
+from surefoot.speculation.state import SlotState
 
 
 @dataclass(frozen=True)
 class NgramOptions:
-    """``window`` bounds how many of the latest tokens are searched, and so the cost."""
+    """``draft_tokens``: how many are offered (None: the engine's ``max_draft_tokens``, or 8).
+    ``window`` bounds how many of the latest tokens are searched, and so the cost."""
 
+    draft_tokens: int | None = None
     min_ngram: int = 2
     max_ngram: int = 5
     window: int = 2048
@@ -29,6 +32,9 @@ class NgramOptions:
             value = getattr(self, name)
             if not isinstance(value, int) or value < low:
                 raise SurefootError(f"ngram.{name}", f"{value!r} is below {low}")
+        drafts = self.draft_tokens
+        if drafts is not None and not (isinstance(drafts, int) and drafts >= 1):
+            raise SurefootError("ngram.draft_tokens", f"{drafts!r} is below 1")
 
 
 class NgramProposer(Proposer):
@@ -36,8 +42,12 @@ class NgramProposer(Proposer):
     Options = NgramOptions
     options: NgramOptions
 
+    def __init__(self, options: NgramOptions, state: SlotState) -> None:
+        super().__init__(options, state)
+        self.longest = min(options.draft_tokens or state.max_drafts, state.max_drafts)
+
     def needs(self) -> Needs:
-        return Needs(longest_draft=self.state.max_drafts)
+        return Needs(longest_draft=self.longest)
 
     def propose(self, slots: torch.Tensor) -> Drafts:
         state, options = self.state, self.options
@@ -48,8 +58,8 @@ class NgramProposer(Proposer):
             options.min_ngram,
             options.max_ngram,
             options.window,
-            state.max_drafts,
+            self.longest,
         )
-        lengths = torch.where(size > 0, state.max_drafts, 0)
+        lengths = torch.where(size > 0, self.longest, 0)
         confidence = (size / (options.max_ngram + 1)).unsqueeze(1).expand(tokens.shape)
         return Drafts(tokens, lengths, confidence)

@@ -1,4 +1,4 @@
-"""An EAGLE-3 checkpoint's files: tensors under one set of names, checked against its config.
+"""An EAGLE-3 checkpoint: tensors under one set of names, from a folder or made up.
 
 Canonical names are those of ``expected_shapes``; files may prefix them with ``model.`` and call
 the layer ``midlayer``.
@@ -6,126 +6,60 @@ the layer ``midlayer``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from surefoot.errors import SurefootError
-from surefoot.models.loading.hub import hub_cache_for
-from surefoot.models.loading.safetensors_dir import INDEX, SINGLE, weight_files
-from surefoot.speculation.proposers.eagle3.config import Eagle3Config, read_config
+from surefoot.models.config import ModelConfig
+from surefoot.models.decoder import layer_shapes
+from surefoot.speculation.drafting import dummy
+from surefoot.speculation.drafting.facts import drafter_facts, fit_facts
+from surefoot.speculation.drafting.fit import Interface
+from surefoot.speculation.drafting.folders import (
+    DrafterCheckpoint,
+    check_tensors,
+    errors_about,
+    find_folder,
+    read_target_ids,
+    read_tensors,
+    vocabulary_shapes,
+)
+from surefoot.speculation.proposers.eagle3.config import Eagle3Config, is_eagle3, read_config
 
-PICKLED = "pytorch_model.bin"
 LAYER = "layers.0."
 OPTION = "eagle3.path"
-_HUB_PATTERNS = ["config.json", "*.safetensors", INDEX, PICKLED]
-# Tables that engines compute, and copies of the target's own tensors.
-_UNREAD = ("rotary_emb.inv_freq",)
-
-
-@dataclass(frozen=True)
-class Eagle3Checkpoint:
-    """``tensors`` by canonical name, as stored."""
-
-    folder: Path
-    config: Eagle3Config
-    tensors: Mapping[str, torch.Tensor]
-    target_ids: torch.Tensor
-    """int64 [draft_vocab_size]: the target's id of each draft id."""
+Eagle3Checkpoint = DrafterCheckpoint[Eagle3Config]
 
 
 def open_checkpoint(path: str) -> Eagle3Checkpoint:
     """Read the folder, or the repository ``org/name`` of the Hugging Face hub. Raises
     SurefootError about ``eagle3.path``."""
-    try:
+    with errors_about(OPTION):
         folder = find_folder(path)
         config = read_config(folder)
-        stored = {canonical(name): tensor for name, tensor in _read_tensors(folder).items()}
-        stored = {name: stored[name] for name in stored if not name.endswith(_UNREAD)}
+        stored = {canonical(name): tensor for name, tensor in read_tensors(folder).items()}
         qk_norm = f"{LAYER}self_attn.q_norm.weight" in stored
         config = replace(config, layer=replace(config.layer, qk_norm=qk_norm))
-        _check_tensors(folder, config, stored)
-        return Eagle3Checkpoint(folder, config, stored, _target_ids(folder, config, stored))
-    except SurefootError as error:
-        raise SurefootError(OPTION, error.problem, error.fix) from error
-
-
-def find_folder(path: str) -> Path:
-    """A local folder, or one fetched from the hub."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists() or path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise SurefootError(OPTION, f"there is no folder {path!r}", "give a folder or org/name")
-    from huggingface_hub import snapshot_download
-
-    cache = hub_cache_for(path)
-    try:
-        return Path(snapshot_download(path, allow_patterns=_HUB_PATTERNS, cache_dir=cache))
-    except Exception as error:  # the hub's client lets through its HTTP library's exceptions
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise SurefootError(
-            OPTION, f"there is no folder {path!r}, and the hub does not give it ({reason})"
-        ) from error
+        layer, draft_vocab = config.layer, config.draft_vocab_size
+        optional = vocabulary_shapes(layer.vocab_size, layer.hidden_size, draft_vocab)
+        check_tensors(folder, stored, expected_shapes(config), optional)
+        ids = read_target_ids(folder, stored, layer.vocab_size, draft_vocab)
+        return Eagle3Checkpoint(folder, config, stored, ids)
 
 
 def canonical(name: str) -> str:
     """One name for what the layouts call differently."""
-    name = name.removeprefix("model.")
     return LAYER + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
-
-
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
-        from safetensors.torch import load_file
-
-        tensors = {}
-        for file in weight_files(folder):
-            try:
-                tensors.update(load_file(file))
-            except Exception as error:  # safetensors' own type is not exported everywhere
-                raise SurefootError("model", f"{file} cannot be read: {error}") from error
-        return tensors
-    file = folder / PICKLED
-    if not file.is_file():
-        raise SurefootError("model", f"{folder} has neither {SINGLE} nor {PICKLED}")
-    try:
-        # weights_only: nothing in the file is executed.
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # pickle, zip and torch each have their own
-        raise SurefootError("model", f"{file} cannot be read: {error}") from error
-    if not all(isinstance(tensor, torch.Tensor) for tensor in loaded.values()):
-        raise SurefootError("model", f"{file} holds something else than tensors")
-    return loaded
 
 
 def expected_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     """The tensors that a drafter of this config must hold."""
-    layer = config.layer
-    hidden, inner = layer.hidden_size, layer.intermediate_size
-    q_size, kv_size = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
-    linears = {
-        "self_attn.q_proj": (q_size, 2 * hidden, layer.attention_bias),
-        "self_attn.k_proj": (kv_size, 2 * hidden, layer.attention_bias),
-        "self_attn.v_proj": (kv_size, 2 * hidden, layer.attention_bias),
-        "self_attn.o_proj": (hidden, q_size, layer.output_bias),
-        "mlp.gate_proj": (inner, hidden, layer.mlp_bias),
-        "mlp.up_proj": (inner, hidden, layer.mlp_bias),
-        "mlp.down_proj": (hidden, inner, layer.mlp_bias),
-    }
-    fused = config.captured * config.target_hidden_size
+    hidden, fused = config.layer.hidden_size, config.captured * config.target_hidden_size
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, fused), "norm.weight": (hidden,)}
-    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        shapes[f"{LAYER}{name}.weight"] = (hidden,)
-    for name, (outputs, inputs, bias) in linears.items():
-        shapes[f"{LAYER}{name}.weight"] = (outputs, inputs)
-        if bias:
-            shapes[f"{LAYER}{name}.bias"] = (outputs,)
-    if layer.qk_norm:
-        shapes[f"{LAYER}self_attn.q_norm.weight"] = (layer.head_dim,)
-        shapes[f"{LAYER}self_attn.k_norm.weight"] = (layer.head_dim,)
+    shapes |= layer_shapes(config.layer, LAYER, 2 * hidden)
+    shapes[f"{LAYER}hidden_norm.weight"] = (hidden,)
     if config.norm_before_fc:
         shapes["input_norm.weight"] = (fused,)
     if config.fc_norm:
@@ -134,49 +68,70 @@ def expected_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def optional_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """Tensors that stand in for the target's, or say nothing beyond the config."""
-    layer = config.layer
-    return {
-        "embed_tokens.weight": (layer.vocab_size, layer.hidden_size),
-        "lm_head.weight": (config.draft_vocab_size, layer.hidden_size),
-        "d2t": (config.draft_vocab_size,),
-        "t2d": (layer.vocab_size,),
-    }
-
-
-def _check_tensors(folder: Path, config: Eagle3Config, stored: Mapping[str, torch.Tensor]) -> None:
-    """Name everything that is missing, misshapen, or that nobody would read."""
-    expected, optional = expected_shapes(config), optional_shapes(config)
-    problems = [f"{name} is missing" for name in expected if name not in stored]
-    for name, tensor in stored.items():
-        shape = expected.get(name) or optional.get(name)
-        if shape is None:
-            problems.append(f"{name} is not known")
-        elif tuple(tensor.shape) != shape:
-            problems.append(f"{name} is {tuple(tensor.shape)}, expected {shape}")
-    if problems:
-        raise SurefootError("model", f"{folder} does not fit its config: " + "; ".join(problems))
-
-
-def _target_ids(
-    folder: Path, config: Eagle3Config, stored: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    """The target's ids: ``d2t`` holds offsets, ``t2d`` marks the members, and both must agree."""
-    index = torch.arange(config.draft_vocab_size)
-    offsets, members = stored.get("d2t"), stored.get("t2d")
-    ids = index if offsets is None else index + offsets.long()
-    if offsets is None and members is not None:
-        ids = members.bool().nonzero().flatten()
-    elif members is not None and not torch.equal(members.bool().nonzero().flatten(), ids):
-        raise SurefootError("model", f"d2t and t2d of {folder} disagree about the draft vocabulary")
-    if offsets is None and members is None and config.draft_vocab_size < config.layer.vocab_size:
-        raise SurefootError(
-            "model", f"{folder} has a draft vocabulary and neither d2t nor t2d says which"
-        )
-    inside = len(ids) == config.draft_vocab_size and bool(
-        (ids >= 0).all() and (ids < config.layer.vocab_size).all()
+def interface(checkpoint: Eagle3Checkpoint, target: ModelConfig) -> Interface:
+    """Where it would touch this target."""
+    config, tensors = checkpoint.config, checkpoint.tensors
+    return Interface(
+        vocab_size=config.layer.vocab_size,
+        hidden_size=config.layer.hidden_size,
+        draft_vocab_size=config.draft_vocab_size,
+        own_embedding="embed_tokens.weight" in tensors,
+        own_head="lm_head.weight" in tensors,
+        feature_size=config.target_hidden_size,
+        captured_layers=config.layers_of(target.layers),
     )
-    if not inside or len(ids.unique()) != len(ids):
-        raise SurefootError("model", f"d2t of {folder} does not map into the target's vocabulary")
-    return ids
+
+
+def dummy_checkpoint(
+    target: ModelConfig, device: torch.device | str, dtype: torch.dtype
+) -> Eagle3Checkpoint:
+    """Random weights of the public heads' sizes: one Llama layer of the target's widths on three of
+    its layers, and a head over a draft vocabulary."""
+    ids = dummy.dummy_target_ids(target.vocab_size)
+    config = Eagle3Config(
+        layout="flat",
+        layer=replace(
+            target, architecture="llama", layers=1, qk_norm=False, attention_bias=False,
+            output_bias=False, mlp_bias=False, tied_embeddings=False,
+        ),
+        draft_vocab_size=len(ids),
+        target_hidden_size=target.hidden_size,
+        captured=3,
+        # The usual places where there are some, else whatever layers there are.
+        layer_ids=None if target.layers > 5 else tuple(range(3)),
+        ids_are_outputs=False,
+        norm_before_residual=False,
+        norm_before_fc=False,
+        fc_norm=False,
+        norm_before_head=True,
+        norm_fed_back=False,
+        logit_scale=1.0,
+        verifier=None,
+    )  # fmt: skip
+    shapes = {**expected_shapes(config), "lm_head.weight": (len(ids), target.hidden_size)}
+    return Eagle3Checkpoint(
+        Path(dummy.NAME), config, dummy.dummy_tensors(shapes, device, dtype), ids
+    )
+
+
+def checkpoint_facts(path: str, target: ModelConfig | None) -> dict[str, Any] | None:
+    """JSON-ready facts about the local folder, and with ``target`` whether it fits; None if it
+    holds no EAGLE-3 drafter. Raises SurefootError for one that is broken."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir() or not is_eagle3(folder):
+        return None
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config
+    variants = {
+        "residual from the normed state": config.norm_before_residual,
+        "norm before fc": config.norm_before_fc,
+        "norm of each captured layer": config.fc_norm,
+        "no norm before the head": not config.norm_before_head,
+        "normed state fed back": config.norm_fed_back,
+        "norms of q and k": config.layer.qk_norm,
+        "biases": config.layer.attention_bias,
+    }
+    facts = drafter_facts(checkpoint, "EAGLE-3 drafter", config.layer, variants)
+    facts["sizes"]["target_hidden"] = config.target_hidden_size
+    facts |= {"layout": config.layout, "made_for": config.verifier}
+    return facts if target is None else facts | fit_facts(interface(checkpoint, target), target)

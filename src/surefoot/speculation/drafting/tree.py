@@ -8,13 +8,14 @@ of their whole path, are the next frontier. Of everything proposed the best node
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from surefoot.kernels.backend import FlatBatch, SpanTable
-from surefoot.speculation.proposers.eagle3.drafter import Eagle3Drafter
+from surefoot.speculation.drafting.network import Network
 
 Successors = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """(logits [B * n, draft vocabulary] of n nodes a request, how many drafts deep these are) ->
@@ -47,8 +48,8 @@ class BestNodes:
 
 
 def grow(
-    drafter: Eagle3Drafter,
-    kv: object,
+    network: Network,
+    kv: Sequence[Any],
     live: FlatBatch,
     features: torch.Tensor,
     successors: Successors,
@@ -58,29 +59,29 @@ def grow(
     """Grow a tree behind each of B live rows: one row each, which writes its key; the tree's keys
     follow it, level by level. ``features`` [B, hidden] of the positions before the live rows;
     ``passes``: levels after the first. ``observe`` hears of every pass."""
-    hidden = drafter.step(features, live, kv)
-    tokens, scores = successors(drafter.logits(hidden), 0)
+    hidden = network.step(features, live, kv)
+    tokens, scores = successors(network.logits(hidden), 0)
     batch, top_k = tokens.shape
     index = torch.arange(top_k, device=tokens.device)
     nodes = [(tokens, scores, torch.full_like(tokens, -1))]
     flat = index.expand(batch, top_k)
     owner = torch.arange(batch, device=tokens.device).unsqueeze(1)
-    inputs = drafter.fed_back(hidden).unsqueeze(1).expand(-1, top_k, -1).contiguous()
+    inputs = network.fed_back(hidden).unsqueeze(1).expand(-1, top_k, -1).contiguous()
     seen = torch.zeros_like(tokens)
     for level in range(passes):
         seen = seen | torch.ones_like(index) << (level * top_k + index)
         rows = _frontier(live, tokens, seen, level)
-        hidden = drafter.step(inputs.flatten(0, 1), rows, kv)
+        hidden = network.step(inputs.flatten(0, 1), rows, kv)
         if observe is not None:
             observe(rows, hidden)
-        ids, chances = successors(drafter.logits(hidden), level + 1)
+        ids, chances = successors(network.logits(hidden), level + 1)
         paths = (scores.unsqueeze(2) + chances.view(batch, top_k, -1)).flatten(1)
         ids = ids.view(batch, -1)
         nodes.append((ids, paths, flat.repeat_interleave(top_k, dim=1)))
         first = top_k + level * top_k * top_k
         scores, best = paths.topk(top_k, dim=1)
         tokens, flat, parent = ids.gather(1, best), first + best, best // top_k
-        inputs = drafter.fed_back(hidden).view(batch, top_k, -1)[owner, parent]
+        inputs = network.fed_back(hidden).view(batch, top_k, -1)[owner, parent]
         seen = seen.gather(1, parent)
     return GrownTree(*(torch.cat(parts, dim=1) for parts in zip(*nodes, strict=True)))
 

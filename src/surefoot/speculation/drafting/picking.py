@@ -1,0 +1,112 @@
+"""A drafter's tokens, as the target would sample them from the drafter's distribution.
+
+Penalties, bias, temperature and filters are the request's, and so is the noise: keyed by seed,
+position and the *target's* token id, it favours in both distributions the same tokens, so that
+draft and target tend to agree at any temperature (Gumbel coupling).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from surefoot.sampling.noise import gumbel_at
+from surefoot.sampling.params import Features
+from surefoot.sampling.sampler import (
+    SampleRows,
+    adjust,
+    draws_of,
+    filtered_scores,
+    sample_rows,
+)
+from surefoot.speculation.drafting.network import Network
+from surefoot.speculation.state import SlotState
+
+CANDIDATES = 64
+
+
+class Picker:
+    """Takes tokens from the logits of one network. ``coupled``: as said above; otherwise the
+    likeliest tokens, whatever the request's parameters."""
+
+    def __init__(self, network: Network, state: SlotState, coupled: bool) -> None:
+        self.backend = network.backend
+        self.ids = network.target_ids
+        self.state = state
+        self.coupled = coupled
+        self.features = Features()
+
+    def serve(self, features: Features) -> None:
+        """Be ready for requests of which some need these sampling stages."""
+        self.features = features if self.coupled else Features()
+
+    def pick(
+        self,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        logits: torch.Tensor,
+        out: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """float32 logits [B, draft vocabulary] -> ``out``: tokens int64 [B], by the target's ids,
+        and the chance that the drafter gives them, float32 [B]; both may be strided.
+
+        ``positions`` int64 [B]: where the tokens stand. Drafts are entered in ``state.history``,
+        where the next one's penalties see them; the likeliest of all are not, which nobody asks.
+        """
+        backend, ids, state, features = self.backend, self.ids, self.state, self.features
+        if features == Features():
+            backend.drafting.likeliest(logits, ids, *out)
+            return
+        rows = SampleRows(slots, positions, state.history, state.history.shape[1])
+        adjusted = features.penalties or features.bias or features.min_tokens
+        if features.noise and not adjusted:
+            draws = draws_of(rows, state.params)
+            if backend.drafting.draw(logits, ids, draws, state.history, *out):
+                return
+        scores = self._by_target(logits)
+        tokens = sample_rows(scores, rows, state.params, features, backend)
+        state.history[slots, positions] = tokens
+        temperature = state.params.temperature[slots].unsqueeze(1)
+        temperature = torch.where(temperature > 0, temperature, 1.0)
+        chosen = scores.gather(1, tokens.unsqueeze(1))
+        out[0].copy_(tokens)
+        out[1].copy_(_chance(logits / temperature, chosen / temperature))
+
+    def pick_several(
+        self, slots: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ``count`` best candidates of each row [R], the best first: (tokens,
+        log-probabilities), [R, count] each. Under noise those of the highest noised scores, and
+        their log-probabilities given the noise. Penalties see the committed text, not the
+        drafts."""
+        ids, state, features = self.ids, self.state, self.features
+        if features == Features():
+            best, columns = logits.log_softmax(dim=-1).topk(count, dim=-1)
+            return columns if ids is None else ids[columns], best
+        params = state.params
+        rows = SampleRows(slots, state.length[slots], state.history, state.history.shape[1])
+        scores = adjust(self._by_target(logits), rows, params, features)
+        if not features.noise:
+            best, tokens = scores.log_softmax(dim=-1).topk(count, dim=-1)
+            return tokens, best
+        greedy = (params.temperature[slots] == 0).unsqueeze(1)
+        drawn = filtered_scores(scores, slots, params, features)
+        scores = torch.where(greedy, scores, drawn)
+        # Far down, no noise lifts a candidate above all others.
+        likely, tokens = scores.topk(min(max(CANDIDATES, count), scores.shape[1]), dim=-1)
+        noise = gumbel_at(params.seed[slots], params.choice[slots], positions, tokens)
+        noised = torch.where(greedy, likely, likely + noise)
+        total = torch.where(greedy, scores.logsumexp(-1, True), noised.logsumexp(-1, True))
+        best, columns = (noised - total).topk(count, dim=-1)
+        return tokens.gather(1, columns), best
+
+    def _by_target(self, logits: torch.Tensor) -> torch.Tensor:
+        """[B, draft vocabulary] -> [B, vocab_size], -inf for tokens that the drafter lacks."""
+        if self.ids is None:
+            return logits
+        scores = logits.new_full((len(logits), self.state.vocab_size), float("-inf"))
+        scores[:, self.ids] = logits
+        return scores
+
+
+def _chance(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    return (chosen - logits.logsumexp(dim=-1, keepdim=True)).exp().squeeze(1)

@@ -1,0 +1,170 @@
+"""What drafters keep of requests that do not allow them: nothing; and nobody ever reads it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle3_engines import folder, target
+from harness import Job, make_engine, needs_native, on_torch_alone, run_alone, run_jobs
+from surefoot.engine.engine import Engine
+from surefoot.kernels.batch import FlatBatch
+from surefoot.request import SamplingParams, SpeculationParams
+from surefoot.speculation.proposer import Drafts
+from surefoot.speculation.proposers.eagle3.proposer import Eagle3Proposer
+from test_eagle3_engine import GREEDY, by_formulas, compare, some
+
+DRAFTER = "eagle3"
+METHODS = ("off", "ngram", DRAFTER, "auto", "auto; 0")
+ROUNDS = pytest.mark.parametrize("ahead", [False, True], ids=["called", "launched ahead"])
+formulas = functools.cache(by_formulas)
+
+
+def speculation(method: str) -> SpeculationParams:
+    return SpeculationParams("auto", 0) if method == "auto; 0" else SpeculationParams(method)
+
+
+# The drafter of random weights is hardly ever right, but what it says depends on all its keys.
+def engine_of(backend: str = "torch", ahead: bool = False, **options: Any) -> Engine:
+    own = {"path": folder("random"), "draft_tokens": 3, **options.pop("own", {})}
+    values: dict[str, Any] = {
+        "proposers": ("ngram", DRAFTER),
+        "proposer_options": {DRAFTER: own},
+        "draft_policy": "fixed",
+        **options,
+    }
+    engine = make_engine(target(backend), ahead, **values)
+    return on_torch_alone(engine) if backend == "torch" else engine
+
+
+class Watch:
+    """What an engine's drafter offers to those who allow it, and what it keeps."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.index = engine.controller.names.index(DRAFTER)
+        self.offers: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+        self.written: list[FlatBatch] = []
+        self._offer = engine.controller.offer
+        engine.controller.offer = self.offer  # type: ignore[method-assign]
+        network = cast(Eagle3Proposer, engine.proposers[self.index]).network
+        self._write_keys = network.write_keys
+        network.write_keys = self.write_keys  # type: ignore[method-assign]
+
+    def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
+        controller, state = self.engine.controller, self.engine.state
+        running = {request.slot for request in self.engine.scheduler.running}
+        for slot, tokens in zip(slots.tolist(), drafts.tokens.tolist(), strict=True):
+            if index == self.index and slot in running and controller.allowed[index, slot]:
+                text = tuple(state.history[slot, : int(state.length[slot])].tolist())
+                self.offers.setdefault(text, set()).add(tuple(tokens))
+        return self._offer(index, slots, drafts)
+
+    def write_keys(self, features: torch.Tensor, batch: FlatBatch, kv: Any) -> None:
+        self.written.append(batch)
+        self._write_keys(features, batch, kv)
+
+    def check(self) -> int:
+        """Every offer is what the formulas say of its text, whatever came before."""
+        for text, found in self.offers.items():
+            assert found == {formulas("random", text, 3)}, text
+        return len(self.offers)
+
+
+def crowd(methods: tuple[str, ...], shared: int, tokens: int, gap: int) -> list[Job]:
+    """Prompts of which the first ``shared`` tokens are those of one text, then of one of two."""
+    text = tuple(3 + (7 * i + i // 5) % 40 for i in range(60))
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    return [
+        Job(
+            (*text[:shared], *(text[30 + i % 2 : 30 + i % 2 + 9]), 3 + i // 2),
+            params,
+            speculation(method),
+            arrival=gap * i,
+        )
+        for i, method in enumerate(methods)
+    ]
+
+
+@ROUNDS
+def test_drafts_never_rest_on_what_was_not_written(ahead: bool) -> None:
+    """Prefix hits from one kind of request to another, preemption, chunked prompts, slots and
+    blocks that change hands."""
+    jobs = crowd(("off", "auto", "ngram", DRAFTER, "auto; 0", "auto", "off", DRAFTER), 14, 26, 3)
+    engine = engine_of(ahead=ahead, kv_blocks=24, max_num_batched_tokens=7, max_num_seqs=3)
+    watch = Watch(engine)
+    requests = run_jobs(engine, jobs)
+    for job, request in zip(jobs, requests, strict=True):
+        assert request.output == run_alone(target(), job).output
+    assert watch.check() > 25
+    assert engine.stats.preemptions and sum(r.cached for r in requests) > 20
+
+
+@needs_native
+@some(12)
+@given(
+    st.lists(st.sampled_from(METHODS), min_size=3, max_size=7),
+    st.integers(0, 20),
+    st.integers(4, 12),
+    st.integers(0, 8),
+    st.sampled_from([22, 26, 80]),
+    st.sampled_from([5, 40]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_any_mixture_gives_plain_texts_and_the_drafts_of_a_fresh_engine(
+    methods: list[str], shared: int, tokens: int, gap: int,
+    blocks: int, chunk: int, ahead: bool, tree: bool,
+) -> None:  # fmt: skip
+    jobs = crowd(tuple(methods), shared, tokens, gap)
+    own = {"top_k": 2, "depth": 2, "draft_tokens": 4} if tree else {}
+    engine = engine_of(
+        "native", ahead, own=own, kv_blocks=blocks, max_num_batched_tokens=chunk, max_num_seqs=3
+    )
+    watch = Watch(engine)
+    for job, request in zip(jobs, run_jobs(engine, jobs), strict=True):
+        compare("native", run_alone(target("native"), job), request)
+    if not tree:
+        watch.check()
+        return
+    for text, found in watch.offers.items():
+        [first] = {drafts[0] for drafts in found}
+        assert first == formulas("random", text, 3)[0], text
+
+
+PROMPT = tuple(range(3, 20))
+"""16 positions in blocks of 4, and one more."""
+
+
+@ROUNDS
+@pytest.mark.parametrize("method", ["off", "ngram", "auto; 0"])
+def test_what_a_request_without_drafts_left_runs_again_once(method: str, ahead: bool) -> None:
+    engine = engine_of(ahead=ahead)
+    run_jobs(engine, [Job(PROMPT, GREEDY, speculation(method))])
+    watch = Watch(engine)
+    plain, first, second, third = (
+        run_jobs(engine, [Job(PROMPT, GREEDY, speculation(name))])[0]
+        for name in (method, "auto", DRAFTER, "off")
+    )
+    assert [plain.cached, first.cached, second.cached, third.cached] == [16, 0, 16, 16]
+    assert plain.output == first.output == second.output == third.output
+    assert watch.check() > 5
+
+
+@ROUNDS
+def test_requests_that_do_not_allow_a_drafter_pay_no_catch_up(ahead: bool) -> None:
+    engine = engine_of(ahead=ahead, enable_prefix_caching=False)
+    watch = Watch(engine)
+    others = [Job(PROMPT, GREEDY, speculation(name)) for name in ("off", "ngram", "off")]
+    run_jobs(engine, others)
+    assert watch.written == []
+    # Beside others only its own rows are kept.
+    [*_, own] = run_jobs(engine, [*others, Job(PROMPT, GREEDY, speculation(DRAFTER))])
+    rows = len(PROMPT) + own.stats.rounds - 1 + own.stats.drafted
+    assert sum(int((batch.row_slot >= 0).sum()) for batch in watch.written) == rows
+    watch.check()
