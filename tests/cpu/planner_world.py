@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +15,18 @@ from surefoot.speculation.goodput import best_count
 
 Seconds = Callable[[int, int, Action, int], float]
 """Of a round by (requests, prompt rows, action, drafts)."""
+
+
+class Decides(Protocol):
+    """A planner, or what takes its place."""
+
+    def decide(self, situation: Situation) -> Decision:
+        """As ``Planner.decide``."""
+        ...
+
+    def landed(self, decision: Decision, situation: Situation, outcome: Landed) -> None:
+        """As ``Planner.landed``."""
+        ...
 
 
 @dataclass
@@ -86,15 +99,15 @@ class World:
     busy: float = 1.0
     """How many times slower the machine is now."""
     prompt_rows: int = 0
+    stairs: tuple[int, ...] = ()
+    """Numbers of drafts at which the device's time rises, beside others."""
     seed: int = 0
     tokens: float = 0.0
     seconds: float = 0.0
     verified: int = 0
     looked: int = 0
     rounds: int = 0
-    expected: bool = True
-    """Whether a draft gives its chance in tokens, not one or none: the same with less noise."""
-    flights: deque = field(default_factory=deque)
+    flights: deque[Any] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -103,14 +116,14 @@ class World:
         self.report: tuple[np.ndarray, np.ndarray] | None = None
         self.texts.start(self.requests, self.text_rng)
 
-    def run(self, planner, rounds: int) -> float:
+    def run(self, planner: Decides, rounds: int) -> float:
         """Tokens a second over so many rounds."""
         tokens, seconds = self.tokens, self.seconds
         for _ in range(rounds):
             self.step(planner)
         return (self.tokens - tokens) / (self.seconds - seconds)
 
-    def step(self, planner) -> Decision:
+    def step(self, planner: Decides) -> Decision:
         chances, whose = self.report if self.report is not None else (None, None)
         if chances is not None and whose is not None and len(chances) != self.requests:
             grown = np.full((self.requests, chances.shape[1]), np.nan, dtype=np.float32)
@@ -136,7 +149,7 @@ class World:
         self.rounds += 1
         return decision
 
-    def _execute(self, decision: Decision):
+    def _execute(self, decision: Decision) -> tuple[Landed, tuple[np.ndarray, np.ndarray]]:
         requests, rng = self.requests, self.rng
         verified, gained, drafting = 0, 0.0, np.zeros(requests, dtype=bool)
         if self.hand is not None and decision.drafts and len(self.hand[0]) == requests:
@@ -147,11 +160,8 @@ class World:
             taken.reshape(-1)[order] = True
             verified = len(order)
             drafting |= taken.any(axis=1)
-            if self.expected:
-                gained = float((chances * taken).sum())
-            else:
-                rest = np.where(taken, chances, 0.0)
-                gained = float((rest > rng.random((requests, 1))).sum())
+            # As many tokens as are to be expected: the same in the end, with less noise.
+            gained = float((chances * taken).sum())
         new = self.texts.offers(requests, decision.action, self.text_rng)
         drafting |= new[0][:, 0] > 0
         self.hand = new if decision.proposers else None
@@ -163,7 +173,7 @@ class World:
         self.seconds += max(device, host) if self.overlap else device + host
         self.verified += verified
         self.looked += bool(decision.proposers)
-        landed = Landed(device, host, verified, gained, int(drafting.sum()), 0)  # type: ignore[arg-type]
+        landed = Landed(device, host, verified, gained, int(drafting.sum()), 0)
         return landed, new
 
 
@@ -182,7 +192,8 @@ class Fixed:
         if world.hand is not None and world.hand[0].any():
             chances = world.hand[0]
             offered = int(np.count_nonzero(chances))
-            some = np.unique(np.linspace(0, offered, 65).astype(int))
+            some = np.unique([*np.linspace(0, offered, 65).astype(int).tolist(), *world.stairs])
+            some = some[some <= offered]
             host = world.host(situation.requests, int((chances[:, 0] > 0).sum()), 0)
             times = np.array([world.device(situation.requests, 0, self.action, n) for n in some])
             times = np.maximum(times, host) if world.overlap else times + host

@@ -14,6 +14,7 @@ _DOUBT = 4.0
 _LEAST_NOISE = 0.002
 _NOISE_WEIGHT = 0.02
 _ROUNDING = 1e-9
+_LARGEST_STEP = 0.5
 
 
 class Beliefs:
@@ -42,29 +43,39 @@ class Beliefs:
         """Standard deviation of a measurement."""
         return self._variance**0.5
 
-    def observe(self, weights: np.ndarray, off: float) -> None:
+    @property
+    def contradicted(self) -> bool:
+        """Whether the last measurements lay far off, on the same side."""
+        return abs(self._side) >= 2
+
+    def observe(self, weights: np.ndarray, off: float) -> bool:
         """The sum of the numbers, each times its ``weights`` (float64 [n]), was measured ``off``
-        larger than believed."""
+        larger than believed. Returns whether it was known better than a measurement tells."""
         size = len(self.mean)
         doubt = self.covariance.reshape(-1)[:: size + 1]
         # At least so much that rounding leaves no variance below 0.
         doubt += np.where(doubt < self._most, self._drift, _ROUNDING)
         own = max(0.0, float(weights @ self.covariance @ weights))
         far = off / (own + self._variance) ** 0.5
+        firm = own < self._variance
         self._count_contradictions(far)
-        if abs(self._side) >= 2:
+        if self.contradicted:
             self._doubt_more()
-        elif own < self._variance:
+        elif firm:
             # Only where the belief is firm does a surprise tell of noise.
             self._variance *= 1 + _NOISE_WEIGHT * (min(far * far, FARTHEST**2) - 1)
             self._variance = max(self._variance, _LEAST_NOISE**2)
         spread = self.covariance @ weights
         total = float(weights @ spread) + self._variance
         most = FARTHEST * total**0.5
-        self.mean += spread * (min(max(off, -most), most) / total)
+        # Sums of parts are linear in their logarithms only nearby: no large steps at once.
+        step = spread * (min(max(off, -most), most) / total)
+        part = min(1.0, _LARGEST_STEP / max(float(np.abs(step).max()), 1e-30))
+        self.mean += part * step
         # Symmetric to the last bit: doubt would multiply what is not.
-        spread /= total**0.5
+        spread *= (part / total) ** 0.5
         self.covariance -= np.multiply.outer(spread, spread)
+        return firm and not self.contradicted
 
     def _count_contradictions(self, far: float) -> None:
         side = 0 if abs(far) < _CONTRADICTED else (1 if far > 0 else -1)
@@ -78,30 +89,16 @@ class Beliefs:
 
 
 def in_line(sizes: Sequence[float], seconds: Sequence[float], most: float = 1.5) -> np.ndarray:
-    """float64 [n]: ``seconds`` by rising ``sizes``; those ``most`` times off replaced by what lies
-    between the others. Seconds should rise with the size, and seconds per unit of size should fall:
-    off is what has to change for that, where as little as possible changes, in logarithms."""
+    """float64 [n]: ``seconds`` by rising ``sizes``; those out of line replaced by what lies between
+    the others. Of two sizes the larger takes no less time, and no more time per unit of size, give
+    or take ``most`` times; out of line is who disagrees with most others, one after the other."""
     size = np.log(np.asarray(sizes, dtype=np.float64))
     value = np.log(np.asarray(seconds, dtype=np.float64))
-    for per_size in (0.0, 1.0, 0.0, 1.0):
-        line = _rising(value - per_size * size) if not per_size else -_rising(size - value)
-        off = np.abs(value - per_size * size - line) > np.log(most)
-        if off.all():
-            break
-        # Beyond the ends, per size or not as was asked for: the line's own value.
-        between = np.interp(size, size[~off], value[~off])
-        ends = (size < size[~off][0]) | (size > size[~off][-1])
-        value = np.where(off, np.where(ends, line + per_size * size, between), value)
-    return np.exp(value)
-
-
-def _rising(values: np.ndarray) -> np.ndarray:
-    """The rising line with the least sum of distances to ``values`` (isotonic regression:
-    neighbours that fall are pooled, and a pool has the value of its median)."""
-    pools: list[list[float]] = []
-    for value in values.tolist():
-        pools.append([value])
-        while len(pools) > 1 and np.median(pools[-2]) > np.median(pools[-1]):
-            last = pools.pop()
-            pools[-1] += last
-    return np.concatenate([np.full(len(pool), np.median(pool)) for pool in pools])
+    slack, growth = np.log(most), value[np.newaxis] - value[:, np.newaxis]
+    larger = size[np.newaxis] - size[:, np.newaxis]
+    wrong = (larger > 0) & ((growth < -slack) | (growth > larger + slack))
+    wrong |= wrong.T
+    kept = np.ones(len(size), dtype=bool)
+    while (disagree := (wrong & kept).sum(axis=1) * kept).any():
+        kept[disagree.argmax()] = False
+    return np.exp(np.where(kept, value, np.interp(size, size[kept], value[kept])))

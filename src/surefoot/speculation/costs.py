@@ -13,7 +13,7 @@ from surefoot.speculation.decisions import Action
 
 MOST_CHOICES = 96
 """Numbers of drafts that are weighed, at most: beyond, steps widen."""
-_SCALE, _SHAPE, _OWN, _PROPOSING = 1.0, 0.3, 0.03, 1.0
+_SCALE, _SHAPE, _OWN, _PROPOSING = 2.0, 0.3, 0.03, 1.0
 """How far from the first measurements logarithms of times may be, as standard deviations: all of
 them together, some numbers of rows against others, one against its neighbours, and a proposer's."""
 _RANGE = 2.0
@@ -141,6 +141,10 @@ class ExactCosts:
         off = float(np.log(seconds / total)) - float(self.beliefs.mean[0])
         self.beliefs.observe(weights, off)
         self._rounds += 1
+        self._knots = None
+
+    def forget_curve(self) -> None:
+        """Beliefs were changed from outside."""
         self._knots = None
 
     def _forward(self, rows: np.ndarray) -> np.ndarray:

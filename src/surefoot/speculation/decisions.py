@@ -103,7 +103,7 @@ class Landed:
     """What the host did for this round, waiting for the device left out."""
     verified: int
     """Drafts that got a row, over all requests."""
-    accepted: int
+    accepted: float
     drafting: int
     """Requests that had drafts verified or have some on offer now."""
     ends: int

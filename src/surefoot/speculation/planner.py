@@ -18,18 +18,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from surefoot.speculation.decisions import (
     NOTHING,
-    PLAIN,
     Action,
     Decision,
     Expectation,
     Landed,
-    Promise,
     RoundCosts,
     Situation,
 )
@@ -37,11 +34,10 @@ from surefoot.speculation.exploring import Budget, Trial
 from surefoot.speculation.goodput import best_count, nearest_count
 from surefoot.speculation.host_costs import HostCosts, HostSample
 from surefoot.speculation.offers import OfferMemory
+from surefoot.speculation.weighing import Weighing
 
 BARREN_ROUNDS = 4096
 """Rounds in a row with drafts on offer and none verified, after which a line is logged."""
-_BELIEVED = 0.25
-"""A belief about a time is as noisy as the mean of some sixteen rounds."""
 _BEYOND = 1.5
 """How many times longer rounds may be than they would be, to learn about more drafts."""
 _UNLIKELY = 3.0
@@ -69,7 +65,7 @@ class Planner:
         self.costs = costs
         self.host = host
         self.offers = OfferMemory(width, frozenset(drafters))
-        self.overlap = overlap
+        self.weighing = Weighing(costs, host, self.offers, overlap)
         self.budget = Budget()
         self.explored = 0
         """Rounds that explored."""
@@ -77,20 +73,15 @@ class Planner:
         """Rounds in a row that had drafts on offer and verified none."""
         self.believed_seconds = self.measured_seconds = 0.0
         """Of late rounds, on average."""
-        self._promises: dict[Action, Promise] = {}
-        self._best = NOTHING
         self._usual_tokens = self._usual_rounds = 1.0
         """Of rounds that try nothing, on the running average: tokens of a request, and the time in
         plain rounds."""
-        self._turn = 0
         self._depth = 0
         self._second: Trial | None = None
         """What the last round tried, if that takes another round."""
         self._last = Decision(0, *NOTHING)
         self._reported = NOTHING
         self._unread = False
-        self._allowed_for: tuple[int, tuple[int, ...], int] | None = None
-        self._allowed_actions: tuple[Action, ...] = ()
         self._trials_for: tuple[tuple[Action, ...], Action] | None = None
         self._trials_there: tuple[Trial, ...] = ()
 
@@ -99,11 +90,11 @@ class Planner:
     def decide(self, situation: Situation) -> Decision:
         """What to launch now."""
         self._read(situation)
-        actions = self._allowed(situation)
-        plain, prompts = self._plain_seconds(situation)
-        self._weigh(situation, actions, plain)
+        actions = self.weighing.allowed(situation)
+        plain, prompts = self.weighing.plain_seconds(situation)
+        self.weighing.weigh(situation, actions, plain)
         chances = self._at_hand(situation)
-        action, apart = self._best, prompts
+        action, apart = self.weighing.best, prompts
         drafts, seconds = self._verify(situation, action, chances, apart)
         without = seconds
         trials = self._trials(actions)
@@ -111,10 +102,13 @@ class Planner:
         trial, tried = self._second, self._last.action
         self._second = None
         if trial is not None and tried in actions:
-            # A second round verifies what the first had others offer.
+            # In a second round there is to verify what the first had others offer.
             action = tried
             drafts, seconds = self._verify(situation, action, chances, apart)
-            if spare and not drafts:
+            without = seconds
+            verify = [t for t in trials if t.verify] if spare and not drafts else []
+            if verify and (more := self.budget.next(verify)):
+                trial = more
                 drafts, seconds = self._verify(situation, action, chances, apart, beyond=0)
         else:
             trial = self.budget.next([t for t in trials if spare or not t.verify])
@@ -147,94 +141,6 @@ class Planner:
             chances, whose = situation.chances.numpy(), situation.whose.numpy()
             self.offers.enter(chances, whose, proposers, steps)
 
-    def _allowed(self, situation: Situation) -> tuple[Action, ...]:
-        """What the requests' choices leave of the actions."""
-        s = situation
-        if not s.requests or s.draft_limit < 1 or not s.proposers:
-            return (NOTHING,)
-        key = s.requests, s.proposers, s.draft_limit
-        if key != self._allowed_for:
-            allowed = set(s.proposers)
-            actions = [a for a in self.costs.actions(s.requests) if allowed.issuperset(a[0])]
-            # A drafter whose shortest draft is longer than anybody wants is of use all the same.
-            shortest = dict(reversed(actions))
-            self._allowed_for = key
-            self._allowed_actions = tuple(
-                a for a in actions if a[1] <= max(s.draft_limit, shortest[a[0]])
-            )
-        return self._allowed_actions
-
-    def _plain_seconds(self, situation: Situation) -> tuple[float, float]:
-        """Seconds of a round without drafts, proposers and prompts, and what prompts add."""
-        s = situation
-        host = self.host.seconds(s.requests, 0.0)
-        alone = self._together(self.costs.table(s.requests, 0, NOTHING, 0, s.context)[1][0], host)
-        if not s.prompt_rows:
-            return float(alone), 0.0
-        table = self.costs.table(s.requests, s.prompt_rows, NOTHING, 0, s.context)
-        return float(alone), float(self._together(table[1][0], host) - alone)
-
-    def _together(self, device: Any, host: float) -> Any:
-        """Seconds of rounds that take the device and the host so long."""
-        return np.maximum(device, host) if self.overlap else device + host
-
-    def _table(
-        self, situation: Situation, action: Action, most: int, prompt_rows: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """As of ``RoundCosts``, the host included."""
-        s = situation
-        drafting = s.requests * self.offers.share(action[0])
-        drafts, seconds = self.costs.table(s.requests, prompt_rows, action, most, s.context)
-        return drafts, self._together(seconds, self.host.seconds(s.requests, drafting))
-
-    @property
-    def _margin(self) -> float:
-        """How much more than another an action must promise."""
-        return 1.0 + _BELIEVED * self.costs.noise
-
-    def _weigh(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> None:
-        """Choose the best action. Every decision weighs one of them anew."""
-        if len(actions) < 2:
-            self._best = NOTHING
-            return
-        if self._best not in actions:
-            self._best = max(actions, key=lambda action: self._promise_of(action).rate)
-        # One a round, and none older than that: of old promises the best would be too good.
-        self._turn += 1
-        if self._turn % 2:
-            self._promises[self._best] = self._promise(situation, self._best, plain)
-            return
-        other = actions[self._turn // 2 % len(actions)]
-        self._promises[other] = self._promise(situation, other, plain)
-        if self._promises[other].rate > self._margin * self._promise_of(self._best).rate:
-            # Texts repeat themselves for a while, now and then, and nothing tells when but a look.
-            # That is given up where it does not pay in the long run.
-            looks = set(self._best[0]) - set(other[0]) - self.offers.drafters
-            if looks:
-                rates = (
-                    self._promise(situation, a, plain, False).rate for a in (self._best, other)
-                )
-                if next(rates) > next(rates):
-                    return
-            self._best = other
-
-    def _promise_of(self, action: Action) -> Promise:
-        """The last time that it was weighed."""
-        return self._promises.get(action, PLAIN)
-
-    def _promise(
-        self, situation: Situation, action: Action, plain: float, lately: bool = True
-    ) -> Promise:
-        """What a round of so many requests brings with an action."""
-        if action == NOTHING:
-            return PLAIN
-        requests = situation.requests
-        drafts, seconds = self._table(situation, action, requests * self.offers.width, 0)
-        tokens, seconds = self.offers.promise(
-            requests, *action, drafts, seconds, self._margin, lately
-        )
-        return Promise(tokens / requests, seconds / plain)
-
     def _at_hand(self, situation: Situation) -> np.ndarray | None:
         """float32 [requests, K]: chances of the drafts that this round finds on offer, as far as
         they are known; None where there are none."""
@@ -263,11 +169,11 @@ class Planner:
         """How many drafts to verify in a round that then proposes so, and its seconds. ``beyond``:
         more than these, which are believed best."""
         offered = 0 if chances is None else int(np.count_nonzero(chances))
-        drafts, seconds = self._table(situation, action, offered, situation.prompt_rows)
+        drafts, seconds = self.weighing.table(situation, action, offered, situation.prompt_rows)
         if chances is None or not offered:
             return 0, float(seconds[0])
         if beyond is None:
-            at = best_count(chances, drafts, seconds, apart, self._margin)
+            at = best_count(chances, drafts, seconds, apart, self.weighing.margin)
         elif beyond == 0:
             at = nearest_count(chances, drafts, seconds, apart)
         else:
@@ -282,15 +188,15 @@ class Planner:
         """What may be tried beside the best action."""
         if len(actions) < 2:
             return ()
-        proposers = self._best[0]
-        if (actions, self._best) != self._trials_for:
+        proposers = self.weighing.best[0]
+        if (actions, self.weighing.best) != self._trials_for:
             trials = [
                 Trial(False, chosen, proposers) for chosen in dict(actions) if chosen != proposers
             ]
             if sum(action[0] == proposers for action in actions) > 1:
                 trials.append(Trial(False, proposers, proposers))
             trials.append(Trial(True, proposers, proposers))
-            self._trials_for, self._trials_there = (actions, self._best), tuple(trials)
+            self._trials_for, self._trials_there = (actions, self.weighing.best), tuple(trials)
         return self._trials_there
 
     def _action_of(
@@ -299,13 +205,13 @@ class Planner:
         """Others are tried as far as now, or as they promise most; those that are awake to each
         other depth in turn, the longest first."""
         own = [action for action in actions if action[0] == trial.proposers]
-        if trial.proposers == self._best[0]:
-            own.remove(self._best)
+        if trial.proposers == self.weighing.best[0]:
+            own.remove(self.weighing.best)
             self._depth += 1
             return own[-self._depth % len(own)]
-        if (same := (trial.proposers, self._best[1])) in own:
+        if (same := (trial.proposers, self.weighing.best[1])) in own:
             return same
-        return max(own, key=lambda action: self._promise(situation, action, plain).rate)
+        return max(own, key=lambda action: self.weighing.promise(situation, action, plain).rate)
 
     # --- learning -----------------------------------------------------------------------------
 
@@ -324,7 +230,7 @@ class Planner:
             s.requests, s.prompt_rows, decision.action, decision.drafts, s.context,
             outcome.device_seconds,
         )  # fmt: skip
-        seconds = float(self._together(outcome.device_seconds, outcome.host_seconds))
+        seconds = float(self.weighing.together(outcome.device_seconds, outcome.host_seconds))
         self.believed_seconds += _RECENT * (expected.seconds - self.believed_seconds)
         self.measured_seconds += _RECENT * (seconds - self.measured_seconds)
         self._account(expected, seconds, outcome.accepted / s.requests)

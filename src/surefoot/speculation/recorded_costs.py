@@ -245,8 +245,11 @@ class RecordedCosts:
         self._rounds += 1
         believed = float(self._seconds(np.array([place]), context)[0])
         off = float(np.log(seconds / believed))
-        self.beliefs.observe(self._features[place], off)
-        # What the others' beliefs do not explain is the size's own.
+        firm = self.beliefs.observe(self._features[place], off)
+        self._seen[place] = self._rounds
+        if not firm:
+            return
+        # What others do not explain is the size's own.
         limit = _UNLIKELY * self.noise
         side = 0 if abs(off) < limit else (1 if off > 0 else -1)
         before = int(self._side[place])
@@ -256,7 +259,6 @@ class RecordedCosts:
         self._own[place] += (
             min(1.0, _OWN_WEIGHT * 2 ** min(max(abs(side) - 1, 0), _DOUBLINGS)) * off
         )
-        self._seen[place] = self._rounds
 
 
 def at_context(contexts: np.ndarray, seconds: np.ndarray, context: float) -> np.ndarray:

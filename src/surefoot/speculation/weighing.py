@@ -1,0 +1,145 @@
+"""Which action is best: who should propose, and how far, by what they offered lately."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from surefoot.speculation.decisions import (
+    NOTHING,
+    PLAIN,
+    Action,
+    Promise,
+    RoundCosts,
+    Situation,
+)
+from surefoot.speculation.host_costs import HostCosts
+from surefoot.speculation.offers import OfferMemory
+
+_BELIEVED = 0.25
+"""A belief about a time is as noisy as the mean of some sixteen rounds."""
+_WEIGH_EVERY = 3
+"""Rounds between two looks whether another action is better."""
+
+
+class Weighing:
+    """Weighs actions by tokens a second: offers of late, times of the device and the host."""
+
+    def __init__(
+        self, costs: RoundCosts, host: HostCosts, offers: OfferMemory, overlap: bool
+    ) -> None:
+        """``overlap`` as in ``Planner``."""
+        self.costs = costs
+        self.host = host
+        self.offers = offers
+        self.overlap = overlap
+        self.best = NOTHING
+        self._promises: dict[Action, Promise] = {}
+        """Of each action, when it was weighed last."""
+        self._turn = 0
+        self._allowed_for: tuple[int, tuple[int, ...], int] | None = None
+        self._allowed_actions: tuple[Action, ...] = ()
+
+    def allowed(self, situation: Situation) -> tuple[Action, ...]:
+        """What the requests' choices leave of the actions."""
+        s = situation
+        if not s.requests or s.draft_limit < 1 or not s.proposers:
+            return (NOTHING,)
+        key = s.requests, s.proposers, s.draft_limit
+        if key != self._allowed_for:
+            allowed = set(s.proposers)
+            actions = [a for a in self.costs.actions(s.requests) if allowed.issuperset(a[0])]
+            # A drafter whose shortest draft is longer than anybody wants is of use all the same.
+            shortest = dict(reversed(actions))
+            self._allowed_for = key
+            self._allowed_actions = tuple(
+                a for a in actions if a[1] <= max(s.draft_limit, shortest[a[0]])
+            )
+        return self._allowed_actions
+
+    def plain_seconds(self, situation: Situation) -> tuple[float, float]:
+        """Seconds of a round without drafts, proposers and prompts, and what prompts add."""
+        s = situation
+        host = self.host.seconds(s.requests, 0.0)
+        alone = self.together(self.costs.table(s.requests, 0, NOTHING, 0, s.context)[1][0], host)
+        if not s.prompt_rows:
+            return float(alone), 0.0
+        table = self.costs.table(s.requests, s.prompt_rows, NOTHING, 0, s.context)
+        return float(alone), float(self.together(table[1][0], host) - alone)
+
+    def together(self, device: Any, host: float) -> Any:
+        """Seconds of rounds that take the device and the host so long."""
+        return np.maximum(device, host) if self.overlap else device + host
+
+    def table(
+        self, situation: Situation, action: Action, most: int, prompt_rows: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As of ``RoundCosts``, the host included."""
+        s = situation
+        drafting = s.requests * self.offers.share(action[0])
+        drafts, seconds = self.costs.table(s.requests, prompt_rows, action, most, s.context)
+        return drafts, self.together(seconds, self.host.seconds(s.requests, drafting))
+
+    @property
+    def margin(self) -> float:
+        """How much more than another an action must promise."""
+        return 1.0 + _BELIEVED * self.costs.noise
+
+    def weigh(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> None:
+        """Choose the best action. Every decision weighs one of them anew."""
+        if len(actions) < 2:
+            self.best = NOTHING
+            return
+        if self.best not in actions:
+            self.best = max(actions, key=lambda action: self._promise_of(action).rate)
+        # One now and then, and none older than that: of old promises the best would be too good.
+        self._turn += 1
+        if self._turn % _WEIGH_EVERY == 0:
+            self._promises[self.best] = self.promise(situation, self.best, plain)
+        if self._turn % _WEIGH_EVERY != 1:
+            return
+        other = self._other(actions, self._turn // _WEIGH_EVERY)
+        self._promises[other] = self.promise(situation, other, plain)
+        if self._promises[other].rate > self.margin * self._promise_of(self.best).rate:
+            # Texts repeat themselves for a while, now and then, and nothing tells when but a look.
+            # That is given up where it does not pay in the long run.
+            looks = set(self.best[0]) - set(other[0]) - self.offers.drafters
+            if looks:
+                rates = (self.promise(situation, a, plain, False).rate for a in (self.best, other))
+                if next(rates) > next(rates):
+                    return
+            self.best = other
+
+    def _other(self, actions: tuple[Action, ...], turn: int) -> Action:
+        """What is weighed against the best action: its neighbours in depth and other proposers, and
+        now and then any action."""
+        if turn % 4 == 3:
+            return actions[turn // 4 % len(actions)]
+        own = [action for action in actions if action[0] == self.best[0]]
+        at = own.index(self.best)
+        near = own[max(0, at - 1) : at] + own[at + 1 : at + 2]
+        for chosen in dict(actions):
+            if chosen != self.best[0]:
+                same = (chosen, self.best[1])
+                others = [action for action in actions if action[0] == chosen]
+                best = max(others, key=lambda action: self._promise_of(action).rate)
+                near.append(same if same in others else best)
+        return near[turn % len(near)]
+
+    def _promise_of(self, action: Action) -> Promise:
+        """The last time that it was weighed."""
+        return self._promises.get(action, PLAIN)
+
+    def promise(
+        self, situation: Situation, action: Action, plain: float, lately: bool = True
+    ) -> Promise:
+        """What a round of so many requests brings with an action."""
+        if action == NOTHING:
+            return PLAIN
+        requests = situation.requests
+        drafts, seconds = self.table(situation, action, requests * self.offers.width, 0)
+        tokens, seconds = self.offers.promise(
+            requests, *action, drafts, seconds, self.margin, lately
+        )
+        return Promise(tokens / requests, seconds / plain)

@@ -1,0 +1,92 @@
+"""How many drafts a round verifies: the most tokens a second, fair to every request."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from surefoot.speculation.goodput import MIN_PACE, best_count, nearest_count
+
+K = 3
+
+
+def matrix(*rows: list[float]) -> np.ndarray:
+    return np.array([row + [0.0] * (K - len(row)) for row in rows], dtype=np.float32)
+
+
+def line(base: float, per_draft: float, count: int) -> tuple[np.ndarray, np.ndarray]:
+    drafts = np.arange(count + 1)
+    return drafts, base + per_draft * drafts
+
+
+def test_free_rows_are_all_taken_and_dear_rows_none() -> None:
+    chances = matrix([0.9, 0.5, 0.1], [0.8])
+    assert best_count(chances, *line(1.0, 0.0, 4)) == 4
+    assert best_count(chances, *line(1.0, 1.0, 4)) == 0
+
+
+def test_a_request_without_drafts_is_slowed_by_a_twentieth_at_most() -> None:
+    chances = matrix([0.99, 0.98, 0.97], [])
+    assert best_count(chances, *line(1.0, 0.03, 3)) == 1
+    assert best_count(chances, *line(1.0, 0.03, 3), min_pace=0.0) == 3
+
+
+def test_a_gain_within_the_margin_is_none() -> None:
+    chances = matrix([0.06])
+    assert best_count(chances, *line(1.0, 0.05, 1)) == 1
+    assert best_count(chances, *line(1.0, 0.05, 1), margin=1.02) == 0
+
+
+def test_time_that_prompts_take_is_not_held_against_drafts_nor_for_them() -> None:
+    chances = matrix([0.2, 0.1])
+    drafts, seconds = line(10.0, 0.15, 2)
+    # As a share of a round with a long prompt, 0.15 is nothing; of the time tokens take, it is.
+    assert best_count(chances, drafts, seconds) == 2
+    assert best_count(chances, drafts, seconds, apart=9.0) == 1
+    assert best_count(chances, drafts, seconds, apart=9.5) == 0
+
+
+def test_the_nearest_miss_is_the_cheapest_to_be_wrong_about() -> None:
+    chances = matrix([0.9, 0.8, 0.7], [])
+    drafts, seconds = line(1.0, 0.06, 3)
+    assert best_count(chances, drafts, seconds) == 0
+    assert nearest_count(chances, drafts, seconds) == 1
+    assert nearest_count(matrix([0.9, 0.8, 0.7]), *line(1.0, 9.0, 3)) > 0
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[list[float]], list[float]]:
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        chain = draw(st.lists(st.sampled_from([0.05, 0.3, 0.5, 0.8, 0.95]), max_size=K))
+        rows.append(sorted(chain, reverse=True))
+    steps = draw(st.lists(st.floats(0, 0.3), min_size=3 * K, max_size=3 * K))
+    return rows, list(itertools.accumulate(steps, initial=1.0))
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases(), st.sets(st.integers(1, 3 * K), max_size=4))
+def test_it_is_the_best_of_all_fair_counts(case: Any, stairs: set[int]) -> None:
+    rows, times = case
+    chances = matrix(*rows)
+    drafts = np.array([0, *sorted(stairs)])
+    seconds = np.array([times[count] for count in drafts])
+    flat = sorted(((-p, b, j) for b, row in enumerate(rows) for j, p in enumerate(row)))
+
+    def worth(at: int) -> float:
+        """Tokens a second; 0 where somebody falls behind."""
+        gains = [0.0] * len(rows)
+        for minus, b, _ in flat[: int(drafts[at])]:
+            gains[b] -= minus
+        slower = seconds[at] / seconds[0]
+        fair = (1 + min(gains)) / slower >= MIN_PACE - 1e-6
+        return (len(rows) + sum(gains)) / slower if fair else 0.0
+
+    chosen = best_count(chances, drafts, seconds)
+    # What is offered may be fewer than a stair holds.
+    assert worth(chosen) > 0
+    assert worth(chosen) >= max(worth(at) for at in range(len(drafts))) - 1e-5

@@ -1,0 +1,265 @@
+"""Beliefs about what rounds cost follow what happens, whatever they were."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from surefoot.speculation.beliefs import Beliefs, in_line
+from surefoot.speculation.costs import ExactCosts, Proposing
+from surefoot.speculation.decisions import NOTHING
+from surefoot.speculation.host_costs import HostCosts, HostSample
+from surefoot.speculation.recorded_costs import RecordedCosts, RecordedSize, at_context
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+LOOK = ((0,), 0)
+
+
+def true_seconds(rows: int) -> float:
+    return 5e-3 * (1 + 0.06 * (rows - 1))
+
+
+def exact(factor: float = 1.0) -> ExactCosts:
+    proposing = {0: Proposing(1e-4), 1: Proposing(5e-4, 0.0, longest=3)}
+    return ExactCosts(ROWS, [factor * true_seconds(rows) for rows in ROWS], proposing)
+
+
+def ratio(costs: ExactCosts, drafts: int) -> float:
+    _, seconds = costs.table(1, 0, NOTHING, drafts, 100.0)
+    return float(seconds[-1] / seconds[0])
+
+
+# --- beliefs --------------------------------------------------------------------------------------
+
+
+def one(noise: float = 0.05) -> Beliefs:
+    return Beliefs(np.zeros(1), np.eye(1), np.full(1, 1e-4), noise)
+
+
+def observe(beliefs: Beliefs, value: float, times: int) -> None:
+    for _ in range(times):
+        beliefs.observe(np.ones(1), value - float(beliefs.mean[0]))
+
+
+def test_a_single_outlier_moves_a_firm_belief_little() -> None:
+    beliefs = one()
+    observe(beliefs, 1.0, 100)
+    observe(beliefs, 8.0, 1)
+    assert abs(beliefs.mean[0] - 1.0) < 0.1
+
+
+def test_a_belief_that_is_contradicted_again_and_again_moves_fast() -> None:
+    beliefs = one()
+    observe(beliefs, 1.0, 100)
+    observe(beliefs, 4.0, 40)
+    assert abs(beliefs.mean[0] - 4.0) < 0.1
+
+
+def test_noise_is_learnt() -> None:
+    rng, beliefs = np.random.default_rng(0), one(0.2)
+    for _ in range(2000):
+        beliefs.observe(np.ones(1), rng.normal(1.0, 0.02) - float(beliefs.mean[0]))
+    assert 0.01 < beliefs.noise < 0.04
+
+
+def test_variances_stay_above_zero_whatever_is_measured() -> None:
+    rng = np.random.default_rng(1)
+    beliefs = Beliefs(np.zeros(3), np.eye(3), np.full(3, 1e-5), 0.01)
+    for at in range(3000):
+        weights = rng.random(3) * (rng.random(3) < 0.5)
+        beliefs.observe(weights, float(rng.normal(0, 10.0 if at % 500 < 60 else 0.01)))
+        assert np.linalg.eigvalsh(beliefs.covariance)[0] > -1e-12
+        assert np.isfinite(beliefs.mean).all()
+
+
+@pytest.mark.parametrize(("at", "factor"), [(0, 1e-3), (0, 1e3), (3, 1e3), (3, 1e-3), (9, 1e3)])
+def test_one_wrong_measurement_is_put_in_line(at: int, factor: float) -> None:
+    right = [true_seconds(rows) for rows in ROWS]
+    wrong = list(right)
+    wrong[at] *= factor
+    found = in_line(ROWS, wrong)
+    assert np.all(np.abs(np.log(found / np.array(right))) < 1.0)
+    assert np.allclose(np.delete(found, at), np.delete(right, at))
+
+
+# --- rows as they are needed ----------------------------------------------------------------------
+
+
+def test_measured_times_are_believed_between_and_beyond() -> None:
+    costs = exact()
+    drafts, seconds = costs.table(1, 0, NOTHING, 90, 100.0)
+    want = [true_seconds(1 + int(count)) for count in drafts]
+    assert np.allclose(seconds, want, rtol=1e-3)
+    _, prompts = costs.table(1, 15, NOTHING, 0, 100.0)
+    assert prompts[0] == pytest.approx(true_seconds(16))
+
+
+@pytest.mark.parametrize("factor", [3.0, 10.0, 0.1])
+def test_quiet_rounds_of_one_row_set_all_rows_right(factor: float) -> None:
+    costs = exact(factor)
+    for _ in range(300):
+        costs.observe(1, 0, NOTHING, 0, 100.0, true_seconds(1))
+    for count in (0, 1, 7, 31):
+        _, seconds = costs.table(1, 0, NOTHING, count, 100.0)
+        assert seconds[-1] == pytest.approx(true_seconds(1 + count), rel=0.1)
+
+
+def test_one_number_of_rows_tells_of_its_neighbours() -> None:
+    wrong = [true_seconds(rows) * (1.4 if rows > 1 else 1.0) for rows in ROWS]
+    costs, right = ExactCosts(ROWS, wrong), true_seconds(6) / true_seconds(1)
+    assert ratio(costs, 5) == pytest.approx(1.4 * right, rel=0.01)
+    for _ in range(20):
+        costs.observe(1, 0, NOTHING, 0, 100.0, true_seconds(1))
+        costs.observe(1, 0, NOTHING, 3, 100.0, true_seconds(4))
+    assert ratio(costs, 3) == pytest.approx(true_seconds(4) / true_seconds(1), rel=0.1)
+    assert ratio(costs, 5) == pytest.approx(right, rel=0.1)
+
+
+def test_a_proposer_is_charged_what_it_takes() -> None:
+    costs = exact()
+    for _ in range(400):
+        costs.observe(1, 0, NOTHING, 0, 100.0, true_seconds(1))
+        costs.observe(1, 0, LOOK, 0, 100.0, true_seconds(1) + 1e-3)
+        costs.observe(1, 0, ((1,), 2), 0, 100.0, true_seconds(1) + 4e-3)
+    plain = costs.table(1, 0, NOTHING, 0, 100.0)[1][0]
+    assert costs.table(1, 0, LOOK, 0, 100.0)[1][0] - plain == pytest.approx(1e-3, rel=0.2)
+    three = costs.table(1, 0, ((1,), 3), 0, 100.0)[1][0] - plain
+    assert three == pytest.approx(6e-3, rel=0.2)
+
+
+def test_actions_are_all_sets_of_proposers_at_all_depths() -> None:
+    found = exact().actions(4)
+    assert found[0] == NOTHING and len(found) == len(set(found)) == 8
+    assert ((0, 1), 3) in found and ((0,), 0) in found and ((1,), 0) not in found
+
+
+# --- recorded sizes -------------------------------------------------------------------------------
+
+DRAFT = ((0,), 2)
+
+
+def size_seconds(size: RecordedSize, context: int = 128) -> float:
+    return 2e-3 + 2e-5 * size.rows + 1e-9 * context * size.rows + 2e-4 * size.action[1]
+
+
+def sizes() -> list[RecordedSize]:
+    found = []
+    for spans in (1, 2, 4, 8, 16):
+        found.append(RecordedSize(spans, spans, spans, NOTHING))
+        found += [RecordedSize(spans, k * spans, k * spans, DRAFT) for k in (1, 2, 3, 5)]
+    return found
+
+
+def recorded(wrong: dict[RecordedSize, float] | None = None) -> RecordedCosts:
+    factor = wrong or {}
+    return RecordedCosts(
+        {
+            size: [(c, size_seconds(size, c) * factor.get(size, 1.0)) for c in (128, 1024)]
+            for size in sizes()
+        }
+    )
+
+
+def test_stairs_are_those_of_the_real_number_of_requests() -> None:
+    drafts, seconds = recorded().table(5, 0, DRAFT, 40, 128.0)
+    assert drafts.tolist() == [0, 11, 19, 35]
+    assert seconds == pytest.approx([size_seconds(s) for s in sizes() if s.spans == 8][1:])
+    assert recorded().table(5, 0, DRAFT, 12, 128.0)[0].tolist() == [0, 11, 12]
+    assert recorded().table(5, 0, NOTHING, 12, 128.0)[0].tolist() == [0]
+
+
+def test_the_size_that_is_launched_holds_what_was_decided() -> None:
+    costs = recorded()
+    assert costs.size_for(5, 0, DRAFT, 12, 128.0) == RecordedSize(8, 24, 24, DRAFT)
+    assert costs.size_for(5, 0, DRAFT, 0, 128.0) == RecordedSize(8, 8, 8, DRAFT)
+    assert costs.size_for(5, 0, DRAFT, 99, 128.0) is None
+    assert costs.size_for(17, 0, NOTHING, 0, 128.0) is None
+
+
+def test_prompts_take_rows_of_their_own() -> None:
+    size = RecordedSize(4, 100, 8, DRAFT)
+    costs = RecordedCosts({size: [(128, 5e-3)]}, larger=exact())
+    drafts, _ = costs.table(3, 90, DRAFT, 9, 128.0)
+    assert drafts.tolist() == [0, 5]
+    assert costs.table(3, 95, DRAFT, 9, 128.0)[0].tolist() == [0, 2]
+    _, seconds = costs.table(3, 61 + 40, NOTHING, 0, 128.0)
+    assert seconds[0] == pytest.approx(true_seconds(104), rel=0.01)
+
+
+def test_costs_follow_the_length_of_texts() -> None:
+    costs, size = recorded(), RecordedSize(8, 40, 40, DRAFT)
+    for context in (128, 512, 1024):
+        seconds = costs.table(8, 0, DRAFT, 32, context)[1][-1]
+        assert seconds == pytest.approx(size_seconds(size, context), rel=0.01)
+    assert at_context(np.array([128, 1024]), np.array([[2.0, 1.0]]), 4096.0) == [1.0]
+    assert at_context(np.array([128, 1024]), np.array([[1.0, 8.0]]), 64.0) == [0.5]
+
+
+@pytest.mark.parametrize("factor", [1000.0, 0.001])
+@pytest.mark.parametrize("place", [0, 1, 2, 4])
+def test_one_poisoned_size_is_put_in_line(place: int, factor: float) -> None:
+    size = [size for size in sizes() if size.spans == 8][place]
+    costs = recorded({size: factor})
+    drafts = size.samples - 8
+    believed = costs.table(8, 0, size.action, drafts, 128.0)[1][-1]
+    assert 0.5 < believed / size_seconds(size) < 2.0
+
+
+def test_events_set_all_sizes_right() -> None:
+    costs = recorded(dict.fromkeys(sizes(), 10.0))
+    for _ in range(200):
+        costs.observe(8, 0, NOTHING, 0, 128.0, size_seconds(RecordedSize(8, 8, 8, NOTHING)))
+    for size in sizes():
+        believed = costs.table(size.spans, 0, size.action, size.samples - size.spans, 128.0)[1][-1]
+        assert believed == pytest.approx(size_seconds(size), rel=0.15)
+
+
+def test_sizes_that_differ_each_in_its_own_way_are_learnt() -> None:
+    rng = np.random.default_rng(2)
+    costs, odd = recorded(), {size: float(rng.uniform(0.93, 1.07)) for size in sizes()}
+    for _ in range(80):
+        for size in sizes():
+            wanted = size.spans, 0, size.action, size.samples - size.spans, 128.0
+            ran = costs.size_for(*wanted)
+            assert ran is not None
+            costs.observe(*wanted, size_seconds(ran) * odd[ran])
+    for size in sizes():
+        wanted = size.spans, 0, size.action, size.samples - size.spans, 128.0
+        ran = costs.size_for(*wanted)
+        assert ran is not None
+        _, seconds = costs.table(*wanted)
+        assert seconds[-1] == pytest.approx(size_seconds(ran) * odd[ran], rel=0.015)
+
+
+# --- the host -------------------------------------------------------------------------------------
+
+
+def host_seconds(requests: int, drafting: int, ends: int) -> float:
+    return 3e-4 + 2e-6 * requests + 6e-6 * drafting + 2e-5 * ends
+
+
+def samples() -> list[HostSample]:
+    return [
+        HostSample(b, d, e, host_seconds(b, d, e))
+        for b in (1, 64, 512)
+        for d in (0, b)
+        for e in (0, 1)
+    ]
+
+
+def test_samples_tell_the_parts_of_the_host_apart() -> None:
+    costs = HostCosts(samples())
+    for requests, drafting in ((1, 0), (512, 0), (512, 256), (64, 64)):
+        want = host_seconds(requests, drafting, 0)
+        assert costs.seconds(requests, drafting) == pytest.approx(want, rel=0.15)
+
+
+@pytest.mark.parametrize("factor", [10.0, 0.1])
+def test_the_host_is_believed_as_it_is_now(factor: float) -> None:
+    costs = HostCosts(samples())
+    for at in range(200):
+        drafting = 256 if at % 4 == 0 else 0
+        costs.observe(HostSample(512, drafting, 0, factor * host_seconds(512, drafting, 0)))
+    for drafting in (0, 256):
+        want = factor * host_seconds(512, drafting, 0)
+        assert costs.seconds(512, drafting) == pytest.approx(want, rel=0.15)
