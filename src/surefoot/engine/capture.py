@@ -22,9 +22,14 @@ def capture(
         run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # A collection that finds the graphs of an engine that is gone would destroy them, which spoils
-    # whatever is being recorded.
-    with no_collections(), torch.cuda.graph(graph, pool=pool, stream=stream):
-        result = run()
+    # Not torch.cuda.graph: that looks through all objects for garbage first, which takes longer
+    # than recording. A collection meanwhile that finds the graphs of an engine that is gone would
+    # destroy them, which spoils whatever is being recorded.
+    with no_collections(), torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool)
+        try:
+            result = run()
+        finally:
+            graph.capture_end()
     torch.cuda.synchronize()
     return graph, result
