@@ -112,7 +112,7 @@ class Gpu:
         def device(requests: int, prompt_rows: int, action: Action, drafts: int) -> float:
             key = requests, prompt_rows, action, drafts
             if key not in known:
-                size = right.size_for(*key[:3], drafts, 100.0)
+                size = right.size_for(requests, action, drafts, 100.0)
                 assert size is not None
                 known[key] = times[size]
             return known[key]

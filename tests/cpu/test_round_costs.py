@@ -170,20 +170,21 @@ def test_stairs_are_those_of_the_real_number_of_requests() -> None:
 
 def test_the_size_that_is_launched_holds_what_was_decided() -> None:
     costs = recorded()
-    assert costs.size_for(5, 0, DRAFT, 12, 128.0) == RecordedSize(8, 24, 24, DRAFT)
-    assert costs.size_for(5, 0, DRAFT, 0, 128.0) == RecordedSize(8, 8, 8, DRAFT)
-    assert costs.size_for(5, 0, DRAFT, 99, 128.0) is None
-    assert costs.size_for(17, 0, NOTHING, 0, 128.0) is None
+    assert costs.size_for(5, DRAFT, 12, 128.0) == RecordedSize(8, 24, 24, DRAFT)
+    assert costs.size_for(5, DRAFT, 0, 128.0) == RecordedSize(8, 8, 8, DRAFT)
+    assert costs.size_for(5, DRAFT, 99, 128.0) is None
+    assert costs.size_for(17, NOTHING, 0, 128.0) is None
 
 
 def test_prompts_take_rows_of_their_own() -> None:
-    size = RecordedSize(4, 100, 8, DRAFT)
-    costs = RecordedCosts({size: [(128, 5e-3)]}, larger=exact())
-    drafts, _ = costs.table(3, 90, DRAFT, 9, 128.0)
-    assert drafts.tolist() == [0, 5]
-    assert costs.table(3, 95, DRAFT, 9, 128.0)[0].tolist() == [0, 2]
-    _, seconds = costs.table(3, 61 + 40, NOTHING, 0, 128.0)
-    assert seconds[0] == pytest.approx(true_seconds(104), rel=0.01)
+    size = RecordedSize(4, 100, 100, DRAFT)
+    costs = RecordedCosts({size: [(128, 5e-3)]}, exact(), (NOTHING, ((0, 1), 3)))
+    _, seconds = costs.table(3, 61, NOTHING, 0, 128.0)
+    assert seconds[0] == pytest.approx(true_seconds(64), rel=0.01)
+    costs.observe(3, 61, NOTHING, 0, 128.0, 1.0)
+    assert costs.table(3, 0, DRAFT, 97, 128.0)[1][-1] == pytest.approx(5e-3)
+    assert costs.with_prompts(3, NOTHING) == NOTHING
+    assert costs.with_prompts(3, ((1,), 2)) == ((0, 1), 3)
 
 
 def test_costs_follow_the_length_of_texts() -> None:
@@ -220,12 +221,12 @@ def test_sizes_that_differ_each_in_its_own_way_are_learnt() -> None:
     for _ in range(80):
         for size in sizes():
             wanted = size.spans, 0, size.action, size.samples - size.spans, 128.0
-            ran = costs.size_for(*wanted)
+            ran = costs.size_for(size.spans, *wanted[2:])
             assert ran is not None
             costs.observe(*wanted, size_seconds(ran) * odd[ran])
     for size in sizes():
         wanted = size.spans, 0, size.action, size.samples - size.spans, 128.0
-        ran = costs.size_for(*wanted)
+        ran = costs.size_for(size.spans, *wanted[2:])
         assert ran is not None
         _, seconds = costs.table(*wanted)
         assert seconds[-1] == pytest.approx(size_seconds(ran) * odd[ran], rel=0.015)

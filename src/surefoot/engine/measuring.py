@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from surefoot.engine.cuda_graphs import RecordedRounds
+from surefoot.engine.rounds import FEW_ROWS
 from surefoot.engine.timing import contexts_to_time, made_up_requests
 from surefoot.sampling.params import Features
 from surefoot.speculation.costs import ExactCosts, Proposing
@@ -48,14 +49,28 @@ def decoding_sizes(
     return [replace(base, rows=each, samples=each, verifies=each > spans) for each in rows]
 
 
-def prompt_sizes(
-    rounds: RecordedRounds, spans: int, kind: Features, action: Action, verifies: bool
-) -> list[Size]:
+def prompt_actions(rounds: RecordedRounds) -> list[Action]:
+    """What rounds with prompts propose with, of ``actions_of``: all drafters or none, and these as
+    far as they can."""
+    round_ = rounds.round
+    everything = tuple(range(len(round_.proposers)))
+    lookups = tuple(index for index in everything if index not in round_.drafters)
+    chosen = {(): 0, lookups: 0, everything: rounds.longest}
+    return list(chosen.items())
+
+
+def prompt_sizes(rounds: RecordedRounds, spans: int, kind: Features, action: Action) -> list[Size]:
     """Rounds with prompts, of so many spans."""
-    counts = rounds.prompt_samples(spans)
-    samples = counts[-1] if verifies else counts[0]
-    base = Size(spans, spans, samples, kind, *action, verifies=verifies)
-    return [replace(base, rows=rows) for rows in rounds.prompt_rows if rows > samples]
+    counts, most = rounds.prompt_samples(spans), rounds.prompt_rows[-1]
+    variants = [(False, counts[0], FEW_ROWS if action[0] else most)]
+    if action[0]:
+        variants.append((True, counts[-1], most))
+    return [
+        Size(spans, rows, samples, kind, *action, verifies=verifies)
+        for verifies, samples, limit in variants
+        for rows in rounds.prompt_rows
+        if samples < rows <= limit
+    ]
 
 
 def measure_recorded(rounds: RecordedRounds, blocks: int) -> RecordedCosts:
@@ -66,7 +81,8 @@ def measure_recorded(rounds: RecordedRounds, blocks: int) -> RecordedCosts:
         saved = _time_decoding(rounds, blocks, spans, times)
         for action in actions_of(rounds, spans):
             rounds.wanted += decoding_sizes(rounds, spans, DRAWN, action)
-    costs = RecordedCosts(times, _time_prompts(rounds, blocks, saved))
+    prompts = _time_prompts(rounds, blocks, saved)
+    costs = RecordedCosts(times, prompts, prompt_actions(rounds))
     rounds.choose = costs.size_for
     return costs
 
@@ -102,23 +118,20 @@ def _time_decoding(
 
 
 def _time_prompts(rounds: RecordedRounds, blocks: int, saved: dict[Action, float]) -> ExactCosts:
-    """Record rounds with prompts, and time them by rows. ``saved``: by action, of the rounds of
-    most spans without prompts."""
+    """Record rounds with prompts, and time those in which nobody proposes by rows. ``saved``: by
+    action, of the rounds of most spans without prompts."""
     round_, most = rounds.round, rounds.prompt_spans[-1]
-    everything = actions_of(rounds, most)[-1]
     plain: Curve = []
     with made_up_requests(round_, blocks, 128) as seat:
-        seat(1, 0)
-        size = decoding_sizes(rounds, rounds.spans[0], GREEDY, everything)[0]
+        size = decoding_sizes(rounds, rounds.spans[0], GREEDY, NOTHING)[0]
         plain.append((1, rounds.time(size, partial(seat, 1, 0), 2)))
         for spans in rounds.prompt_spans:
-            for verifies in (False, True) if round_.proposers else (False,):
-                for size in prompt_sizes(rounds, spans, GREEDY, everything, verifies):
+            for action in prompt_actions(rounds):
+                for size in prompt_sizes(rounds, spans, GREEDY, action):
                     rounds.graph(size)
-                    if spans == most and not verifies:
+                    if spans == most and action == NOTHING:
                         plain.append((size.rows, _time_chunk(rounds, seat, size)))
-                rounds.wanted += prompt_sizes(rounds, spans, DRAWN, everything, verifies)
-            rounds.wanted += prompt_sizes(rounds, spans, GREEDY, NOTHING, False)
+                rounds.wanted += prompt_sizes(rounds, spans, DRAWN, action)
     own = saved.get(NOTHING, 0.0)
     rows, seconds = zip(*plain, strict=True)
     proposing = {
@@ -128,7 +141,7 @@ def _time_prompts(rounds: RecordedRounds, blocks: int, saved: dict[Action, float
         )
         for index in range(len(round_.proposers))
     }
-    return ExactCosts(rows, [max(each - own, 0.1 * each) for each in seconds], proposing)
+    return ExactCosts(rows, seconds, proposing)
 
 
 def _time_chunk(rounds: RecordedRounds, seat: Callable[[int, int], None], size: Size) -> float:

@@ -17,8 +17,10 @@ from surefoot.speculation.size import Size
 
 PROMPT_DRAFTS = 8
 """Drafts of a request, on average, that rounds with prompts have room for."""
-ChooseSize = Callable[[int, int, Action, int, float], RecordedSize | None]
-"""(Requests, rows of prompts, action, drafts, tokens of every text) -> size."""
+FEW_ROWS = 512
+"""Rounds with prompts of so many rows come with and without samples of drafts."""
+ChooseSize = Callable[[int, Action, int, float], RecordedSize | None]
+"""(Requests, action, drafts, tokens of every text) -> size."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ class PaddedRounds(Rounds):
         wanted = max(batch.count + drafts, spans + 1)
         rows = next((rows for rows in self.rows(spans) if rows >= wanted), self.rows(spans)[-1])
         if self.choose is not None:
-            found = self.choose(batch.count, 0, decision.action, drafts, context)
+            found = self.choose(batch.count, decision.action, drafts, context)
             rows = rows if found is None or found.spans != spans else found.rows
         return replace(base, rows=rows, samples=rows)
 
@@ -199,7 +201,7 @@ class PaddedRounds(Rounds):
             samples=spans,
             kind=batch.kind,
             proposers=decision.proposers,
-            steps=decision.steps,
+            steps=min(decision.steps, self.longest),
             verifies=verifies,
             catches_up=self.catches_up(batch),
             logprobs=batch.group.logprobs,
@@ -209,13 +211,19 @@ class PaddedRounds(Rounds):
     def _with_prompts(self, batch: Batch, decision: Decision, drafts: int) -> Size:
         spans = next(spans for spans in self.prompt_spans if spans >= batch.count)
         counts = self.prompt_samples(spans)
-        drafts = min(drafts, counts[-1] - batch.samples)
-        samples = counts[-1] if drafts else counts[0]
+        drafts = min(drafts, counts[-1] - batch.samples) if decision.proposers else 0
         known = batch.rows + drafts
+        # Among many rows it does not matter how many are sampled: one size serves both.
+        verifies = bool(decision.proposers) and (drafts > 0 or known > FEW_ROWS)
+        samples = counts[-1] if verifies else counts[0]
         # Larger than the rows that are sampled: what tells that there are prompts.
         rows = next((c for c in self.prompt_rows if c >= known and c > samples), known)
-        base = self.base(spans, batch, decision, drafts > 0)
-        return replace(base, rows=max(rows, samples + 1), samples=samples)
+        base = self.base(spans, batch, decision, verifies)
+        rows = max(rows, samples + 1)
+        if not any(index in self.round.drafters for index in decision.proposers):
+            return replace(base, rows=rows, samples=samples)
+        everything = tuple(range(len(self.round.proposers)))
+        return replace(base, rows=rows, samples=samples, proposers=everything, steps=self.longest)
 
     def prompt_samples(self, spans: int) -> list[int]:
         """Sampled rows of rounds with prompts: without drafts, and with as many as pay there."""

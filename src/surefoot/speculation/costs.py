@@ -99,6 +99,10 @@ class ExactCosts:
         """As ``RoundCosts`` has it."""
         return self._actions
 
+    def with_prompts(self, requests: int, action: Action) -> Action:
+        """As ``RoundCosts`` has it."""
+        return action
+
     def table(
         self, requests: int, prompt_rows: int, action: Action, most: int, context: float
     ) -> tuple[np.ndarray, np.ndarray]:

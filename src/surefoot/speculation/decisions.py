@@ -122,6 +122,11 @@ class RoundCosts(Protocol):
         """What rounds of so many requests may propose with; ``NOTHING`` first."""
         ...
 
+    def with_prompts(self, requests: int, action: Action) -> Action:
+        """What a round that carries prompts proposes with where ``action`` is wanted: rounds with
+        prompts may come in fewer kinds."""
+        ...
+
     def table(
         self, requests: int, prompt_rows: int, action: Action, most: int, context: float
     ) -> tuple[np.ndarray, np.ndarray]:

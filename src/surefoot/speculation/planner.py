@@ -94,7 +94,7 @@ class Planner:
         plain, prompts = self.weighing.plain_seconds(situation)
         self.weighing.weigh(situation, actions, plain)
         chances = self._at_hand(situation)
-        action, apart = self.weighing.best, prompts
+        action, apart = self._possible(situation, self.weighing.best), prompts
         drafts, seconds = self._verify(situation, action, chances, apart)
         without = seconds
         trials = self._trials(actions)
@@ -115,7 +115,10 @@ class Planner:
             if trial is not None and trial.verify:
                 drafts, seconds = self._verify(situation, action, chances, apart, beyond=drafts)
             elif trial is not None:
-                action = self._action_of(trial, actions, situation, plain)
+                other = self._action_of(trial, actions, situation, plain)
+                other = self._possible(situation, other)
+                trial = trial if other != action else None
+                action = other
                 drafts, seconds = self._verify(situation, action, chances, apart)
                 self._second = trial if action != NOTHING else None
         # What other proposers offer is verified a round later; what that loses is the trial's, too.
@@ -130,6 +133,12 @@ class Planner:
             Expectation(seconds, without, plain, prompts, charged, trials),
         )
         return self._last
+
+    def _possible(self, situation: Situation, action: Action) -> Action:
+        """What this round proposes with where ``action`` is wanted."""
+        if not situation.prompt_rows:
+            return action
+        return self.costs.with_prompts(situation.requests, action)
 
     def _read(self, situation: Situation) -> None:
         """Remember the offers of a report that landed since the last decision."""

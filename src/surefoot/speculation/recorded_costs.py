@@ -50,6 +50,7 @@ class RecordedSize(NamedTuple):
 
 class RecordedCosts:
     """Seconds by recorded size and length of texts; a round takes the cheapest size that holds it.
+    Rounds with prompts are told apart by their rows alone.
 
     ``seconds = scale * measured(size, context) * shape(rows) * own(size)``. What rounds correct is
     the scale, the shape (rows nearby move together, and so do rounds with proposers), and a little
@@ -60,11 +61,14 @@ class RecordedCosts:
     def __init__(
         self,
         times: Mapping[RecordedSize, Sequence[tuple[int, float]]],
-        larger: ExactCosts | None = None,
+        prompts: ExactCosts | None = None,
+        prompt_actions: Sequence[Action] = (NOTHING,),
     ) -> None:
-        """``times``: (tokens of every text, seconds), rising, one or more for every size.
-        ``larger``: of rounds that no size holds; they have exactly the rows they need."""
-        self.larger = larger
+        """``times``: (tokens of every text, seconds), rising, one or more for every size of rounds
+        without prompts. ``prompts``: of rounds with prompts, and of those that no size holds; they
+        propose as one of ``prompt_actions`` has it."""
+        self.prompts = prompts
+        self._prompt_actions = sorted(prompt_actions, key=lambda action: (len(action[0]), action))
         self.sizes = sorted(times, key=lambda size: (size.spans, size.action, size.samples, size))
         self._spans = np.array([size.spans for size in self.sizes])
         self._places = {size: place for place, size in enumerate(self.sizes)}
@@ -90,7 +94,7 @@ class RecordedCosts:
         self._rounds = 0
         self._step: int | None = None
         self._base = self._times[:, 0]
-        self._layouts: dict[tuple[int, int, int, Action], tuple[np.ndarray, np.ndarray]] = {}
+        self._layouts: dict[tuple[int, int, Action], tuple[np.ndarray, np.ndarray]] = {}
 
     # --- the start ----------------------------------------------------------------------------
 
@@ -147,6 +151,11 @@ class RecordedCosts:
         """As ``RoundCosts`` has it."""
         return self._actions[self._spans_for(requests)]
 
+    def with_prompts(self, requests: int, action: Action) -> Action:
+        """As ``RoundCosts`` has it: with the same proposers, or more if need be."""
+        wanted = set(action[0])
+        return next(each for each in self._prompt_actions if wanted.issubset(each[0]))
+
     def _spans_for(self, requests: int) -> int:
         place = int(np.searchsorted(self._ladder, max(1, requests)))
         return int(self._ladder[min(place, len(self._ladder) - 1)])
@@ -155,48 +164,45 @@ class RecordedCosts:
         self, requests: int, prompt_rows: int, action: Action, most: int, context: float
     ) -> tuple[np.ndarray, np.ndarray]:
         """As ``RoundCosts`` has it; the drafts are those that fill each size."""
-        room, places = self._layout(requests, prompt_rows, action)
-        if not len(places):
+        room, places = self._layout(requests, action)
+        if prompt_rows or not len(places):
             return self._exact().table(requests, prompt_rows, action, most, context)
         seconds = np.minimum.accumulate(self._seconds(places, context)[::-1])[::-1]
         last = int(np.searchsorted(room, most)) + 1
         return np.minimum(room[:last], most), seconds[:last]
 
     def size_for(
-        self, requests: int, prompt_rows: int, action: Action, drafts: int, context: float
+        self, requests: int, action: Action, drafts: int, context: float
     ) -> RecordedSize | None:
-        """The cheapest size for such a round; a larger one may cost less. None: none holds it."""
-        room, places = self._layout(requests, prompt_rows, action)
+        """The cheapest size for such a round without prompts; a larger one may cost less. None:
+        none holds it."""
+        room, places = self._layout(requests, action)
         if not len(places) or room[-1] < drafts:
             return None
         enough = places[int(np.searchsorted(room, drafts)) :]
         return self.sizes[enough[int(np.argmin(self._seconds(enough, context)))]]
 
     def _exact(self) -> ExactCosts:
-        if self.larger is None:
+        if self.prompts is None:
             raise ValueError("no recorded round holds so many rows")
-        return self.larger
+        return self.prompts
 
-    def _layout(
-        self, requests: int, prompt_rows: int, action: Action
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _layout(self, requests: int, action: Action) -> tuple[np.ndarray, np.ndarray]:
         """(Room for drafts int64 [n], rising from 0; places of the sizes that have it)."""
-        spans = self._spans_for(requests + (prompt_rows > 0))
-        key = spans, requests, prompt_rows, action
+        spans = self._spans_for(requests)
+        key = spans, requests, action
         known = self._layouts.get(key)
         if known is None:
             if len(self._layouts) >= _LAYOUTS:
                 self._layouts.clear()
-            known = self._layouts[key] = self._lay_out(spans, requests, prompt_rows, action)
+            known = self._layouts[key] = self._lay_out(spans, requests, action)
         return known
 
-    def _lay_out(
-        self, spans: int, requests: int, prompt_rows: int, action: Action
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _lay_out(self, spans: int, requests: int, action: Action) -> tuple[np.ndarray, np.ndarray]:
         found = []
         for place in self._groups.get((spans, action), ()):
             size = self.sizes[place]
-            rows = size.rows - prompt_rows - requests
+            rows = size.rows - requests
             if rows >= 0 and size.samples >= requests:
                 drafts = size.samples - requests if size.samples > spans else 0
                 found.append((min(rows, drafts), size.rows, int(place)))
@@ -237,7 +243,7 @@ class RecordedCosts:
         """As ``RoundCosts`` has it."""
         if requests + prompt_rows < 1 or seconds <= 0:
             return
-        size = self.size_for(requests, prompt_rows, action, drafts, context)
+        size = None if prompt_rows else self.size_for(requests, action, drafts, context)
         if size is None:
             self._exact().observe(requests, prompt_rows, action, drafts, context, seconds)
             return
