@@ -20,7 +20,7 @@ from surefoot.kernels.quant import QuantTensor
 from surefoot.kernels.triton import control
 from surefoot.kernels.triton.activation import silu_mul
 from surefoot.kernels.triton.argmax import argmax
-from surefoot.kernels.triton.attention import span_attention
+from surefoot.kernels.triton.attend import Work, attend, work_of
 from surefoot.kernels.triton.drafting import TritonDrafting
 from surefoot.kernels.triton.draws import DrawSeam
 from surefoot.kernels.triton.launch import check_device, processors, shared_memory
@@ -28,7 +28,7 @@ from surefoot.kernels.triton.matmul import matmul, multiply
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, plan_for
 from surefoot.kernels.triton.moves import move_keys
 from surefoot.kernels.triton.norm import add_rms_norm, rms_norm, sum_add_rms_norm
-from surefoot.kernels.triton.prompt_attention import prompt_attention, tiles_of
+from surefoot.kernels.triton.prompt_attention import tiles_of
 from surefoot.kernels.triton.qkv import fits, project_qkv
 from surefoot.kernels.triton.rope_kv import rope_and_write
 from surefoot.kernels.triton.slots import lay_out
@@ -206,15 +206,15 @@ class TritonBackend(Backend):
         """As the base class, but the end of a layer is one kernel with the norm of the next."""
         features: dict[int, torch.Tensor] = {}
         x = x.to(self.dtype).contiguous()
-        normed, tiles = x, None
+        normed, work = x, None
         if weights:
             normed = rms_norm(x, weights[0].input_norm, weights[0].eps)
             # Layers are alike.
-            tiles = tiles_of(batch, weights[0].shape, kv[0])
+            work = work_of(batch, weights[0].shape, kv[0])
         for index, layer in enumerate(weights):
             if index in capture:
                 features[index] = x
-            x, hidden = self._up_to_down(layer, x, normed, batch, kv[index], rope, tiles)
+            x, hidden = self._up_to_down(layer, x, normed, batch, kv[index], rope, work)
             if index + 1 < len(weights):
                 following = weights[index + 1]
                 norm = following.input_norm, following.eps
@@ -233,7 +233,7 @@ class TritonBackend(Backend):
         batch: FlatBatch,
         kv: torch.Tensor,
         rope: RopeTable,
-        tiles: torch.Tensor | None,
+        work: Work,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer short of its last product: (residual stream, what ``down`` multiplies)."""
         norms = None
@@ -245,10 +245,7 @@ class TritonBackend(Backend):
             q = project_qkv(normed, qkv.weight, qkv.bias, kv, batch, shape, rope, norms, eps)
         else:
             q = rope_and_write(qkv(normed), kv, batch, shape, rope, norms, eps)
-        if tiles is None:
-            attended = span_attention(q, kv, batch, shape)
-        else:
-            attended = prompt_attention(q, kv, batch, shape, tiles)
+        attended = attend(q, kv, batch, shape, work)
         x, normed = weights.o.added_normed(attended.flatten(1), x, (weights.post_norm, eps))
         return x, weights.gate_up.gated(normed)
 

@@ -187,6 +187,41 @@ def store_half(
 
 
 @jit
+def store_result(
+    acc, whole, total, old, new, joins, out_ptr, first, row, count, unit,
+    HEADS: gl.constexpr, PACK: gl.constexpr,
+):  # fmt: skip
+    """A tile's rows, its last chunk joined to those before if there are any."""
+    share = 1.0 / gl.where(total == 0.0, 1.0, total)
+    left, right = halves(acc)
+    left_s, right_s = whole
+    if joins:
+        left = merged(left_s, left, old, new)
+        right = merged(right_s, right, old, new)
+    store_half(left_s, left, share, 0, out_ptr, first, row, count, unit, HEADS, PACK)
+    store_half(right_s, right, share, 1, out_ptr, first, row, count, unit, HEADS, PACK)
+
+
+@jit
+def store_part(
+    acc, best, total, part, unit, count, part_rows, part_ptr, sums_ptr,
+    HEADS: gl.constexpr, PACK: gl.constexpr,
+):  # fmt: skip
+    """What a chunk adds up to, before it is divided: values, highest score and sum of weights."""
+    HEAD_DIM: gl.constexpr = acc.shape[1]
+    place = (part.to(gl.int64) * (HEADS // PACK) + unit) * part_rows
+    rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    member = gl.arange(0, ROWS, layout=rows)
+    column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, acc.type.layout))
+    at = (place + member)[:, None] * HEAD_DIM + column[None, :]
+    gl.store(part_ptr + at, acc, mask=(member < count * PACK)[:, None])
+    member = gl.arange(0, ROWS, layout=best.type.layout)
+    at = 2 * (place + member)
+    gl.store(sums_ptr + at, best, mask=member < count * PACK)
+    gl.store(sums_ptr + at + 1, total, mask=member < count * PACK)
+
+
+@jit
 def read_field(info_s, number: gl.constexpr):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(info_s.slice(number, 1).load(one), axis=0)
@@ -196,8 +231,10 @@ def read_field(info_s, number: gl.constexpr):
 def attend_partition(
     buffers, barriers, whole, out_ptr, scale, first_key, half: gl.constexpr,
     HEADS: gl.constexpr, PACK: gl.constexpr, CHUNK: gl.constexpr,
+    part_ptr=None, sums_ptr=None, part_rows=0, PARTS: gl.constexpr = False,
 ):  # fmt: skip
-    """A warpgroup's half of every tile: 64 rows, or fewer rows with ``PACK`` heads each."""
+    """A warpgroup's half of every tile: 64 rows, or fewer rows with ``PACK`` heads each. Where
+    there may be ``PARTS``, some tiles take a single chunk of their keys, and leave its softmax."""
     q_s, k_s, v_s, info_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     STAGES: gl.constexpr = k_s.shape[0]
@@ -220,6 +257,8 @@ def attend_partition(
         key = read_field(info_s, 2)
         unit = read_field(info_s, 3)
         known = read_field(info_s, 5) - (tiles - 1) * BLOCK_N
+        low = read_field(info_s, 6) if PARTS else 0
+        part = read_field(info_s, 7) if PARTS else -1
         last_key = key + first + gl.arange(0, ROWS, layout=score_rows) // PACK
 
         stage = step % STAGES
@@ -230,7 +269,8 @@ def attend_partition(
         )
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        visible = (column[None, :] <= last_key[:, None]) & (column >= first_key)[None, :]
+        seen = low * BLOCK_N + column
+        visible = (seen[None, :] <= last_key[:, None]) & (seen >= first_key)[None, :]
         scores = gl.where(visible, scores, float("-inf"))
         best = gl.max(scores, axis=1)
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, out_layout)
@@ -240,8 +280,8 @@ def attend_partition(
         # In the layout of such sums.
         total = gl.zeros_like(gl.sum(split_rows(scores), axis=1))
         # Tiles that every row sees whole need no mask.
-        clear = gl.maximum(gl.minimum((key + 1) // BLOCK_N, tiles), 1)
-        for tile in range(1, clear):
+        clear = gl.maximum(gl.minimum((key + 1) // BLOCK_N, tiles), low + 1)
+        for tile in range(low + 1, clear):
             acc, scores, prior, best, total, whole_best, whole_total = advance(
                 q, buffers, barriers, whole, acc, scores, prior, best, total, whole_best,
                 whole_total, step, tile, last_key, column, scale, CHUNK, False,
@@ -269,14 +309,22 @@ def attend_partition(
         whole_best, whole_total, old, new = merge_totals(
             best, total, whole_best, whole_total, scale
         )
-        share = 1.0 / gl.where(whole_total == 0.0, 1.0, whole_total)
-        left, right = halves(acc)
-        left_s, right_s = whole
-        if tiles > CHUNK:
-            left = merged(left_s, left, old, new)
-            right = merged(right_s, right, old, new)
-        store_half(left_s, left, share, 0, out_ptr, first, row, count, unit, HEADS, PACK)
-        store_half(right_s, right, share, 1, out_ptr, first, row, count, unit, HEADS, PACK)
+        if PARTS:
+            if part >= 0:
+                store_part(
+                    acc, whole_best, whole_total, part, unit, count, part_rows, part_ptr, sums_ptr,
+                    HEADS, PACK,
+                )  # fmt: skip
+            else:
+                store_result(
+                    acc, whole, whole_total, old, new, tiles > CHUNK, out_ptr, first, row, count,
+                    unit, HEADS, PACK,
+                )  # fmt: skip
+        else:
+            store_result(
+                acc, whole, whole_total, old, new, tiles > CHUNK, out_ptr, first, row, count,
+                unit, HEADS, PACK,
+            )  # fmt: skip
         mbarrier.wait(q_full, number & 1)
         number += 1
         tiles = read_field(info_s, 4)

@@ -1,0 +1,31 @@
+"""Which kernel computes a batch's attention; their twin is ``torch_paged.span_attention``."""
+
+from __future__ import annotations
+
+import torch
+
+from surefoot.kernels.backend import AttentionShape, FlatBatch
+from surefoot.kernels.triton.attention import span_attention
+from surefoot.kernels.triton.chunk_attention import ChunkWork, chunk_attention, chunk_work_of
+from surefoot.kernels.triton.prompt_attention import prompt_attention, tiles_of
+
+Work = torch.Tensor | ChunkWork | None
+
+
+def work_of(batch: FlatBatch, shape: AttentionShape, kv: torch.Tensor) -> Work:
+    """What all layers of a forward share: a list of tiles where there are prompts, of chunks for
+    shorter spans, None where neither kernel takes such a batch."""
+    tiles = tiles_of(batch, shape, kv)
+    return chunk_work_of(batch, shape, kv) if tiles is None else tiles
+
+
+def attend(
+    q: torch.Tensor, kv: torch.Tensor, batch: FlatBatch, shape: AttentionShape, work: Work
+) -> torch.Tensor:
+    """Attention of q [N, heads, head_dim] over the paged keys and values ``kv``, of the same
+    shape. ``work`` as ``work_of`` has it; tiles alone will do as well."""
+    if work is None:
+        return span_attention(q, kv, batch, shape)
+    if isinstance(work, ChunkWork):
+        return chunk_attention(q, kv, batch, shape, work)
+    return prompt_attention(q, kv, batch, shape, work)

@@ -1,0 +1,192 @@
+"""Attention over short spans on Hopper, in Gluon: chunks of keys, one warpgroup, a warp that loads.
+
+A program (one a multiprocessor) takes work from ``chunk_attention``'s list: up to 64 queries of one
+kv head (rows times heads), and either all keys that they see or a single chunk of them. All keys
+give a result; a chunk gives a partial one, which ``combine_chunks_kernel`` adds to the others. The
+arithmetic is ``prompt_softmax``'s, so that a row's bits are those it has in a prompt, however the
+work was shared out.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from surefoot.kernels.triton import launch
+from surefoot.kernels.triton import pdl as launches
+from surefoot.kernels.triton.prompt_kernel import (
+    await_inputs,
+    load_pages,
+    load_queries,
+    release_next,
+)
+from surefoot.kernels.triton.prompt_softmax import ROWS, attend_partition, jit
+
+
+@jit
+def load_partition(
+    q_desc, kv_desc, buffers, barriers, items_ptr, tables_ptr, table_stride, value_offset,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    q_s, k_s, v_s, info_s = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    STAGES: gl.constexpr = k_s.shape[0]
+    BLOCK_N: gl.constexpr = k_s.shape[1]
+    PAGE: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
+    UNITS: gl.constexpr = HEADS // PACK
+    field = gl.arange(0, 8, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    # The list was made before the last product began, and so were all keys but the newest.
+    items = gl.load(items_ptr) * UNITS
+    step = 0
+    number = 0
+    for wave in range(gl.cdiv(items, programs)):
+        # To and fro: items get shorter along the list, and programs are to end together.
+        item = wave * programs + gl.where(wave % 2 == 0, program, programs - 1 - program)
+        if item < items:
+            entry = items_ptr + 8 + item // UNITS * 8
+            row, count = gl.load(entry), gl.load(entry + 1)
+            key, slot = gl.load(entry + 2), gl.load(entry + 3)
+            end, part = gl.load(entry + 4), gl.load(entry + 5)
+            low, high = gl.load(entry + 6), gl.load(entry + 7)
+            unit = item % UNITS
+            info = gl.where(field == 0, row, 0) + gl.where(field == 1, count, 0)
+            info += gl.where(field == 2, key, 0) + gl.where(field == 3, unit, 0)
+            info += gl.where(field == 4, high, 0) + gl.where(field == 5, end, 0)
+            info += gl.where(field == 6, low, 0) + gl.where(field == 7, part, 0)
+            pages = tables_ptr + slot * table_stride
+            kv_head = unit * PACK // (HEADS // KV_HEADS)
+            last_page = (key + count - 1) // PAGE
+            if (low + 1) * BLOCK_N > key:
+                await_inputs()
+            for tile in range(low, high):
+                stage = step % STAGES
+                phase = (step // STAGES) & 1
+                mbarrier.wait(k_empty.index(stage), phase ^ 1)
+                load_pages(
+                    kv_desc, pages, kv_head, 0, tile, last_page,
+                    k_full.index(stage), k_s.index(stage), KV_HEADS, BLOCK_SIZE,
+                )  # fmt: skip
+                mbarrier.wait(v_empty.index(stage), phase ^ 1)
+                load_pages(
+                    kv_desc, pages, kv_head, value_offset, tile, last_page,
+                    v_full.index(stage), v_s.index(stage), KV_HEADS, BLOCK_SIZE,
+                )  # fmt: skip
+                if tile == low:
+                    await_inputs()
+                    load_queries(
+                        q_desc, q_s, info_s, q_full, q_empty, 0, number, info, row, unit, PACK
+                    )
+                step += 1
+            number += 1
+    mbarrier.wait(q_empty.index(0), (number & 1) ^ 1)
+    info_s.index(0).store(gl.zeros_like(field))
+    mbarrier.arrive(q_full.index(0), count=1)
+
+
+@gluon.jit(do_not_specialize=["table_stride", "value_offset", "first_key", "part_rows"])
+def chunk_kernel(
+    q_desc, kv_desc, out_ptr, part_ptr, sums_ptr, items_ptr, tables_ptr, table_stride, value_offset,
+    scale, first_key, part_rows,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    release_next()
+    tiled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    # A thread's elements of half an accumulator, four at a time, then those of the next thread.
+    half: gl.constexpr = gl.SharedLinearLayout(
+        [[0, 1], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [32, 0],
+         [0, 16], [0, 32]][: 11 + HEAD_DIM // 128]
+    )  # fmt: skip
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, HEAD_DIM], tiled)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, HEAD_DIM], tiled)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, HEAD_DIM], tiled)
+    left = gl.allocate_shared_memory(gl.float32, [ROWS, HEAD_DIM // 2], half)
+    right = gl.allocate_shared_memory(gl.float32, [ROWS, HEAD_DIM // 2], half)
+    info_s = gl.allocate_shared_memory(gl.int32, [1, 8], flat)
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    mbarrier.init(q_full.index(0), count=1)
+    mbarrier.init(q_empty.index(0), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=1)
+    buffers = (q_s, k_s, v_s, info_s)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    gl.warp_specialize([
+        (attend_partition, (buffers, barriers, (left, right), out_ptr, scale, first_key,
+                            gl.constexpr(0), HEADS, PACK, CHUNK, part_ptr, sums_ptr, part_rows,
+                            True)),
+        (load_partition, (q_desc, kv_desc, buffers, barriers, items_ptr, tables_ptr, table_stride,
+                          value_offset, HEADS, KV_HEADS, PACK, BLOCK_SIZE)),
+    ], [1], [24])  # fmt: skip
+
+
+@launch.jit
+def _exp2(x, ASM: tl.constexpr):
+    """As ``prompt_softmax.exp2``, for which the interpreter has no assembler."""
+    if not ASM:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@launch.jit
+def combine_chunks_kernel(
+    part_ptr, sums_ptr, tiles_ptr, out_ptr, scale,
+    HEADS: tl.constexpr, PACK: tl.constexpr, HEAD_DIM: tl.constexpr, MEMBERS: tl.constexpr,
+    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A tile's partial results in ascending order, as ``prompt_softmax`` merges them."""
+    launches.release_next(PDL)
+    tile = tl.program_id(0)
+    unit = tl.program_id(1)
+    units: tl.constexpr = HEADS // PACK
+    row, count = tl.load(tiles_ptr + tile * 4), tl.load(tiles_ptr + tile * 4 + 1)
+    first, chunks = tl.load(tiles_ptr + tile * 4 + 2), tl.load(tiles_ptr + tile * 4 + 3)
+    launches.await_inputs(PDL)
+    if chunks == 0:
+        return
+    member = tl.arange(0, MEMBERS)
+    valid = member < count * PACK
+    column = tl.arange(0, HEAD_DIM)
+    place = (first.to(tl.int64) * units + unit) * MEMBERS + member
+    whole = tl.zeros([MEMBERS, HEAD_DIM], tl.float32)
+    whole_best = tl.full([MEMBERS], float("-inf"), tl.float32)
+    whole_total = tl.zeros([MEMBERS], tl.float32)
+    for base in range(0, chunks, AT_ONCE):
+        for step in tl.static_range(AT_ONCE):
+            there = valid & (base + step < chunks)
+            at = place + (base + step) * (units * MEMBERS)
+            part = tl.load(
+                part_ptr + at[:, None] * HEAD_DIM + column[None, :], mask=there[:, None], other=0.0
+            )
+            best = tl.load(sums_ptr + 2 * at, mask=there, other=float("-inf"))
+            total = tl.load(sums_ptr + 2 * at + 1, mask=there, other=0.0)
+            highest = tl.maximum(whole_best, best)
+            pivot = tl.where(highest == float("-inf"), 0.0, highest)
+            old = _exp2((whole_best - pivot) * scale, PDL)
+            new = _exp2((best - pivot) * scale, PDL)
+            merged = tl.fma(whole, tl.broadcast_to(old[:, None], whole.shape), part * new[:, None])
+            # The first chunk is taken as it is.
+            merged = tl.where(base + step == 0, part, merged)
+            whole = tl.where(there[:, None], merged, whole)
+            whole_total = tl.where(there, tl.fma(whole_total, old, total * new), whole_total)
+            whole_best = tl.where(there, highest, whole_best)
+    share = 1.0 / tl.where(whole_total == 0.0, 1.0, whole_total)
+    head = unit * PACK + member % PACK
+    target = ((row + member // PACK).to(tl.int64) * HEADS + head) * HEAD_DIM
+    result = (whole * share[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + target[:, None] + column[None, :], result, mask=valid[:, None])

@@ -1,0 +1,161 @@
+"""How attention over short spans is shared out, and partial results are added up, run by Triton's
+interpreter.
+
+What computes the chunks is written in Gluon, which has no interpreter: tests/gpu hold it to torch.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+import triton_interpreter  # isort: skip
+
+from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
+from surefoot.kernels.triton import chunk_attention
+from surefoot.kernels.triton.chunk_attention import fits_chunks, list_chunks
+from surefoot.kernels.triton.chunk_kernel import combine_chunks_kernel
+from surefoot.kernels.triton.launch import DEFAULT_PROCESSORS
+from surefoot.kernels.triton.prompt_attention import BLOCK_N, CHUNK_KEYS
+from triton_interpreter import DEVICE
+
+pytestmark = [
+    pytest.mark.skipif(triton_interpreter.ON_GPU, reason="tests/gpu run the same checks compiled"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+SHAPE = AttentionShape(32, 8, 128, 1.0)
+TILE_ROWS = 16
+"""Rows of a tile: 64 queries of four heads each."""
+
+
+def batch_of(spans: list[tuple[int, int]], longest: int) -> FlatBatch:
+    """Spans (first key, rows) by slot, the slots in falling order, with two rows of padding."""
+    rows = torch.tensor([rows for _, rows in spans], device=DEVICE)
+    slots = torch.arange(len(spans), device=DEVICE).flip(0)
+    keys = [torch.arange(first, first + count, device=DEVICE) for first, count in spans]
+    keys = torch.cat([*keys, torch.zeros(2, dtype=torch.int64, device=DEVICE)])
+    row_slot = torch.cat([slots.repeat_interleave(rows), slots.new_full((2,), -1)])
+    return FlatBatch(
+        tokens=torch.zeros_like(keys),
+        positions=keys,
+        key_index=keys,
+        row_slot=row_slot,
+        block_tables=torch.zeros((len(spans), 1), dtype=torch.int32, device=DEVICE),
+        span_start=torch.tensor([first for first, _ in spans], device=DEVICE).flip(0),
+        max_keys=longest,
+        spans=SpanTable(rows.cumsum(0) - rows, rows, slots, max_rows=40),
+    )
+
+
+FIRST = st.sampled_from([0, 1, 500, 511, 512, 1000, 9000, 40000]) | st.integers(0, 3000)
+ROWS = st.sampled_from([0, 1, 1, 4, 16, 17, 33]) | st.integers(0, 40)
+
+
+@pytest.fixture(autouse=True)
+def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs a program for each that there is room for."""
+    monkeypatch.setattr(chunk_attention, "MOST_PARTS", 100)
+
+
+@settings(deadline=None, max_examples=40)
+@given(spans=st.lists(st.tuples(FIRST, ROWS), min_size=1, max_size=9))
+def test_every_key_of_every_tile_is_worked_on_once(spans: list[tuple[int, int]]) -> None:
+    batch = batch_of(spans, 1 << 16)
+    work = list_chunks(batch, SHAPE)
+    found = work.items.tolist()
+    items, tiles = found[1 : 1 + found[0][0]], work.tiles.tolist()
+    expected = {}
+    row = 0
+    for index, (first, count) in enumerate(spans):
+        for at in range(0, count, TILE_ROWS):
+            rows = min(TILE_ROWS, count - at)
+            slot = len(spans) - 1 - index
+            expected[row + at] = [row + at, rows, first + at, slot, first + count]
+        row += count
+    listed = {tile[0]: tile for tile in tiles if tile[1] > 0}
+    assert listed.keys() == expected.keys()
+    parts = set()
+    for row, tile in expected.items():
+        own = [item for item in items if item[0] == row]
+        assert all(item[:5] == tile for item in own)
+        last = -(-(tile[2] + tile[1]) // BLOCK_N)
+        if listed[row][3] == 0:
+            assert [item[5:] for item in own] == [[-1, 0, last]]
+            continue
+        own.sort(key=lambda item: item[5])
+        assert [item[5] for item in own] == list(
+            range(listed[row][2], listed[row][2] + listed[row][3])
+        )
+        parts.update(item[5] for item in own)
+        step = CHUNK_KEYS // BLOCK_N
+        for number, item in enumerate(own):
+            low = number * step
+            # Behind all that its rows see a chunk has one step, in which they see nothing.
+            assert item[6:] == [low, max(low + 1, min(low + step, last))]
+        assert own[-1][7] >= last
+    assert len(parts) == sum(tile[3] for tile in listed.values()) <= work.parts
+    assert not parts or max(parts) < work.parts
+    lengths = [min(CHUNK_KEYS // BLOCK_N, item[7]) if item[5] >= 0 else item[7] for item in items]
+    step = CHUNK_KEYS // BLOCK_N
+    chunks = [-(-length // step) for length in lengths]
+    ends = [-(-item[4] // CHUNK_KEYS) if item[5] < 0 else 1 for item in items]
+    assert ends == sorted(ends, reverse=True) and max(chunks, default=0) <= max(ends, default=0)
+
+
+def test_one_long_text_is_shared_out_and_a_crowd_of_equals_is_not() -> None:
+    alone = list_chunks(batch_of([(8191, 1)], 8192), SHAPE)
+    assert int(alone.items[0, 0]) == 16 and alone.tiles.tolist() == [[0, 1, 0, 16]]
+    crowd = list_chunks(batch_of([(767, 1)] * 32, 8192), SHAPE)
+    assert int(crowd.items[0, 0]) == 32 and not crowd.tiles[:, 3].any()
+    longer = list_chunks(batch_of([(767, 1)] * 31 + [(30000, 1)], 40960), SHAPE)
+    assert longer.tiles[31].tolist()[3] == 59 and int(longer.items[0, 0]) == 31 + 59
+    assert list_chunks(batch_of([(767, 1)] * 128, 40960), SHAPE).parts == 0
+    assert DEFAULT_PROCESSORS == 132
+
+
+def test_too_little_room_for_parts_splits_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_attention, "MOST_PARTS", 20)
+    work = list_chunks(batch_of([(8191, 1), (5000, 1), (8000, 1)], 8192), SHAPE)
+    assert work.parts == 20
+    split = [count for _, _, _, count in work.tiles.tolist() if count]
+    assert sum(split) <= 20
+
+
+def test_heads_and_blocks_that_the_kernel_takes() -> None:
+    assert fits_chunks(SHAPE, torch.bfloat16, 16)
+    assert not fits_chunks(SHAPE, torch.float32, 16)
+    assert not fits_chunks(SHAPE, torch.bfloat16, 24)
+    assert not fits_chunks(AttentionShape(9, 3, 64, 1.0), torch.bfloat16, 16), "three heads a tile"
+    assert not fits_chunks(AttentionShape(8, 2, 96, 1.0), torch.bfloat16, 16)
+
+
+@pytest.mark.parametrize("chunks", [1, 7, 8, 9, 20])
+def test_partial_results_are_added_up_in_ascending_order(chunks: int) -> None:
+    torch.manual_seed(chunks)
+    pack, units, part_rows, width, rows = 4, 2, 8, 16, 2
+    part = torch.randn(3 + chunks, units, part_rows, width, device=DEVICE)
+    best = 3 * torch.randn(3 + chunks, units, part_rows, device=DEVICE)
+    best[3 + chunks // 2] = float("-inf")  # A chunk of which nothing is seen.
+    total = torch.rand_like(best) + 0.5
+    part[3 + chunks // 2] = total[3 + chunks // 2] = 0.0
+    if chunks == 1:
+        best[3], part[3], total[3] = 1.0, 2.0, 4.0
+    sums = torch.stack((best, total), dim=-1).contiguous()
+    tiles = torch.tensor([[0, rows, 3, chunks], [2, 1, 0, 0]], dtype=torch.int32, device=DEVICE)
+    out = torch.full((3, units * pack, width), 7.0, device=DEVICE)
+    scale = 0.7
+    combine_chunks_kernel[(2, units)](
+        part, sums, tiles, out, scale, units * pack, pack, width, part_rows, 8, False
+    )
+    own = slice(3, 3 + chunks)
+    weights = torch.exp2((best[own] - best[own].amax(dim=0)) * scale)
+    expected = (part[own] * weights[..., None]).sum(dim=0)
+    expected /= (total[own] * weights).sum(dim=0)[..., None]
+    for row in range(rows):
+        found = out[row].view(units, pack, width)
+        torch.testing.assert_close(found, expected[:, row * pack : (row + 1) * pack])
+    assert (out[2] == 7.0).all(), "a tile that was not split has its result"

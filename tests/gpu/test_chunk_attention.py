@@ -1,0 +1,130 @@
+"""Attention over short spans by chunks of keys, compiled, on fresh random inputs; NaN wherever no
+key was written."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from test_prompt_attention import batch_of, exact, pool
+from test_real_shapes import relative
+
+from surefoot.kernels.backend import AttentionShape
+from surefoot.kernels.triton.chunk_attention import chunk_attention, chunk_work_of, list_chunks
+from surefoot.kernels.triton.launch import hopper
+from surefoot.kernels.triton.prompt_attention import CHUNK_KEYS, list_tiles, prompt_attention
+
+pytestmark = pytest.mark.gpu
+SHAPES = [
+    AttentionShape(32, 8, 128, 128**-0.5),
+    AttentionShape(4, 4, 128, 0.1),
+    AttentionShape(16, 2, 64, 0.125),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_numbers() -> Iterator[None]:
+    """New numbers in every run, printed when a test fails; NaN in whatever is not written."""
+    if not hopper(torch.device("cuda", torch.cuda.current_device())):
+        pytest.skip("needs a Hopper GPU")
+    seed = torch.seed() % 2**31
+    print("seed", seed)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def draw(count: int, longest: int) -> list[tuple[int, int]]:
+    """Spans (first key, rows): single tokens, chains, and a few longer ones."""
+    spans = []
+    for _ in range(count):
+        rows = random.choice([1, 1, 1, 4, 4, 9, 16, 17, 64])
+        spans.append((random.randint(0, longest), rows))
+    return spans
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("count", [1, 3, 11, 40])
+def test_chunks_equal_the_twin_and_prompts_to_the_bit(
+    shape: AttentionShape, block_size: int, count: int
+) -> None:
+    spans = [*draw(count, random.choice([300, 5 * CHUNK_KEYS])), (CHUNK_KEYS - 1, 2)]
+    kv, tables = pool(spans, shape, block_size)
+    for first_key in (0, 1):
+        batch = replace(batch_of(spans, tables), first_key=first_key)
+        q = torch.randn(batch.tokens.shape[0], shape.heads, shape.head_dim, dtype=torch.bfloat16)
+        work = chunk_work_of(batch, shape, kv)
+        assert work is not None
+        found = chunk_attention(q, kv, batch, shape, work)[:-3]
+        prompts = prompt_attention(q, kv, batch, shape, list_tiles(batch, shape))[:-3]
+        assert torch.equal(found, prompts), (spans, (found != prompts).float().mean())
+        expected = exact(q, kv, batch, shape)[:-3]
+        if first_key:
+            nothing = batch.key_index[:-3] == 0
+            assert (found[nothing] == 0).all()
+            found, expected = found[~nothing], expected[~nothing]
+        assert relative(found, expected) < 6e-3, spans
+
+
+def test_company_and_splits_change_no_bit() -> None:
+    shape = SHAPES[0]
+    own = (random.randint(2 * CHUNK_KEYS, 6 * CHUNK_KEYS), random.choice([1, 4]))
+    others = draw(random.choice([3, 30, 150]), 2000)
+    kv, tables = pool([own, *others], shape, 16)
+    alone = batch_of([own], tables[:1], padding=0)
+    q = torch.randn(own[1] + sum(n for _, n in others), 32, 128, dtype=torch.bfloat16)
+    work = list_chunks(alone, shape)
+    assert int(work.tiles[0, 3]) > 1, "one request's keys are shared out"
+    expected = chunk_attention(q[: own[1]], kv, alone, shape, work)
+    batch = batch_of([own, *others], tables)
+    work = list_chunks(batch, shape)
+    q = torch.cat([q, q.new_zeros(3, 32, 128)])
+    found = chunk_attention(q, kv, batch, shape, work)
+    assert torch.equal(found[: own[1]], expected), others
+    # Nobody's keys are shared out where there is no room for parts.
+    whole = list_chunks(replace(batch, max_keys=1), shape)
+    assert whole.parts == 0
+    found = chunk_attention(q, kv, batch, shape, whole)
+    assert torch.equal(found[: own[1]], expected), others
+
+
+def test_recorded_once_for_all_lengths() -> None:
+    """A graph for so many spans gives what eager calls give, whatever their lengths are."""
+    torch.use_deterministic_algorithms(False)  # Filling new tensors is no part of the graph.
+    shape = SHAPES[0]
+
+    def lengths() -> list[tuple[int, int]]:
+        return [(random.choice([0, 3, 600, 4000]) + random.randint(0, 90), 4) for _ in range(9)]
+
+    kv, tables = pool([(0, 4200)] * 9, shape, 16)
+    batch = replace(batch_of(lengths(), tables, padding=0), max_keys=4200)
+    q = torch.randn(36, 32, 128, dtype=torch.bfloat16)
+
+    def run() -> torch.Tensor:
+        return chunk_attention(q, kv, batch, shape, list_chunks(batch, shape))
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(5):
+        other = batch_of(lengths(), tables, padding=0)
+        q.normal_()
+        for name in ("key_index", "row_slot", "span_start"):
+            getattr(batch, name).copy_(getattr(other, name))
+        for name in ("first_row", "rows", "slot"):
+            getattr(batch.spans, name).copy_(getattr(other.spans, name))
+        graph.replay()
+        assert torch.equal(captured, run())
+        assert relative(captured, exact(q, kv, batch, shape)) < 6e-3
