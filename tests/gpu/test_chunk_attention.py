@@ -85,6 +85,7 @@ def test_company_and_splits_change_no_bit() -> None:
     q = torch.randn(own[1] + sum(n for _, n in others), 32, 128, dtype=torch.bfloat16)
     work = list_chunks(alone, shape)
     assert int(work.tiles[0, 3]) > 1, "one request's keys are shared out"
+    assert int(work.items[0, 0]) > 1
     expected = chunk_attention(q[: own[1]], kv, alone, shape, work)
     batch = batch_of([own, *others], tables)
     work = list_chunks(batch, shape)

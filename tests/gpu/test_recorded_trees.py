@@ -51,6 +51,7 @@ def decoder() -> Decoder:
 def tree_engine(decoder: Decoder, **options: Any) -> Engine:
     own = {"path": folder("skilled"), "draft_tokens": 7, "top_k": 3, "depth": 3}
     values: dict[str, Any] = {
+        "device": "cuda",
         "proposers": ("eagle3", "ngram"),
         "proposer_options": {"eagle3": own},
         "draft_policy": "fixed",

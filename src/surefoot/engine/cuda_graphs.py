@@ -58,6 +58,8 @@ class RecordedRounds(PaddedRounds):
     def forget(self) -> None:
         torch.cuda.synchronize()
         self.graphs.clear()
+        # A pool that no graph uses any more is gone.
+        self.pool = torch.cuda.graph_pool_handle()
         self._asked.clear()
 
     def graph(self, size: Size) -> torch.cuda.CUDAGraph:

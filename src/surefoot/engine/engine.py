@@ -116,7 +116,7 @@ class Engine:
             self.memory = count_recorded(self.memory, self.rounds, held)
         self.loop = Loop(
             self.round, self.rounds, self.scheduler, self.kv, self.planner,
-            config.max_num_batched_tokens, depth=2 if ahead or on_gpu else 1,
+            config.max_num_batched_tokens, depth=2 if ahead else 1,
         )  # fmt: skip
         if loading is not None:
             loading.join()

@@ -1,8 +1,8 @@
 """Attention over short spans on Hopper GPUs, balanced by chunks of keys: lists of work, launches.
 
 A forward makes one list for all layers. A tile (up to 64 queries of one kv head) is one item with
-all its keys, or an item for each chunk where whole tiles would leave multiprocessors idle: how many
-keys each request has is read on the device, so one recorded launch serves all of them.
+all its keys, or several with a run of chunks each where whole tiles would leave multiprocessors
+idle. How many keys a request has is read on the device: one recorded launch serves all lengths.
 Twin: ``kernels.attention.torch_paged.span_attention``.
 """
 
@@ -18,7 +18,7 @@ from surefoot.kernels.backend import AttentionShape, FlatBatch
 from surefoot.kernels.triton.attention import LOG2_E
 from surefoot.kernels.triton.chunk_kernel import chunk_kernel, combine_chunks_kernel
 from surefoot.kernels.triton.launch import cdiv, hopper, jit, next_power_of_2, processors
-from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
+from surefoot.kernels.triton.pdl import await_inputs, pdl
 from surefoot.kernels.triton.prompt_attention import (
     BLOCK_N,
     CHUNK_KEYS,
@@ -34,8 +34,6 @@ QUERY_ROWS = 64
 MOST_PARTS = 2048
 PART_BYTES = 64 << 20
 """Partial results that there is room for, at most."""
-CROWDED = 4
-"""With so many tiles for each program nothing is gained by splitting their keys."""
 _DOUBLINGS = 12
 
 
@@ -44,12 +42,14 @@ class ChunkWork:
     """What all layers of a forward share."""
 
     items: torch.Tensor
-    """int32 [1 + n, 8], with room for all: first their number; then of each, the longest first:
+    """int32 [1 + n, 16], with room for all: first their number; then of each, the longest first:
     flat row, rows, index of the first row's key, slot, index past the span's last key, which
-    partial result it gives (-1: none, it has all keys), and its first step of ``BLOCK_N`` keys and
-    the one past its last."""
+    partial result it begins with (-1: none, it has all keys; -2: none, its rows see none of them),
+    its first step of ``BLOCK_N`` keys and the one past its last, and the index of the span's first
+    key."""
     tiles: torch.Tensor
-    """int32 [tiles, 4]: flat row, rows, first partial result and their number (0: none)."""
+    """int32 [n, 4], of the tiles that are split: flat row, rows (0: no such tile), first partial
+    result, and their number."""
     part_rows: int
     """Queries of a partial result."""
     parts: int
@@ -57,17 +57,17 @@ class ChunkWork:
 
 
 @jit(
-    do_not_specialize=["spans", "programs", "units", "capacity", "tiles"],
+    do_not_specialize=["spans", "programs", "units", "capacity", "splits"],
     do_not_specialize_on_alignment=["first_row_ptr", "rows_ptr", "slot_ptr", "key_index_ptr"],
 )
 def chunk_list_kernel(
     first_row_ptr, rows_ptr, slot_ptr, key_index_ptr, items_ptr, tiles_ptr, spans, programs, units,
-    capacity, tiles,
+    capacity, splits,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, SPANS: tl.constexpr,
     DOUBLINGS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program an item, and one a tile; each works out its own place."""
-    release_next(PDL)
+    """One program an item, and one a tile that is split; each works out its own place."""
+    # Kernels behind this one may read the list before they wait: they start when it is there.
     await_inputs(PDL)
     number = tl.program_id(0)
     every = tl.arange(0, SPANS)
@@ -76,18 +76,21 @@ def chunk_list_kernel(
     starts = tl.load(key_index_ptr + firsts, mask=counts > 0, other=0).to(tl.int32)
     needed = (counts + ROWS - 1) // ROWS
     chunks = tl.where(counts > 0, (starts + counts + CHUNK - 1) // CHUNK, 0)
-    # Tiles of more chunks than a program's fair share are split, as far as there is room for it.
-    share = tl.maximum((tl.sum(needed * chunks, axis=0) * units + programs - 1) // programs, 1)
-    most = share << DOUBLINGS
+    # A tile is cut into as many runs as it has times a program's fair share, rounded, but down
+    # from three quarters; into fewer if there is no room for so many partial results.
+    work = tl.maximum(tl.sum(needed * chunks, axis=0).to(tl.int64) * units, 1)
+    run = tl.maximum(chunks, 1)
     for back in tl.static_range(DOUBLINGS):
-        tried = share << (DOUBLINGS - 1 - back)
-        parts = tl.sum(tl.where(chunks > tried, needed * chunks, 0), axis=0)
-        most = tl.where(parts <= capacity, tried, most)
-    split = chunks > most
-    each = tl.where(split, chunks, 1)
+        share = work << (DOUBLINGS - 1 - back)
+        cuts = (4 * chunks.to(tl.int64) * programs + share) // (4 * share)
+        cuts = tl.maximum(tl.minimum(cuts, chunks), 1).to(tl.int32)
+        tried = tl.maximum((chunks + cuts - 1) // cuts, 1)
+        parts = tl.sum(tl.where(tried < chunks, needed * chunks, 0), axis=0)
+        run = tl.where(parts <= capacity, tried, run)
+    split = run < chunks
+    each = (chunks + run - 1) // run
     items = needed * each
-    length = tl.where(split, 1, chunks)
-    parts = tl.where(split, items, 0)
+    parts = tl.where(split, needed * chunks, 0)
     first_parts = tl.cumsum(parts, axis=0) - parts
     if number == 0:
         tl.store(items_ptr, tl.sum(items, axis=0))
@@ -97,44 +100,47 @@ def chunk_list_kernel(
     if span < spans:
         own = every == span
         within = number - tl.sum(tl.where(own, ends - items, 0), axis=0)
-        own_length = tl.sum(tl.where(own, length, 0), axis=0)
-        before = (length > own_length) | ((length == own_length) & (every < span))
+        own_run = tl.sum(tl.where(own, run, 0), axis=0)
+        before = (run > own_run) | ((run == own_run) & (every < span))
         place = tl.sum(tl.where(before, items, 0), axis=0) + within
         own_each = tl.sum(tl.where(own, each, 0), axis=0)
-        is_split = tl.sum(tl.where(own & split, 1, 0), axis=0) > 0
-        row = within // own_each * ROWS
+        tile = within // own_each
+        chunk = within % own_each * own_run
         end = tl.sum(tl.where(own, starts + counts, 0), axis=0)
-        key = tl.sum(tl.where(own, starts, 0), axis=0) + row
+        start = tl.sum(tl.where(own, starts, 0), axis=0)
+        key = start + tile * ROWS
         last = tl.minimum(key + ROWS, end)
         steps = (last + BLOCK_N - 1) // BLOCK_N
-        low = tl.where(is_split, within % own_each * (CHUNK // BLOCK_N), 0)
-        high = tl.where(is_split, tl.minimum(low + CHUNK // BLOCK_N, steps), steps)
-        part = tl.sum(tl.where(own, first_parts, 0), axis=0) + within
-        entry = items_ptr + 8 + place * 8
-        tl.store(entry, tl.sum(tl.where(own, firsts, 0), axis=0) + row)
+        low = chunk * (CHUNK // BLOCK_N)
+        high = tl.minimum(low + own_run * (CHUNK // BLOCK_N), steps)
+        part = tl.sum(tl.where(own, first_parts + tile * chunks, 0), axis=0) + chunk
+        part = tl.where(own_each > 1, part, -1)
+        # A tile's last run may begin behind all that its rows see: it gives nothing.
+        part = tl.where(low < steps, part, -2)
+        entry = items_ptr + 16 + place * 16
+        tl.store(entry, tl.sum(tl.where(own, firsts, 0), axis=0) + tile * ROWS)
         tl.store(entry + 1, last - key)
         tl.store(entry + 2, key)
         tl.store(entry + 3, tl.load(slot_ptr + span).to(tl.int32))
         tl.store(entry + 4, end)
-        tl.store(entry + 5, tl.where(is_split, part, -1))
+        tl.store(entry + 5, part)
         tl.store(entry + 6, low)
-        # A tile's last chunk may begin behind all that its rows see: nothing is added then.
         tl.store(entry + 7, tl.maximum(high, low + 1))
+        tl.store(entry + 8, start)
 
-    if number < tiles:
-        tile_ends = tl.cumsum(needed, axis=0)
-        span = tl.sum((tile_ends <= number).to(tl.int32), axis=0)
-        own = every == span
-        tile = number - tl.sum(tl.where(own, tile_ends - needed, 0), axis=0)
-        row = tl.sum(tl.where(own, firsts, 0), axis=0) + tile * ROWS
+    if number < splits:
+        tiles = tl.where(split, needed, 0)
+        tile_ends = tl.cumsum(tiles, axis=0)
+        own = every == tl.sum((tile_ends <= number).to(tl.int32), axis=0)
+        tile = number - tl.sum(tl.where(own, tile_ends - tiles, 0), axis=0)
         count = tl.sum(tl.where(own, counts, 0), axis=0) - tile * ROWS
-        parts_each = tl.sum(tl.where(own & split, chunks, 0), axis=0)
-        part = tl.sum(tl.where(own, first_parts, 0), axis=0) + tile * parts_each
+        count = tl.maximum(tl.minimum(count, ROWS), 0)
+        key = tl.sum(tl.where(own, starts, 0), axis=0) + tile * ROWS
         entry = tiles_ptr + number * 4
-        tl.store(entry, row)
-        tl.store(entry + 1, tl.minimum(count, ROWS))
-        tl.store(entry + 2, part)
-        tl.store(entry + 3, parts_each)
+        tl.store(entry, tl.sum(tl.where(own, firsts, 0), axis=0) + tile * ROWS)
+        tl.store(entry + 1, count)
+        tl.store(entry + 2, tl.sum(tl.where(own, first_parts + tile * chunks, 0), axis=0))
+        tl.store(entry + 3, (key + count + CHUNK - 1) // CHUNK)
 
 
 def fits_chunks(shape: AttentionShape, dtype: torch.dtype, block_size: int) -> bool:
@@ -159,17 +165,21 @@ def list_chunks(batch: FlatBatch, shape: AttentionShape) -> ChunkWork:
     per_tile, units = QUERY_ROWS // pack, shape.heads // pack
     # No partition of the rows into spans has more.
     tiles = min(rows, (rows + entries * (per_tile - 1)) // per_tile)
+    tiles = min(tiles, entries * cdiv(spans.max_rows, per_tile))
     part_rows = min(QUERY_ROWS, next_power_of_2(min(spans.max_rows, rows) * pack))
-    programs = processors(batch.key_index.device)
-    parts = 0
-    if batch.max_keys > CHUNK_KEYS and tiles * units < CROWDED * programs:
+    programs, most = processors(batch.key_index.device), cdiv(batch.max_keys, CHUNK_KEYS)
+    parts = cuts = splits = 0
+    # A tile is split from 7/4 of a program's share on, which is a chunk of every tile at least.
+    if 4 * most * programs >= 7 * tiles * units:
         room = PART_BYTES // (units * part_rows * shape.head_dim * 4)
-        parts = min(MOST_PARTS, room, tiles * cdiv(batch.max_keys, CHUNK_KEYS))
-    items = spans.rows.new_empty((1 + tiles + parts, 8), dtype=torch.int32)
-    listed = spans.rows.new_empty((tiles, 4), dtype=torch.int32)
-    chunk_list_kernel[(tiles + parts,)](
+        parts = min(MOST_PARTS, room, tiles * most)
+        cuts = cdiv(8 * programs, 7 * units)
+        splits = min(tiles, cdiv(4 * programs, 7 * units))
+    items = spans.rows.new_empty((1 + tiles + cuts, 16), dtype=torch.int32)
+    listed = spans.rows.new_empty((splits, 4), dtype=torch.int32)
+    chunk_list_kernel[(tiles + cuts,)](
         spans.first_row, spans.rows, spans.slot, batch.key_index, items, listed, entries,
-        programs, units, parts, tiles,
+        programs, units, parts, splits,
         per_tile, CHUNK_KEYS, BLOCK_N, next_power_of_2(entries, 32), _DOUBLINGS,
         num_warps=1, **pdl(batch.key_index.device),
     )  # fmt: skip
@@ -205,10 +215,8 @@ def chunk_attention(
         STAGES, num_warps=4, maxnreg=128, launch_pdl=True,
     )  # fmt: skip
     if work.parts:
-        members = work.part_rows
-        combine_chunks_kernel[(len(work.tiles), units)](
+        combine_chunks_kernel[(len(work.tiles) * work.part_rows, units)](
             part, sums, work.tiles, out, shape.scale * LOG2_E,
-            shape.heads, pack, width, members, max(1, min(8, 32 // members)),
-            num_warps=max(1, min(8, members // 4)), **pdl(q.device),
+            shape.heads, pack, width, work.part_rows, 8, num_warps=1, **pdl(q.device),
         )  # fmt: skip
     return out

@@ -1,7 +1,7 @@
 """Attention over short spans on Hopper, in Gluon: chunks of keys, one warpgroup, a warp that loads.
 
 A program (one a multiprocessor) takes work from ``chunk_attention``'s list: up to 64 queries of one
-kv head (rows times heads), and either all keys that they see or a single chunk of them. All keys
+kv head (rows times heads), and either all keys that they see or a run of chunks of them. All keys
 give a result; a chunk gives a partial one, which ``combine_chunks_kernel`` adds to the others. The
 arithmetic is ``prompt_softmax``'s, so that a row's bits are those it has in a prompt, however the
 work was shared out.
@@ -47,11 +47,12 @@ def load_partition(
         # To and fro: items get shorter along the list, and programs are to end together.
         item = wave * programs + gl.where(wave % 2 == 0, program, programs - 1 - program)
         if item < items:
-            entry = items_ptr + 8 + item // UNITS * 8
+            entry = items_ptr + 16 + item // UNITS * 16
             row, count = gl.load(entry), gl.load(entry + 1)
             key, slot = gl.load(entry + 2), gl.load(entry + 3)
             end, part = gl.load(entry + 4), gl.load(entry + 5)
             low, high = gl.load(entry + 6), gl.load(entry + 7)
+            start = gl.load(entry + 8)
             unit = item % UNITS
             info = gl.where(field == 0, row, 0) + gl.where(field == 1, count, 0)
             info += gl.where(field == 2, key, 0) + gl.where(field == 3, unit, 0)
@@ -60,7 +61,9 @@ def load_partition(
             pages = tables_ptr + slot * table_stride
             kv_head = unit * PACK // (HEADS // KV_HEADS)
             last_page = (key + count - 1) // PAGE
-            if (low + 1) * BLOCK_N > key:
+            # The first item's keys, if they are old, arrive while the product before this ends.
+            ahead = gl.where(number == 0, gl.minimum(high - low, STAGES) - 1, 0)
+            if (low + ahead + 1) * BLOCK_N > start:
                 await_inputs()
             for tile in range(low, high):
                 stage = step % STAGES
@@ -75,7 +78,7 @@ def load_partition(
                     kv_desc, pages, kv_head, value_offset, tile, last_page,
                     v_full.index(stage), v_s.index(stage), KV_HEADS, BLOCK_SIZE,
                 )  # fmt: skip
-                if tile == low:
+                if tile == low + ahead:
                     await_inputs()
                     load_queries(
                         q_desc, q_s, info_s, q_full, q_empty, 0, number, info, row, unit, PACK
@@ -149,44 +152,40 @@ def combine_chunks_kernel(
     HEADS: tl.constexpr, PACK: tl.constexpr, HEAD_DIM: tl.constexpr, MEMBERS: tl.constexpr,
     AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile's partial results in ascending order, as ``prompt_softmax`` merges them."""
+    """A query's partial results in ascending order, as ``prompt_softmax`` merges them."""
     launches.release_next(PDL)
-    tile = tl.program_id(0)
+    tile = tl.program_id(0) // MEMBERS
+    member = tl.program_id(0) % MEMBERS
     unit = tl.program_id(1)
     units: tl.constexpr = HEADS // PACK
     row, count = tl.load(tiles_ptr + tile * 4), tl.load(tiles_ptr + tile * 4 + 1)
     first, chunks = tl.load(tiles_ptr + tile * 4 + 2), tl.load(tiles_ptr + tile * 4 + 3)
     launches.await_inputs(PDL)
-    if chunks == 0:
+    if member >= count * PACK:
         return
-    member = tl.arange(0, MEMBERS)
-    valid = member < count * PACK
     column = tl.arange(0, HEAD_DIM)
     place = (first.to(tl.int64) * units + unit) * MEMBERS + member
-    whole = tl.zeros([MEMBERS, HEAD_DIM], tl.float32)
-    whole_best = tl.full([MEMBERS], float("-inf"), tl.float32)
-    whole_total = tl.zeros([MEMBERS], tl.float32)
+    whole = tl.zeros([HEAD_DIM], tl.float32)
+    whole_best = float("-inf")
+    whole_total = 0.0
     for base in range(0, chunks, AT_ONCE):
         for step in tl.static_range(AT_ONCE):
-            there = valid & (base + step < chunks)
+            there = base + step < chunks
             at = place + (base + step) * (units * MEMBERS)
-            part = tl.load(
-                part_ptr + at[:, None] * HEAD_DIM + column[None, :], mask=there[:, None], other=0.0
-            )
+            part = tl.load(part_ptr + at * HEAD_DIM + column, mask=there, other=0.0)
             best = tl.load(sums_ptr + 2 * at, mask=there, other=float("-inf"))
             total = tl.load(sums_ptr + 2 * at + 1, mask=there, other=0.0)
             highest = tl.maximum(whole_best, best)
             pivot = tl.where(highest == float("-inf"), 0.0, highest)
             old = _exp2((whole_best - pivot) * scale, PDL)
             new = _exp2((best - pivot) * scale, PDL)
-            merged = tl.fma(whole, tl.broadcast_to(old[:, None], whole.shape), part * new[:, None])
+            merged = tl.fma(whole, old, part * new)
             # The first chunk is taken as it is.
             merged = tl.where(base + step == 0, part, merged)
-            whole = tl.where(there[:, None], merged, whole)
+            whole = tl.where(there, merged, whole)
             whole_total = tl.where(there, tl.fma(whole_total, old, total * new), whole_total)
             whole_best = tl.where(there, highest, whole_best)
     share = 1.0 / tl.where(whole_total == 0.0, 1.0, whole_total)
     head = unit * PACK + member % PACK
     target = ((row + member // PACK).to(tl.int64) * HEADS + head) * HEAD_DIM
-    result = (whole * share[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + target[:, None] + column[None, :], result, mask=valid[:, None])
+    tl.store(out_ptr + target + column, (whole * share).to(out_ptr.dtype.element_ty))

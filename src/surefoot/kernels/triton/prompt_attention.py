@@ -22,7 +22,7 @@ TILE = 128
 """Queries of a tile: rows times heads."""
 BLOCK_N = 128
 """Keys of a step: the running softmax sees so many at a time."""
-CHUNK_KEYS = 512
+CHUNK_KEYS = 256
 """Keys whose values are summed by themselves before they join the others."""
 STAGES = 2
 QUERIES, PAGES = NVMMASharedLayout(128, 16, 3), NVMMASharedLayout(128, 16, 2)

@@ -107,7 +107,8 @@ def soften(scores, prior, best, acc, total, scale):
 @jit
 def advance(
     q, buffers, barriers, whole, acc, scores, prior, best, total, whole_best, whole_total,
-    step, tile, last_key, column, scale, CHUNK: gl.constexpr, MASKED: gl.constexpr,
+    step, tile, last_key, column, scale, parts, CHUNK: gl.constexpr, MASKED: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """The weights of tile - 1; then its values are added up beside the scores of ``tile``.
 
@@ -143,7 +144,15 @@ def advance(
         whole_best, whole_total, old, new = merge_totals(
             best, total, whole_best, whole_total, scale
         )
-        merge(whole, tile == CHUNK, acc, old, new)
+        if PARTS:
+            if parts[0] >= 0:
+                store_part(acc, whole_best, whole_total, parts, tile // CHUNK - 1)
+                whole_best = gl.full_like(whole_best, float("-inf"))
+                whole_total = gl.zeros_like(whole_total)
+            else:
+                merge(whole, tile == CHUNK, acc, old, new)
+        else:
+            merge(whole, tile == CHUNK, acc, old, new)
     return acc, scores, prior, higher, total, whole_best, whole_total
 
 
@@ -203,22 +212,20 @@ def store_result(
 
 
 @jit
-def store_part(
-    acc, best, total, part, unit, count, part_rows, part_ptr, sums_ptr,
-    HEADS: gl.constexpr, PACK: gl.constexpr,
-):  # fmt: skip
+def store_part(acc, best, total, parts, chunk):
     """What a chunk adds up to, before it is divided: values, highest score and sum of weights."""
+    number, base, stride, members, part_ptr, sums_ptr = parts
     HEAD_DIM: gl.constexpr = acc.shape[1]
-    place = (part.to(gl.int64) * (HEADS // PACK) + unit) * part_rows
+    place = base + chunk.to(gl.int64) * stride
     rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     member = gl.arange(0, ROWS, layout=rows)
     column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, acc.type.layout))
     at = (place + member)[:, None] * HEAD_DIM + column[None, :]
-    gl.store(part_ptr + at, acc, mask=(member < count * PACK)[:, None])
+    gl.store(part_ptr + at, acc, mask=(member < members)[:, None])
     member = gl.arange(0, ROWS, layout=best.type.layout)
     at = 2 * (place + member)
-    gl.store(sums_ptr + at, best, mask=member < count * PACK)
-    gl.store(sums_ptr + at + 1, total, mask=member < count * PACK)
+    gl.store(sums_ptr + at, best, mask=member < members)
+    gl.store(sums_ptr + at + 1, total, mask=member < members)
 
 
 @jit
@@ -234,7 +241,7 @@ def attend_partition(
     part_ptr=None, sums_ptr=None, part_rows=0, PARTS: gl.constexpr = False,
 ):  # fmt: skip
     """A warpgroup's half of every tile: 64 rows, or fewer rows with ``PACK`` heads each. Where
-    there may be ``PARTS``, some tiles take a single chunk of their keys, and leave its softmax."""
+    there may be ``PARTS``, some tiles take a run of chunks, and leave the softmax of each."""
     q_s, k_s, v_s, info_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     STAGES: gl.constexpr = k_s.shape[0]
@@ -259,6 +266,12 @@ def attend_partition(
         known = read_field(info_s, 5) - (tiles - 1) * BLOCK_N
         low = read_field(info_s, 6) if PARTS else 0
         part = read_field(info_s, 7) if PARTS else -1
+        if PARTS:
+            stride = HEADS // PACK * part_rows
+            base = (part - low // CHUNK).to(gl.int64) * stride + unit * part_rows
+            parts = (part, base, stride, count * PACK, part_ptr, sums_ptr)
+        else:
+            parts = None
         last_key = key + first + gl.arange(0, ROWS, layout=score_rows) // PACK
 
         stage = step % STAGES
@@ -284,13 +297,13 @@ def attend_partition(
         for tile in range(low + 1, clear):
             acc, scores, prior, best, total, whole_best, whole_total = advance(
                 q, buffers, barriers, whole, acc, scores, prior, best, total, whole_best,
-                whole_total, step, tile, last_key, column, scale, CHUNK, False,
+                whole_total, step, tile, last_key, column, scale, parts, CHUNK, False, PARTS,
             )  # fmt: skip
             step += 1
         for tile in range(clear, tiles):
             acc, scores, prior, best, total, whole_best, whole_total = advance(
                 q, buffers, barriers, whole, acc, scores, prior, best, total, whole_best,
-                whole_total, step, tile, last_key, column, scale, CHUNK, True,
+                whole_total, step, tile, last_key, column, scale, parts, CHUNK, True, PARTS,
             )  # fmt: skip
             step += 1
         mbarrier.arrive(q_empty, count=1)
@@ -311,11 +324,8 @@ def attend_partition(
         )
         if PARTS:
             if part >= 0:
-                store_part(
-                    acc, whole_best, whole_total, part, unit, count, part_rows, part_ptr, sums_ptr,
-                    HEADS, PACK,
-                )  # fmt: skip
-            else:
+                store_part(acc, whole_best, whole_total, parts, (tiles - 1) // CHUNK)
+            if part == -1:
                 store_result(
                     acc, whole, whole_total, old, new, tiles > CHUNK, out_ptr, first, row, count,
                     unit, HEADS, PACK,
