@@ -34,7 +34,8 @@ QUERY_ROWS = 64
 MOST_PARTS = 2048
 PART_BYTES = 64 << 20
 """Partial results that there is room for, at most."""
-_DOUBLINGS = 12
+LARGE_SHARE = 4
+"""Chunks of a program from which on tiles are cut into runs of half of them."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def chunk_list_kernel(
     first_row_ptr, rows_ptr, slot_ptr, key_index_ptr, items_ptr, tiles_ptr, spans, programs, units,
     capacity, splits,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, SPANS: tl.constexpr,
-    DOUBLINGS: tl.constexpr, PDL: tl.constexpr,
+    LARGE_SHARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program an item, and one a tile that is split; each works out its own place."""
     # Kernels behind this one may read the list before they wait: they start when it is there.
@@ -76,17 +77,18 @@ def chunk_list_kernel(
     starts = tl.load(key_index_ptr + firsts, mask=counts > 0, other=0).to(tl.int32)
     needed = (counts + ROWS - 1) // ROWS
     chunks = tl.where(counts > 0, (starts + counts + CHUNK - 1) // CHUNK, 0)
-    # A tile is cut into as many runs as it has times a program's fair share, rounded, but down
-    # from three quarters; into fewer if there is no room for so many partial results.
-    work = tl.maximum(tl.sum(needed * chunks, axis=0).to(tl.int64) * units, 1)
+    # A tile is cut into runs of a program's fair share, of half of it where that is many chunks:
+    # each program gets long items and short ones. Longer runs if there is no room for the parts.
+    share = (tl.sum(needed * chunks, axis=0) * units).to(tl.float32) / programs
+    share = tl.where(share > LARGE_SHARE, 0.5 * share, share)
     run = tl.maximum(chunks, 1)
-    for back in tl.static_range(DOUBLINGS):
-        share = work << (DOUBLINGS - 1 - back)
-        cuts = (4 * chunks.to(tl.int64) * programs + share) // (4 * share)
-        cuts = tl.maximum(tl.minimum(cuts, chunks), 1).to(tl.int32)
-        tried = tl.maximum((chunks + cuts - 1) // cuts, 1)
-        parts = tl.sum(tl.where(tried < chunks, needed * chunks, 0), axis=0)
-        run = tl.where(parts <= capacity, tried, run)
+    parts = capacity + 1
+    while parts > capacity:
+        cuts = (chunks.to(tl.float32) / tl.maximum(share, 0.5) + 0.25).to(tl.int32)
+        cuts = tl.maximum(tl.minimum(cuts, chunks), 1)
+        run = tl.maximum((chunks + cuts - 1) // cuts, 1)
+        parts = tl.sum(tl.where(run < chunks, needed * chunks, 0), axis=0)
+        share = 2.0 * share
     split = run < chunks
     each = (chunks + run - 1) // run
     items = needed * each
@@ -169,18 +171,19 @@ def list_chunks(batch: FlatBatch, shape: AttentionShape) -> ChunkWork:
     part_rows = min(QUERY_ROWS, next_power_of_2(min(spans.max_rows, rows) * pack))
     programs, most = processors(batch.key_index.device), cdiv(batch.max_keys, CHUNK_KEYS)
     parts = cuts = splits = 0
-    # A tile is split from 7/4 of a program's share on, which is a chunk of every tile at least.
+    # Nothing is split below 7/4 of a program's share, which is a chunk of every tile at least.
     if 4 * most * programs >= 7 * tiles * units:
         room = PART_BYTES // (units * part_rows * shape.head_dim * 4)
         parts = min(MOST_PARTS, room, tiles * most)
-        cuts = cdiv(8 * programs, 7 * units)
-        splits = min(tiles, cdiv(4 * programs, 7 * units))
+        # Runs are no shorter than 7/8 of half a share, and tiles no shorter than two of them.
+        cuts = cdiv(16 * programs, 7 * units)
+        splits = min(tiles, cdiv(8 * programs, 7 * units))
     items = spans.rows.new_empty((1 + tiles + cuts, 16), dtype=torch.int32)
     listed = spans.rows.new_empty((splits, 4), dtype=torch.int32)
     chunk_list_kernel[(tiles + cuts,)](
         spans.first_row, spans.rows, spans.slot, batch.key_index, items, listed, entries,
         programs, units, parts, splits,
-        per_tile, CHUNK_KEYS, BLOCK_N, next_power_of_2(entries, 32), _DOUBLINGS,
+        per_tile, CHUNK_KEYS, BLOCK_N, next_power_of_2(entries, 32), LARGE_SHARE,
         num_warps=1, **pdl(batch.key_index.device),
     )  # fmt: skip
     return ChunkWork(items, listed, part_rows, parts)

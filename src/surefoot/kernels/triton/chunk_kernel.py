@@ -61,9 +61,8 @@ def load_partition(
             pages = tables_ptr + slot * table_stride
             kv_head = unit * PACK // (HEADS // KV_HEADS)
             last_page = (key + count - 1) // PAGE
-            # The first item's keys, if they are old, arrive while the product before this ends.
-            ahead = gl.where(number == 0, gl.minimum(high - low, STAGES) - 1, 0)
-            if (low + ahead + 1) * BLOCK_N > start:
+            # Old keys may be on their way while the product before this kernel ends.
+            if (low + 1) * BLOCK_N > start:
                 await_inputs()
             for tile in range(low, high):
                 stage = step % STAGES
@@ -78,7 +77,7 @@ def load_partition(
                     kv_desc, pages, kv_head, value_offset, tile, last_page,
                     v_full.index(stage), v_s.index(stage), KV_HEADS, BLOCK_SIZE,
                 )  # fmt: skip
-                if tile == low + ahead:
+                if tile == low:
                     await_inputs()
                     load_queries(
                         q_desc, q_s, info_s, q_full, q_empty, 0, number, info, row, unit, PACK
