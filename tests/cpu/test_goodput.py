@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surefoot.speculation.goodput import MIN_PACE, best_count, nearest_count
+from surefoot.speculation.offers import OfferMemory
 
 K = 3
 
@@ -90,3 +91,17 @@ def test_it_is_the_best_of_all_fair_counts(case: Any, stairs: set[int]) -> None:
     # What is offered may be fewer than a stair holds.
     assert worth(chosen) > 0
     assert worth(chosen) >= max(worth(at) for at in range(len(drafts))) - 1e-5
+
+
+def test_offers_that_ends_cut_short_do_not_count() -> None:
+    """Requests that are about to end take shorter drafts: nothing follows for those that come."""
+    memory = OfferMemory(3, frozenset({0}))
+    whole = np.tile(np.array([0.75, 0.55, 0.4], dtype=np.float32), (32, 1))
+    whose = np.zeros(32, dtype=np.int64)
+    for _ in range(20):
+        memory.enter(whole, whose, (0,), 3)
+    expected = memory.latest(64, (0,), 3)
+    for left in (2, 1, 0) * 10:
+        memory.enter(whole * (np.arange(3) < left), whose, (0,), 3)
+    assert (memory.latest(64, (0,), 3) == expected).all()
+    assert memory.share((0,)) < 1.0

@@ -74,7 +74,7 @@ def engine_options(
     ] = None,
     max_num_batched_tokens: Annotated[
         int | None,
-        _engine(help="Rows of a round, prompts included. (default: 256; 2048 on a GPU)"),
+        _engine(help="Rows of a round, prompts included. (default: 256; 8192 on a GPU)"),
     ] = None,
     kv_cache_memory: Annotated[
         str | None,

@@ -44,13 +44,17 @@ class Offers:
 
     def enter(self, rows: np.ndarray, steps: int) -> None:
         """Offers float32 [n, width], ``steps`` long if it pays by steps."""
+        found = np.count_nonzero(rows[:, 0]) / len(rows)
+        self.share += min(1.0, len(rows) / _LEAST) * (found - self.share)
         if self.stepped:
+            # Shorter ones were cut: their requests are about to end, or want no more.
+            rows = rows[rows[:, steps - 1] > 0.0]
+            if not len(rows):
+                return
             self._learn(rows, steps)
             rows = self.reaching(rows, steps, self._width)
         self._rows[(self._entered + np.arange(len(rows))) % KEPT] = rows
         self._entered += len(rows)
-        found = np.count_nonzero(rows[:, 0]) / len(rows)
-        self.share += min(1.0, len(rows) / _LEAST) * (found - self.share)
 
     def _learn(self, rows: np.ndarray, steps: int) -> None:
         offered = rows[:, :steps] > 0.0

@@ -146,6 +146,7 @@ class Planner:
             return
         self._unread = False
         proposers, steps = self._reported
+        steps = min(steps, max(1, situation.draft_limit))
         if proposers:
             chances, whose = situation.chances.numpy(), situation.whose.numpy()
             self.offers.enter(chances, whose, proposers, steps)
