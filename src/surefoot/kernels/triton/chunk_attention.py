@@ -35,7 +35,7 @@ MOST_PARTS = 2048
 PART_BYTES = 64 << 20
 """Partial results that there is room for, at most."""
 LARGE_SHARE = 4
-"""Chunks of a program from which on tiles are cut into runs of half of them."""
+"""Chunks of a program from which on long tiles are cut into runs of half of them."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,11 @@ def chunk_list_kernel(
     starts = tl.load(key_index_ptr + firsts, mask=counts > 0, other=0).to(tl.int32)
     needed = (counts + ROWS - 1) // ROWS
     chunks = tl.where(counts > 0, (starts + counts + CHUNK - 1) // CHUNK, 0)
-    # A tile is cut into runs of a program's fair share, of half of it where that is many chunks:
-    # each program gets long items and short ones. Longer runs if there is no room for the parts.
-    share = (tl.sum(needed * chunks, axis=0) * units).to(tl.float32) / programs
-    share = tl.where(share > LARGE_SHARE, 0.5 * share, share)
+    # A tile is cut into runs of a program's fair share. Of half of it if the tile has several and
+    # each is many chunks, so that programs get long items and short ones. Runs are longer if there
+    # is no room for so many partial results.
+    fair = (tl.sum(needed * chunks, axis=0) * units).to(tl.float32) / programs
+    share = tl.where((fair > LARGE_SHARE) & (chunks > 3.0 * fair), 0.5 * fair, fair)
     run = tl.maximum(chunks, 1)
     parts = capacity + 1
     while parts > capacity:
@@ -171,8 +172,9 @@ def list_chunks(batch: FlatBatch, shape: AttentionShape) -> ChunkWork:
     part_rows = min(QUERY_ROWS, next_power_of_2(min(spans.max_rows, rows) * pack))
     programs, most = processors(batch.key_index.device), cdiv(batch.max_keys, CHUNK_KEYS)
     parts = cuts = splits = 0
-    # Nothing is split below 7/4 of a program's share, which is a chunk of every tile at least.
-    if 4 * most * programs >= 7 * tiles * units:
+    # Nothing is split below 7/4 of a program's share, which is two chunks of every tile or more
+    # where texts are long enough for this to matter.
+    if 4 * most * programs >= 14 * tiles * units:
         room = PART_BYTES // (units * part_rows * shape.head_dim * 4)
         parts = min(MOST_PARTS, room, tiles * most)
         # Runs are no shorter than 7/8 of half a share, and tiles no shorter than two of them.
@@ -215,7 +217,7 @@ def chunk_attention(
         out, part, sums, work.items, batch.block_tables, batch.block_tables.stride(0),
         keys.shape[0] // 2, shape.scale * LOG2_E, batch.first_key, work.part_rows,
         shape.heads, shape.kv_heads, pack, width, block_size, BLOCK_N, CHUNK_KEYS // BLOCK_N,
-        STAGES, num_warps=4, maxnreg=128, launch_pdl=True,
+        STAGES, num_warps=4, maxnreg=136, launch_pdl=True,
     )  # fmt: skip
     if work.parts:
         combine_chunks_kernel[(len(work.tiles) * work.part_rows, units)](

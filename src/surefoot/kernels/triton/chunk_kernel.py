@@ -26,6 +26,17 @@ from surefoot.kernels.triton.prompt_softmax import ROWS, attend_partition, jit
 
 
 @jit
+def read_item(items_ptr, item):
+    """The fields of a list's entry, as ``chunk_attention.ChunkWork`` has them."""
+    entry = items_ptr + 16 + item * 16
+    row, count = gl.load(entry), gl.load(entry + 1)
+    key, slot = gl.load(entry + 2), gl.load(entry + 3)
+    end, part = gl.load(entry + 4), gl.load(entry + 5)
+    low, high = gl.load(entry + 6), gl.load(entry + 7)
+    return row, count, key, slot, end, part, low, high, gl.load(entry + 8)
+
+
+@jit
 def load_partition(
     q_desc, kv_desc, buffers, barriers, items_ptr, tables_ptr, table_stride, value_offset,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, BLOCK_SIZE: gl.constexpr,
@@ -41,49 +52,46 @@ def load_partition(
     programs = gl.num_programs(0)
     # The list was made before the last product began, and so were all keys but the newest.
     items = gl.load(items_ptr) * UNITS
+    fields = read_item(items_ptr, program // UNITS)
+    item = program
+    wave = 0
     step = 0
     number = 0
-    for wave in range(gl.cdiv(items, programs)):
+    while item < items:
+        row, count, key, slot, end, part, low, high, start = fields
+        unit = item % UNITS
         # To and fro: items get shorter along the list, and programs are to end together.
+        wave += 1
         item = wave * programs + gl.where(wave % 2 == 0, program, programs - 1 - program)
-        if item < items:
-            entry = items_ptr + 16 + item // UNITS * 16
-            row, count = gl.load(entry), gl.load(entry + 1)
-            key, slot = gl.load(entry + 2), gl.load(entry + 3)
-            end, part = gl.load(entry + 4), gl.load(entry + 5)
-            low, high = gl.load(entry + 6), gl.load(entry + 7)
-            start = gl.load(entry + 8)
-            unit = item % UNITS
-            info = gl.where(field == 0, row, 0) + gl.where(field == 1, count, 0)
-            info += gl.where(field == 2, key, 0) + gl.where(field == 3, unit, 0)
-            info += gl.where(field == 4, high, 0) + gl.where(field == 5, end, 0)
-            info += gl.where(field == 6, low, 0) + gl.where(field == 7, part, 0)
-            pages = tables_ptr + slot * table_stride
-            kv_head = unit * PACK // (HEADS // KV_HEADS)
-            last_page = (key + count - 1) // PAGE
-            # Old keys may be on their way while the product before this kernel ends.
-            if (low + 1) * BLOCK_N > start:
+        fields = read_item(items_ptr, gl.minimum(item, items - 1) // UNITS)
+        info = gl.where(field == 0, row, 0) + gl.where(field == 1, count, 0)
+        info += gl.where(field == 2, key, 0) + gl.where(field == 3, unit, 0)
+        info += gl.where(field == 4, high, 0) + gl.where(field == 5, end, 0)
+        info += gl.where(field == 6, low, 0) + gl.where(field == 7, part, 0)
+        pages = tables_ptr + slot * table_stride
+        kv_head = unit * PACK // (HEADS // KV_HEADS)
+        last_page = (key + count - 1) // PAGE
+        # Old keys may be on their way while the product before this kernel ends.
+        if (low + 1) * BLOCK_N > start:
+            await_inputs()
+        for tile in range(low, high):
+            stage = step % STAGES
+            phase = (step // STAGES) & 1
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            load_pages(
+                kv_desc, pages, kv_head, 0, tile, last_page,
+                k_full.index(stage), k_s.index(stage), KV_HEADS, BLOCK_SIZE,
+            )  # fmt: skip
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            load_pages(
+                kv_desc, pages, kv_head, value_offset, tile, last_page,
+                v_full.index(stage), v_s.index(stage), KV_HEADS, BLOCK_SIZE,
+            )  # fmt: skip
+            if tile == low:
                 await_inputs()
-            for tile in range(low, high):
-                stage = step % STAGES
-                phase = (step // STAGES) & 1
-                mbarrier.wait(k_empty.index(stage), phase ^ 1)
-                load_pages(
-                    kv_desc, pages, kv_head, 0, tile, last_page,
-                    k_full.index(stage), k_s.index(stage), KV_HEADS, BLOCK_SIZE,
-                )  # fmt: skip
-                mbarrier.wait(v_empty.index(stage), phase ^ 1)
-                load_pages(
-                    kv_desc, pages, kv_head, value_offset, tile, last_page,
-                    v_full.index(stage), v_s.index(stage), KV_HEADS, BLOCK_SIZE,
-                )  # fmt: skip
-                if tile == low:
-                    await_inputs()
-                    load_queries(
-                        q_desc, q_s, info_s, q_full, q_empty, 0, number, info, row, unit, PACK
-                    )
-                step += 1
-            number += 1
+                load_queries(q_desc, q_s, info_s, q_full, q_empty, 0, number, info, row, unit, PACK)
+            step += 1
+        number += 1
     mbarrier.wait(q_empty.index(0), (number & 1) ^ 1)
     info_s.index(0).store(gl.zeros_like(field))
     mbarrier.arrive(q_full.index(0), count=1)
@@ -132,7 +140,7 @@ def chunk_kernel(
                             True)),
         (load_partition, (q_desc, kv_desc, buffers, barriers, items_ptr, tables_ptr, table_stride,
                           value_offset, HEADS, KV_HEADS, PACK, BLOCK_SIZE)),
-    ], [1], [24])  # fmt: skip
+    ], [1], [40])  # fmt: skip
 
 
 @launch.jit
