@@ -13,7 +13,11 @@ def upload(
 ) -> torch.Tensor:
     """``values`` as a tensor on ``device``. A GPU gets them in the order of what it was told to do,
     and the host goes on: an ordinary copy would wait until all of that is done."""
-    table = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
+    table = (
+        values
+        if isinstance(values, torch.Tensor)
+        else torch.tensor(values, dtype=dtype, device="cpu")
+    )
     if device.type != "cuda":
         return table.to(device)
     return table.pin_memory().to(device, non_blocking=True)
