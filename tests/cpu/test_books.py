@@ -45,13 +45,12 @@ if find_spec("triton"):
 pytestmark = pytest.mark.skipif(ON_GPU, reason="tests/gpu run the same checks compiled")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="no triton")
 K, VOCAB, SLOTS = 4, 6, 5
-CPU = torch.device("cpu")
 OTHERS = pytest.mark.parametrize(
     "name",
     [
         pytest.param(
             "native",
-            marks=[needs_native, pytest.mark.skipif(ON_GPU, reason="for tensors on a CPU")],
+            marks=[needs_native, pytest.mark.skipif(ON_GPU, reason="tensors on a CPU")],
         ),
         pytest.param("triton", marks=needs_triton),
     ],
@@ -79,18 +78,18 @@ def make_books(name: str, trees: tuple[bool, ...] = (False,), width: int = K) ->
 
 
 class Dice:
-    """Random tensors, the same wherever they are put."""
+    """Random tensors."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
 
     def draw(self, low: int, high: int, *shape: int) -> torch.Tensor:
         """int64 from ``low`` to ``high`` - 1."""
-        return torch.randint(low, high, shape, generator=self.generator).to(CPU)
+        return torch.randint(low, high, shape, generator=self.generator)
 
     def share(self, *shape: int) -> torch.Tensor:
         """float32 from 0 to 1."""
-        return torch.rand(shape, generator=self.generator).to(CPU)
+        return torch.rand(shape, generator=self.generator)
 
 
 def fill_slots(pair: list[BookKeeping], dice: Dice) -> None:
@@ -107,6 +106,8 @@ def fill_slots(pair: list[BookKeeping], dice: Dice) -> None:
         state.limit.copy_(length + room)
         state.alive.copy_(alive)
         state.params.stop_ids.copy_(stops)
+        # Nobody's slot is as it is made.
+        state.length[SLOTS], state.computed[SLOTS], state.limit[SLOTS] = 1, 0, 0
 
 
 def make_spans(dice: Dice, state: SlotState) -> tuple[RoundSpans, int, int]:
@@ -141,10 +142,9 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 def commit(books: BookKeeping, spans: RoundSpans, size: Size, given: list[torch.Tensor]) -> Any:
     """Everything that a round's rows, texts and verdict are, as far as it means something."""
     state, (offers, sampled) = books.state, given
-    spans = RoundSpans(*(x.to(state.device) for x in vars(spans).values()))
-    books.write_drafts(spans.slots, offers.to(state.device))
+    books.write_drafts(spans.slots, offers)
     layout = books.lay_out(spans, size, 60)
-    found = books.judge(spans, layout.first_sample, sampled.to(state.device))
+    found = books.judge(spans, layout.first_sample, sampled)
     used, batch = spans.known > 0, layout.batch
     own = int((spans.known + spans.drafts)[used].sum())
     taken = int((spans.drafts + spans.samples)[used].sum())
@@ -197,19 +197,16 @@ def random_drafts(dice: Dice, slots: torch.Tensor, tree: bool, width: int) -> Dr
     order = torch.arange(shape[1])
     parents = (dice.share(*shape) * (order + 1.2)).long() - 1
     lengths = dice.draw(0, shape[1] + 2, shape[0])
-    parts = tokens, lengths, dice.share(*shape) * 1.1
-    device = slots.device
-    moved = [part.to(device) for part in parts]
-    return Drafts(*moved, parents.to(device) if tree else None)
+    return Drafts(tokens, lengths, dice.share(*shape) * 1.1, parents if tree else None)
 
 
 def random_verdict(dice: Dice, pair: list[BookKeeping]) -> tuple[torch.Tensor, RoundVerdict]:
-    """Texts grow by random tokens, entered here; (slots of the round, on the CPU, its verdict)."""
+    """Texts grow by random tokens, entered here; (slots of the round, its verdict)."""
     state = pair[0].state
     order = torch.randperm(SLOTS, generator=dice.generator).tolist()
     slots = torch.tensor(order[: 1 + int(dice.draw(0, SLOTS))] + [SLOTS] * int(dice.draw(0, 3)))
     counts = dice.draw(0, state.max_drafts + 2, len(slots)) * (slots != SLOTS)
-    counts = torch.minimum(counts, (state.limit - state.length).cpu()[slots]).clamp(min=0)
+    counts = torch.minimum(counts, (state.limit - state.length)[slots]).clamp(min=0)
     tokens = dice.draw(0, 2, len(slots), state.max_drafts + 1)
     ends = dice.draw(0, 12, len(slots)) // 10 * counts.sign()
     for books in pair:
@@ -226,9 +223,7 @@ def random_verdict(dice: Dice, pair: list[BookKeeping]) -> tuple[torch.Tensor, R
 
 def run_round(books: BookKeeping, given: Any, seed: int, awake: tuple[int, ...]) -> None:
     """The end of a round, and the split of the next one, which enters what is left to enter."""
-    (slots, verdict), device = given, books.state.device
-    slots, trees, width = slots.to(device), books.controller.trees, books.state.max_drafts
-    verdict = RoundVerdict(*(x.to(device) for x in vars(verdict).values()))
+    (slots, verdict), trees, width = given, books.controller.trees, books.state.max_drafts
 
     def propose(index: int, going: torch.Tensor) -> Drafts:
         return random_drafts(Dice(seed + index), going, trees[index], width)
@@ -242,33 +237,33 @@ def check_equal(ours: BookKeeping, theirs: BookKeeping, slots: torch.Tensor) -> 
     """All that is kept of requests and all that is reported of them."""
     records = ours.controller.records, theirs.controller.records
     for name in ("watched_length", "hits", "trials"):
-        mine, other = (getattr(table, name)[:, :SLOTS].cpu() for table in records)
+        mine, other = (getattr(table, name)[:, :SLOTS] for table in records)
         torch.testing.assert_close(mine, other, rtol=2e-5, atol=2e-5)
-    torch.testing.assert_close(records[0].seen.cpu(), records[1].seen, rtol=5e-5, atol=5e-5)
+    torch.testing.assert_close(records[0].seen, records[1].seen, rtol=5e-5, atol=5e-5)
     pair = ours.controller, theirs.controller
     lengths = pair[1].lengths[:, :SLOTS]
-    assert torch.equal(pair[0].lengths[:, :SLOTS].cpu(), lengths)
+    assert torch.equal(pair[0].lengths[:, :SLOTS], lengths)
     width = ours.state.max_drafts
     offered = torch.arange(width) < lengths.unsqueeze(2)
     for name in ("tokens", "confidence", "parents"):
         mine, other = (getattr(controller, name) for controller in pair)
         if other is not None:
-            assert torch.equal(mine[:, :SLOTS].cpu()[offered], other[:, :SLOTS][offered]), name
+            assert torch.equal(mine[:, :SLOTS][offered], other[:, :SLOTS][offered]), name
     lengths = theirs.offers.lengths[:SLOTS]
     offered = torch.arange(width) < lengths.unsqueeze(1)
-    assert torch.equal(ours.offers.lengths[:SLOTS].cpu(), lengths)
+    assert torch.equal(ours.offers.lengths[:SLOTS], lengths)
     held = lengths > 0
-    whose = ours.offers.proposer[:SLOTS].cpu(), theirs.offers.proposer[:SLOTS]
+    whose = ours.offers.proposer[:SLOTS], theirs.offers.proposer[:SLOTS]
     assert torch.equal(whose[0][held], whose[1][held])
     for name in ("tokens", "parents"):
         mine, other = getattr(ours.offers, name), getattr(theirs.offers, name)
         if other is not None:
-            assert torch.equal(mine[:SLOTS].cpu()[offered], other[:SLOTS][offered]), name
-    chances = ours.offers.chances[:SLOTS].cpu(), theirs.offers.chances[:SLOTS]
+            assert torch.equal(mine[:SLOTS][offered], other[:SLOTS][offered]), name
+    chances = ours.offers.chances[:SLOTS], theirs.offers.chances[:SLOTS]
     torch.testing.assert_close(*chances, rtol=2e-5, atol=1e-6)
-    assert torch.equal(ours.state.alive[:SLOTS].cpu(), theirs.state.alive[:SLOTS])
+    assert torch.equal(ours.state.alive[:SLOTS], theirs.state.alive[:SLOTS])
     columns, count = ours.columns, len(slots)
-    reports = ours.report[:count].cpu(), theirs.report[:count]
+    reports = ours.report[:count], theirs.report[:count]
     for mine, other in zip(*reports, strict=True):
         meant = [0, 1, 2, 3, columns.OFFERED]
         meant += range(columns.FIRST_TOKEN, columns.FIRST_TOKEN + int(other[columns.COUNT]))
@@ -295,10 +290,8 @@ def fresh_pair(name: str, trees: tuple[bool, ...], width: int, dice: Dice) -> li
         state, controller = books.state, books.controller
         state.history[:SLOTS, :3], state.length[:SLOTS] = history, 3
         state.limit[:SLOTS], state.alive[:SLOTS] = 3 + room, 1
-        controller.allowed[:, :SLOTS], controller.draft_limit[:SLOTS] = (
-            allowed,
-            limit.clamp(max=width),
-        )
+        controller.allowed[:, :SLOTS] = allowed
+        controller.draft_limit[:SLOTS] = limit.clamp(max=width)
     return pair
 
 
@@ -325,34 +318,33 @@ def test_they_learn_and_choose_the_same(name: str, trees: tuple[bool, ...], widt
 @OTHERS
 def test_a_proposer_that_sleeps_learns_from_its_last_offer(name: str) -> None:
     for books in (make_books(name, (False, False)), make_books("torch", (False, False))):
-        state, controller, device = books.state, books.controller, books.state.device
-        controller.allowed.fill_(True)
-        controller.draft_limit.fill_(K)
-        state.limit.fill_(50)
-        slots = torch.tensor([2], device=device)
-        offer = Drafts(
-            torch.full((1, K), 3, device=device),
-            torch.full((1,), K, device=device),
-            torch.full((1, K), 0.5, device=device),
-        )
-        for index in (0, 1):
-            books.learn(index, slots, offer)
-        state.history[2, : K + 1] = 3
-        state.length[2] = K + 1
-        one, none = slots.new_ones(1), slots.new_zeros(1)
-        tokens = slots.new_full((1, K + 1), 3)
-        verdict = RoundVerdict(tokens, none, one, none, none, none, slots)
-        size = Size(1, 1, 1, Features(), (0,))
-        books.finish(slots, size, none, verdict, lambda index, going: offer)
-        for estimator in controller.estimators:
-            assert float(estimator.trials[2, 4].sum()) == K
-        assert controller.lengths[:, 2].tolist() == [K, 0]
+        check_that_sleepers_learn(books)
+
+
+def check_that_sleepers_learn(books: BookKeeping) -> None:
+    state, controller = books.state, books.controller
+    controller.allowed.fill_(True)
+    controller.draft_limit.fill_(K)
+    state.limit.fill_(50)
+    slots = torch.tensor([2])
+    offer = Drafts(torch.full((1, K), 3), torch.tensor([K]), torch.full((1, K), 0.5))
+    for index in (0, 1):
+        books.learn(index, slots, offer)
+    state.history[2, : K + 1] = 3
+    state.length[2] = K + 1
+    one, none = slots.new_ones(1), slots.new_zeros(1)
+    tokens = slots.new_full((1, K + 1), 3)
+    verdict = RoundVerdict(tokens, none, one, none, none, none, slots)
+    books.finish(slots, Size(1, 1, 1, Features(), (0,)), none, verdict, lambda *_: offer)
+    for estimator in controller.estimators:
+        assert float(estimator.trials[2, 4].sum()) == K
+    assert controller.lengths[:, 2].tolist() == [K, 0]
 
 
 @OTHERS
 def test_an_offer_of_another_kind_is_refused(name: str) -> None:
     books = make_books(name)
-    slots = torch.tensor([0], device=books.state.device)
+    slots = torch.tensor([0])
     none = torch.zeros_like(slots)
     verdict = RoundVerdict(none.view(1, 1), none, none, none, none, none, slots)
     tree = Drafts(none.view(1, 1), none, torch.zeros(1, 1), none.view(1, 1) - 1)
@@ -373,8 +365,8 @@ def test_what_all_requests_teach_does_not_depend_on_their_order(trees: tuple[boo
         books.controller.records.hits.copy_(Dice(1).share(*books.controller.records.hits.shape))
         books.controller.records.trials.copy_(books.controller.records.hits * 2.7)
         state.history[:SLOTS, 3:43] = texts
-        slots = torch.tensor(order, device=state.device)
-        drafts = random_drafts(Dice(9), torch.arange(SLOTS, device=state.device), trees[0], 7)
+        slots = torch.tensor(order)
+        drafts = random_drafts(Dice(9), torch.arange(SLOTS), trees[0], 7)
         parts = [None if part is None else part[slots] for part in vars(drafts).values()]
         books.learn(0, slots, Drafts(*parts))  # type: ignore[arg-type]
         state.length[:SLOTS] += 9
