@@ -356,27 +356,30 @@ def test_an_offer_of_another_kind_is_refused(name: str) -> None:
 @pytest.mark.parametrize("trees", [(False,), (True,)])
 def test_what_all_requests_teach_does_not_depend_on_their_order(trees: tuple[bool, ...]) -> None:
     """Programs of a GPU run in any order; those of the interpreter run in that of the slots."""
-    texts, found = torch.randint(0, 2, (SLOTS, 40)), []
+    found = []
     for order in ([0, 1, 2, 3, 4], [3, 0, 4, 2, 1]):
-        dice = Dice(5)
-        [books, _] = fresh_pair("triton", trees, 7, dice)
-        state = books.state
+        books, dice = make_books("triton", trees, 7), Dice(5)
+        state, controller, slots = books.state, books.controller, torch.tensor(order)
         state.limit.fill_(60)
-        books.controller.records.hits.copy_(Dice(1).share(*books.controller.records.hits.shape))
-        books.controller.records.trials.copy_(books.controller.records.hits * 2.7)
-        state.history[:SLOTS, 3:43] = texts
-        slots = torch.tensor(order)
-        drafts = random_drafts(Dice(9), torch.arange(SLOTS), trees[0], 7)
-        parts = [None if part is None else part[slots] for part in vars(drafts).values()]
-        books.learn(0, slots, Drafts(*parts))  # type: ignore[arg-type]
+        controller.allowed.fill_(True)
+        controller.draft_limit.fill_(7)
+        controller.records.hits.copy_(dice.share(*controller.records.hits.shape))
+        controller.records.trials.copy_(controller.records.hits * 2.7)
+        # All are right, and in one bin, so that sums are of several numbers.
+        shape = SLOTS, 7
+        tokens, confidence = torch.zeros(shape, dtype=torch.int64), torch.full(shape, 0.5)
+        parents = (dice.share(*shape) * (torch.arange(7) + 1)).long() - 1
+        parents = parents[slots] if trees[0] else None
+        books.learn(0, slots, Drafts(tokens, torch.full((SLOTS,), 7), confidence, parents))
         state.length[:SLOTS] += 9
         books.learn(0, slots, None)
         news = getattr(books, "news")  # noqa: B009
-        assert news.any()
+        taught = news.clone()
         books.split(slots, torch.ones_like(slots), Size(SLOTS, 9, 9, Features(), ()))
-        assert not news.any()
-        found.append(books.controller.records.seen.clone())
-    assert torch.equal(*found)
+        assert taught.any() and not news.any()
+        found.append((taught, controller.records.seen.clone()))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 # --- the choice --------------------------------------------------------------------------------

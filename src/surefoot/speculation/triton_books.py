@@ -10,7 +10,7 @@ import torch
 
 from surefoot.kernels.backend import Backend
 from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
-from surefoot.kernels.triton import control, trees
+from surefoot.kernels.triton import control, learning, trees
 from surefoot.kernels.triton.slots import lay_out
 from surefoot.kernels.triton.verdict import judge_and_advance
 from surefoot.speculation.books import LEAST, BookKeeping
@@ -34,7 +34,7 @@ class TritonBooks(BookKeeping):
     ) -> None:
         super().__init__(backend, state, controller, spans)
         self.news = torch.zeros_like(controller.records.seen, dtype=torch.int64)
-        """What a round taught, until the next one's ``split`` enters it (``control``)."""
+        """What a round taught, until the next one's ``split`` enters it (``learning``)."""
 
     def split(self, slots: torch.Tensor, quota: torch.Tensor, size: Size) -> RoundSpans:
         rows = size.rows, size.samples
@@ -63,7 +63,7 @@ class TritonBooks(BookKeeping):
         offers = None
         if drafts is not None:
             offers = drafts.tokens, drafts.lengths, drafts.confidence, drafts.parents
-        control.learn(self, self.news, index, slots, offers, SLOT_DECAY_LOG2)
+        learning.learn(self, self.news, index, slots, offers, SLOT_DECAY_LOG2)
 
     def choose_and_report(
         self, slots: torch.Tensor, drafts: torch.Tensor, verdict: RoundVerdict, proposing: bool
