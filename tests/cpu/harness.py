@@ -37,14 +37,6 @@ needs_native = pytest.mark.skipif(
 TIE = 1e-4
 
 
-def on_torch_alone(engine: Engine) -> Engine:
-    """The engine with no compiled book-keeping: every operation of its round is torch's."""
-    engine.state.native = None
-    for estimator in engine.controller.estimators:
-        estimator._native = None
-    return engine
-
-
 def tiny_config(**overrides: Any) -> ModelConfig:
     values: dict[str, Any] = dict(
         architecture="llama",

@@ -129,10 +129,13 @@ class ShortTrees(Bush):
 
 def ends_of_offers(engine: Engine) -> list[int]:
     """Runs the job; how long the text was with each offer, at the deepest draft of it."""
-    found, offer, state = [], engine.controller.offer, engine.state
+    found, learn, state = [], engine.round.books.learn, engine.state
 
-    def watched(index: int, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
-        lengths = offer(index, slots, drafts)
+    def watched(index: int, slots: torch.Tensor, drafts: Drafts | None) -> None:
+        learn(index, slots, drafts)
+        if drafts is None:
+            return
+        lengths = engine.controller.lengths[index, slots]
         deepest = lengths.clone()
         if drafts.parents is not None:
             width = torch.arange(drafts.parents.shape[1])
@@ -142,9 +145,8 @@ def ends_of_offers(engine: Engine) -> list[int]:
         for slot, deep in zip(slots.tolist(), deepest.tolist(), strict=True):
             if slot in running and deep:
                 found.append(int(state.length[slot]) + deep)
-        return lengths
 
-    engine.controller.offer = watched  # type: ignore[method-assign]
+    engine.round.books.learn = watched  # type: ignore[method-assign]
     [request] = run_jobs(engine, [JOB])
     assert request.output == run_alone(engine.decoder, JOB).output
     assert len(request.output) == 40

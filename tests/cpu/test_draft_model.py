@@ -79,24 +79,26 @@ def engine_of(ahead: bool, **options: Any) -> Engine:
 def check(engine: Engine, jobs: list[Job]) -> int:
     """Texts are plain, and every draft for those who allow the twin is right. Returns how many."""
     texts = [(*job.prompt, *run_alone(target(), job).output) for job in jobs]
-    index, offer = engine.controller.names.index("twin"), engine.controller.offer
+    index, learn = engine.controller.names.index("twin"), engine.round.books.learn
     state, seen = engine.state, 0
 
-    def watched(which: int, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
+    def watched(which: int, slots: torch.Tensor, drafts: Drafts | None) -> None:
         nonlocal seen
-        lengths = offer(which, slots, drafts)
+        learn(which, slots, drafts)
+        if drafts is None or which != index:
+            return
+        lengths = engine.controller.lengths[index, slots]
         running = {request.slot for request in engine.scheduler.running}
         rows = zip(slots.tolist(), drafts.tokens.tolist(), lengths.tolist(), strict=True)
-        for slot, tokens, length in rows if which == index else ():
+        for slot, tokens, length in rows:
             if slot not in running or not engine.controller.allowed[index, slot]:
                 continue
             known = tuple(state.history[slot, : int(state.length[slot])].tolist())
             drafted = tuple(tokens[:length])
             assert any(t[: len(known) + length] == known + drafted for t in texts), (known, drafted)
             seen += length
-        return lengths
 
-    engine.controller.offer = watched  # type: ignore[method-assign]
+    engine.round.books.learn = watched  # type: ignore[method-assign]
     for text, request in zip(texts, run_jobs(engine, jobs), strict=True):
         assert (*request.prompt, *request.output) == text
     return seen

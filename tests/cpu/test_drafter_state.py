@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_engines import folder, target
-from harness import Job, make_engine, needs_native, on_torch_alone, run_alone, run_jobs
+from harness import Job, make_engine, needs_native, run_alone, run_jobs
 from surefoot.engine.engine import Engine
 from surefoot.kernels.batch import FlatBatch
 from surefoot.request import SamplingParams, SpeculationParams
@@ -38,8 +38,7 @@ def engine_of(backend: str = "torch", ahead: bool = False, **options: Any) -> En
         "draft_policy": "fixed",
         **options,
     }
-    engine = make_engine(target(backend), ahead, **values)
-    return on_torch_alone(engine) if backend == "torch" else engine
+    return make_engine(target(backend), ahead, **values)
 
 
 class Watch:
@@ -50,20 +49,21 @@ class Watch:
         self.index = engine.controller.names.index(DRAFTER)
         self.offers: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
         self.written: list[FlatBatch] = []
-        self._offer = engine.controller.offer
-        engine.controller.offer = self.offer  # type: ignore[method-assign]
+        self._learn = engine.round.books.learn
+        engine.round.books.learn = self.learn  # type: ignore[method-assign]
         network = cast(Eagle3Proposer, engine.proposers[self.index]).network
         self._write_keys = network.write_keys
         network.write_keys = self.write_keys  # type: ignore[method-assign]
 
-    def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
+    def learn(self, index: int, slots: torch.Tensor, drafts: Drafts | None) -> None:
         controller, state = self.engine.controller, self.engine.state
         running = {request.slot for request in self.engine.scheduler.running}
-        for slot, tokens in zip(slots.tolist(), drafts.tokens.tolist(), strict=True):
+        offers = zip(slots.tolist(), drafts.tokens.tolist(), strict=True) if drafts else ()
+        for slot, tokens in offers:
             if index == self.index and slot in running and controller.allowed[index, slot]:
                 text = tuple(state.history[slot, : int(state.length[slot])].tolist())
                 self.offers.setdefault(text, set()).add(tuple(tokens))
-        return self._offer(index, slots, drafts)
+        self._learn(index, slots, drafts)
 
     def write_keys(self, features: torch.Tensor, batch: FlatBatch, kv: Any) -> None:
         self.written.append(batch)

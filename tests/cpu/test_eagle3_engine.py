@@ -18,7 +18,6 @@ from harness import (
     first_difference,
     make_engine,
     needs_native,
-    on_torch_alone,
     run_alone,
     run_jobs,
     score_gap,
@@ -42,8 +41,7 @@ def eagle_engine(kind: str, backend: str = "torch", **options: Any) -> Engine:
         "max_draft_tokens": 4,
         **options,
     }
-    engine = make_engine(target(backend), **values)
-    return on_torch_alone(engine) if backend == "torch" else engine
+    return make_engine(target(backend), **values)
 
 
 class Offers:
@@ -52,17 +50,18 @@ class Offers:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.by_text: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        self._offer = engine.controller.offer
-        engine.controller.offer = self.offer  # type: ignore[method-assign]
+        self._learn = engine.round.books.learn
+        engine.round.books.learn = self.learn  # type: ignore[method-assign]
 
-    def offer(self, index: int, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
+    def learn(self, index: int, slots: torch.Tensor, drafts: Drafts | None) -> None:
         state = self.engine.state
-        for slot, tokens in zip(slots.tolist(), drafts.tokens.tolist(), strict=True):
+        offers = zip(slots.tolist(), drafts.tokens.tolist(), strict=True) if drafts else ()
+        for slot, tokens in offers:
             if slot == state.idle_slot:
                 continue
             text = tuple(state.history[slot, : int(state.length[slot])].tolist())
             self.by_text.setdefault(text, []).append(tuple(tokens))
-        return self._offer(index, slots, drafts)
+        self._learn(index, slots, drafts)
 
 
 def reference(kind: str) -> Reference:
@@ -274,7 +273,7 @@ def check(
         if method:
             job.speculation = SpeculationParams(method, job.speculation.max_draft_tokens)
     engine = make_engine(decoder, ahead, **options)
-    actual = run_jobs(on_torch_alone(engine) if backend == "torch" else engine, work)
+    actual = run_jobs(engine, work)
     for job, got in zip(work, actual, strict=True):
         compare(backend, run_alone(decoder, job), got)
 

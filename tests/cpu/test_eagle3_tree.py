@@ -16,7 +16,6 @@ from harness import (
     Job,
     make_engine,
     needs_native,
-    on_torch_alone,
     run_alone,
     run_jobs,
 )
@@ -143,7 +142,7 @@ def tree_engine(kind: str, backend: str = "torch", **options: Any) -> Any:
     engine = make_engine(
         target(backend), proposers=("eagle3",), proposer_options={"eagle3": own}, **values
     )
-    return on_torch_alone(engine) if backend == "torch" else engine
+    return engine
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -152,17 +151,17 @@ def test_the_best_branch_is_the_chain_of_the_formulas(backend: str) -> None:
     the greedy draft that a recomputation of the whole text gives, as its likeliest children."""
     engine = tree_engine("skilled", backend, kv_blocks=30, max_num_batched_tokens=9, max_num_seqs=3)
     trees: dict[tuple[int, ...], tuple[list[int], list[int]]] = {}
-    inner = engine.controller.offer
+    inner = engine.round.books.learn
 
-    def offer(index: int, slots: torch.Tensor, drafts: Any) -> torch.Tensor:
+    def learn(index: int, slots: torch.Tensor, drafts: Any) -> None:
         for row, slot in enumerate(slots.tolist()):
             if slot == engine.state.idle_slot:
                 continue
             text = tuple(engine.state.history[slot, : int(engine.state.length[slot])].tolist())
             trees[text] = drafts.tokens[row].tolist(), drafts.parents[row].tolist()
-        return inner(index, slots, drafts)
+        inner(index, slots, drafts)
 
-    engine.controller.offer = offer
+    engine.round.books.learn = learn
     start = (5, 9, 2, 33, 14, 21, 40, 8)
     jobs = [Job(start + tuple(range(3 + i, 6 + 2 * i)), GREEDY, arrival=2 * i) for i in range(6)]
     requests = run_jobs(engine, jobs)

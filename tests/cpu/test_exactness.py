@@ -17,7 +17,6 @@ from harness import (
     first_difference,
     make_engine,
     needs_native,
-    on_torch_alone,
     run_alone,
     run_jobs,
     score_gap,
@@ -124,7 +123,7 @@ def check_scenario(
         texts = tuple((*request.prompt, *request.output) for request in expected)
         options = {**options, "proposer_options": {"oracle": {"texts": texts}}}
     engine = make_engine(decoder, ahead, **options)
-    actual = run_jobs(on_torch_alone(engine) if backend == "torch" else engine, work)
+    actual = run_jobs(engine, work)
     for job, want, got in zip(work, expected, actual, strict=True):
         compare(backend, job, want, got)
 

@@ -9,13 +9,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from harness import needs_native, tiny_decoder
 from surefoot.errors import SurefootError
-from surefoot.kernels import lookup
 from surefoot.speculation.proposer import read_options
 from surefoot.speculation.proposers.ngram import NgramProposer
 from surefoot.speculation.state import SlotState
 
 DRAFTS = 5
+BACKEND = "torch"
+
+
+@pytest.fixture(params=["torch", pytest.param("native", marks=needs_native)], autouse=True)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs on the compiled lookup and on plain torch."""
+    monkeypatch.setattr("test_ngram.BACKEND", request.param)
 
 
 def offers(texts: list[list[int]], **options: Any) -> list[list[int]]:
@@ -25,6 +32,7 @@ def offers(texts: list[list[int]], **options: Any) -> list[list[int]]:
         state.history[slot, : len(text)] = torch.tensor(text)
         state.length[slot] = len(text)
     proposer = NgramProposer(read_options(NgramProposer, options), state)
+    proposer.load(tiny_decoder(BACKEND))
     drafts = proposer.propose(torch.arange(len(texts)))
     lengths = drafts.lengths.tolist()
     return [row[:size] for row, size in zip(drafts.tokens.tolist(), lengths, strict=True)]
@@ -40,13 +48,6 @@ def by_loop(text: list[int], min_ngram: int, max_ngram: int, window: int) -> lis
                     longer.append(longer[start + size + step])
                 return longer[len(text) :]
     return []
-
-
-@pytest.fixture(params=["best at hand", "reference"], autouse=True)
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test runs on the compiled lookup, where there is a compiler, and on plain torch."""
-    if request.param == "reference":
-        monkeypatch.setattr(lookup, "_native", lambda: None)
 
 
 @settings(

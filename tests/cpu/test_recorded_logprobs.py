@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness import Job, fresh_logits, make_engine, on_torch_alone, run_jobs, tiny_decoder
+from harness import Job, fresh_logits, make_engine, run_jobs, tiny_decoder
 from surefoot.engine.engine import Engine
 from surefoot.request import MAX_LOGPROBS, SamplingParams, SpeculationParams
 from surefoot.sampling.logprobs import pack, row_logprobs, unpack, width_for
@@ -66,7 +66,7 @@ def test_chains(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
         tiny_decoder(), True, max_num_seqs=6, kv_blocks=200, max_draft_tokens=4,
         proposers=("oracle",), proposer_options={"oracle": {"texts": texts}}, draft_policy="fixed",
     )  # fmt: skip
-    assert check(on_torch_alone(engine), most) > 30
+    assert check(engine, most) > 30
 
 
 def test_trees() -> None:

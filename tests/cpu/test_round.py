@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle3_engines import folder
-from harness import Job, make_engine, on_torch_alone, run_jobs, tiny_decoder
+from harness import Job, make_engine, run_jobs, tiny_decoder
 from surefoot.request import SamplingParams
 
 # What makes the host wait for the device: reads of values, and shapes that depend on them.
@@ -45,15 +45,13 @@ class Watch(TorchDispatchMode):
 
 
 def watched_rounds(params: SamplingParams, **options: Any) -> Watch:
-    # The compiled twins would hide what the tensor operations do.
-    engine = on_torch_alone(
-        make_engine(
-            tiny_decoder(),
-            draft_policy="fixed",
-            max_num_batched_tokens=16,
-            max_num_seqs=4,
-            **options,
-        )
+    # Kernels would hide what the tensor operations do.
+    engine = make_engine(
+        tiny_decoder(),
+        draft_policy="fixed",
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        **options,
     )
     watch = Watch()
     run = engine.rounds.run

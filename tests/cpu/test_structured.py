@@ -22,7 +22,6 @@ from harness import (
     Job,
     fresh_logits,
     needs_native,
-    on_torch_alone,
     run_jobs,
     tiny_decoder,
 )
@@ -175,8 +174,6 @@ def check(backend: str, scenario: Any) -> None:
         **options,
         proposer_options={"oracle": texts, "meddler": texts},
     )
-    if backend == "torch":
-        on_torch_alone(engine)
     watch_drafts(engine, wanted)
     for job, want, got in zip(jobs, plain, run_jobs(engine, jobs), strict=True):
         cancelled = got.finish_reason is FinishReason.ABORT and job.cancel is not None
@@ -317,7 +314,7 @@ def test_what_is_cut_is_neither_offered_nor_watched() -> None:
     good = allowed_next(request)
     for index, tokens in enumerate(([good[0], 7, 7, 7], [7, 7, 7, 7])):
         drafts = Drafts(torch.tensor([tokens]), torch.tensor([4]), torch.full((1, 4), 0.5))
-        controller.offer(index, slots, drafts)
+        engine.round.books.learn(index, slots, drafts)
     offers.tokens[slot, :4] = torch.tensor([good[0], 7, 7, 7])
     offers.lengths[slot], offers.chances[slot, :4], offers.proposer[slot] = 4, 0.5, 0
     engine.loop._grammars.note(slot, 0, [good[0], 7, 7, 7], None)

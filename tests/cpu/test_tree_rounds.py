@@ -12,7 +12,7 @@ import torch
 
 import tree_proposers  # noqa: F401 - registers
 from eagle3_engines import folder, target
-from harness import Job, make_engine, on_torch_alone, run_alone, run_jobs
+from harness import Job, make_engine, run_alone, run_jobs
 from surefoot.engine.engine import Engine
 from surefoot.engine.rounds import PaddedRounds
 from surefoot.kernels.rounds import RoundSpans, lay_out_spans
@@ -40,7 +40,7 @@ def tree_engine(ahead: bool, kind: str = "skilled", **options: Any) -> Engine:
         "max_draft_tokens": 7,
         **options,
     }
-    engine = on_torch_alone(make_engine(target(), ahead, **values))
+    engine = make_engine(target(), ahead, **values)
     assert engine.rounds.recorded == ahead
     return engine
 

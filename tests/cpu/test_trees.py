@@ -18,7 +18,6 @@ from harness import (
     Job,
     make_engine,
     needs_native,
-    on_torch_alone,
     run_alone,
     run_jobs,
     tiny_decoder,
@@ -140,7 +139,7 @@ def greedy_trees(
     values: dict[str, Any] = {"max_draft_tokens": 8, "draft_policy": "fixed", **options}
     values |= {"proposers": ("bush",), "proposer_options": own}
     engine = make_engine(tiny_decoder(), ahead, **values)
-    [got] = run_jobs(on_torch_alone(engine), [job])
+    [got] = run_jobs(engine, [job])
     return want, got
 
 
@@ -218,7 +217,7 @@ def check(
         if method:
             job.speculation = SpeculationParams(method, job.speculation.max_draft_tokens)
     engine = make_engine(decoder, ahead, **options)
-    actual = run_jobs(on_torch_alone(engine) if backend == "torch" else engine, work)
+    actual = run_jobs(engine, work)
     for job, want, got in zip(work, expected, actual, strict=True):
         compare(backend, job, want, got)
 

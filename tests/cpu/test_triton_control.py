@@ -11,17 +11,17 @@ pytest.importorskip("triton")
 
 import triton_interpreter  # isort: skip
 
-from harness import Job, make_engine, on_torch_alone, random_weights, run_jobs, tiny_config
+from harness import Job, make_engine, random_weights, run_jobs, tiny_config
 from surefoot.engine.engine import Engine
 from surefoot.kernels.torch_backend import TorchBackend
-from surefoot.kernels.triton import control
 from surefoot.models.decoder import Decoder
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.sampling.params import Features
-from surefoot.speculation.books import OfferBooks
+from surefoot.speculation.books import book_keeping
 from surefoot.speculation.controller import Controller
 from surefoot.speculation.size import Size
 from surefoot.speculation.state import SlotState
+from tree_proposers import Bush
 
 pytestmark = pytest.mark.skipif(
     triton_interpreter.ON_GPU, reason="tests/gpu run the same checks compiled"
@@ -31,10 +31,10 @@ pytestmark = pytest.mark.skipif(
 def build(compiled: bool, **options: Any) -> Engine:
     config = tiny_config()
     backend = TorchBackend(triton_interpreter.DEVICE, torch.float32)
-    backend.control = control if compiled else None
+    backend.book_keeping = "triton" if compiled else "torch"
     decoder = Decoder(config, random_weights(config), backend)
     values: dict[str, Any] = dict(max_num_seqs=3, max_draft_tokens=4, kv_blocks=200)
-    return on_torch_alone(make_engine(decoder, True, **{**values, **options}))
+    return make_engine(decoder, True, **{**values, **options})
 
 
 def jobs(count: int) -> list[Job]:
@@ -66,7 +66,9 @@ def reports(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tenso
 
 
 @pytest.mark.parametrize("policy", ["auto", "fixed"])
-@pytest.mark.parametrize("names", [("ngram",), ("saboteur", "ngram")])
+@pytest.mark.parametrize(
+    "names", [("ngram",), ("saboteur", "ngram"), (Bush.name,), ("ngram", Bush.name)]
+)
 def test_decisions_are_those_of_the_torch_path(
     names: tuple[str, ...], policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,8 +100,9 @@ def test_decisions_are_those_of_the_torch_path(
             offered = int(left[row, columns.OFFERED])
             if offered and goes[row]:
                 assert left[row, columns.OFFERER] == right[row, columns.OFFERER]
-                offer = slice(columns.offer, columns.offer + offered)
-                assert torch.equal(left[row, offer], right[row, offer])
+                for first in (columns.offer, columns.parents)[: 1 + columns.trees]:
+                    offer = slice(first, first + offered)
+                    assert torch.equal(left[row, offer], right[row, offer])
         chances = [
             x[goes, columns.chances : columns.offer].contiguous().view(torch.float32)
             for x in (left, right)
@@ -121,7 +124,11 @@ def test_decisions_are_those_of_the_torch_path(
 def test_rows_go_to_prompts_and_to_the_most_likely_drafts(spans: int, width: int) -> None:
     torch.manual_seed(spans)
     state = SlotState(spans + 1, 40, width, 4, 99, triton_interpreter.DEVICE)
-    state.native = None
+    backend = TorchBackend(triton_interpreter.DEVICE, torch.float32)
+    controller = Controller(state, ("a",))
+    books = book_keeping(backend, state, controller, spans)
+    backend.book_keeping = "triton"
+    kernels = book_keeping(backend, state, controller, spans)
     slots = torch.randperm(spans + 1)[:spans]
     slots[-1:] = state.idle_slot
     chances = (torch.rand(state.slots, width) * 8).round() / 8
@@ -131,23 +138,17 @@ def test_rows_go_to_prompts_and_to_the_most_likely_drafts(spans: int, width: int
     state.length[:-1] = torch.randint(5, 39, (spans + 1,))
     state.computed[:] = state.length - 1 - 4 * (torch.rand(state.slots) > 0.6).long()
     quota = torch.randint(1, 7, (spans,))
-    books = OfferBooks(state, Controller(state, ("a",)), spans)
     books.offers.chances.copy_(chances)
     books.offers.tokens.copy_(torch.randint(1, 99, chances.shape))
-    seen, news = torch.ones(4, 8 * width), torch.ones(4, 8 * width)
+    for name in ("chances", "tokens"):
+        getattr(kernels.offers, name).copy_(getattr(books.offers, name))
     for rows in (spans, spans * 5, spans * (6 + width)):
         for samples in (spans, spans + 1, spans * (1 + width)):
             size = Size(spans, rows, samples, Features(), (), verifies=True)
             expected = books.split(slots, quota, size)
             text = state.history[:-1].clone()
             state.history.zero_()
-            found = control.split(
-                slots, quota, state, chances, books.offers.tokens, rows, samples,
-                seen, news, -0.5, True,
-            )  # fmt: skip
+            found = kernels.split(slots, quota, size)
             for name in ("known", "samples", "drafts"):
                 assert torch.equal(getattr(found, name), getattr(expected, name)), name
             assert torch.equal(state.history[:-1], text)
-    # The news were entered once.
-    assert not news.any()
-    torch.testing.assert_close(seen, torch.full_like(seen, 2**-0.5 + 1))

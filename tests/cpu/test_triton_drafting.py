@@ -14,7 +14,7 @@ import triton_interpreter  # isort: skip
 
 from surefoot.bench.synthetic import ALWAYS, conditional_thresholds, tokens_at
 from surefoot.kernels.batch import FlatBatch
-from surefoot.kernels.drafting import Drafting, EntryWeights, Scratch
+from surefoot.kernels.drafting import EntryWeights, Scratch
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.triton.acceptance import tokens_at as kernel
 from surefoot.kernels.triton.drafting import TritonDrafting
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 )
 WIDTH, SLOTS, BLOCK, BLOCKS, LENGTH = 40, 6, 4, 60, 50
 BACKEND = TorchBackend(DEVICE, torch.float32)
-TORCH, TRITON = Drafting(BACKEND), TritonDrafting(BACKEND)
+TORCH, TRITON = BACKEND.drafting, TritonDrafting(BACKEND)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

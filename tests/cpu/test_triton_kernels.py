@@ -25,6 +25,7 @@ from surefoot.kernels.triton import activation, attention, matmul, norm
 from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.attention import AttentionPlan
 from surefoot.kernels.triton.backend import TritonBackend
+from surefoot.kernels.triton.drafting import TritonDrafting
 from surefoot.kernels.triton.matmul_plan import TUNED, TUNED_ON, MatmulPlan, default_plan, plan_for
 from surefoot.kernels.triton.qkv import project_qkv
 from surefoot.kernels.triton.rope_kv import rope_and_write
@@ -212,7 +213,8 @@ def test_a_layer_and_its_head_are_those_apart(rows: int) -> None:
     inputs, norm = torch.randn(rows, 33), torch.rand(33)
     head = backend.pack_linear([torch.randn(90, 33)])
     results = []
-    for way in (backend, super(TritonBackend, backend)):
+    drafting = backend.drafting
+    for way in (drafting, super(TritonDrafting, drafting)):
         kv = runner.kv[0].clone()
         rest = runner.weights, x.clone(), batch, kv, rope, inputs, norm, head
         results.append((*way.layer_and_head(*rest), kv))

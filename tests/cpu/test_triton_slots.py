@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import triton_interpreter  # isort: skip
 
 from surefoot.kernels import rounds
-from surefoot.kernels.lookup import ngram_lookup_reference
+from surefoot.kernels.lookup import ngram_lookup as ngram_lookup_reference
 from surefoot.kernels.rounds import RoundLayout, RoundSpans
 from surefoot.kernels.triton.lookup import ngram_lookup
 from surefoot.kernels.triton.slots import lay_out
@@ -29,7 +29,6 @@ DRAFTS = 5
 def make_state(seed: int) -> SlotState:
     torch.manual_seed(seed)
     state = SlotState(7, 100, DRAFTS, 4, 9, DEVICE)
-    state.native = None  # The oracle is in torch; and the tensors are replaced below.
     state.history = torch.randint(0, 3, state.history.shape)
     state.length = torch.randint(30, 80, (8,))
     state.computed = state.length - 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, cast
 
@@ -14,11 +13,13 @@ pytest.importorskip("triton")
 import triton_interpreter  # isort: skip
 
 from surefoot.kernels.rounds import RoundLayout, RoundSpans, lay_out_spans
+from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.triton import trees as kernels
-from surefoot.speculation import tree_estimator, trees
-from surefoot.speculation.proposer import Commits, Drafts
+from surefoot.speculation import trees
+from surefoot.speculation.books import book_keeping
+from surefoot.speculation.controller import Controller
+from surefoot.speculation.proposer import Commits
 from surefoot.speculation.state import SlotState
-from surefoot.speculation.tree_estimator import TreeEstimator
 from triton_interpreter import DEVICE
 
 pytestmark = pytest.mark.skipif(
@@ -26,24 +27,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def by_hand() -> Iterator[None]:
-    """Which of the twins runs is the test's choice."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (trees, tree_estimator):
-            patch.setattr(module, "compiled", lambda _: chosen[0])
-        yield
-
-
-chosen: list[Any] = [None]
-
-
-def both(function: Any, *arguments: Any) -> list[Any]:
+def both(name: str, *arguments: Any) -> list[Any]:
     """[the torch twin's result, the kernels']."""
+    backend = TorchBackend(DEVICE, torch.float32)
+    state = SlotState(1, 8, 3, 4, 9, DEVICE)
     results = []
-    for chosen[0] in (None, kernels):
-        results.append(function(*arguments))
-    chosen[0] = None
+    for backend.book_keeping in ("torch", "triton"):
+        books = book_keeping(backend, state, Controller(state, ("a",), (True,)), 1)
+        results.append(getattr(books, name)(*arguments))
     return results
 
 
@@ -64,7 +55,7 @@ def same(left: Any, right: Any) -> None:
 def test_ancestors(width: int) -> None:
     torch.manual_seed(width)
     for parents in (random_parents(5, width), random_parents(2, width, chain=True)):
-        (masks, depths), found = both(trees.ancestors, parents)
+        (masks, depths), found = both("ancestors", parents)
         assert torch.equal(found[0], masks) and torch.equal(found[1], depths)
 
 
@@ -102,12 +93,12 @@ def test_rows_and_paths_and_what_is_settled(case: Any) -> None:
     for seed in range(8):
         torch.manual_seed(seed)
         planting, spans, layout = planted(width, known, drafts, padding)
-        rows, found = both(trees.node_rows, layout, planting, spans.drafts)
+        rows, found = both("node_rows", layout, planting, spans.drafts)
         same(rows, found)
         layout = cast(RoundLayout, trees.lay_out_trees(layout, rows))
         sampled = torch.randint(0, 3, layout.sample_index.shape)
         (paths, tokens), (found, others) = both(
-            trees.walk, planting, sampled, layout.first_sample, spans.drafts
+            "walk", planting, sampled, layout.first_sample, spans.drafts
         )
         same(paths, found)
         valid = torch.arange(width + 1) <= paths.lengths.unsqueeze(1)
@@ -116,7 +107,7 @@ def test_rows_and_paths_and_what_is_settled(case: Any) -> None:
         counts = (counts - (torch.rand(len(known)) < 0.2).long()).clamp(min=0)
         features = torch.zeros(len(layout.batch.tokens), 1)
         commits = Commits(spans.slots, counts, counts, layout.first_row, layout.batch, features)
-        want, found = both(trees.settle, commits, layout, rows, planting, paths)
+        want, found = both("settle", commits, layout, rows, planting, paths)
         for name in ("before", "last"):
             assert torch.equal(getattr(want, name), getattr(found, name)), name
         same(want.batch, found.batch)
@@ -124,36 +115,10 @@ def test_rows_and_paths_and_what_is_settled(case: Any) -> None:
     assert accepted or not any(drafts)
 
 
-@pytest.mark.parametrize("width", [1, 7, 20])
-def test_what_is_learnt(width: int) -> None:
-    torch.manual_seed(width)
-    learnt = 0
-    for _ in range(10):
-        state = SlotState(5, 60, width, 4, 9, DEVICE)
-        state.native = None
-        state.history.copy_(torch.randint(0, 2, state.history.shape))
-        state.length.copy_(torch.randint(5, 40, (6,)))
-        twins = [TreeEstimator(state) for _ in "12"]
-        before = torch.rand(twins[0].trials.shape) * 9
-        for estimator in twins:
-            estimator.trials.copy_(before)
-            estimator.hits.copy_(before / 2)
-        slots = torch.tensor([4, 0, 3, 5, 2])
-        start = state.length.clone()
-        drafts = Drafts(
-            torch.randint(0, 2, (5, width)),
-            torch.randint(0, width + 1, (5,)),
-            torch.rand(5, width),
-            random_parents(5, width),
-        )
-        for estimator in twins:
-            estimator.watch(slots, drafts)
-        for step in range(3):
-            state.length.copy_(start + step * torch.randint(0, 3, (6,)))
-            for chosen[0], estimator in zip((None, kernels), twins, strict=True):
-                estimator.learn(slots)
-            chosen[0] = None
-            for name in ("hits", "trials", "all_hits", "all_trials", "watched_length"):
-                torch.testing.assert_close(*(getattr(e, name) for e in twins))
-        learnt += int((twins[0].trials != before).sum())
-    assert learnt > 20
+def test_drafts_are_written_behind_the_text() -> None:
+    history, length = torch.zeros(4, 12, dtype=torch.int64), torch.tensor([5, 0, 2, 7])
+    tokens = torch.arange(1, 9).view(2, 4)[:, :3]
+    kernels.write_drafts(torch.tensor([3, 0]), tokens, history, length)
+    assert history[3].tolist() == [0] * 7 + [1, 2, 3, 0, 0]
+    assert history[0].tolist() == [0] * 5 + [5, 6, 7] + [0] * 4
+    assert not history[1:3].any()

@@ -14,7 +14,6 @@ import torch
 from harness import tiny_config
 from surefoot.config import EngineConfig
 from surefoot.engine.engine import Engine
-from surefoot.kernels.cpu.build import _load
 from surefoot.models.decoder import Decoder
 from surefoot.models.dummy import DummyWeights
 from surefoot.request import SamplingParams, SpeculationParams
@@ -53,8 +52,6 @@ def compiled_while_serving(proposer: str) -> list[str]:
             enable_prefix_caching=False,
         ),
     )
-    # What the host computes with, which takes a compiler many seconds.
-    assert _load.cache_info().currsize == 1
     names: list[str] = []
     knobs.compilation.listener = lambda **event: names.append(event["src"].name)
     chance = random.Random(0)

@@ -6,7 +6,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-# The other one builds engines: test_engine_cuda.
+# The others build engines: test_engine_cuda.
+from test_books import (  # noqa: F401
+    test_a_proposer_that_sleeps_learns_from_its_last_offer,
+    test_a_round_commits_the_same,
+    test_they_learn_and_choose_the_same,
+    test_what_all_requests_teach_does_not_depend_on_their_order,
+)
 from test_triton_control import test_rows_go_to_prompts_and_to_the_most_likely_drafts  # noqa: F401
 from test_triton_drafting import *  # noqa: F403
 from test_triton_kernels import *  # noqa: F403

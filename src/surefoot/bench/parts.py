@@ -19,7 +19,7 @@ GROUPS = {
     "sampling": r"argmax|^narrow_kernel|^limit_kernel|^draw(_part|_final)?_kernel|^penalties_kernel"
     r"|^bias_and_ends_kernel|softmax",
     "control": r"^(split|learn|keep|lay_out|span_table|verdict|lookup|move)_kernel"
-    r"|^(ancestors|node_rows|walk|settle)_kernel",
+    r"|^(ancestors|node_rows|walk|settle|write_drafts)_kernel",
     "drafter": r"^(entry_inputs|live_rows|shift|synthetic_tokens|(partial|final)_likeliest)_kernel",
     "products": r"^rows_kernel|^reduce_kernel|^qkv_kernel|gemm|gemv|nvjet|cutlass|splitk|xmma",
 }

@@ -17,7 +17,6 @@ from surefoot.engine.stats import EngineStats, Progress
 from surefoot.engine.structured import dead_end
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
-from surefoot.kernels.cpu.build import load_in_background
 from surefoot.kv.transaction import KVManager
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
@@ -86,8 +85,6 @@ class Engine:
         )
         self._taken.enter("slots")
         self.proposers = self._load_proposers(chosen)
-        # On a GPU the host's arithmetic is compiled, too: not when the first draft waits for it.
-        loading = load_in_background() if on_gpu and self.proposers else None
         self._taken.enter("drafters")
         needs = zip(self.proposers, (item.needs() for item in self.proposers), strict=True)
         self._drafters = [item.name for item, need in needs if need.kv_bytes_per_token]
@@ -118,8 +115,6 @@ class Engine:
             self.round, self.rounds, self.scheduler, self.kv, self.planner,
             config.max_num_batched_tokens, depth=2 if ahead else 1,
         )  # fmt: skip
-        if loading is not None:
-            loading.join()
 
     def _pool_size(self, backend: Backend) -> int:
         """Blocks in the KV pool, the unused block 0 included."""

@@ -36,7 +36,8 @@ def cut_at_end(
     ends = (committed.unsqueeze(2) == stop_ids.unsqueeze(1)).any(dim=2)
     ends = ends & (index < counts.unsqueeze(1))
     before_end = (ends.long().cumsum(dim=1) == 0).sum(dim=1)
-    kept = torch.minimum(torch.minimum(counts, before_end + 1), room)
+    # Who has nothing committed may be beyond its limit: nobody's slot is.
+    kept = torch.minimum(torch.minimum(counts, before_end + 1), room).clamp(min=0)
     stopped = ends.gather(1, (kept - 1).clamp(min=0).unsqueeze(1)).squeeze(1) & (kept > 0)
     limited = (kept >= room) & (counts > 0)
     code = torch.where(stopped, 1, torch.where(limited, 2, 0))

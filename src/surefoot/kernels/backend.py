@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,12 +19,6 @@ from surefoot.kernels.drafting import Drafting
 from surefoot.kernels.draws import Adjustments, Draws, TokenMasks, mask_tokens
 from surefoot.kernels.quant import QuantTensor
 from surefoot.kernels.reference import rms_norm
-from surefoot.kernels.rounds import (
-    RoundLayout,
-    RoundVerdict,
-    judge_and_advance,
-    lay_out_spans,
-)
 
 __all__ = ["AttentionShape", "Backend", "FlatBatch", "LayerWeights", "RopeTable", "SpanTable"]
 Weight = torch.Tensor | QuantTensor
@@ -46,7 +39,8 @@ class LayerWeights:
     """One decoder block, packed. ``Any`` fields are whatever ``pack_linear`` returned.
 
     A block whose attention reads something else than the residual stream (see ``Backend.layer``)
-    has no ``input_norm``; ``kv`` is the part of ``qkv`` that ``write_keys`` needs.
+    has no ``input_norm``; ``kv`` is the part of ``qkv`` that ``Drafting.write_keys``
+    needs.
 
     y = x + o(attention(rope(norm?(qkv(rms_norm(x))))));  x' = y + down(silu(gate(z)) * up(z)),
     z = rms_norm(y). Biases live inside the packed linears.
@@ -82,14 +76,13 @@ class Backend(ABC):
     device: torch.device
     dtype: torch.dtype
     """Storage type of dense weights and of the KV cache."""
-    control: Any = None
-    """Kernels for the book-keeping of recorded rounds (``kernels.triton.control``); None: torch
-    does it."""
+    book_keeping: str = "torch"
+    """Which implementation of ``speculation.books`` goes with it."""
 
-    @cached_property
+    @property
+    @abstractmethod
     def drafting(self) -> Drafting:
-        """The operations that drafters need beside these."""
-        return Drafting(self)
+        """The operations of proposers beside these."""
 
     @abstractmethod
     def pack_linear(self, parts: Sequence[Weight], bias: torch.Tensor | None = None) -> Any:
@@ -131,17 +124,6 @@ class Backend(ABC):
         """One decoder block over the flat batch: [N, hidden] -> [N, hidden]. Writes the rows'
         keys and values into ``kv``. May overwrite ``x``. ``inputs`` [N, any width]: what the
         attention's projections read, as it is, in place of the normed ``x``."""
-
-    @abstractmethod
-    def write_keys(
-        self,
-        weights: LayerWeights,
-        inputs: torch.Tensor,
-        batch: FlatBatch,
-        kv: Any,
-        rope: RopeTable,
-    ) -> None:
-        """Of a block only the rows' keys and values, from ``inputs`` as in ``layer``."""
 
     @abstractmethod
     def move_keys(
@@ -209,27 +191,3 @@ class Backend(ABC):
         """Penalties, bias and masked ends: float32 logits [M, vocab] -> a changed copy, as
         ``sampling/sampler.py`` says it in torch. None where the device has no kernel for it."""
         return None
-
-    def layer_and_head(
-        self,
-        weights: LayerWeights,
-        x: torch.Tensor,
-        batch: FlatBatch,
-        kv: Any,
-        rope: RopeTable,
-        inputs: torch.Tensor,
-        norm: torch.Tensor,
-        head: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``layer``, and ``head`` of its output [N, hidden] with the layer's epsilon: (output,
-        float32 logits [N, vocab])."""
-        x = self.layer(weights, x, batch, kv, rope, inputs)
-        return x, self.head(norm, weights.eps, head, x)
-
-    def lay_out_spans(self, *arguments: Any) -> RoundLayout:
-        """``kernels.rounds.lay_out_spans``, perhaps faster."""
-        return lay_out_spans(*arguments)
-
-    def judge_and_advance(self, *arguments: Any) -> RoundVerdict:
-        """``kernels.rounds.judge_and_advance``, perhaps faster."""
-        return judge_and_advance(*arguments)

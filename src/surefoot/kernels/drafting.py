@@ -1,9 +1,11 @@
-"""What drafters do beside their networks' products: find the rows that they start from, pair rows
-with features, pick drafts from logits. In torch; ``Backend.drafting`` holds a device's own.
+"""What proposers ask of a backend and targets do not: search the text, find the rows that drafts
+start from, pair rows with features, write keys alone, pick drafts from logits. ``Backend.drafting``
+is a backend's own.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +13,10 @@ import torch
 
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.draws import Draws
+from surefoot.kernels.lookup import ngram_lookup
 
 if TYPE_CHECKING:
-    from surefoot.kernels.backend import Backend
+    from surefoot.kernels.backend import Backend, LayerWeights, RopeTable
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,52 @@ class LiveRows:
     slot's scratch blocks."""
 
 
-class Drafting:
-    """The operations in torch, on any device; other backends override them."""
+class Drafting(ABC):
+    """The operations in torch, on any device; backends may do them faster."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+
+    def ngram_lookup(
+        self,
+        history: torch.Tensor,
+        length: torch.Tensor,
+        slots: torch.Tensor,
+        min_ngram: int,
+        max_ngram: int,
+        window: int,
+        drafts: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``kernels.lookup``."""
+        return ngram_lookup(history, length, slots, min_ngram, max_ngram, window, drafts)
+
+    @abstractmethod
+    def write_keys(
+        self,
+        weights: LayerWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: Any,
+        rope: RopeTable,
+    ) -> None:
+        """Of a block only the rows' keys and values, from ``inputs`` as in ``Backend.layer``."""
+
+    def layer_and_head(
+        self,
+        weights: LayerWeights,
+        x: torch.Tensor,
+        batch: FlatBatch,
+        kv: Any,
+        rope: RopeTable,
+        inputs: torch.Tensor,
+        norm: torch.Tensor,
+        head: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``Backend.layer``, and ``Backend.head`` of its output [N, hidden] with the layer's
+        epsilon: (output, float32 logits [N, vocab])."""
+        backend = self.backend
+        x = backend.layer(weights, x, batch, kv, rope, inputs)
+        return x, backend.head(norm, weights.eps, head, x)
 
     def entry_inputs(
         self, weights: EntryWeights, tokens: torch.Tensor, features: torch.Tensor

@@ -1,4 +1,4 @@
-"""Search for the latest tokens earlier in the text, over all slots at once."""
+"""Search for the latest tokens earlier in the text, over all slots at once: the torch twin."""
 
 from __future__ import annotations
 
@@ -22,41 +22,6 @@ def ngram_lookup(
     latest of equally long matches wins; a continuation that reaches the end of the text goes on
     periodically.
     """
-    if history.is_cuda:
-        from surefoot.kernels.triton import lookup
-
-        return lookup.ngram_lookup(history, length, slots, min_ngram, max_ngram, window, drafts)
-    native = _native()
-    if native is not None and history.device.type == "cpu":
-        tokens = torch.empty((len(slots), drafts), dtype=torch.int64)
-        size = torch.empty_like(slots)
-        native(
-            history.data_ptr(),
-            history.shape[1],
-            length.data_ptr(),
-            slots.data_ptr(),
-            len(slots),
-            min_ngram,
-            max_ngram,
-            window,
-            drafts,
-            tokens.data_ptr(),
-            size.data_ptr(),
-        )
-        return size, tokens
-    return ngram_lookup_reference(history, length, slots, min_ngram, max_ngram, window, drafts)
-
-
-def ngram_lookup_reference(
-    history: torch.Tensor,
-    length: torch.Tensor,
-    slots: torch.Tensor,
-    min_ngram: int,
-    max_ngram: int,
-    window: int,
-    drafts: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain torch, on any device: operations over [B, window] tokens."""
     window = min(window, history.shape[1])
     columns = torch.arange(window, device=slots.device)
     # The window is aligned to the end of the text: its last column is the current token.
@@ -77,10 +42,3 @@ def ngram_lookup_reference(
     offset = torch.arange(drafts, device=slots.device) % period.clamp(min=1)
     tokens = text.gather(1, (best + 1 + offset).clamp(max=window - 1))
     return torch.where(size >= min_ngram, size, 0), tokens
-
-
-def _native():
-    from surefoot.kernels.cpu.build import load_native
-
-    library = load_native()
-    return None if library is None else library.sf_ngram

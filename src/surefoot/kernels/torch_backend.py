@@ -18,6 +18,7 @@ from surefoot.kernels.backend import (
     RopeTable,
     Weight,
 )
+from surefoot.kernels.drafting import Drafting
 from surefoot.kernels.quant import QuantTensor
 
 
@@ -38,6 +39,10 @@ class TorchBackend(Backend):
     def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
+
+    @property
+    def drafting(self) -> TorchDrafting:
+        return TorchDrafting(self)
 
     def _dense(self, weight: Weight) -> torch.Tensor:
         if isinstance(weight, QuantTensor):
@@ -94,20 +99,6 @@ class TorchBackend(Backend):
         hidden = ops.rms_norm(x, weights.post_norm, weights.eps)
         return x + weights.down(ops.silu_mul(weights.gate_up(hidden)))
 
-    def write_keys(
-        self,
-        weights: LayerWeights,
-        inputs: torch.Tensor,
-        batch: FlatBatch,
-        kv: torch.Tensor,
-        rope: RopeTable,
-    ) -> None:
-        shape = weights.shape
-        k, v = weights.kv(inputs).unflatten(-1, (2, shape.kv_heads, shape.head_dim)).unbind(1)
-        if weights.k_norm is not None:
-            k = ops.rms_norm(k, weights.k_norm, weights.eps)
-        write_kv(kv, ops.apply_rope(k, batch.positions, rope), v, batch)
-
     def move_keys(
         self, kv: torch.Tensor, tables: torch.Tensor, source: torch.Tensor, target: torch.Tensor
     ) -> None:
@@ -122,3 +113,21 @@ class TorchBackend(Backend):
         self, norm: torch.Tensor, eps: float, linear: DenseLinear, x: torch.Tensor
     ) -> torch.Tensor:
         return linear(ops.rms_norm(x, norm, eps)).float()
+
+
+class TorchDrafting(Drafting):
+    """The operations as they stand, on this backend's KV."""
+
+    def write_keys(
+        self,
+        weights: LayerWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: torch.Tensor,
+        rope: RopeTable,
+    ) -> None:
+        shape = weights.shape
+        k, v = weights.kv(inputs).unflatten(-1, (2, shape.kv_heads, shape.head_dim)).unbind(1)
+        if weights.k_norm is not None:
+            k = ops.rms_norm(k, weights.k_norm, weights.eps)
+        write_kv(kv, ops.apply_rope(k, batch.positions, rope), v, batch)

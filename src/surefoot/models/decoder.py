@@ -90,7 +90,7 @@ def pack_layer(
     keys_again: bool = False,
 ) -> LayerWeights:
     """Pack the block whose tensors' names begin with ``prefix``. ``normed_inputs``: its attention
-    reads the normed residual stream. ``keys_again``: for ``Backend.write_keys`` too, which takes
+    reads the normed residual stream. ``keys_again``: for ``Drafting.write_keys`` too, which takes
     the keys' and values' part of the projections a second time."""
 
     def linear(*names: str) -> Any:

@@ -1,29 +1,41 @@
-"""What may be verified next: the best offer of every slot, and the book-keeping around a round.
+"""The book-keeping around a round, on small tensors: who gets rows, what is accepted and learnt.
 
-``OfferBooks`` is the reference in torch, for any device; ``compiled_control`` does the same in a
-few kernels on an NVIDIA GPU.
+``BookKeeping`` is the interface. ``torch_books`` is the reference, for any device; ``native_books``
+(C) and ``triton_books`` do the same where each tensor operation would cost too much. The backend
+names the one that goes with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from surefoot.kernels.rounds import RoundSpans, RoundVerdict
-from surefoot.speculation.controller import Controller, fill_rows
-from surefoot.speculation.proposer import Drafts
+from surefoot.kernels.backend import Backend
+from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
+from surefoot.speculation import trees
+from surefoot.speculation.controller import Controller
+from surefoot.speculation.proposer import Commits, Drafts
 from surefoot.speculation.state import SlotState
-from surefoot.speculation.trees import chain_parents
+from surefoot.speculation.trees import NodeRows, Paths, Trees, chain_parents
 
 if TYPE_CHECKING:
-    from surefoot.speculation.round import Size
+    from surefoot.speculation.size import Size
 
 LEAST = 1e-6
 """The chance of what is offered, at least: rows that nobody else wants are for it."""
 Propose = Callable[[int, torch.Tensor], Drafts]
 """(index of a proposer, slots int64 [B]) -> its offers."""
+_IMPLEMENTATIONS = {
+    "torch": "surefoot.speculation.torch_books:TorchBooks",
+    "native": "surefoot.speculation.native_books:NativeBooks",
+    "triton": "surefoot.speculation.triton_books:TritonBooks",
+}
+"""By ``Backend.book_keeping``."""
 
 
 class Offers:
@@ -39,7 +51,7 @@ class Offers:
         self.proposer = torch.zeros(state.slots, dtype=torch.int64, device=device)
         self.parents: torch.Tensor | None = None
         if trees:
-            self.parents = chain_parents(state.slots, width, device).clone()
+            self.parents = chain_parents(state.slots, width, device)
 
     def clear(self, slots: torch.Tensor) -> None:
         """Nothing is on offer for ``slots`` int64 [B]."""
@@ -69,51 +81,61 @@ class ReportColumns:
         return row[self.OFFERER], row[self.offer : self.offer + length], parents
 
 
-class OfferBooks:
-    """Splits a round's rows over the offers, judges earlier offers by new tokens, takes new ones
-    in, and reports."""
+class BookKeeping(ABC):
+    """Splits a round's rows over the offers, lays them out, accepts, judges earlier offers by new
+    tokens, takes new ones in, and reports. ``slots`` int64 [B] are a round's; entries without a
+    request stand on the idle slot, and change nothing."""
 
-    def __init__(self, state: SlotState, controller: Controller, spans: int) -> None:
+    def __init__(
+        self, backend: Backend, state: SlotState, controller: Controller, spans: int
+    ) -> None:
         """``spans``: the most of a round."""
+        self.backend = backend
         self.state = state
         self.controller = controller
         self.offers = Offers(state, controller.parents is not None)
-        self.columns = ReportColumns(state.max_drafts, self.offers.parents is not None)
+        self.columns = ReportColumns(state.max_drafts, controller.parents is not None)
         shape = spans, self.columns.count
         self.report = torch.zeros(shape, dtype=torch.int32, device=state.device)
 
-    def admit(self, slots: Sequence[int]) -> None:
-        """Requests, new or resumed, entered these slots."""
-        self.offers.clear(torch.tensor(slots, device=self.state.device))
-
+    @abstractmethod
     def split(self, slots: torch.Tensor, quota: torch.Tensor, size: Size) -> RoundSpans:
         """The spans of a round. Known rows: what a slot's text lacks KV for, up to its ``quota``
         (int64 [B]); the rest of the rows goes to the likeliest drafts of requests that have
         nothing but their current token to run. Drafts stand behind the committed tokens then."""
-        state, offers = self.state, self.offers
-        if state.native is not None:
-            return state.native.split(slots, quota, size.rows, size.samples, offers, size.verifies)
-        missing = state.length[slots] - state.computed[slots]
-        known = torch.minimum(quota, missing) * state.alive[slots]
-        samples = ((known == missing) & (known > 0)).long()
-        if not size.verifies:
-            return RoundSpans(slots, known, torch.zeros_like(known), samples)
-        room = torch.minimum(size.rows - known.sum(), size.samples - samples.sum())
-        alone = (known == 1) & (missing == 1)
-        drafts = fill_rows(offers.chances[slots] * alone.unsqueeze(1), room)
-        self.write(slots, offers.tokens[slots])
-        return RoundSpans(slots, known, drafts, samples)
 
-    def write(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Put drafts [B, K] behind the committed tokens of ``slots`` [B]; columns beyond those
-        that are verified are never read."""
-        state = self.state
-        if state.native is not None:
-            state.native.write_drafts(slots, tokens)
-            return
-        columns = state.length[slots].unsqueeze(1)
-        columns = columns + torch.arange(tokens.shape[1], device=state.device)
-        state.history[slots.unsqueeze(1), columns] = tokens
+    @abstractmethod
+    def lay_out(self, spans: RoundSpans, size: Size, max_keys: int) -> RoundLayout:
+        """The flat batch of the spans, drafts in a line; texts hold at most ``max_keys`` tokens
+        after the round. Rows beyond the spans are padding, sampled rows beyond them repeat others.
+        """
+
+    @abstractmethod
+    def write_drafts(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Put drafts [B, K] behind the committed tokens of ``slots``; columns beyond those that are
+        verified are never read."""
+
+    @abstractmethod
+    def judge(
+        self, spans: RoundSpans, first_sample: torch.Tensor, sampled: torch.Tensor
+    ) -> RoundVerdict:
+        """Accept the drafts that equal what their rows sampled, int64 [M], of which each span's
+        begin at ``first_sample`` int64 [B]; cut at ends, commit."""
+
+    @abstractmethod
+    def learn(self, index: int, slots: torch.Tensor, drafts: Drafts | None) -> None:
+        """Judge what is in view of proposer ``index``'s offers by the tokens of ``slots``, and
+        enter its ``drafts`` for the next round, cut to what can be verified: valid ids, the
+        request's own limit, and at most one draft less than the tokens still allowed. None: it
+        offers nothing, and its last offers no longer fit."""
+
+    @abstractmethod
+    def choose_and_report(
+        self, slots: torch.Tensor, drafts: torch.Tensor, verdict: RoundVerdict, proposing: bool
+    ) -> None:
+        """Keep the most promising offer of each request that goes on, or none of ``slots`` where
+        nobody was ``proposing``; mark who ended; write the report. ``drafts`` int64 [B]: those
+        verified."""
 
     def finish(
         self,
@@ -123,52 +145,55 @@ class OfferBooks:
         verdict: RoundVerdict,
         propose: Propose,
     ) -> None:
-        """Judge earlier offers of ``slots`` [B] by the new tokens, take the offers for the next
-        round, and report. ``drafts`` int64 [B]: those verified."""
-        state, controller, offers = self.state, self.controller, self.offers
-        whose, going = offers.proposer[slots], verdict.going
+        """Judge earlier offers by the new tokens, take the offers for the next round, and report.
+        Where somebody proposes, the offers of the others are judged, too."""
         if size.proposers:
-            controller.learn(going, size.proposers)
-            for index in range(len(controller.names)):
+            for index in range(len(self.controller.names)):
+                offers = None
                 if index in size.proposers:
-                    controller.offer(index, going, propose(index, going))
-                else:
-                    controller.withdraw(index, going)
-            self._keep(going)
-        elif state.max_drafts and controller.names:
-            # Offers of earlier rounds do not follow these tokens.
-            controller.lengths.index_fill_(1, slots, 0)
-            offers.clear(slots)
-        self._report(slots, drafts, whose, verdict)
+                    offers = propose(index, verdict.going)
+                    self.controller.check(index, offers)
+                self.learn(index, verdict.going, offers)
+        self.choose_and_report(slots, drafts, verdict, bool(size.proposers))
 
-    def _keep(self, slots: torch.Tensor) -> None:
-        offers, choice = self.offers, self.controller.choose(slots)
-        offers.tokens[slots] = choice.tokens
-        if offers.parents is not None and choice.parents is not None:
-            offers.parents[slots] = choice.parents
-        steps = torch.arange(self.state.max_drafts, device=slots.device)
-        offered = steps < choice.lengths.unsqueeze(1)
-        offers.chances[slots] = torch.where(offered, choice.chances.clamp(min=LEAST), 0.0)
-        offers.lengths[slots] = choice.lengths
-        offers.proposer[slots] = choice.proposer
+    def within(self, drafts: Drafts, room: torch.Tensor) -> Drafts:
+        """The leading drafts that stand at most ``room`` int64 [B] positions behind the committed
+        text."""
+        parents = drafts.parents
+        if parents is None:
+            return replace(drafts, lengths=torch.minimum(drafts.lengths, room.clamp(min=0)))
+        order = torch.arange(parents.shape[1], device=room.device)
+        parents = torch.minimum(parents, order - 1).clamp(min=-1)
+        inside = self.ancestors(parents)[1][:, 1:] <= room.unsqueeze(1)
+        fitting = inside.long().cumprod(dim=1).sum(dim=1)
+        return replace(drafts, lengths=torch.minimum(drafts.lengths, fitting))
 
-    def _report(
-        self, slots: torch.Tensor, drafts: torch.Tensor, whose: torch.Tensor, verdict: RoundVerdict
-    ) -> None:
-        offers, state = self.offers, self.state
-        if state.native is not None:
-            state.native.report(slots, drafts, whose, verdict, offers, self.report)
-            return
-        # Unused entries share a slot: what they write must not depend on who is last.
-        ended = state.alive[slots] * (verdict.ends != 0)
-        state.alive.index_put_((slots,), -ended, accumulate=True)
-        goes = verdict.going != self.state.idle_slot
-        offered = torch.where(goes, offers.lengths[slots], 0)
-        columns = [verdict.counts, verdict.accepted, verdict.ends, drafts, whose, offered]
-        columns.append(offers.proposer[slots])
-        numbers = torch.cat((torch.stack(columns, dim=1), verdict.tokens), dim=1).int()
-        chances = offers.chances[slots] * goes.unsqueeze(1)
-        parts = [numbers, chances.view(torch.int32), offers.tokens[slots].int()]
-        if offers.parents is not None:
-            parts.append(offers.parents[slots].int())
-        torch.cat(parts, dim=1, out=self.report[: len(slots)])
+    # --- trees: as ``speculation.trees`` has them ---------------------------------------------
+
+    def ancestors(self, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``trees.ancestors``."""
+        return trees.ancestors(parents)
+
+    def node_rows(self, layout: RoundLayout, grown: Trees, drafts: torch.Tensor) -> NodeRows:
+        """``trees.node_rows``."""
+        return trees.node_rows(layout, grown, drafts)
+
+    def walk(
+        self, grown: Trees, sampled: torch.Tensor, first_sample: torch.Tensor, drafts: torch.Tensor
+    ) -> tuple[Paths, torch.Tensor]:
+        """``trees.walk``."""
+        return trees.walk(grown, sampled, first_sample, drafts)
+
+    def settle(
+        self, commits: Commits, layout: RoundLayout, rows: NodeRows, grown: Trees, paths: Paths
+    ) -> Commits:
+        """``trees.settle``."""
+        return trees.settle(commits, layout, rows, grown, paths)
+
+
+def book_keeping(
+    backend: Backend, state: SlotState, controller: Controller, spans: int
+) -> BookKeeping:
+    """The implementation that ``backend`` names."""
+    module, _, name = _IMPLEMENTATIONS[backend.book_keeping].partition(":")
+    return getattr(importlib.import_module(module), name)(backend, state, controller, spans)

@@ -9,15 +9,18 @@ A request's own record is short, so it is weighed against that of all requests, 
 requests differ: where a trial says nothing about the request's other trials, they are alike, and
 the common rate holds for each (empirical Bayes, beta-binomial). Otherwise the least likely of many
 requests would always look bad by chance, and hold back the drafts of the whole batch.
+
+A chain is the tree whose parents count up: a draft is tried once the text has gone its parent's
+way, and is a hit if the text goes on with it.
 """
 
 from __future__ import annotations
 
 import torch
 
-from surefoot.kernels.cpu.build import load_native
 from surefoot.speculation.proposer import Drafts
 from surefoot.speculation.state import SlotState
+from surefoot.speculation.trees import ancestors, chain_parents
 
 BINS = 8
 """Confidence is sorted into this many bins of equal width; each learns on its own."""
@@ -31,45 +34,61 @@ _FIRST_PRIOR = 4.0
 _FIRST_WEIGHT = 50.0
 
 
-class AcceptanceEstimator:
-    """Chance that draft j is accepted given that the drafts before it were, for one proposer, by
-    slot, confidence bin and position."""
+class OfferRecords:
+    """What is in view of the offers of P proposers, and what was learnt from them.
 
-    def __init__(self, state: SlotState) -> None:
-        self.state = state
-        width, device = state.max_drafts, state.device
-        self.hits = torch.zeros((state.slots, BINS, width), device=device)
+    ``hits`` and ``trials`` float32 [P, slots, BINS, K], by confidence and depth. ``seen`` float32
+    [P, 4, BINS, K], of all requests: trials, hits, and the sum and the weight of how a request's
+    trials agree with its earlier ones. In view: ``watched`` and ``watched_bins`` int64 [P, slots,
+    K], ``watched_length`` and ``watched_start`` int64 [P, slots], and ``watched_parents`` int64
+    [P, slots, K] where some proposer offers trees.
+    """
+
+    def __init__(self, state: SlotState, proposers: int, trees: bool) -> None:
+        slots, width, device = state.slots, state.max_drafts, state.device
+        self.hits = torch.zeros((proposers, slots, BINS, width), device=device)
         self.trials = torch.zeros_like(self.hits)
-        rates = (((torch.arange(BINS, device=device) + 0.5) / BINS).unsqueeze(1)).expand(-1, width)
-        self._see(
-            torch.stack(
-                (
-                    torch.full_like(rates, _FIRST_PRIOR),
-                    rates * _FIRST_PRIOR,
-                    rates * (1 - rates) / (SLOT_PRIOR + 1) * _FIRST_WEIGHT,
-                    torch.full_like(rates, _FIRST_WEIGHT),
-                )
+        rates = ((torch.arange(BINS, device=device) + 0.5) / BINS).unsqueeze(1).expand(-1, width)
+        first = torch.stack(
+            (
+                torch.full_like(rates, _FIRST_PRIOR),
+                rates * _FIRST_PRIOR,
+                rates * (1 - rates) / (SLOT_PRIOR + 1) * _FIRST_WEIGHT,
+                torch.full_like(rates, _FIRST_WEIGHT),
             )
         )
-        self.watched = torch.zeros((state.slots, width), dtype=torch.int64, device=device)
+        self.seen = first.repeat(proposers, 1, 1, 1)
+        shape = (proposers, slots, width)
+        self.watched = torch.zeros(shape, dtype=torch.int64, device=device)
         self.watched_bins = torch.zeros_like(self.watched)
-        self.watched_length = torch.zeros(state.slots, dtype=torch.int64, device=device)
-        self.watched_start = torch.zeros(state.slots, dtype=torch.int64, device=device)
+        self.watched_length = torch.zeros(shape[:2], dtype=torch.int64, device=device)
+        self.watched_start = torch.zeros_like(self.watched_length)
+        self.watched_parents: torch.Tensor | None = None
+        if trees:
+            self.watched_parents = chain_parents(proposers * slots, width, device).view(shape)
+
+
+class AcceptanceEstimator:
+    """Chance that a draft is accepted given that the drafts before it were, for one proposer, by
+    slot, confidence bin and depth. Its operations are the reference in torch."""
+
+    def __init__(
+        self, state: SlotState, records: OfferRecords | None = None, index: int = 0
+    ) -> None:
+        """Of proposer ``index`` in ``records``; None: of the only one, which offers chains."""
+        self.state = state
+        records = records or OfferRecords(state, 1, False)
+        self.hits, self.trials = records.hits[index], records.trials[index]
+        self.seen = records.seen[index]
+        self.all_trials, self.all_hits, self.all_agreement, self.all_weight = self.seen
+        self.watched, self.watched_bins = records.watched[index], records.watched_bins[index]
+        self.watched_length = records.watched_length[index]
+        self.watched_start = records.watched_start[index]
+        parents = records.watched_parents
+        self.watched_parents = None if parents is None else parents[index]
+        width, device = state.max_drafts, state.device
         self._index = torch.arange(width, device=device)
-        self._native = load_native() if device.type == "cpu" and width else None
-
-    def _see(self, seen: torch.Tensor) -> None:
-        """``seen`` float32 [4, BINS, K], of all requests: trials, hits, and the sum and the weight
-        of how a request's trials agree with its earlier ones."""
-        self.seen = seen
-        self.all_trials, self.all_hits, self.all_agreement, self.all_weight = seen
-
-    def live_in(self, hits: torch.Tensor, trials: torch.Tensor, seen: torch.Tensor) -> None:
-        """Move what was learnt into parts of larger tables: ``hits`` and ``trials`` float32
-        [slots, BINS, K], ``seen`` float32 [4, BINS, K]."""
-        self.hits = hits.copy_(self.hits)
-        self.trials = trials.copy_(self.trials)
-        self._see(seen.copy_(self.seen))
+        self._chain = lineage(chain_parents(1, width, device))
 
     def prior_weight(self) -> torch.Tensor:
         """float32 [BINS, K]: how many of a request's own trials the common rate outweighs.
@@ -87,36 +106,17 @@ class AcceptanceEstimator:
 
     def watch(self, slots: torch.Tensor, drafts: Drafts) -> None:
         """Take offers in view for those of ``slots`` [B] that watch none."""
-        if self._native is None:
-            self.watch_reference(slots, drafts)
-            return
-        tokens, lengths = drafts.tokens.contiguous(), drafts.lengths.contiguous()
-        confidence = drafts.confidence.contiguous()
-        self._native.sf_watch(
-            self.state.length.data_ptr(),
-            slots.data_ptr(),
-            len(slots),
-            tokens.data_ptr(),
-            lengths.data_ptr(),
-            confidence.data_ptr(),
-            len(self._index),
-            BINS,
-            self.watched.data_ptr(),
-            self.watched_bins.data_ptr(),
-            self.watched_length.data_ptr(),
-            self.watched_start.data_ptr(),
-        )
-
-    def watch_reference(self, slots: torch.Tensor, drafts: Drafts) -> None:
-        """``watch`` in plain torch, on any device."""
         take = (self.watched_length[slots] == 0) & (drafts.lengths > 0)
-        wide = take.unsqueeze(1)
-        self.watched[slots] = torch.where(wide, drafts.tokens, self.watched[slots])
-        bins = confidence_bins(drafts.confidence)
-        self.watched_bins[slots] = torch.where(wide, bins, self.watched_bins[slots])
-        self.watched_length[slots] = torch.where(take, drafts.lengths, self.watched_length[slots])
-        start = self.state.length[slots]
-        self.watched_start[slots] = torch.where(take, start, self.watched_start[slots])
+        start, bins = self.state.length[slots], confidence_bins(drafts.confidence)
+        for kept, new in (
+            (self.watched, drafts.tokens),
+            (self.watched_bins, bins),
+            (self.watched_parents, drafts.parents),
+        ):
+            if kept is not None and new is not None:
+                kept[slots] = torch.where(take.unsqueeze(1), new, kept[slots])
+        for kept, new in ((self.watched_length, drafts.lengths), (self.watched_start, start)):
+            kept[slots] = torch.where(take, new, kept[slots])
 
     def shorten(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
         """The last offers of ``slots`` [B] were cut to ``lengths`` [B]: watch no more of them."""
@@ -126,86 +126,66 @@ class AcceptanceEstimator:
 
     def learn(self, slots: torch.Tensor) -> None:
         """Judge the watched offers of ``slots`` [B] by their committed tokens."""
-        if self._native is None:
-            self.learn_reference(slots)
-            return
-        history = self.state.history
-        self._native.sf_learn(
-            history.data_ptr(),
-            history.shape[1],
-            self.state.length.data_ptr(),
-            slots.data_ptr(),
-            len(slots),
-            self.watched.data_ptr(),
-            self.watched_bins.data_ptr(),
-            self.watched_length.data_ptr(),
-            self.watched_start.data_ptr(),
-            len(self._index),
-            BINS,
-            self.hits.data_ptr(),
-            self.trials.data_ptr(),
-            self.seen.data_ptr(),
-            SLOT_DECAY,
-            GLOBAL_DECAY,
-        )
-
-    def learn_reference(self, slots: torch.Tensor) -> None:
-        """``learn`` in plain torch, on any device."""
         state, index = self.state, self._index
         start, length = self.watched_start[slots], self.watched_length[slots]
-        known = torch.minimum(state.length[slots] - start, length)
-        columns = (start.unsqueeze(1) + index).clamp(max=state.history.shape[1] - 1)
+        parents = self.watched_parents
+        masks, depths = self._chain if parents is None else lineage(parents[slots])
+        known = (state.length[slots] - start).unsqueeze(1)
+        offered = index < length.unsqueeze(1)
+        columns = (start.unsqueeze(1) + depths - 1).clamp(max=state.history.shape[1] - 1)
         text = state.history[slots.unsqueeze(1), columns]
-        right = (text == self.watched[slots]) & (index < known.unsqueeze(1))
-        run = right.long().cumprod(dim=1).sum(dim=1)
-        settled = (length > 0) & ((run < known) | (known >= length))
-        tried = (index <= run.unsqueeze(1)) & (index < known.unsqueeze(1)) & settled.unsqueeze(1)
-        hit = tried & (index < run.unsqueeze(1))
-        bins = self.watched_bins[slots].unsqueeze(1)
-        in_bin = torch.arange(BINS, device=slots.device).view(1, BINS, 1) == bins
-        tried_in = (in_bin & tried.unsqueeze(1)).float()
-        hit_in = (in_bin & hit.unsqueeze(1)).float()
+        there = offered & (depths <= known)
+        right = (text == self.watched[slots]) & there
+        own = torch.ones_like(index) << index
+        bits = (right.long() * own).sum(dim=1, keepdim=True)
+        reached = torch.where(((masks & ~bits) == 0) & offered, depths, 0).amax(1, keepdim=True)
+        deepest = torch.where(offered, depths, 0).amax(dim=1, keepdim=True)
+        settled = (length.unsqueeze(1) > 0) & ((known > reached) | (reached >= deepest))
+        tried = ((masks & ~own & ~bits) == 0) & there & settled
+        self._enter(slots, depths, tried, tried & right)
+        self.watched_length[slots] = torch.where(settled.squeeze(1), 0, length)
+
+    def _enter(
+        self, slots: torch.Tensor, depths: torch.Tensor, tried: torch.Tensor, hit: torch.Tensor
+    ) -> None:
+        width = self.state.max_drafts
+        cells = self.watched_bins[slots] * width + depths - 1
+        empty = torch.zeros((len(slots), BINS * width), device=slots.device)
+        # Drafts of one offer that share a cell are no earlier trials of each other.
+        trials = empty.scatter_add(1, cells, tried.float()).view(-1, BINS, width)
+        hits = empty.scatter_add(1, cells, hit.float()).view(-1, BINS, width)
         own_trials, mean = self.trials[slots], self.all_hits / self.all_trials
-        agreement = tried_in * (hit_in - mean) * (self.hits[slots] - own_trials * mean)
-        decay = 1 - (1 - SLOT_DECAY) * tried_in
-        new = torch.stack((tried_in, hit_in, agreement, tried_in * own_trials)).sum(dim=1)
-        self.trials[slots] = self.trials[slots] * decay + tried_in
-        self.hits[slots] = self.hits[slots] * decay + hit_in
+        agreement = (hits - trials * mean) * (self.hits[slots] - own_trials * mean)
+        new = torch.stack((trials, hits, agreement, trials * own_trials)).sum(dim=1)
+        decay = SLOT_DECAY**trials
+        self.trials[slots] = own_trials * decay + trials
+        self.hits[slots] = self.hits[slots] * decay + hits
         # In place: a recorded round reads and writes these very tensors.
         self.seen.mul_(GLOBAL_DECAY ** new[0]).add_(new)
-        self.watched_length[slots] = torch.where(settled, 0, length)
 
     def chances(self, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
-        """float32 [B, K]: chance that each offered draft and all before it are accepted, 0 beyond
-        an offer's length."""
-        if self._native is None:
-            return self.chances_reference(slots, drafts)
-        lengths, confidence = drafts.lengths.contiguous(), drafts.confidence.contiguous()
-        out = torch.empty(confidence.shape)
-        self._native.sf_chances(
-            slots.data_ptr(),
-            len(slots),
-            lengths.data_ptr(),
-            confidence.data_ptr(),
-            len(self._index),
-            BINS,
-            self.hits.data_ptr(),
-            self.trials.data_ptr(),
-            self.seen.data_ptr(),
-            *PRIOR_RANGE,
-            out.data_ptr(),
-        )
-        return out
-
-    def chances_reference(self, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
-        """``chances`` in plain torch, on any device."""
-        bins = confidence_bins(drafts.confidence).unsqueeze(1)
-        prior = (self.all_hits / self.all_trials).unsqueeze(0)
-        weight = self.prior_weight()
+        """float32 [B, K]: chance that each offered draft and all before it on its path are
+        accepted, or less: along a row it never rises, so that the best drafts of all rows are
+        leading ones. 0 beyond an offer's length."""
+        masks, depths = self._chain if drafts.parents is None else lineage(drafts.parents)
+        width = self.state.max_drafts
+        cells = confidence_bins(drafts.confidence) * width + depths - 1
+        prior, weight = self.all_hits / self.all_trials, self.prior_weight()
         rates = (self.hits[slots] + weight * prior) / (self.trials[slots] + weight)
-        rate = rates.gather(1, bins).squeeze(1)
+        rate = rates.flatten(1).gather(1, cells)
         offered = self._index < drafts.lengths.unsqueeze(1)
-        return (rate * offered).cumprod(dim=1)
+        if drafts.parents is None:
+            return (rate * offered).cumprod(dim=1)
+        member = ((masks.unsqueeze(2) >> self._index) & 1).float()
+        path = torch.einsum("bij,bj->bi", member, rate.clamp(min=1e-9).log()).exp()
+        return torch.where(offered, path, 0.0).cummin(dim=1).values
+
+
+def lineage(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of parents int64 [B, K]: masks, of which bit i says that draft i is the draft itself or an
+    ancestor, and depths from 1, int64 [B, K] each."""
+    masks, depths = ancestors(parents)
+    return masks[:, 1:] >> 1, depths[:, 1:]
 
 
 def confidence_bins(confidence: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,6 @@ from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
 from surefoot.sampling.params import Features
 from surefoot.speculation.state import SlotState
-from surefoot.speculation.trees import ancestors
 
 
 class DraftCost(enum.Enum):
@@ -78,17 +77,6 @@ class Drafts:
     """int64 [B, K] for a tree: index of each draft's parent, -1 for the current token. Parents come
     first, more promising drafts before others, and siblings differ: any number of leading drafts
     is a tree that can be verified. None: a chain."""
-
-    def within(self, room: torch.Tensor) -> Drafts:
-        """The leading drafts that stand at most ``room`` int64 [B] positions behind the committed
-        text."""
-        if self.parents is None:
-            return replace(self, lengths=torch.minimum(self.lengths, room.clamp(min=0)))
-        order = torch.arange(self.parents.shape[1], device=room.device)
-        parents = torch.minimum(self.parents, order - 1).clamp(min=-1)
-        inside = ancestors(parents)[1][:, 1:] <= room.unsqueeze(1)
-        fitting = inside.long().cumprod(dim=1).sum(dim=1)
-        return replace(self, lengths=torch.minimum(self.lengths, fitting))
 
 
 @dataclass(frozen=True)

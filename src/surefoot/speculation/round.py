@@ -22,8 +22,7 @@ from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.sampling.logprobs import WIDTHS, RowLogprobs, pack, row_logprobs
 from surefoot.sampling.params import Features
 from surefoot.sampling.sampler import SampleRows, sample_rows
-from surefoot.speculation.books import OfferBooks
-from surefoot.speculation.compiled_control import CompiledControl
+from surefoot.speculation.books import book_keeping
 from surefoot.speculation.controller import Controller
 from surefoot.speculation.proposer import Commits, Drafts, Outlook, Proposer
 from surefoot.speculation.size import Size
@@ -32,14 +31,10 @@ from surefoot.speculation.trees import (
     NodeRows,
     Paths,
     Trees,
-    ancestors,
     committed_logprobs,
     key_moves,
     lay_out_trees,
-    node_rows,
     path_histories,
-    settle,
-    walk,
 )
 
 PROMPT_LOGPROB_ROWS = 64
@@ -93,12 +88,7 @@ class Round:
         }
         """Most drafts of the proposers whose drafting costs a network's time, by index."""
         self.longest = max(self.drafters.values(), default=0)
-        control = decoder.backend.control
-        # The kernels for the book-keeping know chains only.
-        if control is not None and controller.parents is None:
-            self.books: OfferBooks = CompiledControl(state, controller, spans, control)
-        else:
-            self.books = OfferBooks(state, controller, spans)
+        self.books = book_keeping(decoder.backend, state, controller, spans)
         columns = 2 + 2 * min(WIDTHS[-1], state.vocab_size)
         self.scores = torch.zeros(
             (spans, width + 1, columns), dtype=torch.int32, device=state.device
@@ -129,7 +119,7 @@ class Round:
         max_keys = max_keys or self.state.history.shape[1]
         slots, books = self.slots[: size.spans], self.books
         spans = books.split(slots, self.quota[: size.spans], size)
-        layout = self.lay_out(spans, size, max_keys)
+        layout = books.lay_out(spans, size, max_keys)
         grown = self.grow(spans, size, layout)
         if grown is not None:
             layout = lay_out_trees(layout, grown[0])
@@ -147,16 +137,6 @@ class Round:
         books.finish(slots, size, spans.drafts, verdict, propose)
         return prompt_logprobs
 
-    def lay_out(self, spans: RoundSpans, size: Size, max_keys: int) -> RoundLayout:
-        """The flat batch of the spans, drafts in a line."""
-        state = self.state
-        if state.native is not None:
-            return native_layout(state, spans, size, max_keys)
-        return self.decoder.backend.lay_out_spans(
-            spans, state.history, state.computed, state.block_tables,
-            size.rows, size.samples, max_keys, size.longest_span(state.max_drafts),
-        )  # fmt: skip
-
     def grow(self, spans: RoundSpans, size: Size, layout: RoundLayout) -> Grown | None:
         """The trees among the drafts of a round, and where its rows stand in them; None where there
         are only chains."""
@@ -165,8 +145,8 @@ class Round:
         if offers.parents is None or not planting or not size.verifies:
             return None
         parents = offers.parents[spans.slots]
-        trees = Trees(offers.tokens[spans.slots], parents, *ancestors(parents))
-        return node_rows(layout, trees, spans.drafts), trees
+        trees = Trees(offers.tokens[spans.slots], parents, *self.books.ancestors(parents))
+        return self.books.node_rows(layout, trees, spans.drafts), trees
 
     def forward(self, batch: FlatBatch) -> ForwardResult:
         """The target's, with the layers that proposers read."""
@@ -230,28 +210,22 @@ class Round:
         With the accepted paths where trees have ``grown``."""
         if self.replace_sampled is not None:
             sampled = self.replace_sampled(spans, layout, sampled)
-        state, paths, first_sample = self.state, None, layout.first_sample
+        paths, first_sample = None, layout.first_sample
         if grown is not None:
             paths, (spans, first_sample, sampled) = self.walk(spans, layout, grown[1], sampled)
-        if state.native is not None:
-            return state.native.judge(spans, first_sample, sampled, state.params.stop_ids), paths
-        verdict = self.decoder.backend.judge_and_advance(
-            spans, first_sample, sampled, state.history, state.length, state.computed,
-            state.limit, state.params.stop_ids, state.max_drafts,
-        )  # fmt: skip
-        return verdict, paths
+        return self.books.judge(spans, first_sample, sampled), paths
 
     def walk(
         self, spans: RoundSpans, layout: RoundLayout, trees: Trees, sampled: torch.Tensor
     ) -> tuple[Paths, tuple[RoundSpans, torch.Tensor, torch.Tensor]]:
         """Lay what is accepted of the trees out as chains that were all right: keys, texts, and
         (spans, first samples [B], samples [M]) for a judge of chains."""
-        paths, tokens = walk(trees, sampled, layout.first_sample, spans.drafts)
+        paths, tokens = self.books.walk(trees, sampled, layout.first_sample, spans.drafts)
         source, target = key_moves(paths, self.state.computed[spans.slots])
         tables = self.state.block_tables[spans.slots]
         for layer in self.kv:
             self.decoder.backend.move_keys(layer, tables, source, target)
-        self.books.write(spans.slots, tokens[:, :-1])
+        self.books.write_drafts(spans.slots, tokens[:, :-1])
         first = torch.arange(len(tokens), device=tokens.device) * tokens.shape[1]
         return paths, (replace(spans, drafts=paths.lengths), first, tokens.flatten())
 
@@ -274,7 +248,7 @@ class Round:
             slots, verdict.first, verdict.settled, layout.first_row, layout.batch, features
         )
         if grown is not None and paths is not None:
-            commits = settle(commits, layout, *grown, paths)
+            commits = self.books.settle(commits, layout, *grown, paths)
         for index in told:
             need = self.needs[index]
             own = select_layers(features, self.capture, need.captured_layers)
@@ -288,7 +262,9 @@ class Round:
         most = min(max_keys + 1, self.state.history.shape[1])
         proposer.expect(Outlook(size.kind, most, steps or self.state.max_drafts))
         drafts = proposer.propose(slots)
-        return drafts if limit is None else drafts.within(limit - self.state.length[slots])
+        if limit is None:
+            return drafts
+        return self.books.within(drafts, limit - self.state.length[slots])
 
     def score_prompt(
         self,
@@ -316,23 +292,6 @@ class Round:
         rows = first.unsqueeze(1) + torch.arange(self.scores.shape[1], device=first.device)
         packed = pack(logprobs)[rows.clamp(max=most)]
         self.scores[: len(first), :, : packed.shape[2]] = packed
-
-
-def native_layout(state: SlotState, spans: RoundSpans, size: Size, max_keys: int) -> RoundLayout:
-    """``kernels.rounds.lay_out_spans`` in one C call."""
-    assert state.native is not None
-    tensors = state.native.lay_out(spans, size.rows, size.samples)
-    tokens, positions, row_slot, first_row, index, sample_slots, sample_positions, first = tensors
-    batch = FlatBatch(
-        tokens=tokens,
-        positions=positions,
-        key_index=positions,
-        row_slot=row_slot,
-        block_tables=state.block_tables,
-        span_start=state.computed,
-        max_keys=max_keys,
-    )
-    return RoundLayout(batch, first_row, index, sample_slots, sample_positions, first)
 
 
 def select_layers(

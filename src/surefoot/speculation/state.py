@@ -10,7 +10,6 @@ import torch
 from surefoot.kernels.upload import upload
 from surefoot.request import Request
 from surefoot.sampling.params import SlotParams
-from surefoot.speculation.native import NativeRound
 
 
 class SlotState:
@@ -51,8 +50,6 @@ class SlotState:
         self.block_tables = torch.zeros((slots, blocks), dtype=torch.int32, device=device)
         self.params = SlotParams(slots, vocab_size, device)
         self._blocks_written: list[list[int]] = [[] for _ in range(slots)]
-        self.native = NativeRound.of(self)
-        """Compiled twins of the round's operations on these tensors; None: torch does them."""
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Enter requests, new or resumed, into their slots."""

@@ -3,14 +3,14 @@
 A span's row 0 is the current token (the root), row j + 1 its draft j; parents come first. Keys lie
 in the order of the rows, RoPE positions count depth. Once the round knows which path was accepted,
 the path's keys move together behind the root, and the span looks as if a chain had been verified.
-All of it is tensor operations; a chain is the tree whose parents count up. On an NVIDIA GPU, where
-each operation would be a launch, ``kernels.triton.trees`` does the same.
+All of it is tensor operations; a chain is the tree whose parents count up. Some have a twin of one
+kernel in ``kernels.triton.trees``; ``speculation.books.BookKeeping`` says which of the two runs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -65,24 +65,13 @@ class NodeRows:
     """int64 [B]: drafts of each span; spans without any are rows in a line."""
 
 
-def compiled(tensor: torch.Tensor) -> Any:
-    """The compiled twins, where there are any."""
-    if not tensor.is_cuda:
-        return None
-    from surefoot.kernels.triton import trees
-
-    return trees
-
-
 def chain_parents(batch: int, width: int, device: torch.device) -> torch.Tensor:
-    """The parents of ``batch`` chains: -1, 0, 1 ..."""
-    return (torch.arange(width, device=device) - 1).expand(batch, width)
+    """The parents of ``batch`` chains: -1, 0, 1 ...; int64 [batch, width]."""
+    return (torch.arange(width, device=device) - 1).repeat(batch, 1)
 
 
 def ancestors(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Masks and depths, int64 [B, K + 1] each as in ``Trees``, of parents int64 [B, K]."""
-    if (kernels := compiled(parents)) is not None:
-        return kernels.ancestors(parents)
     up = torch.cat((torch.zeros_like(parents[:, :1]), parents + 1), dim=1)
     width = up.shape[1]
     bits = torch.arange(width, device=parents.device)
@@ -98,11 +87,6 @@ def node_rows(layout: RoundLayout, trees: Trees, drafts: torch.Tensor) -> NodeRo
     """Where a layout's rows belong; spans of which no ``drafts`` int64 [B] are verified (prompt
     chunks among them) are rows in a line. Rows of padding repeat the last."""
     batch, first = layout.batch, layout.first_row
-    kernels, spans = compiled(batch.tokens), batch.spans
-    if kernels is not None and spans is not None:
-        parts = first, spans.rows, batch.positions, trees.masks, trees.depths, drafts
-        owner, offset, depth, positions, masks = kernels.node_rows(*parts)
-        return NodeRows(owner, offset, depth, positions, masks, drafts)
     used = (batch.row_slot >= 0).sum()
     index = torch.arange(batch.tokens.shape[0], device=first.device)
     index = torch.minimum(index, used - 1).clamp(min=0)
@@ -146,10 +130,6 @@ def walk(
     """What was accepted, and the tokens along it: int64 [B, K + 1], valid up to the target's own
     behind the path. ``sampled`` int64 [M], of which each span's begin at ``first_sample`` [B];
     ``drafts`` int64 [B]: drafts verified."""
-    if (kernels := compiled(sampled)) is not None:
-        parts = trees.tokens, trees.parents, trees.masks, trees.depths
-        lengths, rows, tokens = kernels.walk(*parts, sampled, first_sample, drafts)
-        return Paths(lengths, rows), tokens
     steps = torch.arange(trees.masks.shape[1], device=sampled.device)
     index = (first_sample.unsqueeze(1) + steps).clamp(max=len(sampled) - 1)
     by_row = sampled[index]
@@ -212,13 +192,6 @@ def settle(
     they have now, all other drafts as padding, and which row comes before each."""
     owner, offset, depth = rows.owner, rows.offset, rows.depth
     batch = commits.batch
-    if (kernels := compiled(owner)) is not None:
-        keys, slots, before, last = kernels.settle(
-            (owner, offset, depth), trees.parents, (paths.lengths, paths.rows), layout.first_row,
-            commits.counts, batch.key_index, batch.row_slot, rows.grown,
-        )  # fmt: skip
-        batch = replace(batch, key_index=keys, row_slot=slots, mask=None)
-        return replace(commits, batch=batch, before=before, last=last)
     in_tree = rows.grown[owner] > 0
     deepest = paths.rows.shape[1] - 1
     on_path = paths.rows[owner, depth.clamp(max=deepest)] == offset

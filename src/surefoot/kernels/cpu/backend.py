@@ -24,13 +24,16 @@ from surefoot.kernels.backend import (
 )
 from surefoot.kernels.cpu import sampling
 from surefoot.kernels.cpu.build import load_native, native_unavailable
-from surefoot.kernels.cpu.linear import DENSE_KINDS, KINDS, LANES, NativeLinear, pack_part
-from surefoot.kernels.cpu.prepare import (
-    PreparedBatch,
-    prepare_batch,
-    prepare_keys,
-    prepare_layer,
+from surefoot.kernels.cpu.drafting import NativeDrafting
+from surefoot.kernels.cpu.linear import (
+    DENSE_KINDS,
+    KINDS,
+    LANES,
+    NativeLinear,
+    input_of,
+    pack_part,
 )
+from surefoot.kernels.cpu.prepare import PreparedBatch, prepare_batch, prepare_layer
 from surefoot.kernels.cpu.structs import BAD_INDEX, ContextStruct, KVStruct
 from surefoot.kernels.draws import Adjustments, Draws, TokenMasks
 
@@ -59,6 +62,7 @@ class NativeBackend(Backend):
     """
 
     name = "native"
+    book_keeping = "native"
 
     def __init__(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> None:
         self.threads = threads
@@ -75,14 +79,20 @@ class NativeBackend(Backend):
             )
         self.device = torch.device("cpu")
         self.dtype = dtype
-        self._library = library
+        self.library = library
         self._context = ContextStruct(None, 0, SERIAL_BELOW)
-        self._context_address = ctypes.addressof(self._context)
+        self.context_address = ctypes.addressof(self._context)
         self._batch: PreparedBatch | None = None
         weakref.finalize(self, _release, library, self._context)
 
-    def _threads(self) -> int:
+    @property
+    def thread_count(self) -> int:
+        """How many threads a call uses at most."""
         return self.threads or torch.get_num_threads()
+
+    @property
+    def drafting(self) -> NativeDrafting:
+        return NativeDrafting(self)
 
     @property
     def serial_below(self) -> int:
@@ -97,7 +107,7 @@ class NativeBackend(Backend):
     @property
     def isa(self) -> str:
         """The instruction set that the kernels were compiled for."""
-        return self._library.sf_isa().decode()
+        return self.library.sf_isa().decode()
 
     def pack_linear(
         self, parts: Sequence[Weight], bias: torch.Tensor | None = None
@@ -107,7 +117,7 @@ class NativeBackend(Backend):
         if len({part.shape[1] for part in parts}) != 1:
             raise ValueError(f"parts of one linear differ in inputs: {[p.shape for p in parts]}")
         kept = None if bias is None else bias.detach().float().contiguous()
-        library, threads = self._library, self._threads()
+        library, threads = self.library, self.thread_count
         return NativeLinear([pack_part(library, part, self.dtype, threads) for part in parts], kept)
 
     def pack_norm(self, weight: torch.Tensor) -> torch.Tensor:
@@ -140,12 +150,12 @@ class NativeBackend(Backend):
         """tokens int64 [N] -> float32 [N, hidden]. IndexError for a token outside the table."""
         tokens = tokens.contiguous()
         out = torch.empty(tokens.shape[0], table.shape[1])
-        code = self._library.sf_embed(
+        code = self.library.sf_embed(
             ctypes.addressof(table.segments),
             tokens.data_ptr(),
             tokens.shape[0],
             out.data_ptr(),
-            self._threads(),
+            self.thread_count,
         )
         if code == BAD_INDEX:
             raise IndexError(f"a token is outside the vocabulary of {table.shape[0]}")
@@ -166,43 +176,20 @@ class NativeBackend(Backend):
         if prepared is None or prepared.weights is not weights or prepared.rope is not rope:
             prepared = prepare_layer(weights, rope, KINDS[DENSE_KINDS[self.dtype]])
         if inputs is not None:
-            inputs = _input(inputs, weights.qkv)
+            inputs = input_of(inputs, weights.qkv)
         if x.dtype is not torch.float32 or not x.is_contiguous():
             x = x.float().contiguous()
-        if self._library.sf_layer(
-            self._context_address,
+        if self.library.sf_layer(
+            self.context_address,
             prepared.address,
-            self._prepared_batch(batch).address,
+            self.prepared_batch(batch).address,
             kv.address,
             None if inputs is None else inputs.data_ptr(),
             x.data_ptr(),
-            self._threads(),
+            self.thread_count,
         ):
             raise MemoryError("no memory for a layer's intermediate results")
         return x
-
-    def write_keys(
-        self,
-        weights: LayerWeights,
-        inputs: torch.Tensor,
-        batch: FlatBatch,
-        kv: NativeKV,
-        rope: RopeTable,
-    ) -> None:
-        """See ``Backend.write_keys``."""
-        prepared = weights.kv.prepared
-        if prepared is None or prepared.weights is not weights or prepared.rope is not rope:
-            prepared = prepare_keys(weights, rope, KINDS[DENSE_KINDS[self.dtype]])
-        inputs = _input(inputs, weights.kv)
-        if self._library.sf_write_keys(
-            self._context_address,
-            prepared.address,
-            self._prepared_batch(batch).address,
-            kv.address,
-            inputs.data_ptr(),
-            self._threads(),
-        ):
-            raise MemoryError("no memory for the keys of a layer")
 
     def move_keys(
         self, kv: NativeKV, tables: torch.Tensor, source: torch.Tensor, target: torch.Tensor
@@ -211,7 +198,7 @@ class NativeBackend(Backend):
         tables, source, target = tables.contiguous(), source.contiguous(), target.contiguous()
         if tables.dtype is not torch.int32:
             raise ValueError(f"tables are {tables.dtype}, expected int32")
-        self._library.sf_move_keys(
+        self.library.sf_move_keys(
             kv.address,
             kv.shape.kv_heads,
             kv.shape.head_dim,
@@ -223,8 +210,8 @@ class NativeBackend(Backend):
             *source.shape,
         )
 
-    def _prepared_batch(self, batch: FlatBatch) -> PreparedBatch:
-        """Kept for the next layer over the same batch."""
+    def prepared_batch(self, batch: FlatBatch) -> PreparedBatch:
+        """The batch as the C code reads it; kept for the next layer over the same one."""
         prepared = self._batch
         if prepared is None or prepared.batch is not batch:
             self._batch = prepared = prepare_batch(batch)
@@ -266,8 +253,8 @@ class NativeBackend(Backend):
     ) -> None:
         if x.shape[1] != linear.shape[1]:
             raise ValueError(f"an input of {x.shape[1]} columns for {linear.shape[1]}")
-        if self._library.sf_head(
-            self._context_address,
+        if self.library.sf_head(
+            self.context_address,
             norm,
             eps,
             linear.address,
@@ -275,34 +262,27 @@ class NativeBackend(Backend):
             x.shape[0],
             None if out is None else out.data_ptr(),
             None if tokens is None else tokens.data_ptr(),
-            self._threads(),
+            self.thread_count,
         ):
             raise MemoryError("no memory for the input of a linear")
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """float32 [M, V] without NaN -> int64 [M]; the lowest index among equals."""
-        return sampling.argmax(self._library, logits, self._threads())
+        return sampling.argmax(self.library, logits, self.thread_count)
 
     def adjust(self, logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor:
         """See ``Backend.adjust``."""
-        threads = self._threads()
-        return sampling.adjust(self._library, self._context_address, logits, adjustments, threads)
+        threads = self.thread_count
+        return sampling.adjust(self.library, self.context_address, logits, adjustments, threads)
 
     def mask_tokens(self, logits: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
         """See ``Backend.mask_tokens``."""
-        return sampling.mask(self._library, logits, masks, self._threads())
+        return sampling.mask(self.library, logits, masks, self.thread_count)
 
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         """See ``Backend.draw``; logits without NaN."""
-        threads = self._threads()
-        return sampling.draw(self._library, self._context_address, logits, draws, threads)
-
-
-def _input(x: torch.Tensor, linear: NativeLinear) -> torch.Tensor:
-    """The input of a linear as the C code reads it."""
-    if x.shape[1] != linear.shape[1]:
-        raise ValueError(f"an input of {x.shape[1]} columns for {linear.shape[1]}")
-    return x.float().contiguous()
+        threads = self.thread_count
+        return sampling.draw(self.library, self.context_address, logits, draws, threads)
 
 
 def _release(library: ctypes.CDLL, context: ContextStruct) -> None:

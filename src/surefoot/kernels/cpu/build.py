@@ -19,11 +19,9 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 from surefoot.cache import USE_ANOTHER, cache_root, replacing
-from surefoot.errors import SurefootError
 
 SOURCES = Path(__file__).parent
 FLAGS = [
@@ -63,18 +61,6 @@ def load_native() -> ctypes.CDLL | None:
     process. Raises SurefootError when there can be no cache folder, as ``cache_root`` does."""
     with _LOCK:
         return _load()[0]
-
-
-def load_in_background() -> threading.Thread:
-    """Begin ``load_native``: compiling takes many seconds, the first time on a machine."""
-
-    def load() -> None:
-        with suppress(SurefootError):  # Whoever needs the library will meet it.
-            load_native()
-
-    thread = threading.Thread(target=load, name="surefoot-native", daemon=True)
-    thread.start()
-    return thread
 
 
 def native_unavailable() -> str | None:
@@ -210,43 +196,15 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             None,
             [pointer, int64, pointer, pointer, *([int64] * 5), pointer, pointer],
         ),
-        "sf_learn": (
-            None,
-            [pointer, int64, pointer, pointer, int64, *([pointer] * 4), int64, int64]
-            + [pointer] * 3
-            + [ctypes.c_float] * 2,
-        ),
-        "sf_watch": (
-            None,
-            [pointer, pointer, int64, pointer, pointer, pointer, int64, int64] + [pointer] * 4,
-        ),
         "sf_write_drafts": (None, [pointer, pointer, int64, pointer, int64]),
         "sf_lay_out": (None, [*([pointer] * 5), *([int64] * 3), pointer]),
         "sf_judge": (
             None,
-            [*([pointer] * 5), int64, pointer, int64, pointer, int64, pointer, int64]
-            + [pointer] * 7
-            + [int64],
+            [*([pointer] * 5), int64, pointer, int64, pointer, pointer, int64] + [pointer] * 7,
         ),
-        "sf_sanitise": (
-            None,
-            [pointer, pointer, int64, pointer, pointer, pointer, int64, int64, int64]
-            + [pointer] * 5,
-        ),
-        "sf_chances": (
-            None,
-            [pointer, int64, pointer, pointer, int64, int64]
-            + [pointer] * 3
-            + [ctypes.c_float, ctypes.c_float, pointer],
-        ),
-        "sf_split": (
-            None,
-            [*([pointer] * 3), int64, int64, int64, pointer, pointer, int64, int64] + [pointer] * 5,
-        ),
-        "sf_report": (
-            None,
-            [pointer, pointer, int64, int64, *([pointer] * 7), int64] + [pointer] * 6 + [int64],
-        ),
+        "sf_split": (None, [*([pointer] * 3), *([int64] * 4), *([pointer] * 5)]),
+        "sf_learn": (None, [pointer, int64, pointer, int64, *([pointer] * 4), int64]),
+        "sf_report": (None, [pointer, pointer, int64, *([pointer] * 6), int64]),
         "sf_argmax": (None, [pointer, int64, int64, pointer, pointer, pointer, int32]),
         "sf_adjust": (int32, [pointer, pointer, int64, int64, pointer, pointer, int32]),
         "sf_mask": (

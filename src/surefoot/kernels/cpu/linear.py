@@ -66,3 +66,10 @@ def pack_part(
     data = torch.empty(panels * panel_bytes, dtype=torch.uint8)
     library.sf_pack(kind, source.data_ptr(), outputs, inputs, data.data_ptr(), threads)
     return SegmentStruct(kind, outputs, inputs, panels, panel_bytes, data.data_ptr()), data
+
+
+def input_of(x: torch.Tensor, linear: NativeLinear) -> torch.Tensor:
+    """The input of a linear as the C code reads it."""
+    if x.shape[1] != linear.shape[1]:
+        raise ValueError(f"an input of {x.shape[1]} columns for {linear.shape[1]}")
+    return x.float().contiguous()

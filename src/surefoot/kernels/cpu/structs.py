@@ -91,3 +91,31 @@ class AdjustmentsStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("stop_ids", "min_length")),
         ("stops", ctypes.c_int64),
     ]
+
+
+class BooksStruct(ctypes.Structure):
+    """``sf_books`` of books.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("history", "length", "computed", "limit", "alive")),
+        *((name, ctypes.c_void_p) for name in ("draft_limit", "tokens", "lengths", "confidence")),
+        *((name, ctypes.c_void_p) for name in ("parents", "allowed", "watched", "watched_bins")),
+        *((name, ctypes.c_void_p) for name in ("watched_parents", "watched_length")),
+        *((name, ctypes.c_void_p) for name in ("watched_start", "hits", "trials", "seen")),
+        *((name, ctypes.c_void_p) for name in ("best_tokens", "best_lengths", "best_proposer")),
+        *((name, ctypes.c_void_p) for name in ("best_parents", "best_chances", "report")),
+        *((name, ctypes.c_int64) for name in ("width", "slots", "nobody", "proposers", "drafts")),
+        *((name, ctypes.c_int64) for name in ("bins", "vocab", "columns")),
+        *((name, ctypes.c_float) for name in ("slot_decay", "global_decay", "least_prior")),
+        *((name, ctypes.c_float) for name in ("largest_prior", "least_chance")),
+    ]
+
+
+class LayoutStruct(ctypes.Structure):
+    """``layout`` of round.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "row_slot", "first_row")),
+        *((name, ctypes.c_void_p) for name in ("sample_index", "sample_slots")),
+        *((name, ctypes.c_void_p) for name in ("sample_positions", "first_sample")),
+    ]

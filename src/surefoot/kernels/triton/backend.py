@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import embedding, linear
@@ -17,7 +17,6 @@ from surefoot.kernels.backend import (
     Weight,
 )
 from surefoot.kernels.quant import QuantTensor
-from surefoot.kernels.triton import control
 from surefoot.kernels.triton.activation import silu_mul
 from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.attend import Work, attend, work_of
@@ -31,8 +30,6 @@ from surefoot.kernels.triton.norm import add_rms_norm, rms_norm, sum_add_rms_nor
 from surefoot.kernels.triton.prompt_attention import tiles_of
 from surefoot.kernels.triton.qkv import fits, project_qkv
 from surefoot.kernels.triton.rope_kv import rope_and_write
-from surefoot.kernels.triton.slots import lay_out
-from surefoot.kernels.triton.verdict import judge_and_advance
 
 Norm = tuple[torch.Tensor, float]
 """Weight [width] and epsilon of an RMSNorm."""
@@ -108,9 +105,7 @@ class TritonBackend(Backend):
     """
 
     name = "triton"
-    lay_out_spans = staticmethod(lay_out)
-    judge_and_advance = staticmethod(judge_and_advance)
-    control = control
+    book_keeping = "triton"
 
     def __init__(
         self, device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16
@@ -118,9 +113,12 @@ class TritonBackend(Backend):
         self.device = torch.device(device)
         self.dtype = dtype
         check_device(self.device, dtype)
-        self.drafting = TritonDrafting(self)
         seam = DrawSeam(self.device)
         self.draw, self.adjust = seam.draw, seam.adjust
+
+    @property
+    def drafting(self) -> TritonDrafting:
+        return TritonDrafting(self)
 
     def _dense(self, weight: Weight) -> torch.Tensor:
         if isinstance(weight, QuantTensor):
@@ -172,27 +170,8 @@ class TritonBackend(Backend):
         else:
             normed = inputs.to(self.dtype).contiguous()
         tiles = tiles_of(batch, weights.shape, kv)
-        x, hidden = self._up_to_down(weights, x, normed, batch, kv, rope, tiles)
+        x, hidden = self.up_to_down(weights, x, normed, batch, kv, rope, tiles)
         return weights.down.added(hidden, x)
-
-    def layer_and_head(
-        self,
-        weights: LayerWeights,
-        x: torch.Tensor,
-        batch: FlatBatch,
-        kv: torch.Tensor,
-        rope: RopeTable,
-        inputs: torch.Tensor,
-        norm: torch.Tensor,
-        head: TritonLinear,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the base class, but the end of the layer is one kernel with the norm."""
-        x = x.to(self.dtype).contiguous()
-        normed = inputs.to(self.dtype).contiguous()
-        tiles = tiles_of(batch, weights.shape, kv)
-        x, hidden = self._up_to_down(weights, x, normed, batch, kv, rope, tiles)
-        x, normed = weights.down.added_normed(hidden, x, (norm, weights.eps))
-        return x, head.wide(normed)
 
     def layers(
         self,
@@ -214,7 +193,7 @@ class TritonBackend(Backend):
         for index, layer in enumerate(weights):
             if index in capture:
                 features[index] = x
-            x, hidden = self._up_to_down(layer, x, normed, batch, kv[index], rope, work)
+            x, hidden = self.up_to_down(layer, x, normed, batch, kv[index], rope, work)
             if index + 1 < len(weights):
                 following = weights[index + 1]
                 norm = following.input_norm, following.eps
@@ -226,7 +205,7 @@ class TritonBackend(Backend):
         return x, features
 
     @staticmethod
-    def _up_to_down(
+    def up_to_down(
         weights: LayerWeights,
         x: torch.Tensor,
         normed: torch.Tensor,
@@ -248,19 +227,6 @@ class TritonBackend(Backend):
         attended = attend(q, kv, batch, shape, work)
         x, normed = weights.o.added_normed(attended.flatten(1), x, (weights.post_norm, eps))
         return x, weights.gate_up.gated(normed)
-
-    def write_keys(
-        self,
-        weights: LayerWeights,
-        inputs: torch.Tensor,
-        batch: FlatBatch,
-        kv: torch.Tensor,
-        rope: RopeTable,
-    ) -> None:
-        norms = None if weights.k_norm is None else (weights.k_norm, weights.k_norm)
-        projected = weights.kv(inputs.to(self.dtype).contiguous())
-        shape = replace(weights.shape, heads=0)
-        rope_and_write(projected, kv, batch, shape, rope, norms, weights.eps)
 
     def move_keys(
         self, kv: torch.Tensor, tables: torch.Tensor, source: torch.Tensor, target: torch.Tensor

@@ -6,6 +6,9 @@ batches is read behind a product or ``entry_inputs_kernel``, when it is complete
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import torch
 import triton.language as tl
 
@@ -13,7 +16,14 @@ from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.drafting import Drafting, EntryWeights, LiveRows, Scratch
 from surefoot.kernels.triton import picks
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
+from surefoot.kernels.triton.lookup import ngram_lookup
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
+from surefoot.kernels.triton.prompt_attention import tiles_of
+from surefoot.kernels.triton.rope_kv import rope_and_write
+
+if TYPE_CHECKING:
+    from surefoot.kernels.backend import LayerWeights, RopeTable
+    from surefoot.kernels.triton.backend import TritonBackend, TritonLinear
 
 PAGES = 256
 """Entries of a block table that a program writes at a time."""
@@ -133,8 +143,43 @@ def live_rows_kernel(
 class TritonDrafting(Drafting):
     """The operations as kernels; those of trees in torch."""
 
+    backend: TritonBackend
+    ngram_lookup = staticmethod(ngram_lookup)
     likeliest = staticmethod(picks.likeliest)
     draw = staticmethod(picks.draw)
+
+    def write_keys(
+        self,
+        weights: LayerWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: torch.Tensor,
+        rope: RopeTable,
+    ) -> None:
+        norms = None if weights.k_norm is None else (weights.k_norm, weights.k_norm)
+        projected = weights.kv(inputs.to(self.backend.dtype).contiguous())
+        shape = replace(weights.shape, heads=0)
+        rope_and_write(projected, kv, batch, shape, rope, norms, weights.eps)
+
+    def layer_and_head(
+        self,
+        weights: LayerWeights,
+        x: torch.Tensor,
+        batch: FlatBatch,
+        kv: torch.Tensor,
+        rope: RopeTable,
+        inputs: torch.Tensor,
+        norm: torch.Tensor,
+        head: TritonLinear,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the base class, but the end of the layer is one kernel with the norm."""
+        backend = self.backend
+        x = x.to(backend.dtype).contiguous()
+        normed = inputs.to(backend.dtype).contiguous()
+        tiles = tiles_of(batch, weights.shape, kv)
+        x, hidden = backend.up_to_down(weights, x, normed, batch, kv, rope, tiles)
+        x, normed = weights.down.added_normed(hidden, x, (norm, weights.eps))
+        return x, head.wide(normed)
 
     def entry_inputs(
         self, weights: EntryWeights, tokens: torch.Tensor, features: torch.Tensor

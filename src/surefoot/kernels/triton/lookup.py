@@ -1,4 +1,4 @@
-"""Prompt lookup: one program a slot. Twin: ``kernels.lookup.ngram_lookup_reference``."""
+"""Prompt lookup: one program a slot. Twin: ``kernels.lookup``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Trees of drafts in a round: masks, rows, the accepted path, what is settled.
 
-Twins: the functions of the same names in ``speculation.trees``, and ``TreeEstimator.learn``. A tree
-has at most 64 nodes, its root included, so that everything about one fits one program, and
-"the row that is my parent" is a comparison of all with all.
+Twins: the functions of the same names in ``speculation.trees``. A tree has at most 64 nodes, its
+root included, so that everything about one fits one program, and "the row that is my parent" is a
+comparison of all with all.
 """
 
 from __future__ import annotations
@@ -157,6 +157,30 @@ def walk(
     return lengths, rows, out
 
 
+@jit(do_not_specialize_on_alignment=["slots_ptr"])
+def write_drafts_kernel(
+    slots_ptr, token_ptr, row, columns, history_ptr, history_stride, length_ptr, WIDTH: tl.constexpr
+):
+    span = tl.program_id(0)
+    slot = tl.load(slots_ptr + span)
+    step = tl.arange(0, WIDTH)
+    token = tl.load(token_ptr + span * row + step, mask=step < columns, other=0)
+    text = history_ptr + slot * history_stride + tl.load(length_ptr + slot) + step
+    tl.store(text, token, mask=step < columns)
+
+
+def write_drafts(
+    slots: torch.Tensor, tokens: torch.Tensor, history: torch.Tensor, length: torch.Tensor
+) -> None:
+    """Put ``tokens`` int64 [B, K], whose rows may lie apart, behind the committed tokens of
+    ``slots`` int64 [B]: ``history`` int64 [slots, width], ``length`` int64 [slots]."""
+    batch, columns = tokens.shape
+    write_drafts_kernel[(batch,)](
+        slots, tokens, tokens.stride(0), columns, history, history.stride(0), length,
+        next_power_of_2(columns), num_warps=1,
+    )  # fmt: skip
+
+
 @jit(do_not_specialize=["rows", "spans"])
 def settle_kernel(
     owner_ptr, offset_ptr, depth_ptr, parent_ptr, path_ptr, length_ptr, width,
@@ -217,71 +241,3 @@ def settle(
         *out, last, TILE, num_warps=1,
     )  # fmt: skip
     return out[0], out[1], out[2], last
-
-
-@jit(do_not_specialize_on_alignment=["slots_ptr"])
-def learn_kernel(
-    slots_ptr, history_ptr, history_stride, length_ptr,
-    watched_ptr, bins_ptr, watched_length_ptr, start_ptr, mask_ptr, depth_ptr,
-    hits_ptr, trials_ptr, news_ptr, cells, width, decay_log2, WIDTH: tl.constexpr,
-):  # fmt: skip
-    slot = tl.load(slots_ptr + tl.program_id(0))
-    offered = tl.load(watched_length_ptr + slot)
-    if offered == 0:
-        return
-    node = tl.arange(0, WIDTH)
-    inside = node < offered
-    place = slot * width + node
-    masks = tl.load(mask_ptr + place, mask=inside, other=-1)
-    depth = tl.load(depth_ptr + place, mask=inside, other=1)
-    start = tl.load(start_ptr + slot)
-    known = tl.load(length_ptr + slot) - start
-    text = history_ptr + slot * history_stride + start + depth - 1
-    token = tl.load(watched_ptr + place, mask=inside, other=-1)
-    here = inside & (depth <= known)
-    right = here & (tl.load(text, mask=here, other=-2) == token)
-    own = tl.full([WIDTH], 1, tl.int64) << node
-    bits = tl.sum(tl.where(right, own, 0), axis=0)
-    reached = tl.max(tl.where(inside & ((masks & ~bits) == 0), depth, 0), axis=0)
-    deepest = tl.max(tl.where(inside, depth, 0), axis=0)
-    if (known <= reached) & (reached < deepest):
-        return
-    tried = here & ((masks & ~own & ~bits) == 0)
-    cell = tl.load(bins_ptr + place, mask=inside, other=0) * width + depth - 1
-    # Nodes of one cell are added up by the first of them.
-    same = (cell[:, None] == cell[None, :]) & tried[None, :] & tried[:, None]
-    trials = tl.sum(same.to(tl.float32), axis=1)
-    hits = tl.sum((same & right[None, :]).to(tl.float32), axis=1)
-    earlier = tl.sum((same & (node[None, :] < node[:, None])).to(tl.int32), axis=1)
-    counts = tried & (earlier == 0)
-    forget = tl.exp2(trials * decay_log2)
-    table = slot * cells + cell
-    before = tl.load(trials_ptr + table, mask=counts, other=0.0)
-    tl.store(trials_ptr + table, before * forget + trials, mask=counts)
-    before = tl.load(hits_ptr + table, mask=counts, other=0.0)
-    tl.store(hits_ptr + table, before * forget + hits, mask=counts)
-    tl.atomic_add(news_ptr + cell, trials, mask=counts, sem="relaxed")
-    tl.atomic_add(news_ptr + cells + cell, hits, mask=counts, sem="relaxed")
-    tl.store(watched_length_ptr + slot, 0)
-
-
-def learn(
-    slots: torch.Tensor,
-    history: torch.Tensor,
-    length: torch.Tensor,
-    watched: tuple[torch.Tensor, ...],
-    hits: torch.Tensor,
-    trials: torch.Tensor,
-    decay_log2: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``watched``: tokens, bins int64 [slots, K], lengths, starts int64 [slots], masks and depths
-    int64 [slots, K] of the offers in view; ``hits`` and ``trials`` float32 [slots, bins, K], which
-    it updates. Returns what is new of both, added up over all slots: float32 [bins, K] each. Whole
-    numbers add up to the same in any order."""
-    bins, width = hits.shape[1:]
-    news = hits.new_zeros((2, bins, width))
-    learn_kernel[(slots.shape[0],)](
-        slots, history, history.stride(0), length, *watched, hits, trials, news, bins * width,
-        width, decay_log2, next_power_of_2(width), num_warps=1,
-    )  # fmt: skip
-    return news[1], news[0]

@@ -41,7 +41,7 @@ def verdict_kernel(
     hits = hits & (step < count)
     before_end = tl.min(tl.where(hits, step, max_drafts + 1), axis=0)
     room = tl.load(limit_ptr + slot) - length
-    kept = tl.minimum(tl.minimum(count, before_end + 1), room)
+    kept = tl.maximum(tl.minimum(tl.minimum(count, before_end + 1), room), 0)
     stopped = (kept > 0) & (kept > before_end)
     code = tl.where(stopped, 1, tl.where((kept >= room) & (count > 0), 2, 0))
 

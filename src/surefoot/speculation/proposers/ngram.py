@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from surefoot.errors import SurefootError
-from surefoot.kernels.lookup import ngram_lookup
+from surefoot.models.decoder import Decoder
 from surefoot.speculation.proposer import Drafts, Needs, Proposer
 from surefoot.speculation.state import SlotState
 
@@ -46,12 +46,15 @@ class NgramProposer(Proposer):
         super().__init__(options, state)
         self.longest = min(options.draft_tokens or state.max_drafts, state.max_drafts)
 
+    def load(self, target: Decoder) -> None:
+        self.drafting = target.backend.drafting
+
     def needs(self) -> Needs:
         return Needs(longest_draft=self.longest)
 
     def propose(self, slots: torch.Tensor) -> Drafts:
         state, options = self.state, self.options
-        size, tokens = ngram_lookup(
+        size, tokens = self.drafting.ngram_lookup(
             state.history,
             state.length,
             slots,

@@ -83,7 +83,7 @@ class Eagle3Drafter(Network):
         theirs. Attention, MLP and head are left out: nothing but keys and values outlives the
         pass, and those depend on the inputs alone."""
         inputs, _ = self._inputs(features, batch.tokens)
-        self.backend.write_keys(self.layer, inputs, batch, kv[0], self.rope)
+        self.backend.drafting.write_keys(self.layer, inputs, batch, kv[0], self.rope)
 
     def step(
         self, features: torch.Tensor | None, batch: FlatBatch, kv: Sequence[Any]
@@ -102,7 +102,7 @@ class Eagle3Drafter(Network):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, residual = self._inputs(features, tokens)
         if self.config.norm_before_head:
-            hidden, logits = self.backend.layer_and_head(
+            hidden, logits = self.backend.drafting.layer_and_head(
                 self.layer, residual, batch, kv[0], self.rope, inputs, self.norm, self.head
             )
             return hidden, self._scaled(logits)

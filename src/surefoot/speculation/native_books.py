@@ -1,0 +1,169 @@
+"""The book-keeping around a round in C, for slots that live on the CPU.
+
+A round of eight requests is some sixty tensor operations of a few bytes each; on a CPU their
+launches cost more than a tenth of a small model's forward. Each method here is one C call
+(``kernels/cpu/round.c``, ``learn.c``). What is done for trees alone is done in torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from surefoot.kernels.backend import Backend
+from surefoot.kernels.batch import FlatBatch
+from surefoot.kernels.cpu.backend import NativeBackend
+from surefoot.kernels.cpu.structs import BooksStruct, LayoutStruct
+from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
+from surefoot.speculation.books import LEAST, BookKeeping
+from surefoot.speculation.controller import Controller
+from surefoot.speculation.estimator import BINS, GLOBAL_DECAY, PRIOR_RANGE, SLOT_DECAY
+from surefoot.speculation.proposer import Drafts
+from surefoot.speculation.state import SlotState
+
+if TYPE_CHECKING:
+    from surefoot.speculation.size import Size
+
+
+def _integers(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int64)
+
+
+class NativeBooks(BookKeeping):
+    """``BookKeeping`` by the compiled library of a ``NativeBackend``."""
+
+    def __init__(
+        self, backend: Backend, state: SlotState, controller: Controller, spans: int
+    ) -> None:
+        super().__init__(backend, state, controller, spans)
+        self._library = cast(NativeBackend, backend).library
+        self._struct = self._tables()
+        self._address = ctypes.addressof(self._struct)
+
+    def _tables(self) -> BooksStruct:
+        """Where everything lies: none of these tensors is ever replaced by another."""
+        state, controller, offers = self.state, self.controller, self.offers
+        records = controller.records
+        return BooksStruct(
+            *map(_address, (state.history, state.length, state.computed, state.limit)),
+            *map(_address, (state.alive, controller.draft_limit, controller.tokens)),
+            *map(_address, (controller.lengths, controller.confidence, controller.parents)),
+            *map(_address, (controller.allowed, records.watched, records.watched_bins)),
+            *map(_address, (records.watched_parents, records.watched_length)),
+            *map(_address, (records.watched_start, records.hits, records.trials, records.seen)),
+            *map(_address, (offers.tokens, offers.lengths, offers.proposer, offers.parents)),
+            *map(_address, (offers.chances, self.report)),
+            *(state.history.shape[1], state.slots, state.idle_slot, len(controller.names)),
+            *(state.max_drafts, BINS, state.vocab_size, self.columns.count),
+            *(SLOT_DECAY, GLOBAL_DECAY, *PRIOR_RANGE, LEAST),
+        )
+
+    def split(self, slots: torch.Tensor, quota: torch.Tensor, size: Size) -> RoundSpans:
+        batch, verifies = len(slots), size.verifies
+        known, drafts, samples, scratch = _integers(4, batch)
+        mine = torch.empty(batch * self.state.max_drafts if verifies else 0)
+        self._library.sf_split(
+            self._address,
+            slots.data_ptr(),
+            quota.data_ptr(),
+            batch,
+            size.rows,
+            size.samples,
+            verifies,
+            known.data_ptr(),
+            drafts.data_ptr(),
+            samples.data_ptr(),
+            scratch.data_ptr(),
+            mine.data_ptr(),
+        )
+        return RoundSpans(slots, known, drafts, samples)
+
+    def lay_out(self, spans: RoundSpans, size: Size, max_keys: int) -> RoundLayout:
+        batch, rows, sampled = len(spans.slots), size.rows, size.samples
+        sizes = (rows, rows, rows, batch, sampled, sampled, sampled, batch)
+        out = [_integers(count) for count in sizes]
+        struct = LayoutStruct(*(tensor.data_ptr() for tensor in out))
+        self._library.sf_lay_out(
+            self._address,
+            spans.slots.data_ptr(),
+            spans.known.data_ptr(),
+            spans.drafts.data_ptr(),
+            spans.samples.data_ptr(),
+            batch,
+            rows,
+            sampled,
+            ctypes.addressof(struct),
+        )
+        tokens, positions, row_slot, first_row, index, sample_slots, sample_positions, first = out
+        flat = FlatBatch(
+            tokens=tokens,
+            positions=positions,
+            key_index=positions,
+            row_slot=row_slot,
+            block_tables=self.state.block_tables,
+            span_start=self.state.computed,
+            max_keys=max_keys,
+        )
+        return RoundLayout(flat, first_row, index, sample_slots, sample_positions, first)
+
+    def write_drafts(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        tokens = tokens.contiguous()
+        self._library.sf_write_drafts(
+            self._address, slots.data_ptr(), len(slots), tokens.data_ptr(), tokens.shape[1]
+        )
+
+    def judge(
+        self, spans: RoundSpans, first_sample: torch.Tensor, sampled: torch.Tensor
+    ) -> RoundVerdict:
+        batch, stop_ids = len(spans.slots), self.state.params.stop_ids
+        tokens = _integers(batch, self.state.max_drafts + 1)
+        out = [_integers(batch) for _ in range(6)]
+        self._library.sf_judge(
+            self._address,
+            spans.slots.data_ptr(),
+            spans.known.data_ptr(),
+            spans.drafts.data_ptr(),
+            spans.samples.data_ptr(),
+            batch,
+            sampled.data_ptr(),
+            len(sampled),
+            first_sample.data_ptr(),
+            stop_ids.data_ptr(),
+            stop_ids.shape[1],
+            tokens.data_ptr(),
+            *(tensor.data_ptr() for tensor in out),
+        )
+        return RoundVerdict(tokens, *out)
+
+    def learn(self, index: int, slots: torch.Tensor, drafts: Drafts | None) -> None:
+        parts, width = [None] * 4, 0
+        if drafts is not None:
+            parts = [drafts.tokens, drafts.lengths, drafts.confidence, drafts.parents]
+            parts = [None if part is None else part.contiguous() for part in parts]
+            width = drafts.tokens.shape[1]
+        addresses = map(_address, parts)
+        self._library.sf_learn(
+            self._address, index, slots.data_ptr(), len(slots), *addresses, width
+        )
+
+    def choose_and_report(
+        self, slots: torch.Tensor, drafts: torch.Tensor, verdict: RoundVerdict, proposing: bool
+    ) -> None:
+        self._library.sf_report(
+            self._address,
+            slots.data_ptr(),
+            len(slots),
+            drafts.data_ptr(),
+            verdict.counts.data_ptr(),
+            verdict.accepted.data_ptr(),
+            verdict.ends.data_ptr(),
+            verdict.going.data_ptr(),
+            verdict.tokens.data_ptr(),
+            proposing,
+        )
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
