@@ -21,8 +21,12 @@ _RANGE = 2.0
 _DRIFTS = 1e-4, 1e-6, 1e-5
 """Variances by which these may change from round to round."""
 _FIRST_NOISE = 0.05
+_UNLIKELY = 3.0
+"""Standard deviations that noise does not explain."""
+_FORGOTTEN = 500.0
+"""Rounds after which what a number of rows took is no longer known."""
 _REVIEW = 16
-"""Rounds between two looks for numbers of rows that are out of line."""
+"""Rounds between two looks for numbers of rows whose times are out of line with the others'."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,11 @@ class ExactCosts:
         self._proposing_at = {index: at for at, index in enumerate(self.proposing, 1 + len(rows))}
         self.beliefs = self._first_beliefs()
         self._knots: np.ndarray | None = None
+        self._off = np.zeros(len(self._rows))
+        """By how much the last round of about so many rows was longer than believed (a logarithm);
+        0: as noise has it."""
+        self._seen = np.full(len(self._rows), -np.inf)
+        """The count of rounds when that was."""
         self._rounds = 0
 
     def _first_beliefs(self) -> Beliefs:
@@ -145,6 +154,9 @@ class ExactCosts:
         off = float(np.log(seconds / total)) - float(self.beliefs.mean[0])
         self.beliefs.observe(weights, off)
         self._rounds += 1
+        near = at if share >= 0.5 else at - 1
+        self._seen[near] = self._rounds
+        self._off[near] = off if abs(off) > _UNLIKELY * self.noise else 0.0
         self._knots = None
 
     def forget_curve(self) -> None:
@@ -155,9 +167,13 @@ class ExactCosts:
         """Seconds of rounds of so many rows, but for the scale and proposing."""
         if self._knots is None:
             shape = self.beliefs.mean[1 : 1 + len(self._rows)]
-            if self._rounds % _REVIEW == 0:
-                shape[:] = _without_outliers(shape)
             self._knots = self._measured * np.exp(shape)
+            if self._rounds % _REVIEW == 0:
+                missing = np.log(in_line(self._rows.tolist(), self._knots.tolist()) / self._knots)
+                # What rounds of so many rows themselves say counts for more.
+                unseen = self._seen < self._rounds - _FORGOTTEN
+                shape += np.where(unseen | (self._off * missing > 0), missing, 0.0)
+                self._knots = self._measured * np.exp(shape)
         knots, values = self._rows, self._knots
         seconds = np.interp(rows, knots, values)
         if len(knots) > 1 and rows[-1] > knots[-1]:
@@ -175,14 +191,3 @@ class ExactCosts:
             guess = times * (own.seconds + own.request_seconds * requests)
             parts[index] = guess * float(np.exp(self.beliefs.mean[self._proposing_at[index]]))
         return parts
-
-
-def _without_outliers(shape: np.ndarray, most: float = 0.5) -> np.ndarray:
-    """``shape`` float64 [n], entries that lie far from both neighbours replaced by the middle one
-    of the three."""
-    if len(shape) < 3:
-        return shape
-    three = np.stack((np.roll(shape, 1), shape, np.roll(shape, -1)))
-    three[0, 0], three[2, -1] = shape[2], shape[-3]
-    middle = np.sort(three, axis=0)[1]
-    return np.where(np.abs(shape - middle) > most, middle, shape)

@@ -32,6 +32,8 @@ _UNLIKELY = 3.0
 _FORGOTTEN = 500.0
 """Rounds after which a size that seemed dearer than others, and was not run since, no longer does,
 more or less: it is tried again."""
+_REVIEW = 16
+"""Rounds between two looks for sizes whose times are out of line with the others'."""
 _LAYOUTS = 4096
 
 
@@ -82,6 +84,15 @@ class RecordedCosts:
             for spans in self._ladder.tolist()
         }
         self._contexts = sorted({context for curve in times.values() for context, _ in curve})
+        self._lines = self._all_lines()
+        self._lines_of = defaultdict[int, set[int]](set)
+        """By place, which of these it is in."""
+        for line, (places, _) in enumerate(self._lines):
+            for place in places.tolist():
+                self._lines_of[place].add(line)
+        plain = (place for place, size in enumerate(self.sizes) if size.action == NOTHING)
+        self._plain = next(plain, 0)
+        """One for plain rounds."""
         self._times = self._in_line(times)
         self._features = self._all_features()
         self.beliefs = self._first_beliefs()
@@ -89,7 +100,9 @@ class RecordedCosts:
         """Logarithms, by size."""
         self._side = np.zeros(len(self.sizes), dtype=np.int64)
         """How often in a row a size's rounds took much longer (or, below 0, shorter)."""
-        self._seen = np.zeros(len(self.sizes))
+        self._off = np.zeros(len(self.sizes))
+        """By how much its last round was longer than believed (a logarithm); 0: as noise has it."""
+        self._seen = np.full(len(self.sizes), -np.inf)
         """The count of rounds when it was last run."""
         self._rounds = 0
         self._step: int | None = None
@@ -105,17 +118,22 @@ class RecordedCosts:
             contexts, measured = (np.array(each) for each in zip(*times[size], strict=True))
             for column, context in enumerate(self._contexts):
                 seconds[place, column] = at_context(contexts, measured[np.newaxis], context)[0]
-        lines = list(self._groups.values())
+        for places, rows in self._lines:
+            for column in range(len(self._contexts)):
+                seconds[places, column] = in_line(rows, seconds[places, column].tolist())
+        return seconds
+
+    def _all_lines(self) -> list[tuple[np.ndarray, list[int]]]:
+        """Sizes that are compared with each other, and their rows, which rise: (places int64 [n],
+        rows), n at least 3."""
         # One size alone, as rounds without proposers come in: beside those of other spans.
         plain = [places[0] for (_, action), places in self._groups.items() if action == NOTHING]
-        lines.append(np.array(plain))
-        for places in lines:
+        found = []
+        for places in (*self._groups.values(), np.array(plain, dtype=np.int64)):
             rows = [self.sizes[place].rows for place in places]
             if len(set(rows)) == len(rows) > 2:
-                order = places[np.argsort(rows)]
-                for column in range(len(self._contexts)):
-                    seconds[order, column] = in_line(sorted(rows), seconds[order, column].tolist())
-        return seconds
+                found.append((places[np.argsort(rows)], sorted(rows)))
+        return found
 
     def _all_features(self) -> np.ndarray:
         """float64 [sizes, 1 + octaves + 2]: which beliefs a size's time is the sum of."""
@@ -252,11 +270,13 @@ class RecordedCosts:
         believed = float(self._seconds(np.array([place]), context)[0])
         off = float(np.log(seconds / believed))
         firm = self.beliefs.observe(self._features[place], off)
-        self._seen[place] = self._rounds
+        limit = _UNLIKELY * self.noise
+        self._seen[place], self._off[place] = self._rounds, off if abs(off) > limit else 0.0
+        if self._rounds % _REVIEW == 0:
+            self._review(place, context)
         if not firm:
             return
         # What others do not explain is the size's own.
-        limit = _UNLIKELY * self.noise
         side = 0 if abs(off) < limit else (1 if off > 0 else -1)
         before = int(self._side[place])
         self._side[place] = side = before + side if side and before * side >= 0 else side
@@ -265,6 +285,17 @@ class RecordedCosts:
         self._own[place] += (
             min(1.0, _OWN_WEIGHT * 2 ** min(max(abs(side) - 1, 0), _DOUBLINGS)) * off
         )
+
+    def _review(self, place: int, context: float) -> None:
+        """Of the sizes that this one is compared with, and of those for plain rounds, put those
+        right that are out of line."""
+        for line in self._lines_of[place] | self._lines_of[self._plain]:
+            places, rows = self._lines[line]
+            believed = self._seconds(places, context)
+            missing = np.log(in_line(rows, believed.tolist()) / believed)
+            unseen = self._seen[places] < self._rounds - _FORGOTTEN
+            # What rounds of its own say of a size counts for more.
+            self._own[places] += np.where(unseen | (self._off[places] * missing > 0), missing, 0.0)
 
 
 def at_context(contexts: np.ndarray, seconds: np.ndarray, context: float) -> np.ndarray:
