@@ -21,7 +21,7 @@ from surefoot.engine.rounds import PaddedRounds
 from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
-from surefoot.request import SamplingParams
+from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action, Decision, Landed, Situation
 from surefoot.speculation.host_costs import HostCosts, HostSample
@@ -31,11 +31,11 @@ from surefoot.speculation.size import Size
 
 LOOK: Action = ((0,), 0)
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-DRAFTS = 8
-REPETITIVE = SamplingParams(temperature=0.0, max_tokens=240, ignore_eos=True)
+DRAFTS, MOST = 8, 8
+REPETITIVE = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 """The tiny model's greedy texts go round in circles, soon after some prompts."""
 _LOOPS = 3, 7, 9, 15
-PROSE = SamplingParams(temperature=1.5, max_tokens=120, ignore_eos=True)
+PROSE = SamplingParams(temperature=1.5, max_tokens=100, ignore_eos=True)
 """Its hot texts hold hardly anything that a lookup finds."""
 Wrong = Callable[[int], float]
 """How many times too long rounds of so many rows are believed to take."""
@@ -49,6 +49,11 @@ class Kind:
     """Seconds of a round by (rows, action)."""
     ahead: bool
     """Whether rounds come in few sizes, two in flight, with the host at work beside them."""
+
+    def plain_seconds(self, requests: int) -> float:
+        """Of a round without drafts and proposers."""
+        host, device = host_seconds(requests, 0, 0), self.device(requests, NOTHING)
+        return max(host, device) if self.ahead else host + device
 
 
 def _cpu_seconds(rows: int, action: Action) -> float:
@@ -100,24 +105,24 @@ class Pace:
 class TimedEngine:
     """An engine on its own clock, and requests for it."""
 
-    def __init__(self, kind: Kind, wrong: Wrong = lambda rows: 1.0, most: int = 8) -> None:
-        """``wrong``: of what was measured at the start. ``most``: requests at once."""
+    def __init__(self, kind: Kind, requests: int, wrong: Wrong = lambda rows: 1.0) -> None:
+        """``requests``: at a time. ``wrong``: of what was measured at the start."""
         self.kind = kind
         self.rng = np.random.default_rng(0)
         self.engine = make_engine(
-            _decoder(), kind.ahead, max_num_seqs=most, max_draft_tokens=DRAFTS,
-            kv_blocks=150 * most, calibration_seconds=0.0, enable_prefix_caching=False,
+            _decoder(), kind.ahead, max_num_seqs=MOST, max_draft_tokens=DRAFTS,
+            kv_blocks=150 * MOST, calibration_seconds=0.0, enable_prefix_caching=False,
         )  # fmt: skip
         host = [
             HostSample(b, d, e, host_seconds(b, d, e))
-            for b in (1, most)
+            for b in (1, MOST)
             for d in (0, b)
             for e in (0, 1)
         ]
         self.costs = self._recorded(wrong) if kind.ahead else self._exact(wrong)
         self.planner = Planner(self.costs, HostCosts(host), DRAFTS, overlap=kind.ahead)
         self.engine.planner = self.engine.loop.planner = self.planner
-        self.texts, self.params = 1, REPETITIVE
+        self.requests, self.params, self.method = requests, REPETITIVE, "auto"
         """How many requests there are, and what the next ones want."""
         self.busy, self.noise = 1.0, 0.02
         """How many times slower the machine is now, and how much that varies."""
@@ -168,8 +173,8 @@ class TimedEngine:
         rounds.launch = timed  # type: ignore[method-assign]
         planner.landed = told  # type: ignore[method-assign]
 
-    def poison(self, wrong: Wrong) -> None:
-        """From now on the table that costs go by is ``wrong``, what is believed of it as before."""
+    def spoil(self, wrong: Wrong) -> None:
+        """What was measured at the start is now ``wrong``; what rounds corrected stays as it is."""
         for costs in (self.costs, getattr(self.costs, "larger", None)):
             if isinstance(costs, ExactCosts):
                 costs._measured *= [wrong(rows) for rows in ROWS]
@@ -192,8 +197,11 @@ class TimedEngine:
 
     def _fill(self) -> None:
         engine = self.engine
-        while len(engine.scheduler.running) + len(engine.scheduler.waiting) < self.texts:
+        while len(engine.scheduler.running) + len(engine.scheduler.waiting) < self.requests:
             count = next(self._names)
             prompt = [2 + (7 * _LOOPS[count % 4] + place**2) % 40 for place in range(12)]
-            params = replace(self.params, seed=count)
-            engine.add(engine.make_request(f"text {count}", prompt, params))
+            # Of different lengths, so that texts do not begin and end together.
+            most = (self.params.max_tokens or 0) * (2 + count * 7 % 5) // 4
+            params = replace(self.params, seed=count, max_tokens=most)
+            choice = SpeculationParams(self.method)
+            engine.add(engine.make_request(f"text {count}", prompt, params, choice))
