@@ -199,9 +199,10 @@ class TimedEngine:
         engine = self.engine
         while len(engine.scheduler.running) + len(engine.scheduler.waiting) < self.requests:
             count = next(self._names)
-            prompt = [2 + (7 * _LOOPS[count % 4] + place**2) % 40 for place in range(12)]
-            # Of different lengths, so that texts do not begin and end together.
-            most = (self.params.max_tokens or 0) * (2 + count * 7 % 5) // 4
+            # Whatever their order, texts of all kinds meet each other.
+            loop, length = np.random.default_rng(count).integers(0, (len(_LOOPS), 100))
+            prompt = [2 + (7 * _LOOPS[loop] + place**2) % 40 for place in range(12)]
+            most = (self.params.max_tokens or 0) * (50 + int(length)) // 100
             params = replace(self.params, seed=count, max_tokens=most)
             choice = SpeculationParams(self.method)
             engine.add(engine.make_request(f"text {count}", prompt, params, choice))
