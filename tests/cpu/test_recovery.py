@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from timed_engines import CPU, GPU, PROSE, REPETITIVE, ROWS, Kind, Pace, TimedEngine, Wrong
+from timed_engines import CPU, GPU, PROSE, REPETITIVE, Kind, Pace, TimedEngine, Wrong
 
 WITHIN = 500
 """Rounds that recovering may take."""
@@ -65,11 +65,8 @@ def test_drafts_pay_for_an_engine_that_is_not_spoilt(kind: Kind, requests: int) 
 def test_a_table_of_costs_that_is_spoilt_is_right_again(
     kind: Kind, requests: int, factor: float, part: str
 ) -> None:
-    drafting = min(ROWS, key=lambda rows: abs(rows - 4 * requests))
-    spoilt = {"all": ROWS, "plain": (requests,), "drafting": (drafting,)}[part]
-    timed = spoilt_later(
-        kind, requests, lambda rows: factor if rows in spoilt or part == "all" else 1.0
-    )
+    one = {"plain": requests, "drafting": 4 * requests}.get(part)
+    timed = spoilt_later(kind, requests, lambda rows: factor if one in (rows, None) else 1.0)
     assert_alike(recover(timed), usual(kind, requests, False))
 
 

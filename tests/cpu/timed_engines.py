@@ -33,8 +33,8 @@ LOOK: Action = ((0,), 0)
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 DRAFTS, MOST = 8, 8
 REPETITIVE = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
-"""The tiny model's greedy texts go round in circles, soon after some prompts."""
-_LOOPS = 3, 7, 9, 15
+"""The tiny model's greedy texts go round in circles, behind this prompt from the start."""
+_PROMPT = [2 + (7 * 15 + place**2) % 40 for place in range(12)]
 PROSE = SamplingParams(temperature=1.5, max_tokens=100, ignore_eos=True)
 """Its hot texts hold hardly anything that a lookup finds."""
 Wrong = Callable[[int], float]
@@ -146,7 +146,7 @@ class TimedEngine:
             size: [(128, self.kind.device(size.rows, size.action) * wrong(size.rows))]
             for size in sizes
         }
-        costs = RecordedCosts(times, self._exact(wrong))
+        costs = RecordedCosts(times, self._exact(wrong), [NOTHING, LOOK])
         rounds.choose = costs.size_for
         return costs
 
@@ -175,7 +175,7 @@ class TimedEngine:
 
     def spoil(self, wrong: Wrong) -> None:
         """What was measured at the start is now ``wrong``; what rounds corrected stays as it is."""
-        for costs in (self.costs, getattr(self.costs, "larger", None)):
+        for costs in (self.costs, getattr(self.costs, "prompts", None)):
             if isinstance(costs, ExactCosts):
                 costs._measured *= [wrong(rows) for rows in ROWS]
                 costs.forget_curve()
@@ -199,10 +199,9 @@ class TimedEngine:
         engine = self.engine
         while len(engine.scheduler.running) + len(engine.scheduler.waiting) < self.requests:
             count = next(self._names)
-            # Whatever their order, texts of all kinds meet each other.
-            loop, length = np.random.default_rng(count).integers(0, (len(_LOOPS), 100))
-            prompt = [2 + (7 * _LOOPS[loop] + place**2) % 40 for place in range(12)]
-            most = (self.params.max_tokens or 0) * (50 + int(length)) // 100
+            # Of different lengths, so that texts do not begin and end together.
+            length = int(np.random.default_rng(count).integers(100))
+            most = (self.params.max_tokens or 0) * (50 + length) // 100
             params = replace(self.params, seed=count, max_tokens=most)
             choice = SpeculationParams(self.method)
-            engine.add(engine.make_request(f"text {count}", prompt, params, choice))
+            engine.add(engine.make_request(f"text {count}", _PROMPT, params, choice))

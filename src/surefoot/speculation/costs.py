@@ -21,10 +21,6 @@ _RANGE = 2.0
 _DRIFTS = 1e-4, 1e-6, 1e-5
 """Variances by which these may change from round to round."""
 _FIRST_NOISE = 0.05
-_UNLIKELY = 3.0
-"""Standard deviations that noise does not explain."""
-_FORGOTTEN = 500.0
-"""Rounds after which what a number of rows took is no longer known."""
 _REVIEW = 16
 """Rounds between two looks for numbers of rows whose times are out of line with the others'."""
 
@@ -69,11 +65,8 @@ class ExactCosts:
         self._proposing_at = {index: at for at, index in enumerate(self.proposing, 1 + len(rows))}
         self.beliefs = self._first_beliefs()
         self._knots: np.ndarray | None = None
-        self._off = np.zeros(len(self._rows))
-        """By how much the last round of about so many rows was longer than believed (a logarithm);
-        0: as noise has it."""
-        self._seen = np.full(len(self._rows), -np.inf)
-        """The count of rounds when that was."""
+        self._taught = np.zeros(len(self._rows))
+        """The part of the shape that rounds taught."""
         self._rounds = 0
 
     def _first_beliefs(self) -> Beliefs:
@@ -152,11 +145,11 @@ class ExactCosts:
         for index, part in parts.items():
             weights[self._proposing_at[index]] = part / total
         off = float(np.log(seconds / total)) - float(self.beliefs.mean[0])
+        shape = self.beliefs.mean[1 : 1 + len(self._rows)]
+        self._taught -= shape
         self.beliefs.observe(weights, off)
+        self._taught += shape
         self._rounds += 1
-        near = at if share >= 0.5 else at - 1
-        self._seen[near] = self._rounds
-        self._off[near] = off if abs(off) > _UNLIKELY * self.noise else 0.0
         self._knots = None
 
     def forget_curve(self) -> None:
@@ -170,9 +163,9 @@ class ExactCosts:
             self._knots = self._measured * np.exp(shape)
             if self._rounds % _REVIEW == 0:
                 missing = np.log(in_line(self._rows.tolist(), self._knots.tolist()) / self._knots)
-                # What rounds of so many rows themselves say counts for more.
-                unseen = self._seen < self._rounds - _FORGOTTEN
-                shape += np.where(unseen | (self._off * missing > 0), missing, 0.0)
+                # What rounds taught counts for more.
+                taught = -self._taught * np.sign(missing) > 0.5 * np.abs(missing)
+                shape += np.where(taught, 0.0, missing)
                 self._knots = self._measured * np.exp(shape)
         knots, values = self._rows, self._knots
         seconds = np.interp(rows, knots, values)

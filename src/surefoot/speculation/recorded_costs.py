@@ -100,9 +100,9 @@ class RecordedCosts:
         """Logarithms, by size."""
         self._side = np.zeros(len(self.sizes), dtype=np.int64)
         """How often in a row a size's rounds took much longer (or, below 0, shorter)."""
-        self._off = np.zeros(len(self.sizes))
-        """By how much its last round was longer than believed (a logarithm); 0: as noise has it."""
-        self._seen = np.full(len(self.sizes), -np.inf)
+        self._taught = np.zeros(len(self.sizes))
+        """The part of these that rounds of that size taught."""
+        self._seen = np.zeros(len(self.sizes))
         """The count of rounds when it was last run."""
         self._rounds = 0
         self._step: int | None = None
@@ -270,21 +270,21 @@ class RecordedCosts:
         believed = float(self._seconds(np.array([place]), context)[0])
         off = float(np.log(seconds / believed))
         firm = self.beliefs.observe(self._features[place], off)
-        limit = _UNLIKELY * self.noise
-        self._seen[place], self._off[place] = self._rounds, off if abs(off) > limit else 0.0
+        self._seen[place] = self._rounds
         if self._rounds % _REVIEW == 0:
             self._review(place, context)
         if not firm:
             return
         # What others do not explain is the size's own.
+        limit = _UNLIKELY * self.noise
         side = 0 if abs(off) < limit else (1 if off > 0 else -1)
         before = int(self._side[place])
         self._side[place] = side = before + side if side and before * side >= 0 else side
         if abs(side) < 2:
             off = min(max(off, -limit), limit)
-        self._own[place] += (
-            min(1.0, _OWN_WEIGHT * 2 ** min(max(abs(side) - 1, 0), _DOUBLINGS)) * off
-        )
+        weight = min(1.0, _OWN_WEIGHT * 2 ** min(max(abs(side) - 1, 0), _DOUBLINGS))
+        self._own[place] += weight * off
+        self._taught[place] += weight * off
 
     def _review(self, place: int, context: float) -> None:
         """Of the sizes that this one is compared with, and of those for plain rounds, put those
@@ -293,9 +293,9 @@ class RecordedCosts:
             places, rows = self._lines[line]
             believed = self._seconds(places, context)
             missing = np.log(in_line(rows, believed.tolist()) / believed)
-            unseen = self._seen[places] < self._rounds - _FORGOTTEN
-            # What rounds of its own say of a size counts for more.
-            self._own[places] += np.where(unseen | (self._off[places] * missing > 0), missing, 0.0)
+            # What rounds of its own taught of a size counts for more.
+            taught = -self._taught[places] * np.sign(missing) > 0.5 * np.abs(missing)
+            self._own[places] += np.where(taught, 0.0, missing)
 
 
 def at_context(contexts: np.ndarray, seconds: np.ndarray, context: float) -> np.ndarray:
