@@ -22,7 +22,7 @@ _DRIFTS = 1e-4, 1e-6, 1e-5
 """Variances by which these may change from round to round."""
 _FIRST_NOISE = 0.05
 _REVIEW = 16
-"""Rounds between two looks for numbers of rows whose times are out of line with the others'."""
+"""Rounds between two looks for numbers of rows that are out of line."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,6 @@ class ExactCosts:
         self._proposing_at = {index: at for at, index in enumerate(self.proposing, 1 + len(rows))}
         self.beliefs = self._first_beliefs()
         self._knots: np.ndarray | None = None
-        self._taught = np.zeros(len(self._rows))
-        """The part of the shape that rounds taught."""
         self._rounds = 0
 
     def _first_beliefs(self) -> Beliefs:
@@ -145,10 +143,7 @@ class ExactCosts:
         for index, part in parts.items():
             weights[self._proposing_at[index]] = part / total
         off = float(np.log(seconds / total)) - float(self.beliefs.mean[0])
-        shape = self.beliefs.mean[1 : 1 + len(self._rows)]
-        self._taught -= shape
         self.beliefs.observe(weights, off)
-        self._taught += shape
         self._rounds += 1
         self._knots = None
 
@@ -160,13 +155,11 @@ class ExactCosts:
         """Seconds of rounds of so many rows, but for the scale and proposing."""
         if self._knots is None:
             shape = self.beliefs.mean[1 : 1 + len(self._rows)]
-            self._knots = self._measured * np.exp(shape)
             if self._rounds % _REVIEW == 0:
-                missing = np.log(in_line(self._rows.tolist(), self._knots.tolist()) / self._knots)
-                # What rounds taught counts for more.
-                taught = -self._taught * np.sign(missing) > 0.5 * np.abs(missing)
-                shape += np.where(taught, 0.0, missing)
-                self._knots = self._measured * np.exp(shape)
+                shape[:] = _without_outliers(shape)
+                # Whatever spoils an entry that was in line at the start does not last.
+                self._measured = in_line(self._rows.tolist(), self._measured.tolist())
+            self._knots = self._measured * np.exp(shape)
         knots, values = self._rows, self._knots
         seconds = np.interp(rows, knots, values)
         if len(knots) > 1 and rows[-1] > knots[-1]:
@@ -184,3 +177,14 @@ class ExactCosts:
             guess = times * (own.seconds + own.request_seconds * requests)
             parts[index] = guess * float(np.exp(self.beliefs.mean[self._proposing_at[index]]))
         return parts
+
+
+def _without_outliers(shape: np.ndarray, most: float = 0.5) -> np.ndarray:
+    """``shape`` float64 [n], entries that lie far from both neighbours replaced by the middle one
+    of the three."""
+    if len(shape) < 3:
+        return shape
+    three = np.stack((np.roll(shape, 1), shape, np.roll(shape, -1)))
+    three[0, 0], three[2, -1] = shape[2], shape[-3]
+    middle = np.sort(three, axis=0)[1]
+    return np.where(np.abs(shape - middle) > most, middle, shape)

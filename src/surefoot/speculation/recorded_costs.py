@@ -32,8 +32,8 @@ _UNLIKELY = 3.0
 _FORGOTTEN = 500.0
 """Rounds after which a size that seemed dearer than others, and was not run since, no longer does,
 more or less: it is tried again."""
-_REVIEW = 16
-"""Rounds between two looks for sizes whose times are out of line with the others'."""
+_REVIEW = 64
+"""Rounds between two looks for sizes whose first measurements are out of line with the others'."""
 _LAYOUTS = 4096
 
 
@@ -100,8 +100,6 @@ class RecordedCosts:
         """Logarithms, by size."""
         self._side = np.zeros(len(self.sizes), dtype=np.int64)
         """How often in a row a size's rounds took much longer (or, below 0, shorter)."""
-        self._taught = np.zeros(len(self.sizes))
-        """The part of these that rounds of that size taught."""
         self._seen = np.zeros(len(self.sizes))
         """The count of rounds when it was last run."""
         self._rounds = 0
@@ -118,10 +116,14 @@ class RecordedCosts:
             contexts, measured = (np.array(each) for each in zip(*times[size], strict=True))
             for column, context in enumerate(self._contexts):
                 seconds[place, column] = at_context(contexts, measured[np.newaxis], context)[0]
-        for places, rows in self._lines:
-            for column in range(len(self._contexts)):
-                seconds[places, column] = in_line(rows, seconds[places, column].tolist())
+        for line in range(len(self._lines)):
+            self._put_in_line(seconds, line)
         return seconds
+
+    def _put_in_line(self, seconds: np.ndarray, line: int) -> None:
+        places, rows = self._lines[line]
+        for column in range(len(self._contexts)):
+            seconds[places, column] = in_line(rows, seconds[places, column].tolist())
 
     def _all_lines(self) -> list[tuple[np.ndarray, list[int]]]:
         """Sizes that are compared with each other, and their rows, which rise: (places int64 [n],
@@ -244,8 +246,11 @@ class RecordedCosts:
         place = _STEPS * np.log2(max(context, 1.0))
         if self._step is None or abs(place - self._step) > 0.75:
             self._step = round(place)
-            contexts = np.array(self._contexts, dtype=np.float64)
-            self._base = at_context(contexts, self._times, 2.0 ** (self._step / _STEPS))
+            self._set_base()
+
+    def _set_base(self) -> None:
+        context = 2.0 ** ((self._step or 0) / _STEPS)
+        self._base = at_context(np.array(self._contexts, np.float64), self._times, context)
 
     # --- learning -----------------------------------------------------------------------------
 
@@ -272,7 +277,7 @@ class RecordedCosts:
         firm = self.beliefs.observe(self._features[place], off)
         self._seen[place] = self._rounds
         if self._rounds % _REVIEW == 0:
-            self._review(place, context)
+            self._review(place)
         if not firm:
             return
         # What others do not explain is the size's own.
@@ -282,20 +287,16 @@ class RecordedCosts:
         self._side[place] = side = before + side if side and before * side >= 0 else side
         if abs(side) < 2:
             off = min(max(off, -limit), limit)
-        weight = min(1.0, _OWN_WEIGHT * 2 ** min(max(abs(side) - 1, 0), _DOUBLINGS))
-        self._own[place] += weight * off
-        self._taught[place] += weight * off
+        self._own[place] += (
+            min(1.0, _OWN_WEIGHT * 2 ** min(max(abs(side) - 1, 0), _DOUBLINGS)) * off
+        )
 
-    def _review(self, place: int, context: float) -> None:
-        """Of the sizes that this one is compared with, and of those for plain rounds, put those
-        right that are out of line."""
+    def _review(self, place: int) -> None:
+        """Whatever spoils an entry that was in line at the start does not last: look at those that
+        this one is compared with, and at plain rounds."""
         for line in self._lines_of[place] | self._lines_of[self._plain]:
-            places, rows = self._lines[line]
-            believed = self._seconds(places, context)
-            missing = np.log(in_line(rows, believed.tolist()) / believed)
-            # What rounds of its own taught of a size counts for more.
-            taught = -self._taught[places] * np.sign(missing) > 0.5 * np.abs(missing)
-            self._own[places] += np.where(taught, 0.0, missing)
+            self._put_in_line(self._times, line)
+        self._set_base()
 
 
 def at_context(contexts: np.ndarray, seconds: np.ndarray, context: float) -> np.ndarray:
