@@ -36,7 +36,7 @@ def spoilt_at_the_start(kind: Kind, requests: int, wrong: Wrong) -> TimedEngine:
 def recover(timed: TimedEngine) -> Pace:
     """The pace of an engine that has had time to recover."""
     timed.run(WITHIN)
-    return timed.run(tokens=2400 if timed.requests == 1 else 9600)
+    return timed.run(tokens=2400 if timed.requests == 1 else 19200)
 
 
 @functools.cache
@@ -60,10 +60,15 @@ def test_drafts_pay_for_an_engine_that_is_not_spoilt(kind: Kind, requests: int) 
 
 
 @pytest.mark.parametrize(("kind", "requests"), ENGINES, ids=NAMES)
-@pytest.mark.parametrize("factor", [10.0, 0.1, 1000.0, 0.001])
-@pytest.mark.parametrize("part", ["all", "plain", "drafting"])
+@pytest.mark.parametrize(
+    ("part", "factor"),
+    [
+        ("all", 10.0), ("all", 0.1), ("plain", 1000.0), ("plain", 0.001), ("drafting", 1000.0),
+        ("drafting", 0.001),
+    ],
+)  # fmt: skip
 def test_a_table_of_costs_that_is_spoilt_is_right_again(
-    kind: Kind, requests: int, factor: float, part: str
+    kind: Kind, requests: int, part: str, factor: float
 ) -> None:
     one = {"plain": requests, "drafting": 4 * requests}.get(part)
     timed = spoilt_later(kind, requests, lambda rows: factor if one in (rows, None) else 1.0)
@@ -71,10 +76,11 @@ def test_a_table_of_costs_that_is_spoilt_is_right_again(
 
 
 @pytest.mark.parametrize(("kind", "requests"), ENGINES, ids=NAMES)
-@pytest.mark.parametrize("factor", [3.0, 6.0, 10.0])
-@pytest.mark.parametrize("part", ["all", "drafting"])
+@pytest.mark.parametrize(
+    ("part", "factor"), [("all", 3.0), ("all", 6.0), ("all", 10.0), ("drafting", 10.0)]
+)
 def test_an_engine_that_started_on_a_busy_machine_drafts_when_that_is_quiet(
-    kind: Kind, requests: int, factor: float, part: str
+    kind: Kind, requests: int, part: str, factor: float
 ) -> None:
     quiet = requests if part == "drafting" else 0
     timed = spoilt_at_the_start(kind, requests, lambda rows: factor if rows > quiet else 1.0)
@@ -94,7 +100,7 @@ def test_a_busy_minute_leaves_no_trace(kind: Kind, requests: int) -> None:
 def test_a_long_life_of_mixed_traffic_ends_as_it_began(kind: Kind) -> None:
     timed = TimedEngine(kind, 1)
     paces: list[Pace] = []
-    for _ in range(5):
+    for _ in range(4):
         timed.params = PROSE
         for requests in (8, 1, 3):
             timed.requests = requests
