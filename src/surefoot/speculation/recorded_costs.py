@@ -235,10 +235,13 @@ class RecordedCosts:
     def _seconds(self, places: np.ndarray, context: float) -> np.ndarray:
         """float64 [n]: what is believed of these sizes."""
         self._attend(context)
+        known = self._features[places] @ self.beliefs.mean + self._own_now(places)
+        return self._base[places] * np.exp(known)
+
+    def _own_now(self, places: np.ndarray) -> np.ndarray:
         own = self._own[places]
         fading = np.exp((self._seen[places] - self._rounds) / _FORGOTTEN)
-        own = np.where(own > 0.0, own * fading, own)
-        return self._base[places] * np.exp(self._features[places] @ self.beliefs.mean + own)
+        return np.where(own > 0.0, own * fading, own)
 
     def _attend(self, context: float) -> None:
         """Have times follow the length of texts, as nearly as steps of a quarter octave go; a
@@ -272,8 +275,11 @@ class RecordedCosts:
             return
         place = self._places[size]
         self._rounds += 1
-        believed = float(self._seconds(np.array([place]), context)[0])
-        off = float(np.log(seconds / believed))
+        only = np.array([place])
+        off = float(np.log(seconds / self._seconds(only, context)[0]))
+        # What was forgotten of it is true again as far as the round took longer for it.
+        again = min(max(off, 0.0), float(self._own[place] - self._own_now(only)[0]))
+        self._own[place], off = self._own_now(only)[0] + again, off - again
         firm = self.beliefs.observe(self._features[place], off)
         self._seen[place] = self._rounds
         if self._rounds % _REVIEW == 0:
