@@ -36,7 +36,7 @@ def spoilt_at_the_start(kind: Kind, requests: int, wrong: Wrong) -> TimedEngine:
 def recover(timed: TimedEngine) -> Pace:
     """The pace of an engine that has had time to recover."""
     timed.run(WITHIN)
-    return timed.run(tokens=2400 if timed.requests == 1 else 19200)
+    return timed.run(tokens=2400 if timed.requests == 1 else 9600)
 
 
 @functools.cache

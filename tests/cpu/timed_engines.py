@@ -32,7 +32,7 @@ from surefoot.speculation.size import Size
 LOOK: Action = ((0,), 0)
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 DRAFTS, MOST = 8, 8
-REPETITIVE = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+REPETITIVE = SamplingParams(temperature=0.0, max_tokens=1200, ignore_eos=True)
 """The tiny model's greedy texts go round in circles, behind this prompt from the start."""
 _PROMPT = [2 + (7 * 15 + place**2) % 40 for place in range(12)]
 PROSE = SamplingParams(temperature=1.5, max_tokens=100, ignore_eos=True)
@@ -73,7 +73,7 @@ def host_seconds(requests: int, drafting: int, ends: int) -> float:
 
 @functools.cache
 def _decoder() -> Decoder:
-    config = tiny_config(max_positions=512)
+    config = tiny_config(max_positions=2048)
     native = native_unavailable() is None
     backend = native_backend() if native else TorchBackend("cpu", torch.float32)
     return Decoder(config, random_weights(config), backend)
@@ -111,7 +111,7 @@ class TimedEngine:
         self.rng = np.random.default_rng(0)
         self.engine = make_engine(
             _decoder(), kind.ahead, max_num_seqs=MOST, max_draft_tokens=DRAFTS,
-            kv_blocks=150 * MOST, calibration_seconds=0.0, enable_prefix_caching=False,
+            kv_blocks=512 * MOST, calibration_seconds=0.0, enable_prefix_caching=False,
         )  # fmt: skip
         host = [
             HostSample(b, d, e, host_seconds(b, d, e))
