@@ -133,6 +133,18 @@ def test_actions_are_all_sets_of_proposers_at_all_depths() -> None:
     assert ((0, 1), 3) in found and ((0,), 0) in found and ((1,), 0) not in found
 
 
+def test_rows_that_seemed_dear_and_are_never_run_are_tried_again() -> None:
+    costs = exact()
+    for rows, times in ((64, 3.0), (1, 1.0)):
+        for _ in range(40):
+            costs.observe(1, 0, NOTHING, rows - 1, 100.0, times * true_seconds(rows))
+    right = true_seconds(64) / true_seconds(1)
+    assert ratio(costs, 63) > 1.8 * right
+    for _ in range(1000):
+        costs.observe(1, 0, NOTHING, 0, 100.0, true_seconds(1))
+    assert ratio(costs, 63) < 1.3 * right
+
+
 # --- recorded sizes -------------------------------------------------------------------------------
 
 DRAFT = ((0,), 2)
@@ -230,6 +242,32 @@ def test_sizes_that_differ_each_in_its_own_way_are_learnt() -> None:
         assert ran is not None
         _, seconds = costs.table(*wanted)
         assert seconds[-1] == pytest.approx(size_seconds(ran) * odd[ran], rel=0.015)
+
+
+@pytest.mark.parametrize("still", [False, True])
+def test_a_size_that_seemed_dear_is_tried_again_and_believed(still: bool) -> None:
+    costs, plain = recorded(), RecordedSize(8, 8, 8, NOTHING)
+    stairs = {drafts: RecordedSize(8, 8 + drafts, 8 + drafts, DRAFT) for drafts in (8, 16, 32)}
+
+    def run(drafts: int, times: float) -> None:
+        costs.observe(8, 0, DRAFT, drafts, 128.0, times * size_seconds(stairs[drafts]))
+
+    def believed() -> float:
+        return float(costs.table(8, 0, DRAFT, 32, 128.0)[1][-1] / size_seconds(stairs[32]))
+
+    for _ in range(100):
+        costs.observe(8, 0, NOTHING, 0, 128.0, size_seconds(plain))
+        for drafts in stairs:
+            run(drafts, 2.0 if drafts == 32 else 1.0)
+    dear = believed()
+    assert dear > 1.7
+    for _ in range(1000):
+        costs.observe(8, 0, NOTHING, 0, 128.0, size_seconds(plain))
+    forgotten = believed()
+    assert forgotten < 1.0 + 0.6 * (dear - 1.0)
+    found = dear if still else forgotten
+    run(32, found)
+    assert believed() == pytest.approx(found, rel=0.02)
 
 
 # --- the host -------------------------------------------------------------------------------------

@@ -21,6 +21,9 @@ _RANGE = 2.0
 _DRIFTS = 1e-4, 1e-6, 1e-5
 """Variances by which these may change from round to round."""
 _FIRST_NOISE = 0.05
+_FORGOTTEN = 500.0
+"""Rounds after which numbers of rows that seemed dearer than others, and were not run since, no
+longer do, more or less: they are tried again."""
 _REVIEW = 16
 """Rounds between two looks for numbers of rows that are out of line."""
 
@@ -66,6 +69,10 @@ class ExactCosts:
         self.beliefs = self._first_beliefs()
         self._knots: np.ndarray | None = None
         self._rounds = 0
+        self._ran = np.zeros(len(self._rows), dtype=bool)
+        """Since the last review: at about these numbers of rows."""
+        self._last = 0
+        """The one that the last round was nearest to."""
 
     def _first_beliefs(self) -> Beliefs:
         octaves, own = np.log2(self._rows), len(self.proposing)
@@ -144,6 +151,8 @@ class ExactCosts:
             weights[self._proposing_at[index]] = part / total
         off = float(np.log(seconds / total)) - float(self.beliefs.mean[0])
         self.beliefs.observe(weights, off)
+        self._last = at if share >= 0.5 else at - 1
+        self._ran |= weights[1 : 1 + len(self._rows)] > 0.0
         self._rounds += 1
         self._knots = None
 
@@ -156,7 +165,7 @@ class ExactCosts:
         if self._knots is None:
             shape = self.beliefs.mean[1 : 1 + len(self._rows)]
             if self._rounds % _REVIEW == 0:
-                shape[:] = _without_outliers(shape)
+                self._review(shape)
             self._knots = self._measured * np.exp(shape)
         knots, values = self._rows, self._knots
         seconds = np.interp(rows, knots, values)
@@ -164,6 +173,14 @@ class ExactCosts:
             slope = max(0.0, (values[-1] - values[-2]) / (knots[-1] - knots[-2]))
             seconds = seconds + slope * np.maximum(0.0, rows - knots[-1])
         return seconds
+
+    def _review(self, shape: np.ndarray) -> None:
+        # Whatever spoils an entry that was in line at the start does not last.
+        self._measured = in_line(self._rows.tolist(), self._measured.tolist())
+        shape[:] = _without_outliers(shape)
+        dearer = np.maximum(shape - shape[self._last], 0.0)
+        shape -= np.where(self._ran, 0.0, dearer * _REVIEW / _FORGOTTEN)
+        self._ran[:] = False
 
     def _parts(self, requests: int, action: Action) -> dict[int, float]:
         """Seconds that each proposer takes, but for the scale."""

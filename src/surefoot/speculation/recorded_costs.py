@@ -32,6 +32,8 @@ _UNLIKELY = 3.0
 _FORGOTTEN = 500.0
 """Rounds after which a size that seemed dearer than others, and was not run since, no longer does,
 more or less: it is tried again."""
+_REVIEW = 64
+"""Rounds between two looks for sizes whose first measurements are out of line with the others'."""
 _LAYOUTS = 4096
 
 
@@ -82,6 +84,15 @@ class RecordedCosts:
             for spans in self._ladder.tolist()
         }
         self._contexts = sorted({context for curve in times.values() for context, _ in curve})
+        self._lines = self._all_lines()
+        self._lines_of = defaultdict[int, set[int]](set)
+        """By place, which of these it is in."""
+        for line, (places, _) in enumerate(self._lines):
+            for place in places.tolist():
+                self._lines_of[place].add(line)
+        plain = (place for place, size in enumerate(self.sizes) if size.action == NOTHING)
+        self._plain = next(plain, 0)
+        """One for plain rounds."""
         self._times = self._in_line(times)
         self._features = self._all_features()
         self.beliefs = self._first_beliefs()
@@ -105,17 +116,26 @@ class RecordedCosts:
             contexts, measured = (np.array(each) for each in zip(*times[size], strict=True))
             for column, context in enumerate(self._contexts):
                 seconds[place, column] = at_context(contexts, measured[np.newaxis], context)[0]
-        lines = list(self._groups.values())
+        for line in range(len(self._lines)):
+            self._put_in_line(seconds, line)
+        return seconds
+
+    def _put_in_line(self, seconds: np.ndarray, line: int) -> None:
+        places, rows = self._lines[line]
+        for column in range(len(self._contexts)):
+            seconds[places, column] = in_line(rows, seconds[places, column].tolist())
+
+    def _all_lines(self) -> list[tuple[np.ndarray, list[int]]]:
+        """Sizes that are compared with each other, and their rows, which rise: (places int64 [n],
+        rows), n at least 3."""
         # One size alone, as rounds without proposers come in: beside those of other spans.
         plain = [places[0] for (_, action), places in self._groups.items() if action == NOTHING]
-        lines.append(np.array(plain))
-        for places in lines:
+        found = []
+        for places in (*self._groups.values(), np.array(plain, dtype=np.int64)):
             rows = [self.sizes[place].rows for place in places]
             if len(set(rows)) == len(rows) > 2:
-                order = places[np.argsort(rows)]
-                for column in range(len(self._contexts)):
-                    seconds[order, column] = in_line(sorted(rows), seconds[order, column].tolist())
-        return seconds
+                found.append((places[np.argsort(rows)], sorted(rows)))
+        return found
 
     def _all_features(self) -> np.ndarray:
         """float64 [sizes, 1 + octaves + 2]: which beliefs a size's time is the sum of."""
@@ -215,10 +235,13 @@ class RecordedCosts:
     def _seconds(self, places: np.ndarray, context: float) -> np.ndarray:
         """float64 [n]: what is believed of these sizes."""
         self._attend(context)
+        known = self._features[places] @ self.beliefs.mean + self._own_now(places)
+        return self._base[places] * np.exp(known)
+
+    def _own_now(self, places: np.ndarray) -> np.ndarray:
         own = self._own[places]
         fading = np.exp((self._seen[places] - self._rounds) / _FORGOTTEN)
-        own = np.where(own > 0.0, own * fading, own)
-        return self._base[places] * np.exp(self._features[places] @ self.beliefs.mean + own)
+        return np.where(own > 0.0, own * fading, own)
 
     def _attend(self, context: float) -> None:
         """Have times follow the length of texts, as nearly as steps of a quarter octave go; a
@@ -226,8 +249,11 @@ class RecordedCosts:
         place = _STEPS * np.log2(max(context, 1.0))
         if self._step is None or abs(place - self._step) > 0.75:
             self._step = round(place)
-            contexts = np.array(self._contexts, dtype=np.float64)
-            self._base = at_context(contexts, self._times, 2.0 ** (self._step / _STEPS))
+            self._set_base()
+
+    def _set_base(self) -> None:
+        context = 2.0 ** ((self._step or 0) / _STEPS)
+        self._base = at_context(np.array(self._contexts, np.float64), self._times, context)
 
     # --- learning -----------------------------------------------------------------------------
 
@@ -249,10 +275,15 @@ class RecordedCosts:
             return
         place = self._places[size]
         self._rounds += 1
-        believed = float(self._seconds(np.array([place]), context)[0])
-        off = float(np.log(seconds / believed))
+        only = np.array([place])
+        off = float(np.log(seconds / self._seconds(only, context)[0]))
+        # What was forgotten of it is true again as far as the round took longer for it.
+        again = min(max(off, 0.0), float(self._own[place] - self._own_now(only)[0]))
+        self._own[place], off = self._own_now(only)[0] + again, off - again
         firm = self.beliefs.observe(self._features[place], off)
         self._seen[place] = self._rounds
+        if self._rounds % _REVIEW == 0:
+            self._review(place)
         if not firm:
             return
         # What others do not explain is the size's own.
@@ -265,6 +296,13 @@ class RecordedCosts:
         self._own[place] += (
             min(1.0, _OWN_WEIGHT * 2 ** min(max(abs(side) - 1, 0), _DOUBLINGS)) * off
         )
+
+    def _review(self, place: int) -> None:
+        """Whatever spoils an entry that was in line at the start does not last: look at those that
+        this one is compared with, and at plain rounds."""
+        for line in self._lines_of[place] | self._lines_of[self._plain]:
+            self._put_in_line(self._times, line)
+        self._set_base()
 
 
 def at_context(contexts: np.ndarray, seconds: np.ndarray, context: float) -> np.ndarray:
