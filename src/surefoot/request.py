@@ -206,20 +206,20 @@ class SpeculationStats:
 
     rounds: int = 0
     offered: int = 0
-    drafted: int = 0
+    verified: int = 0
     accepted: int = 0
     accepted_by_proposer: dict[str, int] = field(default_factory=dict)
-    drafted_by_proposer: dict[str, int] = field(default_factory=dict)
+    verified_by_proposer: dict[str, int] = field(default_factory=dict)
 
-    def count(self, name: str | None, offered: int, drafted: int, accepted: int) -> None:
+    def count(self, name: str | None, offered: int, verified: int, accepted: int) -> None:
         """Enter a round that committed tokens; ``name`` proposed the drafts, None for none."""
         self.rounds += 1
         self.offered += offered
         if name is not None:
-            self.drafted += drafted
+            self.verified += verified
             self.accepted += accepted
-            by_proposer = self.drafted_by_proposer
-            by_proposer[name] = by_proposer.get(name, 0) + drafted
+            by_proposer = self.verified_by_proposer
+            by_proposer[name] = by_proposer.get(name, 0) + verified
             by_proposer = self.accepted_by_proposer
             by_proposer[name] = by_proposer.get(name, 0) + accepted
 

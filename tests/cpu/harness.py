@@ -19,7 +19,7 @@ from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder, expected_shapes
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
 from surefoot.sampling.noise import gumbel
-from surefoot.sampling.params import Features
+from surefoot.sampling.params import SamplingStages
 from surefoot.sampling.sampler import (
     SampleRows,
     apply_bias,
@@ -213,7 +213,7 @@ def score_gap(decoder: Decoder, request: Request, at: int, other: int) -> float:
     engine.state.admit([request])
     zero = torch.zeros(1, dtype=torch.int64)
     rows = SampleRows(zero, zero + len(tokens), engine.state.history, len(tokens))
-    params, features = engine.state.params, Features.of([request.params])
+    params, features = engine.state.params, SamplingStages.of([request.params])
     scores = apply_penalties(logits, rows, params)
     scores = mask_ends(apply_bias(scores, rows, params), rows, params)
     if features.noise:

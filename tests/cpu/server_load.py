@@ -300,7 +300,7 @@ def report(server: Server, cases: list[Case], clients: int, seconds: float) -> i
     server.wait_idle()
     print(f"{clients} clients, {seconds:g} s: {dict(tally.counts)}")
     print(f"{tally.answers} answers of {tally.tokens} tokens compared, {len(tally.wrong)} wrong")
-    for name in ("preemptions_total", "drafted_tokens_total", "accepted_tokens_total"):
+    for name in ("preemptions_total", "verified_tokens_total", "accepted_tokens_total"):
         print(f"{name}: {server.metric(f'surefoot_{name}'):.0f}")
     for name, (before, after) in memory.items():
         growth = after / before - 1

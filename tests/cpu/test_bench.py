@@ -92,7 +92,7 @@ def fake_run(tokens: list[int], seconds: float, accepted: int = 0, rounds: int =
     stats = SpeculationStats(
         rounds=rounds,
         offered=3 * accepted,
-        drafted=2 * accepted,
+        verified=2 * accepted,
         accepted=accepted,
         accepted_by_proposer={"some": accepted} if accepted else {},
     )

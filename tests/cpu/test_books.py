@@ -28,7 +28,7 @@ from surefoot.kernels.rounds import RoundSpans, RoundVerdict
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.request import SamplingParams
-from surefoot.sampling.params import Features
+from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.books import BookKeeping, book_keeping
 from surefoot.speculation.controller import Controller
 from surefoot.speculation.native_books import NativeBooks
@@ -178,7 +178,7 @@ def test_a_round_commits_the_same(name: str) -> None:
             for count, samples, row in zip(spans.drafts, spans.samples, offers, strict=True):
                 row[:count] = sampled[first : first + count]
                 first += int(count + samples)
-        size = Size(len(spans.slots), rows, sampled_rows, Features(), ())
+        size = Size(len(spans.slots), rows, sampled_rows, SamplingStages(), ())
         ours, theirs = (commit(books, spans, size, [offers, sampled]) for books in pair)
         same(ours, theirs)
         accepted += int(theirs[9].sum())
@@ -228,7 +228,7 @@ def run_round(books: BookKeeping, given: Any, seed: int, awake: tuple[int, ...])
     def propose(index: int, going: torch.Tensor) -> Drafts:
         return random_drafts(Dice(seed + index), going, trees[index], width)
 
-    size = Size(len(slots), 99, 99, Features(), awake, verifies=True)
+    size = Size(len(slots), 99, 99, SamplingStages(), awake, verifies=True)
     books.finish(slots, size, verdict.accepted, verdict, propose)
     books.split(slots, torch.ones_like(slots), size)
 
@@ -335,7 +335,7 @@ def check_that_sleepers_learn(books: BookKeeping) -> None:
     one, none = slots.new_ones(1), slots.new_zeros(1)
     tokens = slots.new_full((1, K + 1), 3)
     verdict = RoundVerdict(tokens, none, one, none, none, none, slots)
-    books.finish(slots, Size(1, 1, 1, Features(), (0,)), none, verdict, lambda *_: offer)
+    books.finish(slots, Size(1, 1, 1, SamplingStages(), (0,)), none, verdict, lambda *_: offer)
     for estimator in controller.estimators:
         assert float(estimator.trials[2, 4].sum()) == K
     assert controller.lengths[:, 2].tolist() == [K, 0]
@@ -349,7 +349,7 @@ def test_an_offer_of_another_kind_is_refused(name: str) -> None:
     verdict = RoundVerdict(none.view(1, 1), none, none, none, none, none, slots)
     tree = Drafts(none.view(1, 1), none, torch.zeros(1, 1), none.view(1, 1) - 1)
     with pytest.raises(SurefootError, match="'p0' offers a tree"):
-        books.finish(slots, Size(1, 1, 1, Features(), (0,)), none, verdict, lambda *_: tree)
+        books.finish(slots, Size(1, 1, 1, SamplingStages(), (0,)), none, verdict, lambda *_: tree)
 
 
 @needs_triton
@@ -375,7 +375,7 @@ def test_what_all_requests_teach_does_not_depend_on_their_order(trees: tuple[boo
         books.learn(0, slots, None)
         news = getattr(books, "news")  # noqa: B009
         taught = news.clone()
-        books.split(slots, torch.ones_like(slots), Size(SLOTS, 9, 9, Features(), ()))
+        books.split(slots, torch.ones_like(slots), Size(SLOTS, 9, 9, SamplingStages(), ()))
         assert taught.any() and not news.any()
         found.append((taught, controller.records.seen.clone()))
     for one, other in zip(*found, strict=True):

@@ -189,7 +189,7 @@ def _finished(**changes: Any) -> Certificate:
     names = list(subject.proposers)
     section = Section("greedy parity", positions=QUICK.min_positions)
     activity = section.activity
-    for counter in (activity.drafted, activity.accepted, activity.rejections):
+    for counter in (activity.verified, activity.accepted, activity.rejections):
         counter[names[0]] = 10_000
     activity.preemptions = activity.prefix_hits = activity.chunked = activity.cancellations = 1
     noise = make_judge(subject).noise
@@ -201,7 +201,7 @@ def _finished(**changes: Any) -> Certificate:
     ("spoil", "reason"),
     [
         (lambda c: setattr(c.sections[0], "positions", 1), "positions compared"),
-        (lambda c: c.sections[0].activity.drafted.clear(), "were verified"),
+        (lambda c: c.sections[0].activity.verified.clear(), "were verified"),
         (lambda c: c.sections[0].activity.accepted.clear(), "were accepted"),
         (lambda c: c.sections[0].activity.rejections.clear(), "had a draft rejected"),
         (lambda c: setattr(c.sections[0].activity, "preemptions", 0), "no request was preempted"),
@@ -324,7 +324,7 @@ def test_leaked_blocks_are_noticed() -> None:
 
 @needs_native
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {"min_positions": 400, "min_drafted": 20, "min_accepted": 1, "min_rejections": 20}
+    few = {"min_positions": 400, "min_verified": 20, "min_accepted": 1, "min_rejections": 20}
     size = replace(SMALL, scenarios=SCENARIOS[:6], greedy_length=40, min_offers=1, **few)
     monkeypatch.setattr("surefoot.certify.sizes.QUICK", size)
     model = tiny_hf_model("llama", tmp_path)

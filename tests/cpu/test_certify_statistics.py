@@ -16,7 +16,7 @@ from surefoot.certify import statistics
 from surefoot.certify.noise import Noise
 from surefoot.certify.regret import Filters, Row, adjusted, probabilities, regret, tie_bound
 from surefoot.request import Request, SamplingParams, SpeculationParams
-from surefoot.sampling.params import Features, SlotParams
+from surefoot.sampling.params import SamplingStages, SlotParams
 from surefoot.sampling.sampler import SampleRows, adjust, filtered_scores, sample_rows
 
 
@@ -117,7 +117,7 @@ def close(left: torch.Tensor, right: torch.Tensor) -> None:
 def test_the_second_opinion_on_scores_agrees_with_the_sampler(values: dict[str, Any]) -> None:
     for seed in range(20):
         row, logits, zero, (rows, slot) = rows_of(values, seed)
-        features = Features.of([row.params])
+        features = SamplingStages.of([row.params])
         expected = adjust(logits, rows, slot, features)
         close(adjusted(logits[0], row), expected[0].double())
         token = int(sample_rows(logits, rows, slot, features)[0])

@@ -165,6 +165,6 @@ def test_requests_that_do_not_allow_a_drafter_pay_no_catch_up(ahead: bool) -> No
     assert watch.written == []
     # Beside others only its own rows are kept.
     [*_, own] = run_jobs(engine, [*others, Job(PROMPT, GREEDY, speculation(DRAFTER))])
-    rows = len(PROMPT) + own.stats.rounds - 1 + own.stats.drafted
+    rows = len(PROMPT) + own.stats.rounds - 1 + own.stats.verified
     assert sum(int((batch.row_slot >= 0).sum()) for batch in watch.written) == rows
     watch.check()

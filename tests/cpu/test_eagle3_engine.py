@@ -57,7 +57,7 @@ class Offers:
         state = self.engine.state
         offers = zip(slots.tolist(), drafts.tokens.tolist(), strict=True) if drafts else ()
         for slot, tokens in offers:
-            if slot == state.idle_slot:
+            if slot == state.padding_slot:
                 continue
             text = tuple(state.history[slot, : int(state.length[slot])].tolist())
             self.by_text.setdefault(text, []).append(tuple(tokens))
@@ -108,7 +108,7 @@ def test_rounds_launched_ahead_offer_the_same() -> None:
         target(), True, draft_policy="fixed", proposers=("eagle3",), proposer_options=own,
         max_draft_tokens=4, max_num_batched_tokens=7, max_num_seqs=3,
     )  # fmt: skip
-    propose, idle = engine.proposers[0].propose, engine.state.idle_slot
+    propose, idle = engine.proposers[0].propose, engine.state.padding_slot
     offers: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
 
     def watched(slots: torch.Tensor) -> Drafts:
@@ -202,7 +202,7 @@ def test_coupled_drafts_agree_more_often_than_argmax_drafts() -> None:
             for i in range(10)
         ]
         requests = run_jobs(engine, jobs)
-        drafted = sum(request.stats.drafted for request in requests)
+        drafted = sum(request.stats.verified for request in requests)
         accepted[coupled] = sum(request.stats.accepted for request in requests) / drafted
     assert accepted[True] > accepted[False] + 0.03, accepted
 

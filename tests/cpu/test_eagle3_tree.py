@@ -42,7 +42,9 @@ class Grower:
         self.top_k, self.passes = top_k, passes
         self.levels: list[tuple[FlatBatch, torch.Tensor]] = []
 
-    def settle(self, features: torch.Tensor, tokens: torch.Tensor, first: int) -> torch.Tensor:
+    def follow_paths(
+        self, features: torch.Tensor, tokens: torch.Tensor, first: int
+    ) -> torch.Tensor:
         """Entries from key ``first`` on, but for the last, which is the live row."""
         drafter = self.bench.drafter
         fused = drafter.fuse(features)
@@ -97,7 +99,7 @@ def test_the_tree_is_the_official_one(name: str) -> None:
     facts = json.loads((GOLDEN / "eagle3_tree" / f"{name}.json").read_text())
     grower = Grower(TorchBackend("cpu", torch.float32), top_k, passes)
     prompt, ids = facts["prompt_len"], arrays["ids"]
-    feature = grower.settle(arrays["aux_cat"], arrays["slot_tokens"], 1)
+    feature = grower.follow_paths(arrays["aux_cat"], arrays["slot_tokens"], 1)
     tree = grower.grow(prompt, int(ids[-1]), feature)
     assert (tree.scores[0] - arrays["flat_scores"]).abs().max() < TOLERANCE
     for level, (rows, hidden) in enumerate(grower.levels):
@@ -114,7 +116,7 @@ def test_the_tree_is_the_official_one(name: str) -> None:
     # The next round: catch-up over the accepted path, and the next tree.
     path = facts["posterior"][5]["path_nodes"]
     assert facts["posterior"][5]["case"] == "accept_two"
-    feature = grower.settle(
+    feature = grower.follow_paths(
         arrays["next.node_features"][path], arrays["next.slot_tokens"], prompt + 1
     )
     live, token = prompt + len(path), int(arrays["next.slot_tokens"][-1])
@@ -155,7 +157,7 @@ def test_the_best_branch_is_the_chain_of_the_formulas(backend: str) -> None:
 
     def learn(index: int, slots: torch.Tensor, drafts: Any) -> None:
         for row, slot in enumerate(slots.tolist()):
-            if slot == engine.state.idle_slot:
+            if slot == engine.state.padding_slot:
                 continue
             text = tuple(engine.state.history[slot, : int(engine.state.length[slot])].tolist())
             trees[text] = drafts.tokens[row].tolist(), drafts.parents[row].tolist()

@@ -57,7 +57,7 @@ def test_generate_says_what_plain_decoding_says(model: Path, drafter: Path) -> N
     assert drafted.exit_code == 0, drafted.output
     [found], [expected] = json.loads(drafted.stdout)["outputs"], plain["outputs"]
     assert found["token_ids"] == expected["token_ids"]
-    assert found["speculation"]["drafted"] > 10 and expected["speculation"]["drafted"] == 0
+    assert found["speculation"]["verified"] > 10 and expected["speculation"]["verified"] == 0
 
 
 def test_several_are_loaded_and_chosen_by_request(model: Path, drafter: Path) -> None:

@@ -145,7 +145,7 @@ def compare(backend: str, job: Job, want: Request, got: Request) -> None:
     compared = len(got.output) if at is None else at
     check_logprobs(want, got, compared, job.params)
     stats = got.stats
-    assert stats.accepted <= stats.drafted <= stats.rounds * 8
+    assert stats.accepted <= stats.verified <= stats.rounds * 8
     assert len(got.proposed_by) == len(got.output)
     assert sum(name is not None for name in got.proposed_by) == stats.accepted
 

@@ -99,9 +99,9 @@ def test_offers_that_ends_cut_short_do_not_count() -> None:
     whole = np.tile(np.array([0.75, 0.55, 0.4], dtype=np.float32), (32, 1))
     whose = np.zeros(32, dtype=np.int64)
     for _ in range(20):
-        memory.enter(whole, whose, (0,), 3)
+        memory.record(whole, whose, (0,), 3)
     expected = memory.latest(64, (0,), 3)
     for left in (2, 1, 0) * 10:
-        memory.enter(whole * (np.arange(3) < left), whose, (0,), 3)
+        memory.record(whole * (np.arange(3) < left), whose, (0,), 3)
     assert (memory.latest(64, (0,), 3) == expected).all()
     assert memory.share((0,)) < 1.0

@@ -99,7 +99,7 @@ def test_a_draft_is_its_proposer_s_and_the_rest_the_target_s() -> None:
         assert landing.drafting == (landing.progress if row[3] or row[5] else [])
     assert request.output == [4, 5, 6, 7, 8]
     assert request.proposed_by == [None, "b", "b", None, None]
-    assert request.stats.drafted_by_proposer == {"b": 2, "a": 1}
+    assert request.stats.verified_by_proposer == {"b": 2, "a": 1}
     assert landing.ended == [(landing.progress[0], 2)]
     assert lease.committed == request.computed == 7
 

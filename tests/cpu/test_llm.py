@@ -63,17 +63,17 @@ def test_speculation_is_reported_per_request(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, logit_bias=bias, ignore_eos=True)
     off, on = llm.generate([prompt, prompt], params, speculation=["off", "auto"])
     assert off.outputs[0].token_ids == on.outputs[0].token_ids
-    assert off.outputs[0].speculation.drafted == 0
+    assert off.outputs[0].speculation.verified == 0
     stats = on.outputs[0].speculation
     assert stats.accepted_length == pytest.approx(40 / stats.rounds)
-    assert stats.offered >= stats.drafted > 0
+    assert stats.offered >= stats.verified > 0
     assert stats.accepted == sum(name == "ngram" for name in on.outputs[0].proposed_by)
 
 
 def test_max_draft_tokens_zero_is_plain_decoding(llm: LLM) -> None:
     choice = {"method": "auto", "max_draft_tokens": 0}
     output = llm.generate([5, 6] * 9, GREEDY, speculation=choice)[0].outputs[0]
-    assert output.speculation.drafted == output.speculation.offered == 0
+    assert output.speculation.verified == output.speculation.offered == 0
 
 
 def test_choices_share_the_prompt_and_differ_by_choice_index(llm: LLM) -> None:

@@ -15,7 +15,7 @@ from surefoot.kernels.cpu.backend import NativeBackend
 from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling.noise import gumbel
-from surefoot.sampling.params import Features, SlotParams
+from surefoot.sampling.params import SamplingStages, SlotParams
 from surefoot.sampling.sampler import (
     SampleRows,
     adjust,
@@ -46,7 +46,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def build(vocab: int, sets: list[dict[str, Any]]) -> tuple[SlotParams, SampleRows, Features]:
+def build(vocab: int, sets: list[dict[str, Any]]) -> tuple[SlotParams, SampleRows, SamplingStages]:
     """One slot and one row for each of the settings."""
     params = SlotParams(len(sets), vocab, torch.device("cpu"))
     every = [SamplingParams(**values) for values in sets]
@@ -56,7 +56,7 @@ def build(vocab: int, sets: list[dict[str, Any]]) -> tuple[SlotParams, SampleRow
         params.write([request])
     history = torch.randint(0, vocab, (len(sets), 40), generator=torch.Generator().manual_seed(1))
     slots = torch.arange(len(sets))
-    return params, SampleRows(slots, slots + 3, history, 40), Features.of(every)
+    return params, SampleRows(slots, slots + 3, history, 40), SamplingStages.of(every)
 
 
 def logits_of(kind: str, rows: int, vocab: int) -> torch.Tensor:
@@ -71,7 +71,9 @@ def logits_of(kind: str, rows: int, vocab: int) -> torch.Tensor:
     return flat * 3 + 30 * torch.rand(rows, vocab, generator=generator) ** 20
 
 
-def noised(logits: torch.Tensor, params: SlotParams, rows: SampleRows, features: Features) -> Any:
+def noised(
+    logits: torch.Tensor, params: SlotParams, rows: SampleRows, features: SamplingStages
+) -> Any:
     """Scores plus noise in torch; greedy rows keep their logits."""
     slots = rows.slots
     noise = gumbel(params.seed[slots], params.choice[slots], rows.positions, logits.shape[1])

@@ -21,7 +21,7 @@ from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling.logprobs import row_logprobs
 from surefoot.sampling.noise import gumbel, philox
-from surefoot.sampling.params import Features, SlotParams
+from surefoot.sampling.params import SamplingStages, SlotParams
 from surefoot.sampling.sampler import SampleRows, sample_rows
 
 NATIVE = None if native_unavailable() else NativeBackend(threads=2)
@@ -182,7 +182,7 @@ def test_rows_of_a_mixed_batch_equal_the_plain_recomputation(
         positions += [len(text), max(len(text) - 2, len(requests[slot].prompt))]
     logits = torch.tensor(dice.normal(0, 2, (len(slots), VOCAB)), dtype=torch.float32)
     rows = SampleRows(torch.tensor(slots), torch.tensor(positions), history, width)
-    features = Features.of(request.params for request in requests)
+    features = SamplingStages.of(request.params for request in requests)
     untouched = logits.clone()
     got = sample_rows(logits, rows, params, features, backend).tolist()
     assert torch.equal(logits, untouched)
@@ -202,7 +202,7 @@ def test_ties_go_to_the_lowest_id(backend: Backend | None) -> None:
     logits = torch.zeros((1, VOCAB))
     logits[0, [9, 4, 17]] = 1.0
     rows = SampleRows(torch.tensor([0]), torch.tensor([1]), torch.tensor([[1]]), 1)
-    assert int(sample_rows(logits, rows, slot_params(request), Features(), backend)) == 4
+    assert int(sample_rows(logits, rows, slot_params(request), SamplingStages(), backend)) == 4
 
 
 @each_backend
@@ -210,7 +210,7 @@ def test_tiny_temperatures_do_not_overflow(backend: Backend | None) -> None:
     request = make_request(SamplingParams(temperature=1e-30, top_p=0.9, top_k=5, min_p=0.1), [1])
     logits = torch.linspace(-50, 50, VOCAB).unsqueeze(0)
     rows = SampleRows(torch.tensor([0]), torch.tensor([1]), torch.tensor([[1]]), 1)
-    features = Features.of([request.params])
+    features = SamplingStages.of([request.params])
     assert int(sample_rows(logits, rows, slot_params(request), features, backend)) == VOCAB - 1
 
 
@@ -245,7 +245,7 @@ def test_twenty_thousand_seeds_follow_the_exact_distribution(
         len(before),
     )
     logits = torch.tensor(row, dtype=torch.float32).expand(count, -1)
-    tokens = sample_rows(logits, rows, slots, Features.of([params]), backend)
+    tokens = sample_rows(logits, rows, slots, SamplingStages.of([params]), backend)
     scores = plain_scores(row.tolist(), params, request, before)
     expected = np.exp(scores) / np.exp(scores).sum() * count
     observed = np.bincount(tokens.numpy(), minlength=VOCAB)

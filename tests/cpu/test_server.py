@@ -130,14 +130,14 @@ def test_speculation_is_reported_and_can_be_chosen(server: Server) -> None:
     drafted = server.complete(**body)["usage"]["speculation"]
     [proposer] = drafted["proposers"]
     assert drafted["accepted"] > 0
-    assert drafted["proposers"][proposer] == {key: drafted[key] for key in ("drafted", "accepted")}
+    assert drafted["proposers"][proposer] == {key: drafted[key] for key in ("verified", "accepted")}
     assert drafted["accepted_length"] == pytest.approx(40 / drafted["rounds"])
     for choice in ("off", {"method": "off"}, {"method": "auto", "max_draft_tokens": 0}):
-        assert server.complete(**body, speculation=choice)["usage"]["speculation"]["drafted"] == 0
+        assert server.complete(**body, speculation=choice)["usage"]["speculation"]["verified"] == 0
     headers = {"surefoot-speculation": f"{proposer}; max_draft_tokens=1"}
     limited = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).json()
     used = limited["usage"]["speculation"]
-    assert 0 < used["drafted"] < used["rounds"] and used["accepted_length"] <= 2
+    assert 0 < used["verified"] < used["rounds"] and used["accepted_length"] <= 2
 
 
 def test_sources_of_tokens_are_told_when_asked_for(server: Server, llm: LLM) -> None:
@@ -458,9 +458,9 @@ def test_metrics_count_what_happened(server: Server) -> None:
     assert [b - a for a, b in zip(before, after, strict=True)] == [24, 80, 2]
     for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency"):
         assert server.metric(f"vllm:{name}_seconds_count") > 0
-    drafted = server.metric("surefoot_drafted_tokens_total")
+    drafted = server.metric("surefoot_verified_tokens_total")
     assert drafted == server.metric("vllm:spec_decode_num_draft_tokens_total") > 0
-    assert drafted == server.metric("surefoot_drafted_tokens_by_position_total")
+    assert drafted == server.metric("surefoot_verified_tokens_by_position_total")
     accepted = server.metric("vllm:spec_decode_num_accepted_tokens_total")
     assert accepted == server.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total") > 0
     assert accepted == server.metric("surefoot_accepted_tokens_total")

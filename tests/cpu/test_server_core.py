@@ -95,8 +95,8 @@ def test_tokens_are_those_of_the_engine_alone() -> None:
     assert accepted == [["a"], ["b"], ["c", "d"]]
     ends = [(n.id, n.finish) for r in link.rounds for n in r.news if n.finish]
     assert sorted(ends) == [(name, "length") for name in "abcd"]
-    drafted = [n for r in link.rounds for n in r.news if n.drafted]
-    assert drafted and all(n.accepted <= n.drafted and n.proposer == 0 for n in drafted)
+    verified = [n for r in link.rounds for n in r.news if n.verified]
+    assert verified and all(n.accepted <= n.verified and n.proposer == 0 for n in verified)
 
 
 def test_an_abort_takes_effect_before_the_next_round() -> None:

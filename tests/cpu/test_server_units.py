@@ -104,7 +104,7 @@ def test_drafts_are_counted_by_position() -> None:
     counts.count(3, 1)
     counts.count(1, 1)
     counts.count(2, 0)
-    assert (counts.rounds, counts.drafted, counts.accepted) == (3, [3, 2, 1], [2, 0, 0])
+    assert (counts.rounds, counts.verified, counts.accepted) == (3, [3, 2, 1], [2, 0, 0])
 
 
 @pytest.mark.parametrize(

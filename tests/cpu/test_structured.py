@@ -230,9 +230,9 @@ def test_right_drafts_are_accepted_and_wrong_ones_cut() -> None:
         [got] = run_jobs(engine, [Job((3, 4, 5), params)])
         assert got.output == want.output
         stats[name] = got.stats
-    assert stats["oracle"].accepted == stats["oracle"].drafted >= len(want.output) // 2
-    assert 0 < stats["meddler"].accepted < stats["meddler"].drafted
-    assert stats["saboteur"].drafted < stats["saboteur"].offered / 2
+    assert stats["oracle"].accepted == stats["oracle"].verified >= len(want.output) // 2
+    assert 0 < stats["meddler"].accepted < stats["meddler"].verified
+    assert stats["saboteur"].verified < stats["saboteur"].offered / 2
 
 
 def test_rollback_right_after_rejections() -> None:
@@ -252,7 +252,7 @@ def test_rollback_right_after_rejections() -> None:
     rejections = 0
     while engine.has_work:
         engine.step()
-        rejections += request.stats.drafted - request.stats.accepted
+        rejections += request.stats.verified - request.stats.accepted
         fresh = grammars().start(StructuredOutputsParams(**structure))
         fresh.sync(request.output)
         state: Any = request.grammar
@@ -279,7 +279,7 @@ def test_preempted_texts_go_on_where_they_stood() -> None:
     )
     requests = run_jobs(engine, jobs)
     assert sum(request.preemptions for request in requests) >= 2
-    assert sum(request.stats.drafted - request.stats.accepted for request in requests) > 5
+    assert sum(request.stats.verified - request.stats.accepted for request in requests) > 5
     for want, got in zip(plain, requests, strict=True):
         assert got.output == want.output and got.finish_reason == want.finish_reason
 
@@ -539,7 +539,7 @@ def test_200_of_200_sampled_texts_fit_their_schema(tiny_llm: LLM) -> None:
         jsonschema.validate(json.loads(with_drafts.text), SCHEMA)
         for a, b in zip(with_drafts.logprobs or (), without.logprobs or (), strict=True):
             assert math.isclose(a.logprob, b.logprob, abs_tol=TIE)
-        drafted += with_drafts.speculation.drafted
+        drafted += with_drafts.speculation.verified
         accepted += with_drafts.speculation.accepted
     print(f"{len({output.outputs[0].text for output in fast})} texts, {accepted} of {drafted}")
     assert drafted > 200 and 0 < accepted < drafted

@@ -58,7 +58,7 @@ def run_counting(
         [kind] = [kind for kind in now if now[kind] != before.get(kind, 0)] or [IDLE]
         for item in progress:
             texts[item.request.request_id] = item.request.output
-            for place in range(item.drafting.drafted):
+            for place in range(item.drafting.verified):
                 counts[kind][place][0] += 1
                 counts[kind][place][1] += place < item.drafting.accepted
         return progress

@@ -44,8 +44,8 @@ def test_made_up_rounds_leave_no_trace() -> None:
     engine.controller.draft_limit.fill_(3)
     tensors = contents(engine)
     before = {name: value.clone() for name, value in tensors.items()}
-    with made_up_requests(round_, engine.kv_blocks, 40) as seat:
-        seat(4, 0)
+    with made_up_requests(round_, engine.kv_blocks, 40) as set_batch:
+        set_batch(4, 0)
         for _ in range(6):
             round_(Size(4, 16, 16, GREEDY, (0,), verifies=True))
         assert not torch.equal(tensors["estimator 0.all_trials"], before["estimator 0.all_trials"])
@@ -58,13 +58,13 @@ def test_made_up_rounds_leave_no_trace() -> None:
 def test_made_up_rounds_verify_every_draft_of_everybody() -> None:
     engine = ahead_engine()
     round_ = engine.round
-    with made_up_requests(round_, engine.kv_blocks, 40) as seat:
+    with made_up_requests(round_, engine.kv_blocks, 40) as set_batch:
         for rows, drafts in ((4, [0, 0, 0, 0]), (8, [1, 1, 1, 1]), (16, [3, 3, 3, 3])):
-            seat(4, 0)
+            set_batch(4, 0)
             round_(Size(4, rows, rows, GREEDY, (0,), verifies=rows > 4))
             assert round_.books.report[:4, 3].tolist() == drafts
             assert (round_.books.report[:4, 0] >= 1).all()
-        seat(2, 0)
+        set_batch(2, 0)
         round_(Size(4, 8, 8, GREEDY, (0,), verifies=True))
         assert (round_.books.report[:4, 0] >= 1).tolist() == [True, True, False, False]
 
@@ -84,8 +84,8 @@ def test_requests_after_made_up_ones_get_the_text_that_they_got_before() -> None
     job = Job((5, 9, 5, 9, 5), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     engine = ahead_engine(draft_policy="fixed")
     [expected] = run_jobs(engine, [job])
-    with made_up_requests(engine.round, engine.kv_blocks, 40) as seat:
-        seat(3, 0)
+    with made_up_requests(engine.round, engine.kv_blocks, 40) as set_batch:
+        set_batch(3, 0)
         engine.round(Size(4, 16, 16, GREEDY, (0,), verifies=True))
     assert run_jobs(engine, [job])[0].output == expected.output
 
@@ -98,8 +98,8 @@ def test_made_up_requests_stay_within_the_longest_text() -> None:
             decoder, True, max_num_seqs=2, max_draft_tokens=8, max_model_len=longest
         )
         round_, state = engine.round, engine.state
-        with made_up_requests(round_, engine.kv_blocks, 1024) as seat:
-            seat(2, 0)
+        with made_up_requests(round_, engine.kv_blocks, 1024) as set_batch:
+            set_batch(2, 0)
             context = int(state.length[0])
             round_(Size(2, 18, 18, GREEDY, (0,), verifies=True))
             drafts = round_.books.report[:2, 3]
@@ -110,8 +110,8 @@ def test_made_up_requests_stay_within_the_longest_text() -> None:
 def test_a_made_up_prompt_runs_to_its_end_beside_those_that_decode() -> None:
     engine = ahead_engine()
     round_ = engine.round
-    with made_up_requests(round_, engine.kv_blocks, 40) as seat:
-        seat(3, 20)
+    with made_up_requests(round_, engine.kv_blocks, 40) as set_batch:
+        set_batch(3, 20)
         round_(Size(4, 24, 4, GREEDY, (0,)))
         assert round_.books.report[:4, 0].tolist() == [0, 1, 1, 0]
         assert engine.state.computed[0] == 20

@@ -191,7 +191,7 @@ def test_a_closed_loop_keeps_its_number_of_requests_under_way(
     assert engine.most == min(at_once, len(lengths))
     assert run.traffic.completed == len(lengths) and not engine.slept
     assert run.traffic.output_tokens == sum(lengths)
-    assert run.drafted is not None and run.drafted.accepted_length == 1
+    assert run.speculation is not None and run.speculation.accepted_length == 1
     assert sum(kind.rounds for kind in run.rounds.values()) == engine.now - 100
 
 

@@ -159,7 +159,7 @@ def run_scripted(
             there[1] = max(there)
             await asyncio.sleep(0.05)
             there[0] -= 1
-            told = {"rounds": 3, "drafted": 6, "accepted": 4}
+            told = {"rounds": 3, "verified": 6, "accepted": 4}
             usage = {"prompt_tokens": 5, "completion_tokens": 7, "speculation": told}
             writer.write(answer(token() * 3 + event({"choices": [], "usage": usage})))
         writer.close()
@@ -179,7 +179,7 @@ def test_a_closed_loop_keeps_its_number_of_requests_under_way() -> None:
     run, most, bodies = run_scripted(calls, at_once=3)
     assert most == 3 and run.traffic.completed == 7
     assert (run.traffic.output_tokens, run.traffic.prompt_tokens) == (49, 35)
-    assert run.drafted is not None and run.drafted.accepted_length == pytest.approx(7 / 3)
+    assert run.speculation is not None and run.speculation.accepted_length == pytest.approx(7 / 3)
     assert [body["prompt"] for body in bodies] == [call.prompt for call in calls]
     assert bodies[0] == {
         "path": "/v1/completions", "model": "first", "prompt": [1, 0], "max_tokens": 7,

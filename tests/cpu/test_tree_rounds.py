@@ -19,7 +19,7 @@ from surefoot.kernels.rounds import RoundSpans, lay_out_spans
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.decisions import Decision, Situation
 from surefoot.speculation.proposer import Drafts
-from surefoot.speculation.size import GREEDY as GREEDY_FEATURES
+from surefoot.speculation.size import GREEDY as GREEDY_STAGES
 from surefoot.speculation.size import Size
 from surefoot.speculation.trees import Trees, ancestors, lay_out_trees, node_rows
 from test_eagle3_engine import crowd
@@ -71,7 +71,7 @@ def test_a_request_alone_takes_the_rounds_that_the_host_would_plan(names: tuple[
         tables = [(e.all_trials, e.all_hits, e.trials[:1]) for e in engine.controller.estimators]
         learnt.append([table for tables_ in tables for table in tables_])
     assert stats[0] == stats[1]
-    assert stats[1].accepted > 12 and stats[1].drafted_by_proposer["eagle3"] > 20
+    assert stats[1].accepted > 12 and stats[1].verified_by_proposer["eagle3"] > 20
     for left, right in zip(*learnt, strict=True):
         torch.testing.assert_close(left, right)
 
@@ -86,7 +86,7 @@ def watch_offers(engine: Engine) -> dict[tuple[int, ...], list[Drafts]]:
         assert drafts.parents is not None
         for row, slot in enumerate(slots.tolist()):
             # The last slot is nobody's.
-            if slot != state.idle_slot:
+            if slot != state.padding_slot:
                 text = tuple(state.history[slot, : int(state.length[slot])].tolist())
                 parts = drafts.tokens, drafts.lengths, drafts.confidence, drafts.parents
                 found.setdefault(text, []).append(Drafts(*(part[row] for part in parts)))
@@ -126,7 +126,9 @@ def test_requests_choose_their_proposers(policy: str) -> None:
     verified: dict[str, set[str | None]] = {}
     for job, request in zip(mixed(), run_jobs(engine, mixed()), strict=True):
         assert request.output == run_alone(target(), job).output
-        verified.setdefault(job.speculation.method, set()).update(request.stats.drafted_by_proposer)
+        verified.setdefault(job.speculation.method, set()).update(
+            request.stats.verified_by_proposer
+        )
     assert "off" not in verified or not verified["off"]
     assert verified["eagle3"] == {"eagle3"} and verified["ngram"] <= {"ngram"}
     assert verified["auto"]
@@ -263,8 +265,8 @@ def test_every_recorded_size_can_be_run(names: tuple[str, ...], own: dict[str, A
     actions += [(tuple(range(len(names))), depth) for depth in rounds.depths(1)]
     for spans in rounds.spans:
         for proposers, steps in actions:
-            base = Size(spans, spans, spans, GREEDY_FEATURES, proposers, steps)
-            engine.round.seat([], [])
+            base = Size(spans, spans, spans, GREEDY_STAGES, proposers, steps)
+            engine.round.set_batch([], [])
             for rows in rounds.rows(spans):
                 rounds.launch(replace(base, rows=rows, samples=rows, verifies=rows > spans), 99)
             for samples in rounds.prompt_samples(spans):
@@ -296,5 +298,5 @@ def test_drafters_that_fall_asleep_and_wake_change_nothing(
     drafted = 0
     for job, request in zip(mixed(), run_jobs(engine, mixed()), strict=True):
         assert request.output == run_alone(target(), job).output
-        drafted += request.stats.drafted_by_proposer.get("eagle3", 0)
+        drafted += request.stats.verified_by_proposer.get("eagle3", 0)
     assert steps.count(False) > 5 and steps.count(True) > 1 and drafted > 10

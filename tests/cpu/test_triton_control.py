@@ -16,7 +16,7 @@ from surefoot.engine.engine import Engine
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.request import SamplingParams, SpeculationParams
-from surefoot.sampling.params import Features
+from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.books import book_keeping
 from surefoot.speculation.controller import Controller
 from surefoot.speculation.size import Size
@@ -130,7 +130,7 @@ def test_rows_go_to_prompts_and_to_the_most_likely_drafts(spans: int, width: int
     backend.book_keeping = "triton"
     kernels = book_keeping(backend, state, controller, spans)
     slots = torch.randperm(spans + 1)[:spans]
-    slots[-1:] = state.idle_slot
+    slots[-1:] = state.padding_slot
     chances = (torch.rand(state.slots, width) * 8).round() / 8
     chances = chances.sort(dim=1, descending=True).values
     chances[:, width // 2 + 1 :] *= (torch.rand(state.slots, 1) > 0.5).float()
@@ -144,7 +144,7 @@ def test_rows_go_to_prompts_and_to_the_most_likely_drafts(spans: int, width: int
         getattr(kernels.offers, name).copy_(getattr(books.offers, name))
     for rows in (spans, spans * 5, spans * (6 + width)):
         for samples in (spans, spans + 1, spans * (1 + width)):
-            size = Size(spans, rows, samples, Features(), (), verifies=True)
+            size = Size(spans, rows, samples, SamplingStages(), (), verifies=True)
             expected = books.split(slots, quota, size)
             text = state.history[:-1].clone()
             state.history.zero_()

@@ -19,7 +19,7 @@ from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.triton.acceptance import tokens_at as kernel
 from surefoot.kernels.triton.drafting import TritonDrafting
 from surefoot.request import Request, SamplingParams, SpeculationParams
-from surefoot.sampling.params import Features, SlotParams
+from surefoot.sampling.params import SamplingStages, SlotParams
 from surefoot.sampling.sampler import SampleRows, draws_of, sample_rows
 from triton_interpreter import DEVICE
 
@@ -187,7 +187,7 @@ def test_draws_are_the_sampler_s(mapped: bool) -> None:
         wide[:, ids] = logits
     history = torch.zeros((6, LENGTH), dtype=torch.int64)
     rows = SampleRows(slots, positions, history, LENGTH)
-    features = Features(noise=True, min_p=True, top_k=vocab, top_p=True)
+    features = SamplingStages(noise=True, min_p=True, top_k=vocab, top_p=True)
     expected = sample_rows(wide, rows, params, features)
     tokens, chances = torch.zeros((5, 2), dtype=torch.int64), torch.zeros((5, 2))
     draws = draws_of(rows, params)

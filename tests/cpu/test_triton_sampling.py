@@ -23,7 +23,7 @@ from surefoot.kernels.triton.noise import gumbel, noise_words
 from surefoot.kernels.triton.sampling import Sampler
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling import noise as reference
-from surefoot.sampling.params import Features, SlotParams
+from surefoot.sampling.params import SamplingStages, SlotParams
 from surefoot.sampling.sampler import SampleRows, adjust, filtered_scores, sample_rows
 from triton_interpreter import DEVICE
 
@@ -98,7 +98,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 )
 
 
-def tables(*kinds: dict[str, Any], stop: tuple[int, ...] = ()) -> tuple[SlotParams, Features]:
+def tables(*kinds: dict[str, Any], stop: tuple[int, ...] = ()) -> tuple[SlotParams, SamplingStages]:
     params = SlotParams(len(kinds), VOCAB, DEVICE)
     requests = []
     for slot, kind in enumerate(kinds):
@@ -108,7 +108,7 @@ def tables(*kinds: dict[str, Any], stop: tuple[int, ...] = ()) -> tuple[SlotPara
         request.choice, request.slot = slot % 3, slot
         requests.append(request)
     params.write(requests)
-    return params, Features.of(request.params for request in requests)
+    return params, SamplingStages.of(request.params for request in requests)
 
 
 def rows_of(count: int, slots: int) -> SampleRows:
@@ -118,7 +118,9 @@ def rows_of(count: int, slots: int) -> SampleRows:
     return SampleRows(index % slots, 6 + index % 30, history, 38)
 
 
-def sample(logits: torch.Tensor, rows: SampleRows, params: SlotParams, features: Features) -> Any:
+def sample(
+    logits: torch.Tensor, rows: SampleRows, params: SlotParams, features: SamplingStages
+) -> Any:
     sampler = Sampler(len(rows.slots), VOCAB, logits.device)
     slots, positions = rows.slots, rows.positions
     found = sampler(
@@ -210,7 +212,7 @@ def test_borders_are_those_of_sorting(ties: bool) -> None:
     partial_argmax_kernel[maxima.shape](logits, VOCAB, VOCAB, maxima, indices, BLOCK)
     limits = find_limits(logits, maxima, slots, params, True, True, True, BLOCK)
     assert limits is not None
-    everything = filtered_scores(logits, slots, params, Features())
+    everything = filtered_scores(logits, slots, params, SamplingStages())
     kept = everything.view(torch.int32).bitwise_and(0x7FFFFFFF) <= limits.unsqueeze(1)
     kept &= everything >= params.min_p.log().unsqueeze(1)
     expected = filtered_scores(logits, slots, params, features) > float("-inf")

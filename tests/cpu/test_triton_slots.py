@@ -157,7 +157,7 @@ def test_verdicts_are_equal(shape: tuple[int, int, int], unused: int) -> None:
     assert torch.equal(found.settled[:count], state.computed[plan.slots] - before)
     for name in ("accepted", "counts", "settled"):
         assert not getattr(found, name)[count:].any(), "an unused entry did something"
-    assert (found.going[count:] == state.idle_slot).all()
+    assert (found.going[count:] == state.padding_slot).all()
     assert torch.equal(history, state.history)
     assert torch.equal(length, state.length)
     assert torch.equal(computed, state.computed)

@@ -18,7 +18,7 @@ from harness import Job, run_jobs
 pytestmark = pytest.mark.gpu
 ON_DEVICE = False
 SCENARIOS = 16
-seen = {"recorded": 0, "called": 0, "drafted": 0, "accepted": 0}
+seen = {"recorded": 0, "called": 0, "verified": 0, "accepted": 0}
 
 
 def check(scenario: tuple[list[Job], dict[str, Any]]) -> None:
@@ -33,7 +33,7 @@ def check(scenario: tuple[list[Job], dict[str, Any]]) -> None:
         engine = device_engine(decoder, **{**options, **way})
         for job, want, got in zip(work, expected, run_jobs(engine, work), strict=True):
             cpu.compare("torch", job, want, got)
-            seen["drafted"] += got.stats.drafted
+            seen["verified"] += got.stats.verified
             seen["accepted"] += got.stats.accepted
         seen["recorded"] += engine.stats.replays
         seen["called"] += engine.stats.rounds - engine.stats.replays
@@ -53,4 +53,4 @@ def test_any_scenario_gives_the_plain_text(monkeypatch: pytest.MonkeyPatch) -> N
     print(seen, cpu.tokens_compared, "tokens,", len(cpu.ties), "ties", *cpu.ties, sep="\n")
     assert len(cpu.ties) <= max(1, cpu.tokens_compared / 10_000)
     assert seen["recorded"] > 100 and seen["called"] > 100
-    assert seen["drafted"] > seen["accepted"] > 50
+    assert seen["verified"] > seen["accepted"] > 50

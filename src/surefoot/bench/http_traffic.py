@@ -18,7 +18,7 @@ from surefoot.bench.http_client import Client
 from surefoot.bench.latency import Timeline, summarise
 from surefoot.bench.prompts import BenchPrompt
 from surefoot.bench.sweep import PLAIN, Mode, turns
-from surefoot.bench.traffic import Drafted, Run, TrafficSettings
+from surefoot.bench.traffic import DraftCounts, Run, TrafficSettings
 from surefoot.bench.workload import Call
 from surefoot.errors import SurefootError
 
@@ -145,7 +145,7 @@ class Server:
         reasons = dict.fromkeys(line.error for line in lines if line.error is not None)
         return Run(
             traffic=summarise(lines),
-            drafted=_drafted([answer.usage.get("speculation") for answer in answers]),
+            speculation=_draft_counts([answer.usage.get("speculation") for answer in answers]),
             errors=tuple(reasons)[:MOST_REASONS],
         )
 
@@ -160,13 +160,13 @@ class Server:
             return answer
 
 
-def _drafted(reports: Sequence[dict[str, Any] | None]) -> Drafted | None:
+def _draft_counts(reports: Sequence[dict[str, Any] | None]) -> DraftCounts | None:
     """What Surefoot's ``usage.speculation`` says, over all answers."""
     known = [report for report in reports if report]
     if not known:
         return None
-    names = ("rounds", "drafted", "accepted")
-    return Drafted(*(sum(report.get(name, 0) for report in known) for name in names))
+    names = ("rounds", "verified", "accepted")
+    return DraftCounts(*(sum(report.get(name, 0) for report in known) for name in names))
 
 
 def measure(

@@ -22,7 +22,7 @@ from surefoot.kernels.cpu.backend import NativeBackend, NativeLinear
 from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.kernels.quant import BYTES_PER_BLOCK, QuantTensor
 from surefoot.request import Request, SamplingParams, SpeculationParams
-from surefoot.sampling.params import Features, SlotParams
+from surefoot.sampling.params import SamplingStages, SlotParams
 from surefoot.sampling.sampler import SampleRows, sample_rows
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 576, 1536, 30, 9, 3, 64, 49152
@@ -153,7 +153,7 @@ def time_sampling(rows: int, repeats: int) -> None:
                 for slot in range(rows)
             ]
         )
-        features = Features.of([wanted])
+        features = SamplingStages.of([wanted])
         (native, reference) = milliseconds(
             [
                 lambda: sample_rows(logits, who, params, features, backend),  # noqa: B023

@@ -122,7 +122,7 @@ def summarise(results: Sequence[Measured], category: str = OVERALL) -> Summary:
         else None,
         accepted_length=(rounds + accepted) / rounds if rounds else 0.0,
         offered=sum(item.offered for item in stats),
-        verified=sum(item.drafted for item in stats),
+        verified=sum(item.verified for item in stats),
         accepted=accepted,
         accepted_by_proposer=dict(by_proposer),
         differences=[entry for item in chosen for entry in differences(item)],

@@ -142,14 +142,14 @@ def sample_texts(model: str, runs: int) -> None:
         outputs = texts[method]
         whole = sum(output.finish_reason == "stop" for output in outputs)
         tokens = sum(len(output.token_ids) for output in outputs)
-        drafted = sum(output.speculation.drafted for output in outputs)
+        verified = sum(output.speculation.verified for output in outputs)
         accepted = sum(output.speculation.accepted for output in outputs)
         for output in outputs:
             if output.finish_reason == "stop":
                 json.loads(output.text)
         print(
             f"{method}: {whole} of {runs} whole, {tokens} tokens, {tokens / seconds:.1f} tokens/s, "
-            f"{accepted} of {drafted} drafts accepted"
+            f"{accepted} of {verified} drafts accepted"
         )
     pairs = list(zip(texts["auto"], texts["off"], strict=True))
     same = sum(a.token_ids == b.token_ids for a, b in pairs)

@@ -43,7 +43,7 @@ class TrafficSettings:
 
 
 @dataclass(frozen=True)
-class Drafted:
+class DraftCounts:
     """What speculation did for all requests of a run together: the rounds of each that gave it
     tokens, and the drafts verified and accepted in them."""
 
@@ -71,7 +71,7 @@ class Run:
     """One pass of one mode."""
 
     traffic: Traffic
-    drafted: Drafted | None = None
+    speculation: DraftCounts | None = None
     """None where a server does not tell."""
     rounds: dict[str, KindOfRounds] = field(default_factory=dict)
     """By kind; empty where it is not known."""
@@ -144,9 +144,9 @@ def run_calls(
         lines[request.request_id].tokens = len(request.output)
     return Run(
         traffic=summarise(list(lines.values())),
-        drafted=Drafted(
+        speculation=DraftCounts(
             rounds=sum(request.stats.rounds for request in requests),
-            verified=sum(request.stats.drafted for request in requests),
+            verified=sum(request.stats.verified for request in requests),
             accepted=sum(request.stats.accepted for request in requests),
         ),
         rounds=rounds.kinds,

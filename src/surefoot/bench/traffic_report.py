@@ -43,7 +43,7 @@ def verdict(runs: Sequence[Run], ratio: Spread | None) -> str:
     """The ratio's, or that there was nothing to compare."""
     if ratio is None:
         return ""
-    verified = [run.drafted.verified for run in runs if run.drafted is not None]
+    verified = [run.speculation.verified for run in runs if run.speculation is not None]
     return "no drafts verified" if verified and not any(verified) else ratio.verdict
 
 
@@ -80,7 +80,7 @@ def traffic_table(results: Results) -> Table:
     table.add_column("verdict", no_wrap=True)
     for mode, runs in results.items():
         speed, ratio = throughput(runs), ratio_to_plain(results, mode)
-        lengths = [run.drafted.accepted_length for run in runs if run.drafted is not None]
+        lengths = [run.speculation.accepted_length for run in runs if run.speculation is not None]
         table.add_row(
             mode_name(mode),
             f"{speed.median:.0f}",
@@ -182,11 +182,11 @@ def mode_json(results: Results, mode: Mode) -> dict[str, Any]:
 
 def run_json(run: Run) -> dict[str, Any]:
     """One pass."""
-    drafted = run.drafted
-    speculation = {} if drafted is None else {
-        "accepted_length": drafted.accepted_length,
-        "drafts_verified": drafted.verified,
-        "drafts_accepted": drafted.accepted,
+    drafts = run.speculation
+    speculation = {} if drafts is None else {
+        "accepted_length": drafts.accepted_length,
+        "drafts_verified": drafts.verified,
+        "drafts_accepted": drafts.accepted,
     }  # fmt: skip
     return {
         **run.traffic.to_json(),

@@ -85,12 +85,12 @@ class Certificate:
             found.append(f"{self.parity_positions} positions compared, {size.min_positions} needed")
         for name in self.setup["proposers"]:
             for counter, least in (
-                ("drafted", size.min_drafted),
+                ("verified", size.min_verified),
                 ("accepted", size.min_accepted),
             ):
                 count = self.total(counter, (name,))
                 if count < least:
-                    verb = "verified" if counter == "drafted" else "accepted"
+                    verb = "verified" if counter == "verified" else "accepted"
                     found.append(f"{count} drafts of {name} were {verb}, {least} needed")
         rejections = self.total("rejections")
         if rejections < size.min_rejections:

@@ -95,7 +95,7 @@ class Section:
             "gaps": self.gaps,
             "notes": self.notes,
             "scenarios": self.scenarios,
-            "drafted": dict(activity.drafted),
+            "verified": dict(activity.verified),
             "accepted": dict(activity.accepted),
             "rejections": dict(activity.rejections),
             "rounds": dict(activity.rounds),

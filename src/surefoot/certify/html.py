@@ -79,7 +79,7 @@ def _counts(certificate: Certificate) -> str:
     ]
     setup = certificate.setup
     drafts = [
-        (name, *(f"{certificate.total(c, (name,)):,}" for c in ("drafted", "accepted")))
+        (name, *(f"{certificate.total(c, (name,)):,}" for c in ("verified", "accepted")))
         for name in (*setup["proposers"], *setup["probes"])
     ]
     return (

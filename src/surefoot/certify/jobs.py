@@ -70,7 +70,7 @@ class Activity:
     """What speculation and the scheduler did in a run, by method where that makes sense."""
 
     rounds: Counter[str] = field(default_factory=Counter)
-    drafted: Counter[str] = field(default_factory=Counter)
+    verified: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
     rejections: Counter[str] = field(default_factory=Counter)
     """Spans of which a draft was turned down."""
@@ -87,7 +87,7 @@ class Activity:
     """Rounds called with just the rows that they need."""
 
     def add(self, other: Activity) -> None:
-        for name in ("rounds", "drafted", "accepted", "rejections"):
+        for name in ("rounds", "verified", "accepted", "rejections"):
             getattr(self, name).update(getattr(other, name))
         for method, lengths in other.lengths.items():
             self.lengths.setdefault(method, Counter()).update(lengths)
@@ -116,7 +116,7 @@ def run_jobs(
         for index, job in enumerate(jobs):
             if job.cancel == step and index not in pending and not requests[index].finished:
                 engine.finish(requests[index], FinishReason.ABORT)
-        before = {r.request_id: (r.stats.drafted, r.stats.accepted) for r in requests}
+        before = {r.request_id: (r.stats.verified, r.stats.accepted) for r in requests}
         for item in engine.step():
             request = item.request
             _count(activity, request, before[request.request_id], len(item.tokens))
@@ -170,12 +170,12 @@ def _count(activity: Activity, request: Request, before: tuple[int, int], length
     method = request.speculation.method
     if method == PLAIN:
         return
-    drafted = request.stats.drafted - before[0]
+    verified = request.stats.verified - before[0]
     accepted = request.stats.accepted - before[1]
     activity.rounds[method] += 1
-    activity.drafted[method] += drafted
+    activity.verified[method] += verified
     activity.accepted[method] += accepted
-    activity.rejections[method] += accepted < drafted and not request.finished
+    activity.rejections[method] += accepted < verified and not request.finished
     activity.lengths.setdefault(method, Counter())[length] += 1
 
 

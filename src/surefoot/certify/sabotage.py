@@ -21,7 +21,7 @@ from surefoot.kernels.backend import FlatBatch
 from surefoot.kernels.rounds import RoundLayout
 from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.sampling.noise import philox
-from surefoot.sampling.params import Features, SlotParams
+from surefoot.sampling.params import SamplingStages, SlotParams
 from surefoot.sampling.sampler import SampleRows, adjust, apply_penalties, sample_rows
 from surefoot.speculation import round as round_module
 
@@ -201,12 +201,16 @@ def forget_penalties(engine: Engine, speculative: bool) -> None:
         return
 
     def forgetful(
-        logits: torch.Tensor, rows: SampleRows, params: SlotParams, features: Features, *rest: Any
+        logits: torch.Tensor,
+        rows: SampleRows,
+        params: SlotParams,
+        stages: SamplingStages,
+        *rest: Any,
     ) -> torch.Tensor:
-        if features.penalties:
+        if stages.penalties:
             committed = torch.minimum(rows.positions, engine.state.length[rows.slots])
             logits = apply_penalties(logits, replace(rows, positions=committed), params)
-        return sample_rows(logits, rows, params, replace(features, penalties=False), *rest)
+        return sample_rows(logits, rows, params, replace(stages, penalties=False), *rest)
 
     sample_with(engine, forgetful)
 
@@ -215,10 +219,14 @@ def reuse_noise(engine: Engine, speculative: bool) -> None:
     """Every other position gets the noise of the position before it, in plain decoding too."""
 
     def repeated(
-        logits: torch.Tensor, rows: SampleRows, params: SlotParams, features: Features, *rest: Any
+        logits: torch.Tensor,
+        rows: SampleRows,
+        params: SlotParams,
+        stages: SamplingStages,
+        *rest: Any,
     ) -> torch.Tensor:
-        logits = adjust(logits, rows, params, features)
-        done = replace(features, penalties=False, bias=False, min_tokens=False)
+        logits = adjust(logits, rows, params, stages)
+        done = replace(stages, penalties=False, bias=False, min_tokens=False)
         shared = replace(rows, positions=rows.positions - rows.positions % 2)
         return sample_rows(logits, shared, params, done, *rest)
 

@@ -59,7 +59,7 @@ class Size:
     offers: int
     """Offers whose drafter state is recomputed."""
     min_positions: int
-    min_drafted: int
+    min_verified: int
     """Drafts that each proposer under test must have had verified."""
     min_accepted: int
     """Of these, accepted."""
@@ -81,7 +81,7 @@ DEFAULT = Size(
     sampled_positions=6,
     offers=48,
     min_positions=20_000,
-    min_drafted=500,
+    min_verified=500,
     min_accepted=100,
     min_rejections=700,
     min_offers=12,
@@ -99,7 +99,7 @@ QUICK = Size(
     sampled_positions=4,
     offers=24,
     min_positions=3_000,
-    min_drafted=100,
+    min_verified=100,
     min_accepted=20,
     min_rejections=200,
     min_offers=8,

@@ -63,7 +63,8 @@ def _proposers(certificate: Certificate) -> RenderableType:
     setup = certificate.setup
     for name in (*setup["proposers"], *setup["probes"]):
         counts = [
-            certificate.total(counter, (name,)) for counter in ("drafted", "accepted", "rejections")
+            certificate.total(counter, (name,))
+            for counter in ("verified", "accepted", "rejections")
         ]
         table.add_row(name, *(f"{count:,}" for count in counts))
     return table

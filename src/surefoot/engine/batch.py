@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from surefoot.kv.transaction import KVManager, Lease
 from surefoot.request import Request
 from surefoot.sampling.logprobs import width_for
-from surefoot.sampling.params import Features
+from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.size import kind_of
 
 
@@ -19,7 +19,7 @@ class Group:
     requests: tuple[Request, ...]
     leases: tuple[Lease, ...]
     slots: tuple[int, ...]
-    kind: Features
+    kind: SamplingStages
     proposers: tuple[int, ...]
     """Those that some request allows, rising."""
     draft_limit: int
@@ -46,7 +46,7 @@ def group(
         requests=tuple(requests),
         leases=tuple(kv.leases[request.request_id] for request in requests),
         slots=tuple(request.slot for request in requests),
-        kind=Features.of(params),
+        kind=SamplingStages.of(params),
         proposers=tuple(i for i, name in enumerate(names) if any(c.allows(name) for c in choices)),
         draft_limit=max(limits, default=0),
         logprobs=width_for(max(scored)) if scored else None,
@@ -62,7 +62,7 @@ def join(first: Group, second: Group) -> Group:
         requests=first.requests + second.requests,
         leases=first.leases + second.leases,
         slots=first.slots + second.slots,
-        kind=Features(
+        kind=SamplingStages(
             noise=a.noise or b.noise,
             penalties=a.penalties or b.penalties,
             bias=a.bias or b.bias,
@@ -115,6 +115,6 @@ class Batch:
         return [*self.chunks, *[1] * self.decoding]
 
     @property
-    def kind(self) -> Features:
+    def kind(self) -> SamplingStages:
         """The recorded kind of sampling that serves all."""
         return kind_of(self.group.kind)

@@ -81,10 +81,10 @@ class RecordedRounds(PaddedRounds):
         """Record a round as it is now."""
         started = time.perf_counter()
         slots = self.round.slots
-        seated = slots.clone()
-        slots.fill_(self.round.state.idle_slot)
+        slots_before = slots.clone()
+        slots.fill_(self.round.state.padding_slot)
         graph, _ = capture(partial(self.round, size), self.pool, self.stream)
-        slots.copy_(seated)
+        slots.copy_(slots_before)
         self.capture_seconds += time.perf_counter() - started
         return graph
 

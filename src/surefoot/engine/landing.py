@@ -38,7 +38,7 @@ class Landing:
 
     @property
     def verified(self) -> int:
-        return sum(item.drafting.drafted for item in self.drafting)
+        return sum(item.drafting.verified for item in self.drafting)
 
     @property
     def accepted(self) -> int:
@@ -62,13 +62,13 @@ def read_report(
     # for those that do not draft no list is made that is not needed.
     landing, keep, chunks = Landing(), kv.keep, len(batch.chunks)
     first_token = columns.FIRST_TOKEN
-    counts, _, ends, drafted, _, offered, _ = rows[:, :first_token].t().tolist()
+    counts, _, ends, verified, _, offered, _ = rows[:, :first_token].t().tolist()
     first: list[list[int]] = rows[:, first_token : first_token + 1].tolist()
     told: list[list[int]] = []
-    if scores is not None or any(drafted):
+    if scores is not None or any(verified):
         told = rows[:, : first_token + 1 + longest].tolist()
     for index, (request, lease, count, end, token, drafts, offers) in enumerate(
-        zip(requests, leases, counts, ends, first, drafted, offered, strict=True)
+        zip(requests, leases, counts, ends, first, verified, offered, strict=True)
     ):
         if not count or request.status is not Status.RUNNING:
             continue
@@ -105,19 +105,19 @@ def _read_drafts(
     prompt: bool,
 ) -> Progress:
     """``prompt``: the round ran the end of a prompt, whose rows are kept already."""
-    count, accepted, _, drafted, whose, offered, _, *tokens = row
+    count, accepted, _, verified, whose, offered, _, *tokens = row
     output, tokens = request.output, tokens[:count]
     settled = tokens[:-1]
     if not prompt:
         settled.insert(0, output[-1] if output else request.prompt[-1])
     kv.keep(lease, settled)
-    name = names[whose] if drafted else None
-    drafts = min(accepted, count) if drafted else 0
-    request.stats.count(name, offered, drafted, drafts)
+    name = names[whose] if verified else None
+    drafts = min(accepted, count) if verified else 0
+    request.stats.count(name, offered, verified, drafts)
     request.note_drafts(name, drafts)
     output += tokens
     request.computed += len(settled)
-    return Progress(request, tokens, Drafting(name, offered, drafted, drafts))
+    return Progress(request, tokens, Drafting(name, offered, verified, drafts))
 
 
 def read_prompt_scores(report: Report, batch: Batch, targets: Sequence[int]) -> None:

@@ -86,7 +86,7 @@ class Loop:
         """Those that decode and need nothing of the host."""
         self._synchronous: list[Request] = []
         """Those that decode under a grammar."""
-        self._seated: Batch | None = None
+        self._batch_set: Batch | None = None
         # By slot, what the last report read says of the request's offer.
         self._chances = np.full((state.slots, state.max_drafts), np.nan, dtype=np.float32)
         self._whose = np.zeros(state.slots, dtype=np.int64)
@@ -103,7 +103,7 @@ class Loop:
         if self.scheduler.waiting:
             left = room - sum(map(_missing, self._prompts))
             if fresh := self.scheduler.admit(left):
-                self._enter(fresh)
+                self._admit(fresh)
                 self._sort()
                 decoding = self._decoding()
         if not self._prompts:
@@ -164,7 +164,7 @@ class Loop:
         count = decoding.count
         return max(1, min(self.most_rows - count, self.rounds.longest_chunk(count)))
 
-    def _enter(self, requests: Sequence[Request]) -> None:
+    def _admit(self, requests: Sequence[Request]) -> None:
         """Requests, new or resumed, enter their slots."""
         self.admitted += requests
         slots = [request.slot for request in requests]
@@ -173,7 +173,7 @@ class Loop:
         self.controller.admit(index, [request.speculation for request in requests])
         self.round.books.offers.clear(index)
         # Proposers look for what they know of a prefix hit in its blocks.
-        self.reservations.enter(requests)
+        self.reservations.admit(requests)
         for proposer in self.round.proposers:
             for slot in slots:
                 proposer.admit(slot)
@@ -221,9 +221,9 @@ class Loop:
         begun: float,
     ) -> Flight:
         requests = batch.group.requests
-        if self._seated is not batch:
-            self.round.seat(batch.group.slots, batch.quota)
-            self._seated = batch
+        if self._batch_set is not batch:
+            self.round.set_batch(batch.group.slots, batch.quota)
+            self._batch_set = batch
         size = self.rounds.size(batch, decision, situation.context)
         scored = [_prompt_targets(*pair) for pair in zip(requests, batch.chunks, strict=False)]
         prompt_rows = None
@@ -349,7 +349,7 @@ class Loop:
         while self.scheduler.running:
             self.scheduler.preempt()
         self.reservations.clear()
-        self._seated, self._known = None, -1
+        self._batch_set, self._known = None, -1
 
 
 def _missing(request: Request) -> int:

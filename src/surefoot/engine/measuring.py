@@ -9,7 +9,7 @@ from functools import partial
 from surefoot.engine.cuda_graphs import RecordedRounds
 from surefoot.engine.rounds import FEW_ROWS
 from surefoot.engine.timing import contexts_to_time, made_up_requests
-from surefoot.sampling.params import Features
+from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action
 from surefoot.speculation.recorded_costs import RecordedCosts, RecordedSize
@@ -34,7 +34,7 @@ def actions_of(rounds: RecordedRounds, spans: int) -> list[Action]:
 
 
 def decoding_sizes(
-    rounds: RecordedRounds, spans: int, kind: Features, action: Action
+    rounds: RecordedRounds, spans: int, kind: SamplingStages, action: Action
 ) -> list[Size]:
     """Rounds of so many spans that propose so, by rows; the first verifies no drafts. With drafters
     at full depth or asleep, any number of rows; with another depth just as many as hold that for
@@ -59,7 +59,9 @@ def prompt_actions(rounds: RecordedRounds) -> list[Action]:
     return list(chosen.items())
 
 
-def prompt_sizes(rounds: RecordedRounds, spans: int, kind: Features, action: Action) -> list[Size]:
+def prompt_sizes(
+    rounds: RecordedRounds, spans: int, kind: SamplingStages, action: Action
+) -> list[Size]:
     """Rounds with prompts, of so many spans."""
     counts, most = rounds.prompt_samples(spans), rounds.prompt_rows[-1]
     variants = [(False, counts[0], FEW_ROWS if action[0] else most)]
@@ -96,16 +98,16 @@ def _time_decoding(
     sizes = decoding_sizes(rounds, spans, GREEDY, actions[-1])
     curves: dict[int, Curve] = {size.rows: [] for size in sizes}
     for context in contexts_to_time(round_, blocks, spans):
-        with made_up_requests(round_, blocks, context) as seat:
+        with made_up_requests(round_, blocks, context) as set_batch:
             for size in sizes:
-                seconds = rounds.time(size, partial(seat, spans, 0), 2)
+                seconds = rounds.time(size, partial(set_batch, spans, 0), 2)
                 curves[size.rows].append((context, seconds))
     saved: dict[Action, float] = {actions[-1]: 0.0}
     context, all_propose = curves[spans][0]
-    with made_up_requests(round_, blocks, context) as seat:
+    with made_up_requests(round_, blocks, context) as set_batch:
         for proposers, steps in actions[:-1]:
             size = replace(sizes[0], proposers=proposers, steps=steps)
-            seconds = rounds.time(size, partial(seat, spans, 0), 2)
+            seconds = rounds.time(size, partial(set_batch, spans, 0), 2)
             saved[proposers, steps] = min(max(0.0, all_propose - seconds), 0.9 * all_propose)
     for action, less in saved.items():
         for size in decoding_sizes(rounds, spans, GREEDY, action):
@@ -122,15 +124,15 @@ def _time_prompts(rounds: RecordedRounds, blocks: int, saved: dict[Action, float
     action, of the rounds of most spans without prompts."""
     round_, most = rounds.round, rounds.prompt_spans[-1]
     plain: Curve = []
-    with made_up_requests(round_, blocks, 128) as seat:
+    with made_up_requests(round_, blocks, 128) as set_batch:
         size = decoding_sizes(rounds, rounds.spans[0], GREEDY, NOTHING)[0]
-        plain.append((1, rounds.time(size, partial(seat, 1, 0), 2)))
+        plain.append((1, rounds.time(size, partial(set_batch, 1, 0), 2)))
         for spans in rounds.prompt_spans:
             for action in prompt_actions(rounds):
                 for size in prompt_sizes(rounds, spans, GREEDY, action):
                     rounds.graph(size)
                     if spans == most and action == NOTHING:
-                        plain.append((size.rows, _time_chunk(rounds, seat, size)))
+                        plain.append((size.rows, _time_chunk(rounds, set_batch, size)))
                 rounds.wanted += prompt_sizes(rounds, spans, DRAWN, action)
     own = saved.get(NOTHING, 0.0)
     rows, seconds = zip(*plain, strict=True)
@@ -144,6 +146,6 @@ def _time_prompts(rounds: RecordedRounds, blocks: int, saved: dict[Action, float
     return ExactCosts(rows, seconds, proposing)
 
 
-def _time_chunk(rounds: RecordedRounds, seat: Callable[[int, int], None], size: Size) -> float:
+def _time_chunk(rounds: RecordedRounds, set_batch: Callable[[int, int], None], size: Size) -> float:
     chunk = min(size.rows, rounds.round.state.history.shape[1] * 3 // 4)
-    return rounds.time(size, partial(seat, 1, chunk), 1)
+    return rounds.time(size, partial(set_batch, 1, chunk), 1)

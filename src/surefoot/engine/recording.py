@@ -81,7 +81,7 @@ def _proposing(round_: Round, times: dict[int, list[float]]) -> dict[int, Propos
     for index, (one, few) in times.items():
         longest = round_.drafters.get(index, 0)
         steps = max(1, longest)
-        more = max(0.0, few - one) / max(1, min(4, round_.state.idle_slot) - 1)
+        more = max(0.0, few - one) / max(1, min(4, round_.state.padding_slot) - 1)
         found[index] = Proposing(
             max(one - more, 1e-7) / steps,
             more / steps,

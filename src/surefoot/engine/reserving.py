@@ -36,7 +36,7 @@ class Reservations:
         """int64 [slots]: positions that are final; those that rounds in flight may write beyond
         them; those that there are blocks for; those that there can be at most."""
 
-    def enter(self, requests: Sequence[Request]) -> None:
+    def admit(self, requests: Sequence[Request]) -> None:
         """Requests entered their slots."""
         for request in requests:
             slot = request.slot

@@ -18,7 +18,7 @@ class Drafting(NamedTuple):
 
     proposer: str | None = None
     offered: int = 0
-    drafted: int = 0
+    verified: int = 0
     accepted: int = 0
 
 

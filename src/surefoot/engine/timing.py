@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from surefoot.sampling.params import Features
+from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.round import Round
 from surefoot.speculation.size import Size
 
@@ -17,7 +17,7 @@ CONTEXTS = (128, 1024, 4096, 16384)
 KNOTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
 """Rows of rounds that are timed where rounds are called."""
 REPEATS = 3
-Seat = Callable[[int, int], None]
+SetBatch = Callable[[int, int], None]
 """(Requests, rows of a prompt chunk that the first of them runs, or 0): called before every
 round."""
 
@@ -28,7 +28,7 @@ def contexts_to_time(round_: Round, blocks: int, requests: int) -> list[int]:
     room either. One lies at least twice as far as the one before: over less, the line through their
     times would be noise. The shortest is always there, however small the pool."""
     state = round_.state
-    own = (blocks - 1) // max(1, min(requests, state.idle_slot)) * state.block_size
+    own = (blocks - 1) // max(1, min(requests, state.padding_slot)) * state.block_size
     most = max(1, min(_farthest(round_), own - state.max_drafts - 1))
     found = [min(CONTEXTS[0], most)]
     for context in CONTEXTS[1:]:
@@ -38,8 +38,8 @@ def contexts_to_time(round_: Round, blocks: int, requests: int) -> list[int]:
 
 
 @contextmanager
-def made_up_requests(round_: Round, blocks: int, context: int) -> Iterator[Seat]:
-    """Yields ``seat``: requests then decode behind ``context`` tokens (three quarters of the
+def made_up_requests(round_: Round, blocks: int, context: int) -> Iterator[SetBatch]:
+    """Yields ``set_batch``: requests then decode behind ``context`` tokens (three quarters of the
     longest text, if that is less) with full offers of drafts; the first may run a prompt chunk.
     ``blocks``: those of the KV pool, block 0 (nobody's) included; a request's are its own as far as
     they suffice, for keys that all share stay in a cache and cost nothing to read.
@@ -57,7 +57,7 @@ def made_up_requests(round_: Round, blocks: int, context: int) -> Iterator[Seat]
     context = max(1, min(context, _farthest(round_)))
     _give_blocks(round_, blocks, context)
     try:
-        yield lambda requests, chunk: _seat(round_, requests, chunk, context)
+        yield lambda requests, chunk: _set_batch(round_, requests, chunk, context)
     finally:
         for part, name, value, before in kept:
             value.copy_(before)
@@ -77,15 +77,15 @@ def _farthest(round_: Round) -> int:
 def _give_blocks(round_: Round, blocks: int, context: int) -> None:
     state = round_.state
     width = -(-(context + state.max_drafts + 1) // state.block_size)
-    requests = state.idle_slot
+    requests = state.padding_slot
     ids = torch.arange(requests * width, device=state.device) % max(1, blocks - 1)
     state.block_tables[:requests, :width] = 1 + ids.view(requests, width).int()
 
 
-def _seat(round_: Round, requests: int, chunk: int, context: int) -> None:
+def _set_batch(round_: Round, requests: int, chunk: int, context: int) -> None:
     state, offers = round_.state, round_.books.offers
-    busy = slice(0, min(requests, state.idle_slot))
-    round_.slots.fill_(state.idle_slot)
+    busy = slice(0, min(requests, state.padding_slot))
+    round_.slots.fill_(state.padding_slot)
     round_.slots[busy] = torch.arange(busy.stop, device=state.device)
     round_.quota.fill_(1)
     state.alive.zero_()
@@ -122,7 +122,7 @@ def time_called(
     started = time.perf_counter()
     knots: list[int] = []
     times: list[float] = []
-    with made_up_requests(round_, blocks, 1) as seat:
+    with made_up_requests(round_, blocks, 1) as set_batch:
         for rows in [rows for rows in KNOTS if rows <= min(most_rows, room)]:
             spent = time.perf_counter() - started
             if len(times) >= 2 and spent + (REPEATS + 1) * times[-1] > seconds:
@@ -130,18 +130,18 @@ def time_called(
             knots.append(rows)
             # The very first round is the slowest.
             repeats = REPEATS + (not times)
-            times.append(min(_time_called(round_, seat, rows) for _ in range(repeats)))
+            times.append(min(_time_called(round_, set_batch, rows) for _ in range(repeats)))
     return knots, times
 
 
-def _time_called(round_: Round, seat: Seat, rows: int) -> float:
+def _time_called(round_: Round, set_batch: SetBatch, rows: int) -> float:
     """Seconds of a round of one request and its drafts; of a prompt chunk, where that is more."""
     state = round_.state
     drafts = min(rows - 1, state.max_drafts)
     chunk = rows if rows > 1 + state.max_drafts else 0
-    seat(1, chunk)
+    set_batch(1, chunk)
     samples = 1 if chunk else rows
-    size = Size(1, rows, samples, Features(), (), 0, verifies=drafts > 0 and not chunk)
+    size = Size(1, rows, samples, SamplingStages(), (), 0, verifies=drafts > 0 and not chunk)
     begun = time.perf_counter()
     round_(size, rows + 1)
     if state.device.type == "cuda":
@@ -154,15 +154,17 @@ def time_proposing(round_: Round, blocks: int, seconds: float) -> dict[int, list
     within ``seconds`` in all."""
     found: dict[int, list[float]] = {}
     started = time.perf_counter()
-    most = min(4, round_.state.idle_slot)
-    with made_up_requests(round_, blocks, 64) as seat:
+    most = min(4, round_.state.padding_slot)
+    with made_up_requests(round_, blocks, 64) as set_batch:
         for index in range(len(round_.proposers)):
             times = found[index] = []
             for requests in (1, most):
-                size = Size(requests, requests, requests, Features(), (index,), round_.longest)
+                size = Size(
+                    requests, requests, requests, SamplingStages(), (index,), round_.longest
+                )
                 spent = []
                 while len(spent) < REPEATS or not spent:
-                    seat(requests, 0)
+                    set_batch(requests, 0)
                     begun = time.perf_counter()
                     round_.propose(index, round_.slots[:requests], size, 128)
                     if round_.state.device.type == "cuda":

@@ -13,7 +13,7 @@ from surefoot.request import Request, SamplingParams
 
 
 @dataclass(frozen=True)
-class Features:
+class SamplingStages:
     """Which sampling stages some row of a round needs; host-side, from the requests in it."""
 
     noise: bool = False
@@ -26,7 +26,7 @@ class Features:
     top_p: bool = False
 
     @classmethod
-    def of(cls, all_params: Iterable[SamplingParams]) -> Features:
+    def of(cls, all_params: Iterable[SamplingParams]) -> SamplingStages:
         every = list(all_params)
         drawn = [params for params in every if not params.greedy]
         return cls(

@@ -16,7 +16,7 @@ import torch
 from surefoot.kernels.backend import Backend
 from surefoot.kernels.draws import Adjustments, Draws, TokenMasks, mask_tokens
 from surefoot.sampling.noise import gumbel
-from surefoot.sampling.params import Features, SlotParams
+from surefoot.sampling.params import SamplingStages, SlotParams
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def sample_rows(
     logits: torch.Tensor,
     rows: SampleRows,
     params: SlotParams,
-    features: Features,
+    stages: SamplingStages,
     backend: Backend | None = None,
     masks: TokenMasks | None = None,
 ) -> torch.Tensor:
@@ -54,18 +54,16 @@ def sample_rows(
     if masks is not None:
         # First of all, so that filters keep their share of what is allowed.
         logits = backend.mask_tokens(logits, masks) if backend else mask_tokens(logits, masks)
-    if features.penalties or features.bias or features.min_tokens:
-        adjusted = (
-            backend.adjust(logits, adjustments_of(rows, params, features)) if backend else None
-        )
-        logits = adjust(logits, rows, params, features) if adjusted is None else adjusted
-    if not features.noise:
+    if stages.penalties or stages.bias or stages.min_tokens:
+        adjusted = backend.adjust(logits, adjustments_of(rows, params, stages)) if backend else None
+        logits = adjust(logits, rows, params, stages) if adjusted is None else adjusted
+    if not stages.noise:
         return backend.argmax(logits) if backend else logits.argmax(dim=-1)
     if backend:
         drawn = backend.draw(logits, draws_of(rows, params))
         if drawn is not None:
             return drawn
-    scores = filtered_scores(logits, rows.slots, params, features)
+    scores = filtered_scores(logits, rows.slots, params, stages)
     slots = rows.slots
     noise = gumbel(params.seed[slots], params.choice[slots], rows.positions, logits.shape[1])
     greedy = (params.temperature[slots] == 0).unsqueeze(1)
@@ -73,19 +71,19 @@ def sample_rows(
 
 
 def adjust(
-    logits: torch.Tensor, rows: SampleRows, params: SlotParams, features: Features
+    logits: torch.Tensor, rows: SampleRows, params: SlotParams, stages: SamplingStages
 ) -> torch.Tensor:
     """Penalties, bias and masked ends of the rows that have them."""
-    if features.penalties:
+    if stages.penalties:
         logits = apply_penalties(logits, rows, params)
-    if features.bias:
+    if stages.bias:
         logits = apply_bias(logits, rows, params)
-    if features.min_tokens:
+    if stages.min_tokens:
         logits = mask_ends(logits, rows, params)
     return logits
 
 
-def adjustments_of(rows: SampleRows, params: SlotParams, features: Features) -> Adjustments:
+def adjustments_of(rows: SampleRows, params: SlotParams, stages: SamplingStages) -> Adjustments:
     """The rows' adjustments, as a backend wants them."""
     slots = rows.slots
     if rows.history_by_row:
@@ -93,9 +91,9 @@ def adjustments_of(rows: SampleRows, params: SlotParams, features: Features) -> 
     return Adjustments(
         slots=slots,
         positions=rows.positions,
-        penalties=features.penalties,
-        biased=features.bias,
-        min_tokens=features.min_tokens,
+        penalties=stages.penalties,
+        biased=stages.bias,
+        min_tokens=stages.min_tokens,
         history=rows.history,
         max_history=rows.max_history,
         prompt_length=params.prompt_length,
@@ -158,7 +156,7 @@ def mask_ends(logits: torch.Tensor, rows: SampleRows, params: SlotParams) -> tor
 
 
 def filtered_scores(
-    logits: torch.Tensor, slots: torch.Tensor, params: SlotParams, features: Features
+    logits: torch.Tensor, slots: torch.Tensor, params: SlotParams, stages: SamplingStages
 ) -> torch.Tensor:
     """Temperature and filters: log-probabilities up to a constant, -inf where filtered out.
 
@@ -168,18 +166,18 @@ def filtered_scores(
     temperature = torch.where(temperature == 0, 1.0, temperature)
     # The maximum goes first, so that tiny temperatures cannot overflow.
     scores = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
-    if features.min_p:
+    if stages.min_p:
         # The best score is 0, so min_p times its probability is a plain threshold.
         border = params.min_p[slots].double().log().float()
         scores = _drop_below(scores, border.unsqueeze(1))
-    if features.top_k:
-        width = min(features.top_k, scores.shape[1])
+    if stages.top_k:
+        width = min(stages.top_k, scores.shape[1])
         best = scores.topk(width, dim=-1).values
         last = (params.top_k[slots].clamp(max=width) - 1).unsqueeze(1)
         kth = best.gather(1, last)
         unlimited = (params.top_k[slots] >= scores.shape[1]).unsqueeze(1)
         scores = _drop_below(scores, torch.where(unlimited, float("-inf"), kth))
-    if features.top_p:
+    if stages.top_p:
         ordered = scores.sort(dim=-1, descending=True).values
         mass = torch.softmax(ordered, dim=-1)
         before = mass.cumsum(dim=-1) - mass

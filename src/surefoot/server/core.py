@@ -162,7 +162,7 @@ class Core:
             tokens=list(item.tokens),
             proposer=self._proposers.get(item.drafting.proposer or "", -1),
             offered=item.drafting.offered,
-            drafted=item.drafting.drafted,
+            verified=item.drafting.verified,
             accepted=item.drafting.accepted,
             finish=request.finish_reason,
             stop=request.stop_reason,

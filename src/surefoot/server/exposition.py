@@ -94,8 +94,8 @@ class _Exporter(Collector):
 
     def _speculation(self) -> Iterator[Metric]:
         drafts = self.metrics.drafts
-        by_name: dict[str, list] = {"rounds": [], "drafted": [], "accepted": []}
-        by_position: dict[str, list] = {"drafted": [], "accepted": []}
+        by_name: dict[str, list] = {"rounds": [], "verified": [], "accepted": []}
+        by_position: dict[str, list] = {"verified": [], "accepted": []}
         for name, counts in drafts.items():
             label = {"proposer": name}
             by_name["rounds"].append((label, counts.rounds))
@@ -106,7 +106,7 @@ class _Exporter(Collector):
         about = "A request's rounds with drafts."
         yield from self._counter("draft_rounds", about, by_name["rounds"])
         for kind, per_position in by_position.items():
-            about = f"Draft tokens {'verified' if kind == 'drafted' else 'accepted'}"
+            about = f"Draft tokens {'verified' if kind == 'verified' else 'accepted'}"
             yield from self._counter(f"{kind}_tokens", f"{about}.", by_name[kind])
             yield from self._counter(
                 f"{kind}_tokens_by_position", f"{about}, by position in the draft.", per_position
@@ -125,7 +125,7 @@ class _Exporter(Collector):
         accepted = [sum(c.accepted[i] for c in counts if i < len(c.accepted)) for i in range(width)]
         for name, about, value in (
             ("drafts", "Drafts.", sum(c.rounds for c in counts)),
-            ("draft_tokens", "Draft tokens.", sum(sum(c.drafted) for c in counts)),
+            ("draft_tokens", "Draft tokens.", sum(sum(c.verified) for c in counts)),
             ("accepted_tokens", "Accepted draft tokens.", sum(accepted)),
         ):
             yield self._one_counter(f"vllm:spec_decode_num_{name}", about, [({}, value)])

@@ -110,7 +110,7 @@ class News(msgspec.Struct, array_like=True):
     tokens: list[int]
     proposer: int = -1
     offered: int = 0
-    drafted: int = 0
+    verified: int = 0
     accepted: int = 0
     finish: str | None = None
     stop: int | str | None = None

@@ -40,17 +40,17 @@ class DraftCounts:
     """Of one proposer: requests' rounds with drafts of its, and tokens by position in the draft."""
 
     rounds: int = 0
-    drafted: list[int] = field(default_factory=list)
+    verified: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
-    def count(self, drafted: int, accepted: int) -> None:
+    def count(self, verified: int, accepted: int) -> None:
         self.rounds += 1
-        missing = drafted - len(self.drafted)
+        missing = verified - len(self.verified)
         if missing > 0:
-            self.drafted += [0] * missing
+            self.verified += [0] * missing
             self.accepted += [0] * missing
-        for position in range(drafted):
-            self.drafted[position] += 1
+        for position in range(verified):
+            self.verified[position] += 1
         for position in range(accepted):
             self.accepted[position] += 1
 
@@ -96,8 +96,8 @@ class Metrics:
         elif kept:
             self.inter_token.observe((now - choice.last_at) / kept, kept)
         choice.last_at = now
-        if news.drafted:
-            self.drafts[self.ready.proposers[news.proposer]].count(news.drafted, news.accepted)
+        if news.verified:
+            self.drafts[self.ready.proposers[news.proposer]].count(news.verified, news.accepted)
 
     def count_end(self, choice: Choice) -> None:
         """A choice is over, for whatever reason."""

@@ -25,22 +25,22 @@ def usage(generation: Generation, hidden: bool = False) -> dict[str, Any]:
 
 def speculation(parts: list[SpeculationStats]) -> dict[str, Any]:
     """Counts of all choices together; ``accepted_length`` is tokens per round."""
-    names = sorted({name for part in parts for name in part.drafted_by_proposer})
+    names = sorted({name for part in parts for name in part.verified_by_proposer})
     total = SpeculationStats(
         rounds=sum(part.rounds for part in parts),
         offered=sum(part.offered for part in parts),
-        drafted=sum(part.drafted for part in parts),
+        verified=sum(part.verified for part in parts),
         accepted=sum(part.accepted for part in parts),
     )
     return {
         "rounds": total.rounds,
         "offered": total.offered,
-        "drafted": total.drafted,
+        "verified": total.verified,
         "accepted": total.accepted,
         "accepted_length": total.accepted_length,
         "proposers": {
             name: {
-                "drafted": sum(part.drafted_by_proposer.get(name, 0) for part in parts),
+                "verified": sum(part.verified_by_proposer.get(name, 0) for part in parts),
                 "accepted": sum(part.accepted_by_proposer.get(name, 0) for part in parts),
             }
             for name in names

@@ -174,21 +174,25 @@ class BookKeeping(ABC):
         """``trees.ancestors``."""
         return trees.ancestors(parents)
 
-    def node_rows(self, layout: RoundLayout, grown: Trees, drafts: torch.Tensor) -> NodeRows:
+    def node_rows(self, layout: RoundLayout, offered: Trees, drafts: torch.Tensor) -> NodeRows:
         """``trees.node_rows``."""
-        return trees.node_rows(layout, grown, drafts)
+        return trees.node_rows(layout, offered, drafts)
 
     def walk(
-        self, grown: Trees, sampled: torch.Tensor, first_sample: torch.Tensor, drafts: torch.Tensor
+        self,
+        offered: Trees,
+        sampled: torch.Tensor,
+        first_sample: torch.Tensor,
+        drafts: torch.Tensor,
     ) -> tuple[Paths, torch.Tensor]:
         """``trees.walk``."""
-        return trees.walk(grown, sampled, first_sample, drafts)
+        return trees.walk(offered, sampled, first_sample, drafts)
 
-    def settle(
-        self, commits: Commits, layout: RoundLayout, rows: NodeRows, grown: Trees, paths: Paths
+    def follow_paths(
+        self, commits: Commits, layout: RoundLayout, rows: NodeRows, offered: Trees, paths: Paths
     ) -> Commits:
         """``trees.settle``."""
-        return trees.settle(commits, layout, rows, grown, paths)
+        return trees.follow_paths(commits, layout, rows, offered, paths)
 
 
 def book_keeping(

@@ -55,7 +55,7 @@ class NativeBooks(BookKeeping):
             *map(_address, (records.watched_start, records.hits, records.trials, records.seen)),
             *map(_address, (offers.tokens, offers.lengths, offers.proposer, offers.parents)),
             *map(_address, (offers.chances, self.report)),
-            *(state.history.shape[1], state.slots, state.idle_slot, len(controller.names)),
+            *(state.history.shape[1], state.slots, state.padding_slot, len(controller.names)),
             *(state.max_drafts, BINS, state.vocab_size, self.columns.count),
             *(SLOT_DECAY, GLOBAL_DECAY, *PRIOR_RANGE, LEAST),
         )

@@ -42,7 +42,7 @@ class Offers:
         """Offers at hand."""
         return min(KEPT, max(_FIRST, self._entered))
 
-    def enter(self, rows: np.ndarray, steps: int) -> None:
+    def record(self, rows: np.ndarray, steps: int) -> None:
         """Offers float32 [n, width], ``steps`` long if it pays by steps."""
         found = np.count_nonzero(rows[:, 0]) / len(rows)
         self.share += min(1.0, len(rows) / _LEAST) * (found - self.share)
@@ -103,7 +103,7 @@ class OfferMemory:
             self._alone[proposer] = Offers(self.width, False)
         return known
 
-    def enter(
+    def record(
         self, chances: np.ndarray, whose: np.ndarray, proposers: tuple[int, ...], steps: int
     ) -> None:
         """A report's offers, as in ``Situation``, of which drafters made theirs ``steps`` long."""
@@ -127,14 +127,14 @@ class OfferMemory:
                     usual = self._alone[proposer].latest(len(chances), 0)
                     rows = np.where(own[:, np.newaxis], chances, np.minimum(usual, chances))
             elif not offers.stepped:
-                self._alone[proposer].enter(rows, steps)
+                self._alone[proposer].record(rows, steps)
             if len(rows):
-                offers.enter(rows, steps)
+                offers.record(rows, steps)
 
     def continued(
         self, chances: np.ndarray, whose: np.ndarray, steps: int, wanted: int
     ) -> np.ndarray:
-        """Offers as of ``enter`` as they would be had drafters made ``wanted`` steps."""
+        """Offers as of ``record`` as they would be had drafters made ``wanted`` steps."""
         for proposer in self.drafters if steps != wanted else ():
             own = whose == proposer
             if own.any():

@@ -149,7 +149,7 @@ class Planner:
         steps = min(steps, max(1, situation.draft_limit))
         if proposers:
             chances, whose = situation.chances.numpy(), situation.whose.numpy()
-            self.offers.enter(chances, whose, proposers, steps)
+            self.offers.record(chances, whose, proposers, steps)
 
     def _at_hand(self, situation: Situation) -> np.ndarray | None:
         """float32 [requests, K]: chances of the drafts that this round finds on offer, as far as

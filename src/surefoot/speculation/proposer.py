@@ -20,7 +20,7 @@ from surefoot.errors import SurefootError
 from surefoot.kernels.backend import FlatBatch
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
-from surefoot.sampling.params import Features
+from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.state import SlotState
 
 
@@ -80,10 +80,10 @@ class Drafts:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class DraftRequest:
     """What the host knows of the drafts that will be asked for; the same for many rounds."""
 
-    features: Features = Features()
+    features: SamplingStages = SamplingStages()
     """Sampling stages that some request of the round needs."""
     max_keys: int = 0
     """Upper bound of the requests' ``length`` after this round."""
@@ -167,7 +167,7 @@ class Proposer(ABC):
     def allocate(self, blocks: int) -> None:
         """Make own KV pools of ``blocks`` blocks, under the target's block ids. Default: none."""
 
-    def expect(self, outlook: Outlook) -> None:
+    def expect(self, wanted: DraftRequest) -> None:
         """What the next ``propose`` is about. Default: it does not matter."""
 
     @classmethod

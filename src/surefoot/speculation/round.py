@@ -2,9 +2,9 @@
 
 Prompt chunks, chains, trees and single tokens are spans of one flat batch, and everything here is a
 fixed sequence of tensor operations that reads nothing on the host. The host says who takes part
-(``Round.seat``) and how large the round is (``Size``); who drafts how much, what is accepted and
-which texts end is found on the device. So a GPU records a round once for each size, and the host
-may launch the next one before it has read this one.
+(``Round.set_batch``) and how large the round is (``Size``); who drafts how much, what is accepted
+and which texts end is found on the device. So a GPU records a round once for each size, and the
+host may launch the next one before it has read this one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from surefoot.kernels.draws import TokenMasks
 from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
 from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.sampling.logprobs import WIDTHS, RowLogprobs, pack, row_logprobs
-from surefoot.sampling.params import Features
+from surefoot.sampling.params import SamplingStages
 from surefoot.sampling.sampler import SampleRows, sample_rows
 from surefoot.speculation.books import book_keeping
 from surefoot.speculation.controller import Controller
-from surefoot.speculation.proposer import Commits, Drafts, Outlook, Proposer
+from surefoot.speculation.proposer import Commits, DraftRequest, Drafts, Proposer
 from surefoot.speculation.size import Size
 from surefoot.speculation.state import SlotState
 from surefoot.speculation.trees import (
@@ -41,7 +41,7 @@ PROMPT_LOGPROB_ROWS = 64
 
 ReplaceSampled = Callable[[RoundSpans, RoundLayout, torch.Tensor], torch.Tensor]
 """(spans, layout, sampled tokens int64 [M]) -> tokens int64 [M] in their place."""
-Grown = tuple[NodeRows, Trees]
+TreeRows = tuple[NodeRows, Trees]
 
 
 class Round:
@@ -62,7 +62,9 @@ class Round:
         self.state = state
         self.proposers = list(proposers)
         self.controller = controller
-        self.slots = torch.full((spans,), state.idle_slot, dtype=torch.int64, device=state.device)
+        self.slots = torch.full(
+            (spans,), state.padding_slot, dtype=torch.int64, device=state.device
+        )
         """int64 [spans]: the requests of the next round; the rest are unused entries."""
         self.quota = torch.zeros_like(self.slots)
         """int64 [spans]: the most rows of known tokens of each: 1, or a prompt chunk."""
@@ -97,10 +99,10 @@ class Round:
         self.replace_sampled: ReplaceSampled | None = None
         """For measurements and the certificate: between sampling and accepting."""
 
-    def seat(self, slots: Sequence[int], quota: Sequence[int]) -> None:
+    def set_batch(self, slots: Sequence[int], quota: Sequence[int]) -> None:
         """Who takes part in the next round, and the most known rows that each of them runs."""
         table = torch.zeros((2, len(self.slots)), dtype=torch.int64)
-        table[0] = self.state.idle_slot
+        table[0] = self.state.padding_slot
         table[:, : len(slots)] = torch.tensor([slots, quota], dtype=torch.int64)
         if self.state.device.type == "cuda":
             table = table.pin_memory()
@@ -120,16 +122,16 @@ class Round:
         slots, books = self.slots[: size.spans], self.books
         spans = books.split(slots, self.quota[: size.spans], size)
         layout = books.lay_out(spans, size, max_keys)
-        grown = self.grow(spans, size, layout)
-        if grown is not None:
-            layout = lay_out_trees(layout, grown[0])
+        tree_rows = self.find_trees(spans, size, layout)
+        if tree_rows is not None:
+            layout = lay_out_trees(layout, tree_rows[0])
         forward = self.forward(layout.batch)
-        sampled, logprobs = self.sample(size, layout, forward.hidden, max_keys, grown)
+        sampled, logprobs = self.sample(size, layout, forward.hidden, max_keys, tree_rows)
         prompt_logprobs = self.score_prompt(size, layout, forward.hidden, prompt_rows)
-        verdict, paths = self.judge(spans, layout, sampled, grown)
+        verdict, paths = self.judge(spans, layout, sampled, tree_rows)
         if logprobs is not None:
             self._report_logprobs(logprobs, layout, paths)
-        self.catch_up(verdict, slots, size, layout, forward.features, grown, paths)
+        self.catch_up(verdict, slots, size, layout, forward.features, tree_rows, paths)
 
         def propose(index: int, going: torch.Tensor) -> Drafts:
             return self.propose(index, going, size, max_keys)
@@ -137,12 +139,12 @@ class Round:
         books.finish(slots, size, spans.drafts, verdict, propose)
         return prompt_logprobs
 
-    def grow(self, spans: RoundSpans, size: Size, layout: RoundLayout) -> Grown | None:
+    def find_trees(self, spans: RoundSpans, size: Size, layout: RoundLayout) -> TreeRows | None:
         """The trees among the drafts of a round, and where its rows stand in them; None where there
         are only chains."""
         offers = self.books.offers
-        planting = any(self.controller.trees)
-        if offers.parents is None or not planting or not size.verifies:
+        offered = any(self.controller.trees)
+        if offers.parents is None or not offered or not size.verifies:
             return None
         parents = offers.parents[spans.slots]
         trees = Trees(offers.tokens[spans.slots], parents, *self.books.ancestors(parents))
@@ -158,7 +160,7 @@ class Round:
         layout: RoundLayout,
         hidden: torch.Tensor,
         max_keys: int,
-        grown: Grown | None = None,
+        tree_rows: TreeRows | None = None,
     ) -> tuple[torch.Tensor, RowLogprobs | None]:
         """The token of every row that samples, int64 [M], and its logprobs if wanted."""
         if size.samples == 0:
@@ -166,10 +168,10 @@ class Round:
         if size.rows != size.samples:
             hidden = hidden[layout.sample_index]
         decoder = self.decoder
-        if size.kind == Features() and size.logprobs is None and not size.masked:
+        if size.kind == SamplingStages() and size.logprobs is None and not size.masked:
             return decoder.greedy(hidden), None
         logits = decoder.logits(hidden)
-        rows = self.rows_to_sample(layout, size.kind, grown, max_keys)
+        rows = self.rows_to_sample(layout, size.kind, tree_rows, max_keys)
         masks = self.masks(layout) if size.masked else None
         sampled = sample_rows(logits, rows, self.state.params, size.kind, decoder.backend, masks)
         if size.logprobs is None:
@@ -177,14 +179,14 @@ class Round:
         return sampled, row_logprobs(logits, sampled, size.logprobs)
 
     def rows_to_sample(
-        self, layout: RoundLayout, kind: Features, grown: Grown | None, max_keys: int
+        self, layout: RoundLayout, kind: SamplingStages, tree_rows: TreeRows | None, max_keys: int
     ) -> SampleRows:
         """What the sampler has to know of them; in trees, penalties see each row's own path."""
         history = self.state.history
         rows = SampleRows(layout.sample_slots, layout.sample_positions, history, max_keys)
-        if grown is None or not kind.penalties:
+        if tree_rows is None or not kind.penalties:
             return rows
-        texts = path_histories(self.state, layout, *grown, max_keys)
+        texts = path_histories(self.state, layout, *tree_rows, max_keys)
         return replace(rows, history=texts, history_by_row=True)
 
     def masks(self, layout: RoundLayout) -> TokenMasks:
@@ -204,15 +206,15 @@ class Round:
         spans: RoundSpans,
         layout: RoundLayout,
         sampled: torch.Tensor,
-        grown: Grown | None = None,
+        tree_rows: TreeRows | None = None,
     ) -> tuple[RoundVerdict, Paths | None]:
         """Accept the drafts that equal what their rows sampled, int64 [M], cut at ends, commit.
-        With the accepted paths where trees have ``grown``."""
+        With the accepted paths where trees have tree_rows."""
         if self.replace_sampled is not None:
             sampled = self.replace_sampled(spans, layout, sampled)
         paths, first_sample = None, layout.first_sample
-        if grown is not None:
-            paths, (spans, first_sample, sampled) = self.walk(spans, layout, grown[1], sampled)
+        if tree_rows is not None:
+            paths, (spans, first_sample, sampled) = self.walk(spans, layout, tree_rows[1], sampled)
         return self.books.judge(spans, first_sample, sampled), paths
 
     def walk(
@@ -236,7 +238,7 @@ class Round:
         size: Size,
         layout: RoundLayout,
         features: torch.Tensor,
-        grown: Grown | None,
+        tree_rows: TreeRows | None,
         paths: Paths | None,
     ) -> None:
         """Tell the proposers what was settled; ``features`` [N, …] of all captured layers. Those
@@ -247,8 +249,8 @@ class Round:
         commits = Commits(
             slots, verdict.first, verdict.settled, layout.first_row, layout.batch, features
         )
-        if grown is not None and paths is not None:
-            commits = self.books.settle(commits, layout, *grown, paths)
+        if tree_rows is not None and paths is not None:
+            commits = self.books.follow_paths(commits, layout, *tree_rows, paths)
         for index in told:
             need = self.needs[index]
             own = select_layers(features, self.capture, need.captured_layers)
@@ -260,7 +262,7 @@ class Round:
         proposer, limit = self.proposers[index], self.context_limits[index]
         steps = size.steps if index in self.drafters else None
         most = min(max_keys + 1, self.state.history.shape[1])
-        proposer.expect(Outlook(size.kind, most, steps or self.state.max_drafts))
+        proposer.expect(DraftRequest(size.kind, most, steps or self.state.max_drafts))
         drafts = proposer.propose(slots)
         if limit is None:
             return drafts

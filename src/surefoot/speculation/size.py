@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from surefoot.sampling.params import Features
+from surefoot.sampling.params import SamplingStages
 
-GREEDY = Features()
+GREEDY = SamplingStages()
 ANY_TOP_K = 1 << 30
-DRAWN = Features(noise=True, min_p=True, top_k=ANY_TOP_K, top_p=True)
-ADJUSTED = Features(
+DRAWN = SamplingStages(noise=True, min_p=True, top_k=ANY_TOP_K, top_p=True)
+ADJUSTED = SamplingStages(
     noise=True, penalties=True, bias=True, min_tokens=True, min_p=True, top_k=ANY_TOP_K, top_p=True
 )
 """The three kinds of sampling that rounds are recorded for; filters that a row does not have are
 told apart on the device."""
 
 
-def kind_of(features: Features) -> Features:
+def kind_of(stages: SamplingStages) -> SamplingStages:
     """The recorded kind that serves these stages."""
-    if features.penalties or features.bias or features.min_tokens:
+    if stages.penalties or stages.bias or stages.min_tokens:
         return ADJUSTED
-    return DRAWN if features.noise else GREEDY
+    return DRAWN if stages.noise else GREEDY
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Size:
     spans: int
     rows: int
     samples: int
-    kind: Features
+    kind: SamplingStages
     proposers: tuple[int, ...]
     """Who proposes drafts for the next round."""
     steps: int | None = None

@@ -33,7 +33,7 @@ class SlotState:
         device: torch.device,
     ) -> None:
         self.slots = slots = requests + 1
-        self.idle_slot = requests
+        self.padding_slot = requests
         self.max_drafts = max_drafts
         self.block_size = block_size
         self.vocab_size = vocab_size
@@ -42,7 +42,7 @@ class SlotState:
         self.history = torch.zeros((slots, width), dtype=torch.int64, device=device)
         self._counts = torch.zeros((5, slots), dtype=torch.int64, device=device)
         self.length, self.computed, self.limit, self.alive, self.structured = self._counts
-        self.length[self.idle_slot] = 1
+        self.length[self.padding_slot] = 1
         self.mask_bits = torch.zeros((0, 0), dtype=torch.int32, device=device)
         """int32 [slots * (1 + max_drafts), ceil(vocab / 32)], as in ``TokenMasks``: what the rows
         of a slot that is ``structured`` (1) may sample. Made when the first such request comes."""

@@ -108,7 +108,7 @@ class TorchBooks(BookKeeping):
         # Unused entries share a slot: what they write must not depend on who is last.
         ended = state.alive[slots] * (verdict.ends != 0)
         state.alive.index_put_((slots,), -ended, accumulate=True)
-        goes = verdict.going != state.idle_slot
+        goes = verdict.going != state.padding_slot
         offered = torch.where(goes, offers.lengths[slots], 0)
         columns = [verdict.counts, verdict.accepted, verdict.ends, drafts, whose, offered]
         columns.append(offers.proposer[slots])

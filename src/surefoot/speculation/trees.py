@@ -61,7 +61,7 @@ class NodeRows:
     """int64 [N]: for RoPE."""
     masks: torch.Tensor
     """int64 [N]: as in ``FlatBatch.mask``."""
-    grown: torch.Tensor
+    nodes: torch.Tensor
     """int64 [B]: drafts of each span; spans without any are rows in a line."""
 
 
@@ -185,14 +185,14 @@ def committed_logprobs(scores: RowLogprobs, layout: RoundLayout, paths: Paths) -
     )
 
 
-def settle(
+def follow_paths(
     commits: Commits, layout: RoundLayout, rows: NodeRows, trees: Trees, paths: Paths
 ) -> Commits:
     """A round's commits as proposers see them: the rows of the accepted paths under the keys that
     they have now, all other drafts as padding, and which row comes before each."""
     owner, offset, depth = rows.owner, rows.offset, rows.depth
     batch = commits.batch
-    in_tree = rows.grown[owner] > 0
+    in_tree = rows.nodes[owner] > 0
     deepest = paths.rows.shape[1] - 1
     on_path = paths.rows[owner, depth.clamp(max=deepest)] == offset
     on_path = on_path & (depth <= paths.lengths[owner])
@@ -207,5 +207,5 @@ def settle(
     before = torch.where(offset > 0, layout.first_row[owner] + parents + 1, -1)
     tail = (commits.counts - 1).clamp(min=0)
     end = paths.rows.gather(1, tail.clamp(max=deepest).unsqueeze(1)).squeeze(1)
-    end = torch.where(rows.grown > 0, end, tail)
+    end = torch.where(rows.nodes > 0, end, tail)
     return replace(commits, batch=batch, before=before, last=commits.rows + end)

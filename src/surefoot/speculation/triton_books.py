@@ -76,29 +76,44 @@ class TritonBooks(BookKeeping):
     def ancestors(self, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return trees.ancestors(parents)
 
-    def node_rows(self, layout: RoundLayout, grown: Trees, drafts: torch.Tensor) -> NodeRows:
+    def node_rows(self, layout: RoundLayout, offered: Trees, drafts: torch.Tensor) -> NodeRows:
         batch = layout.batch
         assert batch.spans is not None
         owner, offset, depth, positions, masks = trees.node_rows(
-            layout.first_row, batch.spans.rows, batch.positions, grown.masks, grown.depths, drafts
+            layout.first_row,
+            batch.spans.rows,
+            batch.positions,
+            offered.masks,
+            offered.depths,
+            drafts,
         )
         return NodeRows(owner, offset, depth, positions, masks, drafts)
 
     def walk(
-        self, grown: Trees, sampled: torch.Tensor, first_sample: torch.Tensor, drafts: torch.Tensor
+        self,
+        offered: Trees,
+        sampled: torch.Tensor,
+        first_sample: torch.Tensor,
+        drafts: torch.Tensor,
     ) -> tuple[Paths, torch.Tensor]:
         lengths, rows, tokens = trees.walk(
-            grown.tokens, grown.parents, grown.masks, grown.depths, sampled, first_sample, drafts
+            offered.tokens,
+            offered.parents,
+            offered.masks,
+            offered.depths,
+            sampled,
+            first_sample,
+            drafts,
         )
         return Paths(lengths, rows), tokens
 
-    def settle(
-        self, commits: Commits, layout: RoundLayout, rows: NodeRows, grown: Trees, paths: Paths
+    def follow_paths(
+        self, commits: Commits, layout: RoundLayout, rows: NodeRows, offered: Trees, paths: Paths
     ) -> Commits:
         batch = commits.batch
-        keys, slots, before, last = trees.settle(
-            (rows.owner, rows.offset, rows.depth), grown.parents, (paths.lengths, paths.rows),
-            layout.first_row, commits.counts, batch.key_index, batch.row_slot, rows.grown,
+        keys, slots, before, last = trees.follow_paths(
+            (rows.owner, rows.offset, rows.depth), offered.parents, (paths.lengths, paths.rows),
+            layout.first_row, commits.counts, batch.key_index, batch.row_slot, rows.nodes,
         )  # fmt: skip
         batch = replace(batch, key_index=keys, row_slot=slots, mask=None)
         return replace(commits, batch=batch, before=before, last=last)

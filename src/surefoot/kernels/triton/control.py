@@ -239,7 +239,7 @@ def split(
     known, drafts, samples = (torch.empty_like(slots) for _ in range(3))
     history = state.history
     split_kernel[(spans,)](
-        slots, quota, spans, state.idle_slot, state.alive, state.computed,
+        slots, quota, spans, state.padding_slot, state.alive, state.computed,
         offers.chances, offers.tokens, width,
         history, history.stride(0), state.length, rows, sampled_rows, known, drafts, samples,
         seen, news, seen.numel() // 4, max(seen[:1, :1].numel(), 1), decay_log2,
@@ -266,7 +266,7 @@ def keep(
     records, trees = controller.records, controller.parents is not None
     proposers, count, bins, width = records.hits.shape
     keep_kernel[(slots.shape[0],)](
-        slots, verdict.going, state.idle_slot, count, proposers,
+        slots, verdict.going, state.padding_slot, count, proposers,
         controller.tokens, controller.lengths, controller.confidence, controller.parents,
         records.hits, records.trials, records.seen, news,
         decay_log2, *prior_range, least, width,

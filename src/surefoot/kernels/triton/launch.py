@@ -19,7 +19,7 @@ not aligned to 16 bytes. Called rounds come in all sizes, and a compilation in t
 middle of serving holds up everybody for half a second, so parameters that differ between rounds are
 named in ``do_not_specialize`` and ``do_not_specialize_on_alignment``.
 """
-PLAN = ["slots_ptr", "known_ptr", "drafts_ptr", "samples_ptr"]
+SPAN_COLUMNS = ["slots_ptr", "known_ptr", "drafts_ptr", "samples_ptr"]
 """Columns of a round's plan, which lie packed: ``do_not_specialize_on_alignment``."""
 DTYPES = (torch.float32, torch.bfloat16)
 DEFAULT_PROCESSORS = 132  # of an H100 or H200 SXM; what the interpreter pretends to have

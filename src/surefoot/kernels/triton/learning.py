@@ -198,7 +198,7 @@ def learn(
         tokens, lengths = tokens.contiguous(), lengths.contiguous()
         parents, columns = None if parents is None else parents.contiguous(), tokens.shape[1]
     learn_kernel[(slots.shape[0],)](
-        slots, state.idle_slot, history, history.stride(0), state.length, state.limit,
+        slots, state.padding_slot, history, history.stride(0), state.length, state.limit,
         state.vocab_size, records.watched[index], records.watched_bins[index],
         records.watched_parents[index] if trees else None,
         records.watched_length[index], records.watched_start[index],

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from surefoot.kernels.backend import FlatBatch, SpanTable
 from surefoot.kernels.rounds import RoundLayout, RoundSpans
-from surefoot.kernels.triton.launch import PLAN, cdiv, jit, next_power_of_2
+from surefoot.kernels.triton.launch import SPAN_COLUMNS, cdiv, jit, next_power_of_2
 
 TILE = 16
 
@@ -36,7 +36,7 @@ def pick(values, chosen):
 
 @jit(
     do_not_specialize=["spans", "rows", "sampled_rows"],
-    do_not_specialize_on_alignment=PLAN,
+    do_not_specialize_on_alignment=SPAN_COLUMNS,
 )
 def lay_out_kernel(
     slots_ptr, known_ptr, drafts_ptr, samples_ptr, spans,

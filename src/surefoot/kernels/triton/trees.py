@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from surefoot.kernels.triton.launch import PLAN, cdiv, jit, next_power_of_2
+from surefoot.kernels.triton.launch import SPAN_COLUMNS, cdiv, jit, next_power_of_2
 
 TILE = 16
 
@@ -99,7 +99,7 @@ def node_rows(
     return out
 
 
-@jit(do_not_specialize=["sampled_rows"], do_not_specialize_on_alignment=PLAN)
+@jit(do_not_specialize=["sampled_rows"], do_not_specialize_on_alignment=SPAN_COLUMNS)
 def walk_kernel(
     token_ptr, parent_ptr, tree_mask_ptr, tree_depth_ptr, width,
     sampled_ptr, sampled_rows, first_sample_ptr, drafts_ptr,
@@ -213,13 +213,13 @@ def settle_kernel(
         tail = tl.maximum(tl.load(count_ptr + span, mask=inside, other=0) - 1, 0)
         place = span * width + tl.minimum(tail, width - 1)
         end = tl.load(path_ptr + place, mask=inside, other=0)
-        grown = tl.load(drafts_ptr + span, mask=inside, other=0)
-        end = tl.where(grown > 0, end, tail)
+        nodes = tl.load(drafts_ptr + span, mask=inside, other=0)
+        end = tl.where(nodes > 0, end, tail)
         first = tl.load(first_row_ptr + span, mask=inside, other=0)
         tl.store(last_ptr + span, first + end, mask=inside)
 
 
-def settle(
+def follow_paths(
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     parents: torch.Tensor,
     path: tuple[torch.Tensor, torch.Tensor],

@@ -6,10 +6,10 @@ import torch
 import triton.language as tl
 
 from surefoot.kernels.rounds import RoundSpans, RoundVerdict
-from surefoot.kernels.triton.launch import PLAN, jit, next_power_of_2
+from surefoot.kernels.triton.launch import SPAN_COLUMNS, jit, next_power_of_2
 
 
-@jit(do_not_specialize=["sampled_rows"], do_not_specialize_on_alignment=PLAN)
+@jit(do_not_specialize=["sampled_rows"], do_not_specialize_on_alignment=SPAN_COLUMNS)
 def verdict_kernel(
     slots_ptr, known_ptr, drafts_ptr, samples_ptr, first_sample_ptr, sampled_ptr, sampled_rows,
     history_ptr, history_stride, length_ptr, computed_ptr, limit_ptr, stop_ids_ptr, stops,

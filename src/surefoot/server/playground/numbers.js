@@ -40,7 +40,7 @@ export class Numbers {
 
   /** Drafts that the model has checked. */
   get verified() {
-    return this.speculation?.drafted ?? 0;
+    return this.speculation?.verified ?? 0;
   }
 
   draw() {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from surefoot.sampling.noise import gumbel_at
-from surefoot.sampling.params import Features
+from surefoot.sampling.params import SamplingStages
 from surefoot.sampling.sampler import (
     SampleRows,
     adjust,
@@ -33,11 +33,11 @@ class Picker:
         self.ids = network.target_ids
         self.state = state
         self.coupled = coupled
-        self.features = Features()
+        self.stages = SamplingStages()
 
-    def serve(self, features: Features) -> None:
+    def serve(self, stages: SamplingStages) -> None:
         """Be ready for requests of which some need these sampling stages."""
-        self.features = features if self.coupled else Features()
+        self.stages = stages if self.coupled else SamplingStages()
 
     def pick(
         self,
@@ -52,18 +52,18 @@ class Picker:
         ``positions`` int64 [B]: where the tokens stand. Drafts are entered in ``state.history``,
         where the next one's penalties see them; the likeliest of all are not, which nobody asks.
         """
-        backend, ids, state, features = self.backend, self.ids, self.state, self.features
-        if features == Features():
+        backend, ids, state, stages = self.backend, self.ids, self.state, self.stages
+        if stages == SamplingStages():
             backend.drafting.likeliest(logits, ids, *out)
             return
         rows = SampleRows(slots, positions, state.history, state.history.shape[1])
-        adjusted = features.penalties or features.bias or features.min_tokens
-        if features.noise and not adjusted:
+        adjusted = stages.penalties or stages.bias or stages.min_tokens
+        if stages.noise and not adjusted:
             draws = draws_of(rows, state.params)
             if backend.drafting.draw(logits, ids, draws, state.history, *out):
                 return
         scores = self._by_target(logits)
-        tokens = sample_rows(scores, rows, state.params, features, backend)
+        tokens = sample_rows(scores, rows, state.params, stages, backend)
         state.history[slots, positions] = tokens
         temperature = state.params.temperature[slots].unsqueeze(1)
         temperature = torch.where(temperature > 0, temperature, 1.0)
@@ -78,18 +78,18 @@ class Picker:
         log-probabilities), [R, count] each. Under noise those of the highest noised scores, and
         their log-probabilities given the noise. Penalties see the committed text, not the
         drafts."""
-        ids, state, features = self.ids, self.state, self.features
-        if features == Features():
+        ids, state, stages = self.ids, self.state, self.stages
+        if stages == SamplingStages():
             best, columns = logits.log_softmax(dim=-1).topk(count, dim=-1)
             return columns if ids is None else ids[columns], best
         params = state.params
         rows = SampleRows(slots, state.length[slots], state.history, state.history.shape[1])
-        scores = adjust(self._by_target(logits), rows, params, features)
-        if not features.noise:
+        scores = adjust(self._by_target(logits), rows, params, stages)
+        if not stages.noise:
             best, tokens = scores.log_softmax(dim=-1).topk(count, dim=-1)
             return tokens, best
         greedy = (params.temperature[slots] == 0).unsqueeze(1)
-        drawn = filtered_scores(scores, slots, params, features)
+        drawn = filtered_scores(scores, slots, params, stages)
         scores = torch.where(greedy, scores, drawn)
         # Far down, no noise lifts a candidate above all others.
         likely, tokens = scores.topk(min(max(CANDIDATES, count), scores.shape[1]), dim=-1)

@@ -15,7 +15,7 @@ from surefoot.speculation.drafting.folders import errors_about
 from surefoot.speculation.drafting.network import Network
 from surefoot.speculation.drafting.picking import Picker
 from surefoot.speculation.drafting.pools import DrafterPools
-from surefoot.speculation.proposer import DraftCost, Drafts, Needs, Outlook, Proposer
+from surefoot.speculation.proposer import DraftCost, DraftRequest, Drafts, Needs, Proposer
 from surefoot.speculation.state import SlotState
 
 
@@ -64,7 +64,7 @@ class NetworkProposer(Proposer):
         super().__init__(options, state)
         self.most = min(self.draft_tokens(options), state.max_drafts)
         """Drafts offered at once, at most."""
-        self.outlook = Outlook()
+        self.wanted = DraftRequest()
 
     @property
     def option(self) -> str:
@@ -111,14 +111,14 @@ class NetworkProposer(Proposer):
         with errors_about(self.option):
             self.pools.allocate(blocks)
 
-    def expect(self, outlook: Outlook) -> None:
-        self.outlook = outlook
-        self.picker.serve(outlook.features)
+    def expect(self, wanted: DraftRequest) -> None:
+        self.wanted = wanted
+        self.picker.serve(wanted.features)
 
     @property
     def depth(self) -> int:
         """Most drafts in a row that are of use now."""
-        return min(self.longest, self.outlook.longest or self.longest)
+        return min(self.longest, self.wanted.longest or self.longest)
 
     def features_before(self) -> torch.Tensor | None:
         """[slots, hidden]: what the network reads beside the current tokens; None: nothing."""
@@ -126,7 +126,7 @@ class NetworkProposer(Proposer):
 
     def propose(self, slots: torch.Tensor) -> Drafts:
         network, depth = self.network, self.depth
-        live = self.pools.live_rows(slots, self.features_before(), depth, self.outlook.max_keys)
+        live = self.pools.live_rows(slots, self.features_before(), depth, self.wanted.max_keys)
         tokens, features = live.tokens, live.features
         offered = tokens.new_empty((len(slots), depth))
         confidence = torch.empty(offered.shape, device=slots.device)

@@ -132,7 +132,7 @@ class Eagle3Proposer(NetworkProposer):
 
     def _propose_trees(self, slots: torch.Tensor) -> Drafts:
         depth, pools = self.depth, self.pools
-        live = pools.live_rows(slots, self.before, depth, self.outlook.max_keys)
+        live = pools.live_rows(slots, self.before, depth, self.wanted.max_keys)
         assert live.features is not None
         current = live.keys[0]
 
