@@ -12,6 +12,7 @@ import torch
 
 from eagle3_engines import folder, target
 from harness import Job, make_engine, run_jobs
+from surefoot.engine.batch import Batch
 from surefoot.engine.cuda_graphs import RecordedRounds
 from surefoot.engine.engine import Engine
 from surefoot.engine.measuring import (
@@ -24,6 +25,7 @@ from surefoot.engine.rounds import PaddedRounds
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.sampling.logprobs import RowLogprobs
 from surefoot.speculation.costs import ExactCosts, Proposing
+from surefoot.speculation.decisions import Decision
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.recorded_costs import RecordedCosts, RecordedSize
@@ -115,3 +117,21 @@ def test_no_round_is_of_a_size_that_was_not_recorded(
         return
     run_jobs(engine, arrivals("off", 6))
     assert set(launched) <= sizes, set(launched) - sizes
+
+
+@pytest.mark.parametrize("chunk", [9, 300, 700])
+@pytest.mark.parametrize("drafts", [0, 1, 40])
+def test_rounds_with_prompts_verify_only_what_kv_is_reserved_for(chunk: int, drafts: int) -> None:
+    """No drafts are wanted, or there are no blocks for them: those on offer must not get rows."""
+    engine = padded_engine(("ngram",), CHAIN, "fixed")
+    names = [f"text {index}" for index in range(5)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    for name in names:
+        engine.add(engine.make_request(name, [5, 9, 2, 33], params))
+    while not engine.loop.flights:
+        engine.step()
+    group = engine.loop.flights[0].batch.group
+    batch = Batch(group, (chunk,), 0)
+    size = engine.rounds.size(batch, Decision(drafts, (0,), 0), 100.0)
+    assert size.verifies == (drafts > 0) and size.has_prompts
+    assert size.rows >= batch.rows + min(drafts, batch.decoding * engine.state.max_drafts)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 from surefoot.engine.cuda_graphs import RecordedRounds
-from surefoot.engine.rounds import FEW_ROWS
 from surefoot.engine.timing import contexts_to_time, made_up_requests
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.costs import ExactCosts, Proposing
@@ -63,15 +62,13 @@ def prompt_sizes(
     rounds: RecordedRounds, spans: int, kind: SamplingStages, action: Action
 ) -> list[Size]:
     """Rounds with prompts, of so many spans."""
-    counts, most = rounds.prompt_samples(spans), rounds.prompt_rows[-1]
-    variants = [(False, counts[0], FEW_ROWS if action[0] else most)]
-    if action[0]:
-        variants.append((True, counts[-1], most))
+    counts = rounds.prompt_samples(spans)
+    variants = [(False, counts[0]), (True, counts[-1])][: 2 if action[0] else 1]
     return [
         Size(spans, rows, samples, kind, *action, verifies=verifies)
-        for verifies, samples, limit in variants
+        for verifies, samples in variants
         for rows in rounds.prompt_rows
-        if samples < rows <= limit
+        if samples < rows
     ]
 
 

@@ -17,8 +17,6 @@ from surefoot.speculation.size import Size
 
 PROMPT_DRAFTS = 8
 """Drafts of a request, on average, that rounds with prompts have room for."""
-FEW_ROWS = 512
-"""Rounds with prompts of so many rows come with and without samples of drafts."""
 ChooseSize = Callable[[int, Action, int, float], RecordedSize | None]
 """(Requests, action, drafts, tokens of every text) -> size."""
 
@@ -213,12 +211,11 @@ class PaddedRounds(Rounds):
         counts = self.prompt_samples(spans)
         drafts = min(drafts, counts[-1] - batch.samples) if decision.proposers else 0
         known = batch.rows + drafts
-        # Among many rows it does not matter how many are sampled: one size serves both.
-        verifies = bool(decision.proposers) and (drafts > 0 or known > FEW_ROWS)
-        samples = counts[-1] if verifies else counts[0]
+        samples = counts[-1] if drafts else counts[0]
         # Larger than the rows that are sampled: what tells that there are prompts.
         rows = next((c for c in self.prompt_rows if c >= known and c > samples), known)
-        base = self.base(spans, batch, decision, verifies)
+        # Where KV is reserved for no drafts, none may be verified.
+        base = self.base(spans, batch, decision, drafts > 0)
         rows = max(rows, samples + 1)
         if not any(index in self.round.drafters for index in decision.proposers):
             return replace(base, rows=rows, samples=samples)

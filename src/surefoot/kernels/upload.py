@@ -18,6 +18,6 @@ def upload(
         if isinstance(values, torch.Tensor)
         else torch.tensor(values, dtype=dtype, device="cpu")
     )
-    if device.type != "cuda":
+    if device.type != "cuda" or table.is_cuda:
         return table.to(device)
     return table.pin_memory().to(device, non_blocking=True)
