@@ -205,7 +205,7 @@ def test_synthetic_acceptance() -> None:
     torch.manual_seed(3)
     vocab = 50
     state: Any = SimpleNamespace(
-        device=torch.device("cpu"), max_drafts=3, vocab_size=vocab,
+        device=torch.device(DEVICE), max_drafts=3, vocab_size=vocab,
         params=SimpleNamespace(seed=torch.tensor([0, 1, 2, 7, 2**62, 5])),
     )  # fmt: skip
     thresholds = conditional_thresholds([0.8, 0.5, 0.1], state)[:4]

@@ -182,7 +182,7 @@ def write_drafts(
 
 
 @jit(do_not_specialize=["rows", "spans"])
-def settle_kernel(
+def follow_paths_kernel(
     owner_ptr, offset_ptr, depth_ptr, parent_ptr, path_ptr, length_ptr, width,
     first_row_ptr, count_ptr, key_index_ptr, row_slot_ptr, rows, spans, drafts_ptr,
     new_key_ptr, new_slot_ptr, before_ptr, last_ptr, TILE: tl.constexpr,
@@ -235,7 +235,7 @@ def follow_paths(
     total, spans = key_index.shape[0], first_row.shape[0]
     out = [torch.empty_like(key_index) for _ in range(3)]
     last = torch.empty_like(first_row)
-    settle_kernel[(cdiv(total, TILE) + cdiv(spans, TILE),)](
+    follow_paths_kernel[(cdiv(total, TILE) + cdiv(spans, TILE),)](
         *rows, parents.contiguous(), path[1].contiguous(), path[0], path[1].shape[1],
         first_row, counts, key_index, row_slot, total, spans, drafts,
         *out, last, TILE, num_warps=1,
