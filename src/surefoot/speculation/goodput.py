@@ -38,18 +38,15 @@ def best_count(
     plain = float(seconds[0])
     rates = (batch + gains[taken]) / (seconds - apart)
     rates[0] *= margin
-    poorest = 0.0
+    if batch > 1:
+        # More than all of its drafts nobody gains.
+        poorest = float(chances.sum(axis=1).min()) + 1e-6
+        rates[1:][seconds[1:] * min_pace > plain * (1.0 + poorest)] = 0.0
     while best := int(rates.argmax()):
         floor = min_pace * float(seconds[best]) / plain - 1.0
-        if floor <= 0.0 or batch == 1:
+        if floor <= 0.0 or batch == 1 or _poorest(chances, ranked, int(taken[best])) >= floor:
             return best
-        poorest = poorest or float(chances.sum(axis=1).min()) + 1e-6
-        if floor <= poorest and _poorest(chances, ranked, int(taken[best])) >= floor:
-            return best
-        # Whoever gains least from these drafts is not treated more fairly by slower rounds.
         rates[best] = 0.0
-        if floor > poorest:
-            rates[1:][seconds[1:] >= seconds[best]] = 0.0
     return 0
 
 
