@@ -193,7 +193,10 @@ def test_patience_ends(model: Path) -> None:
     arguments = ("--shutdown-timeout", "0.2", "--served-model-name", "x")
     with running_server(model, *arguments, max_num_seqs=1, draft_policy="auto") as server:
         assert "surefoot_estimated_saved_seconds" in server.get("/metrics").text
+        assert server.metric("surefoot_barren_rounds") == 0
         assert server.complete(**SHORT, model="x")["model"] == "x"
+        for kind in ("believed", "measured"):
+            wait_for(lambda name=f"surefoot_{kind}_round_seconds": server.metric(name) > 0)
         requests = [Background(server, **ENDLESS, n=8) for _ in range(2)]
         # Not even a client that does not read keeps the server.
         unread = open_stream(server, **ENDLESS, logprobs=50)

@@ -188,6 +188,9 @@ class Core:
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
             probes=engine.planner.explored,
+            barren_rounds=engine.planner.barren,
+            believed_seconds=engine.planner.believed_seconds,
+            measured_seconds=engine.planner.measured_seconds,
             saved_seconds=stats.saved_seconds,
         )
 

@@ -112,8 +112,26 @@ class _Exporter(Collector):
                 f"{kind}_tokens_by_position", f"{about}, by position in the draft.", per_position
             )
         if self.metrics.ready.saving_known:
-            saved = self.metrics.totals.saved_seconds
-            yield from self._gauge("estimated_saved_seconds", "Time that drafts saved.", saved)
+            totals = self.metrics.totals
+            for name, help_, value in (
+                ("estimated_saved_seconds", "Time that drafts saved.", totals.saved_seconds),
+                (
+                    "believed_round_seconds",
+                    "What late rounds were believed to take, on average.",
+                    totals.believed_seconds,
+                ),
+                (
+                    "measured_round_seconds",
+                    "What late rounds took, on average.",
+                    totals.measured_seconds,
+                ),
+                (
+                    "barren_rounds",
+                    "Latest rounds in a row with drafts on offer and none verified.",
+                    totals.barren_rounds,
+                ),
+            ):
+                yield from self._gauge(name, help_, value)
         yield from self._vllm_speculation()
 
     def _vllm_speculation(self) -> Iterator[Metric]:

@@ -121,7 +121,8 @@ class News(msgspec.Struct, array_like=True):
 
 
 class Totals(msgspec.Struct, array_like=True):
-    """The engine's state and counters; see ``surefoot.engine.stats`` for those."""
+    """The engine's state and counters; see ``surefoot.engine.stats`` and
+    ``surefoot.speculation.planner`` for those."""
 
     running: int = 0
     waiting: int = 0
@@ -134,6 +135,9 @@ class Totals(msgspec.Struct, array_like=True):
     prefix_queries: int = 0
     prefix_hits: int = 0
     probes: int = 0
+    barren_rounds: int = 0
+    believed_seconds: float = 0.0
+    measured_seconds: float = 0.0
     saved_seconds: float = 0.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -114,9 +115,7 @@ class ExactCosts:
         self, requests: int, prompt_rows: int, action: Action, most: int, context: float
     ) -> tuple[np.ndarray, np.ndarray]:
         """As ``RoundCosts`` has it."""
-        drafts = np.arange(most + 1)
-        if most >= MOST_CHOICES:
-            drafts = np.unique(np.geomspace(1, most + 1, MOST_CHOICES).astype(np.int64)) - 1
+        drafts = _choices(most)
         seconds = self._forward(requests + prompt_rows + drafts)
         # More rows may be believed cheaper by noise; nobody runs more rows than needed for that.
         seconds = np.maximum(seconds, seconds[0])
@@ -192,6 +191,14 @@ class ExactCosts:
             guess = times * (own.seconds + own.request_seconds * requests)
             parts[index] = guess * float(np.exp(self.beliefs.mean[self._proposing_at[index]]))
         return parts
+
+
+@functools.cache
+def _choices(most: int) -> np.ndarray:
+    """int64 [n]: the numbers of drafts that are weighed, of ``most``."""
+    if most < MOST_CHOICES:
+        return np.arange(most + 1)
+    return np.unique(np.geomspace(1, most + 1, MOST_CHOICES).astype(np.int64)) - 1
 
 
 def _without_outliers(shape: np.ndarray, most: float = 0.5) -> np.ndarray:

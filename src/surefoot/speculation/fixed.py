@@ -11,7 +11,7 @@ class FixedPlanner:
     """Has every proposer draft as far as it can, and every offered draft verified, as far as the
     requests' own limits go. Stands in for a ``Planner``."""
 
-    explored = 0
+    explored = barren = 0
     believed_seconds = measured_seconds = 0.0
 
     def __init__(self, width: int, exact: bool) -> None:

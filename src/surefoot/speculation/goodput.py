@@ -30,27 +30,23 @@ def best_count(
     offered = int(np.count_nonzero(ranked > 0.0))
     if not offered:
         return 0
-    gains = np.cumsum(ranked[:offered], dtype=np.float64).tolist()
-    # A dozen stairs: plain numbers are quicker than arrays.
-    times, plain = seconds.tolist(), float(seconds[0])
-    least = margin * batch / (plain - apart)
-    rates = []
-    for at, count in enumerate(drafts.tolist()):
-        gain = gains[min(count, offered) - 1] if count else 0.0
-        rate = (batch + gain) / (times[at] - apart)
-        if count and rate > least:
-            rates.append((rate, -at))
-        if count >= offered:
-            break
-    poorest = 0.0
-    for _, at in sorted(rates, reverse=True):
-        floor = min_pace * times[-at] / plain - 1.0
-        if floor > 0.0 and batch > 1:
-            poorest = poorest or float(chances.sum(axis=1).min()) + 1e-6
-            count = min(int(drafts[-at]), offered)
-            if floor > poorest or _poorest(chances, ranked, count) < floor:
-                continue
-        return -at
+    gains = np.zeros(offered + 1)
+    np.cumsum(ranked[:offered], out=gains[1:])
+    enough = int(np.searchsorted(drafts, offered)) + 1
+    drafts, seconds = drafts[:enough], seconds[:enough]
+    taken = np.minimum(drafts, offered)
+    plain = float(seconds[0])
+    rates = (batch + gains[taken]) / (seconds - apart)
+    rates[0] *= margin
+    if batch > 1:
+        # More than all of its drafts nobody gains.
+        poorest = float(chances.sum(axis=1).min()) + 1e-6
+        rates[1:][seconds[1:] * min_pace > plain * (1.0 + poorest)] = 0.0
+    while best := int(rates.argmax()):
+        floor = min_pace * float(seconds[best]) / plain - 1.0
+        if floor <= 0.0 or batch == 1 or _poorest(chances, ranked, int(taken[best])) >= floor:
+            return best
+        rates[best] = 0.0
     return 0
 
 

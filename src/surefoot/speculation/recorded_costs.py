@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -74,14 +75,14 @@ class RecordedCosts:
         self.sizes = sorted(times, key=lambda size: (size.spans, size.action, size.samples, size))
         self._spans = np.array([size.spans for size in self.sizes])
         self._places = {size: place for place, size in enumerate(self.sizes)}
-        self._ladder = np.unique(self._spans)
+        self._ladder: list[int] = np.unique(self._spans).tolist()
         places = defaultdict(list)
         for place, size in enumerate(self.sizes):
             places[size.spans, size.action].append(place)
         self._groups = {key: np.array(value) for key, value in places.items()}
         self._actions = {
             spans: sorted({a for s, a in self._groups if s == spans}, key=lambda a: (len(a[0]), a))
-            for spans in self._ladder.tolist()
+            for spans in self._ladder
         }
         self._contexts = sorted({context for curve in times.values() for context, _ in curve})
         self._lines = self._all_lines()
@@ -105,6 +106,8 @@ class RecordedCosts:
         self._rounds = 0
         self._step: int | None = None
         self._base = self._times[:, 0]
+        self._believed: dict[tuple[int, Action], np.ndarray] = {}
+        """By requests and action, until something is learnt."""
         self._layouts: dict[tuple[int, int, Action], tuple[np.ndarray, np.ndarray]] = {}
 
     # --- the start ----------------------------------------------------------------------------
@@ -177,8 +180,8 @@ class RecordedCosts:
         return next(each for each in self._prompt_actions if wanted.issubset(each[0]))
 
     def _spans_for(self, requests: int) -> int:
-        place = int(np.searchsorted(self._ladder, max(1, requests)))
-        return int(self._ladder[min(place, len(self._ladder) - 1)])
+        place = bisect.bisect_left(self._ladder, max(1, requests))
+        return self._ladder[min(place, len(self._ladder) - 1)]
 
     def table(
         self, requests: int, prompt_rows: int, action: Action, most: int, context: float
@@ -187,8 +190,9 @@ class RecordedCosts:
         room, places = self._layout(requests, action)
         if prompt_rows or not len(places):
             return self._exact().table(requests, prompt_rows, action, most, context)
-        seconds = np.minimum.accumulate(self._seconds(places, context)[::-1])[::-1]
-        last = int(np.searchsorted(room, most)) + 1
+        seconds = self._seconds_of(requests, action, context)
+        seconds = np.minimum.accumulate(seconds[::-1])[::-1]
+        last = int(room.searchsorted(most)) + 1
         return np.minimum(room[:last], most), seconds[:last]
 
     def size_for(
@@ -199,8 +203,18 @@ class RecordedCosts:
         room, places = self._layout(requests, action)
         if not len(places) or room[-1] < drafts:
             return None
-        enough = places[int(np.searchsorted(room, drafts)) :]
-        return self.sizes[enough[int(np.argmin(self._seconds(enough, context)))]]
+        first = int(room.searchsorted(drafts))
+        seconds = self._seconds_of(requests, action, context)
+        return self.sizes[places[first + int(seconds[first:].argmin())]]
+
+    def _seconds_of(self, requests: int, action: Action, context: float) -> np.ndarray:
+        """float64 [n]: what is believed of the sizes of ``_layout``."""
+        self._attend(context)
+        key = requests, action
+        known = self._believed.get(key)
+        if known is None:
+            known = self._believed[key] = self._seconds(self._layout(*key)[1])
+        return known
 
     def _exact(self) -> ExactCosts:
         if self.prompts is None:
@@ -232,9 +246,8 @@ class RecordedCosts:
         room, places = [drafts for drafts, _, _ in found], [place for _, _, place in found]
         return np.array(room, dtype=np.int64), np.array(places, dtype=np.int64)
 
-    def _seconds(self, places: np.ndarray, context: float) -> np.ndarray:
+    def _seconds(self, places: np.ndarray) -> np.ndarray:
         """float64 [n]: what is believed of these sizes."""
-        self._attend(context)
         known = self._features[places] @ self.beliefs.mean + self._own_now(places)
         return self._base[places] * np.exp(known)
 
@@ -254,6 +267,7 @@ class RecordedCosts:
     def _set_base(self) -> None:
         context = 2.0 ** ((self._step or 0) / _STEPS)
         self._base = at_context(np.array(self._contexts, np.float64), self._times, context)
+        self._believed.clear()
 
     # --- learning -----------------------------------------------------------------------------
 
@@ -275,8 +289,9 @@ class RecordedCosts:
             return
         place = self._places[size]
         self._rounds += 1
+        self._believed.clear()
         only = np.array([place])
-        off = float(np.log(seconds / self._seconds(only, context)[0]))
+        off = float(np.log(seconds / self._seconds(only)[0]))
         # What was forgotten of it is true again as far as the round took longer for it.
         again = min(max(off, 0.0), float(self._own[place] - self._own_now(only)[0]))
         self._own[place], off = self._own_now(only)[0] + again, off - again
