@@ -54,6 +54,13 @@ class Texts:
     def start(self, requests: int, rng: np.random.Generator) -> None:
         self.state = rng.random(requests) < self.repeating
 
+    def reached(self, tokens: float) -> None:
+        """So many tokens are there, of all requests."""
+
+    def _move(self, luck: np.ndarray) -> None:
+        move = luck[0] < 1 / self.stretch
+        self.state = np.where(move, luck[1] < self.repeating, self.state)
+
     def offers(
         self, requests: int, action: Action, rng: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -61,8 +68,7 @@ class Texts:
             self.start(requests, rng)
         # The same draws whatever is asked for: texts do not depend on the planner.
         luck = rng.random((4, requests))
-        move = luck[0] < 1 / self.stretch
-        self.state = np.where(move, luck[1] < self.repeating, self.state)
+        self._move(luck)
         chances = np.zeros((requests, self.width), dtype=np.float32)
         whose = np.zeros(requests, dtype=np.int64)
         steps = 1 + np.arange(self.width)
@@ -79,6 +85,25 @@ class Texts:
             chances[better] = own[better]
             whose[better] = self.lookup
         return chances, whose
+
+
+@dataclass
+class Stretches(Texts):
+    """Of one request, which goes on as it does for ``stretch`` tokens: drafts that are accepted
+    bring the end of a stretch nearer."""
+
+    def start(self, requests: int, rng: np.random.Generator) -> None:
+        own = np.random.default_rng(int(rng.integers(1 << 30)))
+        self.ends = np.cumsum(own.exponential(self.stretch, 4000))
+        self.states = own.random(4000) < self.repeating
+        self.reached(0.0)
+
+    def reached(self, tokens: float) -> None:
+        """The text has so many tokens now."""
+        self.state = self.states[[int(np.searchsorted(self.ends, tokens, side="right"))]]
+
+    def _move(self, luck: np.ndarray) -> None:
+        pass
 
 
 @dataclass
@@ -162,6 +187,8 @@ class World:
             drafting |= taken.any(axis=1)
             # As many tokens as are to be expected: the same in the end, with less noise.
             gained = float((chances * taken).sum())
+        self.tokens += requests + gained
+        self.texts.reached(self.tokens)
         new = self.texts.offers(requests, decision.action, self.text_rng)
         drafting |= new[0][:, 0] > 0
         self.hand = new if decision.proposers else None
@@ -169,7 +196,6 @@ class World:
         factor *= 10 if rng.random() < self.hiccups else 1
         device = self.device(requests, self.prompt_rows, decision.action, decision.drafts) * factor
         host = self.host(requests, int(drafting.sum()), 0) * np.exp(rng.normal(0, 0.1))
-        self.tokens += requests + gained
         self.seconds += max(device, host) if self.overlap else device + host
         self.verified += verified
         self.looked += bool(decision.proposers)

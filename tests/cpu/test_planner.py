@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from planner_world import Fixed, Seconds, Texts, World
+from planner_world import Decides, Fixed, Seconds, Stretches, Texts, World
 from surefoot.speculation import planner as planner_module
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action, Landed, Situation
@@ -218,6 +218,41 @@ def test_two_proposers_are_as_good_as_the_better_one(repeating: float) -> None:
     texts = Texts(drafter=DRAFTER, repeating=repeating)
     best, _ = share(lambda: gpu.world(texts), gpu.planner(), [LOOK, *DRAFTING, *BOTH])
     assert best > 0.985
+
+
+@pytest.mark.parametrize("chance", [0.7, 0.2])
+@pytest.mark.parametrize("device", ["CPU", "GPU"])
+def test_two_proposers_take_turns_with_the_stretches_of_a_text(device: str, chance: float) -> None:
+    actions, shares = [LOOK, *DRAFTING, *BOTH], []
+    gpu = Gpu(middling, 1, actions)
+
+    def world(seed: int) -> World:
+        texts = Stretches(
+            drafter=DRAFTER, repeating=0.3, stretch=100.0, chances=(chance,) * 8, idle_offers=0.1
+        )
+        made = gpu.world(texts) if device == "GPU" else cpu(texts, 1, drafter=True)
+        made.seed, made.hiccups = seed, 0.0
+        made.__post_init__()
+        return made
+
+    for seed in range(3):
+        planner = gpu.planner() if device == "GPU" else cpu_planner(drafter=True)
+        ours = pace_of_text(world(seed), planner)
+        made = {action: world(seed) for action in (LOOK, BOTH[0], BOTH[2], BOTH[3])}
+        shares.append(
+            ours / max(pace_of_text(each, Fixed(action, each)) for action, each in made.items())
+        )
+    assert np.mean(shares) > 0.985
+
+
+def pace_of_text(world: World, planner: Decides) -> float:
+    """Tokens a second over one part of the text, whoever writes it."""
+    while world.tokens < 800:
+        world.step(planner)
+    tokens, seconds = world.tokens, world.seconds
+    while world.tokens < 6000:
+        world.step(planner)
+    return (world.tokens - tokens) / (world.seconds - seconds)
 
 
 def test_a_text_that_begins_to_repeat_itself_is_noticed_soon() -> None:

@@ -10,7 +10,7 @@ from surefoot.speculation.goodput import MIN_PACE
 
 KEPT = 512
 """Offers that are kept of a proposer."""
-_LEAST, _MOST, _ROUNDS = 32, 128, 4
+_LEAST, _MOST, _ROUNDS = 8, 128, 4
 """What rounds expect rests on the latest offers, so many at least and at most, of so many rounds:
 those of one request change with its text."""
 _FAIR_TRIES = 6
