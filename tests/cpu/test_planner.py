@@ -206,9 +206,17 @@ def test_repetition_is_used(repeating: float, least: float) -> None:
 
 
 def test_stretches_of_repetition_are_waited_for() -> None:
-    gpu = Gpu(small, 1, [LOOK])
-    texts = Texts(repeating=0.15, stretch=60.0, idle_offers=0.05)
-    best, plain = share(lambda: gpu.world(texts), gpu.planner(), [LOOK], 3000)
+    gpu, found = Gpu(small, 1, [LOOK]), []
+    for seed in range(6):
+
+        def world(seed: int = seed) -> World:
+            made = gpu.world(Texts(repeating=0.15, stretch=60.0, idle_offers=0.05))
+            made.seed, made.hiccups = seed, 0.0
+            made.__post_init__()
+            return made
+
+        found.append(share(world, gpu.planner(), [LOOK], 3000))
+    best, plain = np.mean(found, axis=0)
     assert best > 0.97 and plain > 1.3
 
 

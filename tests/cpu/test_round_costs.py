@@ -267,7 +267,7 @@ def test_a_size_that_seemed_dear_is_tried_again_and_believed(still: bool) -> Non
     assert forgotten < 1.0 + 0.6 * (dear - 1.0)
     found = dear if still else forgotten
     run(32, found)
-    assert believed() == pytest.approx(found, rel=0.02)
+    assert believed() == pytest.approx(found, rel=0.05)
 
 
 # --- the host -------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ _RANGE = 2.0
 _DRIFTS = 1e-4, 1e-6, 1e-5
 """Variances by which these may change from round to round."""
 _FIRST_NOISE = 0.05
-_FORGOTTEN = 500.0
+_FORGOTTEN = 250.0
 """Rounds after which numbers of rows that seemed dearer than others, and were not run since, no
 longer do, more or less: they are tried again."""
 _REVIEW = 16
@@ -177,7 +177,9 @@ class ExactCosts:
         # Whatever spoils an entry that was in line at the start does not last.
         self._measured = in_line(self._rows.tolist(), self._measured.tolist())
         shape[:] = _without_outliers(shape)
-        dearer = np.maximum(shape - shape[self._last], 0.0)
+        # What made others dearer, against what was measured, than those that were just run.
+        scale = self.beliefs.mean[0]
+        dearer = np.maximum(scale + shape - max(0.0, scale + shape[self._last]), 0.0)
         shape -= np.where(self._ran, 0.0, dearer * _REVIEW / _FORGOTTEN)
         self._ran[:] = False
 

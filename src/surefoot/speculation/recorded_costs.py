@@ -30,11 +30,11 @@ believed of it, one after the other."""
 _DOUBLINGS = 3
 _UNLIKELY = 3.0
 """Standard deviations that noise does not explain."""
-_FORGOTTEN = 500.0
-"""Rounds after which a size that seemed dearer than others, and was not run since, no longer does,
-more or less: it is tried again."""
+_FORGOTTEN = 250.0
+"""Rounds after which sizes that seemed dearer than others, and were not run since, no longer do,
+more or less: they are tried again."""
 _REVIEW = 64
-"""Rounds between two looks for sizes whose first measurements are out of line with the others'."""
+"""Rounds between two looks at what is no longer true, or never was."""
 _LAYOUTS = 4096
 
 
@@ -103,6 +103,8 @@ class RecordedCosts:
         """How often in a row a size's rounds took much longer (or, below 0, shorter)."""
         self._seen = np.zeros(len(self.sizes))
         """The count of rounds when it was last run."""
+        self._ran = np.zeros(_OCTAVES, dtype=bool)
+        """Since the last review: in these octaves of rows."""
         self._rounds = 0
         self._step: int | None = None
         self._base = self._times[:, 0]
@@ -297,6 +299,7 @@ class RecordedCosts:
         self._own[place], off = self._own_now(only)[0] + again, off - again
         firm = self.beliefs.observe(self._features[place], off)
         self._seen[place] = self._rounds
+        self._ran |= self._features[place, 1 : 1 + _OCTAVES] > 0.0
         if self._rounds % _REVIEW == 0:
             self._review(place)
         if not firm:
@@ -314,10 +317,16 @@ class RecordedCosts:
 
     def _review(self, place: int) -> None:
         """Whatever spoils an entry that was in line at the start does not last: look at those that
-        this one is compared with, and at plain rounds."""
+        this one, which was just run, is compared with, and at plain rounds. What made other numbers
+        of rows dearer, against what was measured, than it made this one is forgotten by and by."""
         for line in self._lines_of[place] | self._lines_of[self._plain]:
             self._put_in_line(self._times, line)
         self._set_base()
+        scale, shape = self.beliefs.mean[0], self.beliefs.mean[1 : 1 + _OCTAVES]
+        usual = max(0.0, scale + self._features[place, 1 : 1 + _OCTAVES] @ shape)
+        dearer = np.maximum(scale + shape - usual, 0.0)
+        shape -= np.where(self._ran, 0.0, dearer * _REVIEW / _FORGOTTEN)
+        self._ran[:] = False
 
 
 def at_context(contexts: np.ndarray, seconds: np.ndarray, context: float) -> np.ndarray:
