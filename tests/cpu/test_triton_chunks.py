@@ -99,7 +99,8 @@ def test_every_key_of_every_tile_is_worked_on_once(spans: list[tuple[int, int]])
     assert len(set(parts)) == len(parts) <= work.parts and max(parts, default=0) < work.parts
     lengths = [-(-(item[7] - item[6]) // STEP) for item in items if item[5] != -2]
     longest = max(lengths, default=0)
-    assert not items or items[0][5] == -2 or lengths[0] == longest
+    # A tile may end a chunk before its span does, by which the list is ordered.
+    assert not items or items[0][5] == -2 or lengths[0] >= longest - 1
 
 
 def test_one_long_text_is_shared_out_and_a_crowd_of_equals_is_not() -> None:
