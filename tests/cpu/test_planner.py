@@ -14,8 +14,9 @@ from surefoot.speculation import planner as planner_module
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action, Landed, Situation
 from surefoot.speculation.host_costs import HostCosts, HostSample
+from surefoot.speculation.measured_times import RecordedSize
 from surefoot.speculation.planner import Planner
-from surefoot.speculation.recorded_costs import RecordedCosts, RecordedSize
+from surefoot.speculation.recorded_costs import RecordedCosts
 
 LOOKUP, DRAFTER = 0, 1
 LOOK: Action = ((LOOKUP,), 0)

@@ -9,7 +9,8 @@ from surefoot.speculation.beliefs import Beliefs, in_line
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING
 from surefoot.speculation.host_costs import HostCosts, HostSample
-from surefoot.speculation.recorded_costs import RecordedCosts, RecordedSize, at_context
+from surefoot.speculation.measured_times import RecordedSize, at_context
+from surefoot.speculation.recorded_costs import RecordedCosts
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 LOOK = ((0,), 0)

@@ -25,8 +25,9 @@ from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action, Decision, Landed, Situation
 from surefoot.speculation.host_costs import HostCosts, HostSample
+from surefoot.speculation.measured_times import RecordedSize
 from surefoot.speculation.planner import Planner
-from surefoot.speculation.recorded_costs import RecordedCosts, RecordedSize
+from surefoot.speculation.recorded_costs import RecordedCosts
 from surefoot.speculation.size import Size
 
 LOOK: Action = ((0,), 0)
@@ -180,7 +181,7 @@ class TimedEngine:
                 costs._measured *= [wrong(rows) for rows in ROWS]
                 costs.forget_curve()
             elif isinstance(costs, RecordedCosts):
-                costs._times *= [[wrong(size.rows)] for size in costs.sizes]
+                costs.measured.seconds *= [[wrong(size.rows)] for size in costs.sizes]
                 costs._step = None
 
     def run(self, rounds: int = 0, tokens: int = 0) -> Pace:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from surefoot.speculation.beliefs import Beliefs, in_line
+from surefoot.speculation.beliefs import Beliefs
 from surefoot.speculation.costs import ExactCosts
 from surefoot.speculation.decisions import NOTHING, Action
+from surefoot.speculation.measured_times import MeasuredTimes, RecordedSize
 
 _STEPS = 4
 """Costs follow the length of texts in so many steps from one length to its double."""
@@ -36,19 +36,6 @@ more or less: they are tried again."""
 _REVIEW = 64
 """Rounds between two looks at what is no longer true, or never was."""
 _LAYOUTS = 4096
-
-
-class RecordedSize(NamedTuple):
-    """What tells the times of recorded rounds apart."""
-
-    spans: int
-    """Most requests."""
-    rows: int
-    """Of the forward pass, prompts included."""
-    samples: int
-    """Rows that sample: one for each span, and those for drafts. No draft is verified where there
-    are no more than ``spans``."""
-    action: Action
 
 
 class RecordedCosts:
@@ -84,17 +71,7 @@ class RecordedCosts:
             spans: sorted({a for s, a in self._groups if s == spans}, key=lambda a: (len(a[0]), a))
             for spans in self._ladder
         }
-        self._contexts = sorted({context for curve in times.values() for context, _ in curve})
-        self._lines = self._all_lines()
-        self._lines_of = defaultdict[int, set[int]](set)
-        """By place, which of these it is in."""
-        for line, (places, _) in enumerate(self._lines):
-            for place in places.tolist():
-                self._lines_of[place].add(line)
-        plain = (place for place, size in enumerate(self.sizes) if size.action == NOTHING)
-        self._plain = next(plain, 0)
-        """One for plain rounds."""
-        self._times = self._in_line(times)
+        self.measured = MeasuredTimes(self.sizes, times)
         self._features = self._all_features()
         self.beliefs = self._first_beliefs()
         self._own = np.zeros(len(self.sizes))
@@ -107,40 +84,12 @@ class RecordedCosts:
         """Since the last review: in these octaves of rows."""
         self._rounds = 0
         self._step: int | None = None
-        self._base = self._times[:, 0]
+        self._base = self.measured.seconds[:, 0]
         self._believed: dict[tuple[int, Action], np.ndarray] = {}
         """By requests and action, until something is learnt."""
         self._layouts: dict[tuple[int, int, Action], tuple[np.ndarray, np.ndarray]] = {}
 
     # --- the start ----------------------------------------------------------------------------
-
-    def _in_line(self, times: Mapping[RecordedSize, Sequence[tuple[int, float]]]) -> np.ndarray:
-        """float64 [sizes, contexts]: seconds, where sizes are compared with those beside them."""
-        seconds = np.empty((len(self.sizes), len(self._contexts)))
-        for place, size in enumerate(self.sizes):
-            contexts, measured = (np.array(each) for each in zip(*times[size], strict=True))
-            for column, context in enumerate(self._contexts):
-                seconds[place, column] = at_context(contexts, measured[np.newaxis], context)[0]
-        for line in range(len(self._lines)):
-            self._put_in_line(seconds, line)
-        return seconds
-
-    def _put_in_line(self, seconds: np.ndarray, line: int) -> None:
-        places, rows = self._lines[line]
-        for column in range(len(self._contexts)):
-            seconds[places, column] = in_line(rows, seconds[places, column].tolist())
-
-    def _all_lines(self) -> list[tuple[np.ndarray, list[int]]]:
-        """Sizes that are compared with each other, and their rows, which rise: (places int64 [n],
-        rows), n at least 3."""
-        # One size alone, as rounds without proposers come in: beside those of other spans.
-        plain = [places[0] for (_, action), places in self._groups.items() if action == NOTHING]
-        found = []
-        for places in (*self._groups.values(), np.array(plain, dtype=np.int64)):
-            rows = [self.sizes[place].rows for place in places]
-            if len(set(rows)) == len(rows) > 2:
-                found.append((places[np.argsort(rows)], sorted(rows)))
-        return found
 
     def _all_features(self) -> np.ndarray:
         """float64 [sizes, 1 + octaves + 2]: which beliefs a size's time is the sum of."""
@@ -268,7 +217,7 @@ class RecordedCosts:
 
     def _set_base(self) -> None:
         context = 2.0 ** ((self._step or 0) / _STEPS)
-        self._base = at_context(np.array(self._contexts, np.float64), self._times, context)
+        self._base = self.measured.at(context)
         self._believed.clear()
 
     # --- learning -----------------------------------------------------------------------------
@@ -319,29 +268,10 @@ class RecordedCosts:
         """Whatever spoils an entry that was in line at the start does not last: look at those that
         this one, which was just run, is compared with, and at plain rounds. What made other numbers
         of rows dearer, against what was measured, than it made this one is forgotten by and by."""
-        for line in self._lines_of[place] | self._lines_of[self._plain]:
-            self._put_in_line(self._times, line)
+        self.measured.put_in_line(place)
         self._set_base()
         scale, shape = self.beliefs.mean[0], self.beliefs.mean[1 : 1 + _OCTAVES]
         usual = max(0.0, scale + self._features[place, 1 : 1 + _OCTAVES] @ shape)
         dearer = np.maximum(scale + shape - usual, 0.0)
         shape -= np.where(self._ran, 0.0, dearer * _REVIEW / _FORGOTTEN)
         self._ran[:] = False
-
-
-def at_context(contexts: np.ndarray, seconds: np.ndarray, context: float) -> np.ndarray:
-    """float64 [n]: seconds at ``context`` by those at ``contexts`` [m], rising: ``seconds`` [n, m];
-    on the line through the neighbours. Beyond the ends the line of the nearest two goes on if it
-    rises; if it falls, which is noise, the end's value holds. Towards 0 a time falls no faster than
-    its context, so that it stays above 0."""
-    if len(contexts) == 1:
-        return seconds[:, 0].astype(np.float64)
-    at = min(max(int(np.searchsorted(contexts, context)), 1), len(contexts) - 1)
-    left, right = float(contexts[at - 1]), float(contexts[at])
-    low, high = seconds[:, at - 1], seconds[:, at]
-    slope = (high - low) / (right - left)
-    if context < left:
-        return np.maximum(low - np.maximum(slope, 0.0) * (left - context), low * context / left)
-    if context > right:
-        return high + np.maximum(slope, 0.0) * (context - right)
-    return low + slope * (context - left)
