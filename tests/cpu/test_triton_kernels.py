@@ -21,7 +21,7 @@ from surefoot.kernels import reference as ops
 from surefoot.kernels.attention import torch_paged
 from surefoot.kernels.backend import AttentionShape, Backend, FlatBatch, SpanTable
 from surefoot.kernels.torch_backend import TorchBackend
-from surefoot.kernels.triton import activation, attention, matmul, norm
+from surefoot.kernels.triton import activation, attention, norm, products
 from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.attention import AttentionPlan
 from surefoot.kernels.triton.backend import TritonBackend
@@ -80,12 +80,12 @@ def test_a_product_equals_its_twin(rows: int, inputs: int, dtype: torch.dtype) -
     x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(70, inputs).div(10).to(dtype)
     bias, residual = torch.randn(70).to(dtype), torch.randn(rows, 70).to(dtype)
     plan = MatmulPlan(32, 32, prefetch=64)
-    close(matmul.matmul(x, weight, plan=plan), linear(x, weight))
-    found = matmul.matmul(x, weight, bias, residual, plan=plan)
+    close(products.matmul(x, weight, plan=plan), linear(x, weight))
+    found = products.matmul(x, weight, bias, residual, plan=plan)
     close(found, linear(x, weight, bias) + residual)
-    found = matmul.matmul(x, weight, bias, silu=True, plan=plan)
+    found = products.matmul(x, weight, bias, silu=True, plan=plan)
     close(found, ops.silu_mul(linear(x, weight, bias)))
-    wide = matmul.matmul(x, weight, dtype=torch.float32, plan=plan)
+    wide = products.matmul(x, weight, dtype=torch.float32, plan=plan)
     assert difference(wide, x.double() @ weight.double().T) < 1e-6
 
 
@@ -96,12 +96,12 @@ def test_shares_of_the_inputs_add_up(silu: bool) -> None:
     expected = ops.silu_mul(expected) if silu else expected
     for split_k in (2, 3, 8):  # 8: more shares than steps
         plan = MatmulPlan(16, 64, split_k)
-        close(matmul.matmul(x, weight, bias, silu=silu, plan=plan), expected)
+        close(products.matmul(x, weight, bias, silu=silu, plan=plan), expected)
 
 
 def test_products_refuse_what_they_cannot_do() -> None:
     with pytest.raises(ValueError, match="129 rows"):
-        matmul.matmul(torch.zeros(129, 16), torch.zeros(8, 16))
+        products.matmul(torch.zeros(129, 16), torch.zeros(8, 16), plan=MatmulPlan(16, 16))
 
 
 @pytest.mark.parametrize("shared", [101_376, 166_912, 232_448])
@@ -149,7 +149,7 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("surefoot.kernels.triton.launch.DEFAULT_PROCESSORS", 3)
     plans = MatmulPlan(64, 64), MatmulPlan(64, 32, split_k=2)
     monkeypatch.setattr(
-        "surefoot.kernels.triton.backend.plan_for", lambda *args: plans[args[0] > 4 and not args[3]]
+        "surefoot.kernels.triton.products.plan_for", lambda *args: plans[args[0] > 4 and not args[3]]
     )
 
 
@@ -182,7 +182,7 @@ def test_a_layer_equals_the_torch_backend(name: str) -> None:
 
 
 def test_many_rows_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surefoot.kernels.triton.backend.MAX_ROWS", 8)
+    monkeypatch.setattr("surefoot.kernels.triton.products.MAX_ROWS", 8)
     found, expected = pair(DENSE["fp32 odd, bias, norms"])
     rows = [*chain(0, 0, 7), *chain(1, 0, 5)]
     equal_rows(LAYOUTS["fp32"], found.forward(rows), expected.forward(rows))
@@ -226,18 +226,17 @@ def test_a_layer_and_its_head_are_those_apart(rows: int) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("many", [False, True])
 def test_one_kernel_projects_rotates_and_writes(many: bool, bias: bool, dtype: torch.dtype) -> None:
-    """As the product, then the norm, the rotation and the write."""
+    """As the product, then the rotation and the write."""
     torch.manual_seed(4)
-    layout = Layout(40, 24, 3, 1, 16, dtype=dtype, bias=bias, qk_norm=not bias)
+    layout = Layout(40, 24, 3, 1, 16, dtype=dtype, bias=bias)
     runner = TypedRunner(layout, TritonBackend(DEVICE, dtype))
     weights, shape = runner.weights, layout.shape
-    norms = None if bias else (weights.q_norm, weights.k_norm)
     rows = [*chain(1, 13, 17), Row(-1, 0), *chain(0, 3, 5)]
     if many:
         rows += [Row(-1, 0)] * 60 + chain(2, 0, 13)  # A tile of 64 rows, and one below it.
     batch, x = runner.batch(rows, {}), torch.randn(len(rows), 40).to(dtype)
     caches = [torch.full_like(runner.kv[0], 7.0) for _ in "12"]
-    rest = batch, shape, runner.rope, norms, 1e-3
+    rest = batch, shape, runner.rope
     linear, plan = weights.qkv, MatmulPlan(16, 32)
     found = project_qkv(x, linear.weight, linear.bias, caches[0], *rest, plan=plan)
     expected = rope_and_write(linear(x), caches[1], *rest)

@@ -17,9 +17,9 @@ from surefoot.kernels.backend import AttentionShape, FlatBatch, RopeTable
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.triton import pdl
 from surefoot.kernels.triton.attention import span_attention
-from surefoot.kernels.triton.backend import TritonBackend, TritonLinear
-from surefoot.kernels.triton.matmul import matmul
-from surefoot.kernels.triton.matmul_plan import TUNED_ON, default_plan, plan_for
+from surefoot.kernels.triton.backend import TritonBackend
+from surefoot.kernels.triton.matmul_plan import TUNED_ON, default_plan
+from surefoot.kernels.triton.products import TritonLinear, matmul
 from surefoot.kernels.triton.qkv import project_qkv
 from surefoot.kernels.triton.rope_kv import rope_and_write
 from surefoot.models.config import ModelConfig
@@ -27,7 +27,6 @@ from surefoot.models.decoder import Decoder
 from surefoot.models.dummy import DummyWeights
 
 pytestmark = pytest.mark.gpu
-UNTUNED = 1024, 1152
 SHAPES = {"qkv": (6144, 2560), "o": (2560, 4096), "gate_up": (19456, 2560), "down": (2560, 9728)}
 SHAPE = AttentionShape(32, 8, 128, 128**-0.5)
 bf16 = torch.bfloat16
@@ -75,24 +74,6 @@ def test_products_of_few_rows(name: str) -> None:
         assert relative(matmul(x, weight, plan=untuned), exact) < 4e-3
 
 
-@pytest.mark.parametrize("name", [*SHAPES, "untuned"])
-def test_a_row_s_product_does_not_depend_on_the_others(name: str) -> None:
-    """To the bit, as long as cuBLAS takes no part."""
-    outputs, inputs = SHAPES.get(name, UNTUNED)
-    gated = name == "gate_up"
-    packed = TritonLinear(torch.randn(outputs, inputs, dtype=bf16) * 0.02, None)
-    x = torch.randn(128, inputs, dtype=bf16)
-
-    def product(rows: int) -> torch.Tensor:
-        return packed.gated(x[:rows]) if gated else packed.wide(x[:rows])
-
-    width = outputs // 2 if gated else outputs
-    alone = product(1)
-    for rows in (2, 5, 16, 17, 40, 64, 72, 96, 128):
-        if plan_for(rows, width, inputs, gated, 2, *TUNED_ON) is not None:
-            assert torch.equal(product(rows)[:1], alone), rows
-
-
 @pytest.mark.parametrize(
     ("hidden", "heads", "kv_heads", "width"), [(576, 9, 3, 64), (2560, 32, 8, 128)]
 )
@@ -102,16 +83,15 @@ def test_one_kernel_projects_rotates_and_writes(
     """As torch's product and the kernel for the rest; a row's bits are its own."""
     shape = AttentionShape(heads, kv_heads, width, 1.0)
     weight = torch.randn((heads + 2 * kv_heads) * width, hidden, dtype=bf16) * 0.05
-    norms = (torch.rand(width, dtype=bf16) + 0.5, torch.rand(width, dtype=bf16) + 0.5)
     angles = torch.rand(4096, width // 2) * 6
-    rest = RopeTable(angles.cos(), angles.sin()), norms, 1e-6
+    rope = RopeTable(angles.cos(), angles.sin())
     x, alone = torch.randn(128, hidden, dtype=bf16), None
     for rows in (1, 5, 16, 31, 64, 75, 96, 128):
         batch = ragged(make_batch(rows, 1, 900, 1000), 900)
         pools = [torch.zeros(2, rows * 57 + 1, kv_heads, BLOCK, width, dtype=bf16) for _ in "12"]
-        found = project_qkv(x[:rows], weight, None, pools[0], batch, shape, *rest)
+        found = project_qkv(x[:rows], weight, None, pools[0], batch, shape, rope)
         product = (x[:rows].float() @ weight.float().T).to(bf16)
-        expected = rope_and_write(product, pools[1], batch, shape, *rest)
+        expected = rope_and_write(product, pools[1], batch, shape, rope)
         assert relative(found, expected) < 6e-3
         assert relative(*(pool.view(1, -1) for pool in pools)) < 6e-3
         assert pools[0].count_nonzero() == pools[1].count_nonzero()
@@ -199,7 +179,7 @@ def test_replays_with_growing_lengths_equal_eager_steps() -> None:
         captured = decoder.forward(batch, pools[0]).hidden
     plain = {"PDL": False}
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("matmul", "norm", "rope_kv", "attention", "activation"):
+        for module in ("matmul", "large_matmul", "norm", "rope_kv", "attention", "activation"):
             patch.setattr(f"surefoot.kernels.triton.{module}.pdl", lambda _: plain)
         for round_ in range(rounds):
             batch.tokens.copy_(torch.randint(0, 8000, (6,)))

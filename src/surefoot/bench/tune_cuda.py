@@ -82,12 +82,14 @@ def runner(
     product: Product, x: torch.Tensor, weights: list[torch.Tensor], plan: MatmulPlan | None
 ) -> Callable[[], None]:
     """The product over each of ``weights`` and whatever follows it in a model."""
-    from surefoot.kernels.triton.backend import TritonLinear
+    from surefoot.kernels.triton.products import TritonLinear
 
     name, outputs, _ = product
+    if plan is None:
+        return lambda: [torch.mm(x, weight.T) for weight in weights]
 
     class Planned(TritonLinear):
-        def plan(self, x: torch.Tensor, gated: bool = False) -> MatmulPlan | None:
+        def plan(self, x: torch.Tensor, gated: bool = False, split_k: int = 0) -> MatmulPlan:
             return plan
 
     linears = [Planned(weight, None) for weight in weights]

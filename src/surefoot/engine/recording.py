@@ -50,7 +50,10 @@ def _padded(round_: Round, most: int) -> PaddedRounds:
         return PaddedRounds(round_, most)
     from surefoot.engine.cuda_graphs import RecordedRounds
 
-    return RecordedRounds(round_, most)
+    rounds = RecordedRounds(round_, most)
+    decoder = round_.decoder
+    decoder.backend.prepare(decoder.layers, rounds.prompt_rows)
+    return rounds
 
 
 def _measure_called(round_: Round, config: EngineConfig, blocks: int, most: int) -> ExactCosts:

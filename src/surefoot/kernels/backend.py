@@ -97,6 +97,11 @@ class Backend(ABC):
     def pack_embedding(self, weight: Weight) -> tuple[Any, Any]:
         """An embedding ``[vocab, hidden]`` as (table for ``embed``, linear for a tied head)."""
 
+    def prepare(self, layers: Sequence[LayerWeights], rows: Sequence[int]) -> None:
+        """Before rounds of ``rows`` rows are recorded: find out by measuring how products with the
+        weights of ``layers`` are computed fastest. Results do not depend on it."""
+        return None
+
     @abstractmethod
     def allocate_kv(
         self, layers: int, blocks: int, block_size: int, shape: AttentionShape

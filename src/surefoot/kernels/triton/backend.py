@@ -1,12 +1,12 @@
-"""The NVIDIA backend: Triton kernels, and cuBLAS (through torch) where it is faster."""
+"""The NVIDIA backend: Triton kernels, and cuBLAS (through torch) where it is faster and gives the
+same bits. A row's results depend on the row and its request alone, not on the others of a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from surefoot.kernels.backend import (
     AttentionShape,
@@ -17,84 +17,18 @@ from surefoot.kernels.backend import (
     Weight,
 )
 from surefoot.kernels.quant import QuantTensor
-from surefoot.kernels.triton.activation import silu_mul
 from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.attend import Work, attend, work_of
+from surefoot.kernels.triton.cublas import CublasChoices
 from surefoot.kernels.triton.drafting import TritonDrafting
 from surefoot.kernels.triton.draws import DrawSeam
-from surefoot.kernels.triton.launch import check_device, processors, shared_memory
-from surefoot.kernels.triton.matmul import matmul, multiply
-from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, plan_for
+from surefoot.kernels.triton.launch import check_device
+from surefoot.kernels.triton.matmul_plan import MAX_ROWS
 from surefoot.kernels.triton.moves import move_keys
-from surefoot.kernels.triton.norm import add_rms_norm, rms_norm, sum_add_rms_norm
+from surefoot.kernels.triton.norm import rms_norm
 from surefoot.kernels.triton.prompt_attention import tiles_of
-from surefoot.kernels.triton.qkv import fits, project_qkv
-from surefoot.kernels.triton.rope_kv import rope_and_write
-
-Norm = tuple[torch.Tensor, float]
-"""Weight [width] and epsilon of an RMSNorm."""
-
-
-@dataclass(frozen=True)
-class TritonLinear:
-    """``weight`` [out, in], ``bias`` [out] or None, in the backend's dtype."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def plan(self, x: torch.Tensor, gated: bool = False) -> MatmulPlan | None:
-        """How to multiply ``x`` [N, in]; None where cuBLAS does it better."""
-        if x.shape[0] > MAX_ROWS:
-            return None
-        outputs = self.weight.shape[0] // 2 if gated else self.weight.shape[0]
-        return plan_for(
-            x.shape[0], outputs, x.shape[1], gated, x.dtype.itemsize,
-            processors(x.device), shared_memory(x.device),
-        )  # fmt: skip
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, in] -> [N, out]."""
-        plan = self.plan(x)
-        if plan is None:
-            return linear(x, self.weight, self.bias)
-        return matmul(x, self.weight, self.bias, plan=plan)
-
-    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The product plus ``residual`` [N, out]."""
-        plan = self.plan(x)
-        if plan is None:
-            return linear(x, self.weight, self.bias).add_(residual)
-        return matmul(x, self.weight, self.bias, residual, plan=plan)
-
-    def added_normed(
-        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``added`` and its RMSNorm, [N, out] each."""
-        plan = self.plan(x)
-        if plan is not None and plan.split_k > 1:
-            shares = multiply(x, self.weight, None, None, False, None, plan)
-            assert shares is not None
-            return sum_add_rms_norm(shares, self.bias, residual, *norm)
-        return add_rms_norm(self(x), residual, *norm)
-
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """SiLU(gate) * up: [N, in] -> [N, out / 2]."""
-        plan = self.plan(x, gated=True)
-        if plan is None:
-            return silu_mul(linear(x, self.weight, self.bias))
-        return matmul(x, self.weight, self.bias, silu=True, plan=plan)
-
-    def wide(self, x: torch.Tensor) -> torch.Tensor:
-        """The product as float32, not rounded to the backend's dtype on the way."""
-        plan = self.plan(x)
-        if plan is not None:
-            return matmul(x, self.weight, self.bias, dtype=torch.float32, plan=plan)
-        if x.is_cuda and x.dtype is not torch.float32:
-            product = torch.mm(x, self.weight.T, out_dtype=torch.float32)
-        else:
-            product = x.float() @ self.weight.float().T
-        return product if self.bias is None else product.add_(self.bias)
-
+from surefoot.kernels.triton.products import TritonLinear
+from surefoot.kernels.triton.qkv import fused, queries
 
 class TritonBackend(Backend):
     """Activations, dense weights and KV in ``dtype`` (bfloat16 or float32), sums in float32; GGUF
@@ -115,6 +49,7 @@ class TritonBackend(Backend):
         check_device(self.device, dtype)
         seam = DrawSeam(self.device)
         self.draw, self.adjust = seam.draw, seam.adjust
+        self.choices = CublasChoices()
 
     @property
     def drafting(self) -> TritonDrafting:
@@ -130,14 +65,14 @@ class TritonBackend(Backend):
     ) -> TritonLinear:
         dense = [self._dense(part) for part in parts]
         weight = dense[0] if len(dense) == 1 else torch.cat(dense)
-        return TritonLinear(weight, None if bias is None else self._dense(bias))
+        return TritonLinear(weight, None if bias is None else self._dense(bias), self.choices)
 
     def pack_norm(self, weight: torch.Tensor) -> torch.Tensor:
         return self._dense(weight)
 
     def pack_embedding(self, weight: Weight) -> tuple[torch.Tensor, TritonLinear]:
         dense = self._dense(weight)
-        return dense, TritonLinear(dense, None)
+        return dense, TritonLinear(dense, None, self.choices)
 
     def allocate_kv(
         self, layers: int, blocks: int, block_size: int, shape: AttentionShape
@@ -151,6 +86,16 @@ class TritonBackend(Backend):
 
     def kv_bytes_per_block(self, block_size: int, shape: AttentionShape) -> int:
         return 2 * block_size * shape.kv_heads * shape.head_dim * self.dtype.itemsize
+
+    def prepare(self, layers: Sequence[LayerWeights], rows: Sequence[int]) -> None:
+        if self.device.type != "cuda" or self.dtype is not torch.bfloat16 or not layers:
+            return
+        counts = [count for count in rows if count > MAX_ROWS]
+        ordered = fused(layers[0].shape, self.dtype, layers[0].q_norm is not None)
+        for name in ("qkv", "o", "gate_up", "down"):
+            linears = [getattr(layer, name) for layer in layers[:4]]
+            split_k = 1 if name == "qkv" and ordered else 0
+            self.choices.find(linears, counts, name == "gate_up", split_k)
 
     def embed(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return embedding(tokens, table)
@@ -219,11 +164,7 @@ class TritonBackend(Backend):
         if weights.q_norm is not None and weights.k_norm is not None:
             norms = (weights.q_norm, weights.k_norm)
         eps, shape = weights.eps, weights.shape
-        qkv = weights.qkv
-        if fits(x.shape[0], shape, x.dtype):
-            q = project_qkv(normed, qkv.weight, qkv.bias, kv, batch, shape, rope, norms, eps)
-        else:
-            q = rope_and_write(qkv(normed), kv, batch, shape, rope, norms, eps)
+        q = queries(weights.qkv, normed, kv, batch, shape, rope, norms, eps)
         attended = attend(q, kv, batch, shape, work)
         x, normed = weights.o.added_normed(attended.flatten(1), x, (weights.post_norm, eps))
         return x, weights.gate_up.gated(normed)

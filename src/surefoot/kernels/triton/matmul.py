@@ -1,7 +1,8 @@
 """y = x @ W^T for up to 128 rows: every weight is read once, and reading them is what it costs.
 
 A program multiplies a block of weight rows, the taller side of the tensor cores' tile, with all
-rows of x, the flatter one. One row costs what 16 do, and sums are the same for any number of rows.
+rows of x, the flatter one. One row costs what 16 do, and sums are the same for any number of rows,
+those of ``large_matmul`` included.
 Tiles come through tensor descriptors (by the copy engine where there is one) where the matrix
 allows it. Epilogues: bias, SiLU gating, residual addition, rounded where separate operations would
 round, so that fusing changes no bit. Gate and up stay two halves of one matrix: a program reads the
@@ -15,8 +16,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from surefoot.kernels.triton.activation import silu_times
-from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2, processors, shared_memory
-from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, default_plan, row_tiles
+from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
+from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, row_tiles
 from surefoot.kernels.triton.pdl import await_inputs, pdl, prefetch, release_next
 
 SHARE_UNIT = tl.constexpr(256)
@@ -85,11 +86,10 @@ def put(
     HEIGHT: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Write sums [BLOCK_N, HEIGHT] of the rows from ``top`` on: a share's, or the result."""
+    """Write sums [HEIGHT, BLOCK_N] of the rows from ``top`` on: a share's, or the result."""
     row = top + tl.arange(0, HEIGHT)
     column = first + tl.arange(0, BLOCK_N)
     inside = (row < rows)[:, None] & (column < outputs)[None, :]
-    acc, up = tl.trans(acc), tl.trans(up)
     if SPLIT:
         width = outputs * 2 if SILU else outputs
         place = (split * rows + row[:, None]).to(tl.int64) * width + column[None, :]
@@ -149,13 +149,13 @@ def rows_kernel(
     # Not sooner: blocks that wait beside these cost more than they save (docs/log.md).
     release_next(PDL)
     put(
-        acc, up, bias_ptr, residual_ptr, y_ptr, part_ptr, 0, first, split, rows, outputs,
-        BLOCK_M, BLOCK_N, SPLIT, BIAS, RESIDUAL, SILU,
+        tl.trans(acc), tl.trans(up), bias_ptr, residual_ptr, y_ptr, part_ptr, 0, first, split,
+        rows, outputs, BLOCK_M, BLOCK_N, SPLIT, BIAS, RESIDUAL, SILU,
     )  # fmt: skip
     if MORE:
         put(
-            more_acc, more_up, bias_ptr, residual_ptr, y_ptr, part_ptr, BLOCK_M, first, split,
-            rows, outputs, MORE, BLOCK_N, SPLIT, BIAS, RESIDUAL, SILU,
+            tl.trans(more_acc), tl.trans(more_up), bias_ptr, residual_ptr, y_ptr, part_ptr,
+            BLOCK_M, first, split, rows, outputs, MORE, BLOCK_N, SPLIT, BIAS, RESIDUAL, SILU,
         )  # fmt: skip
 
 
@@ -184,59 +184,41 @@ def reduce_kernel(
     )  # fmt: skip
 
 
-def matmul(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    silu: bool = False,
-    dtype: torch.dtype | None = None,
-    plan: MatmulPlan | None = None,
-) -> torch.Tensor:
-    """``x`` [N, in] (N <= 128) times ``weight`` [out, in], both bf16 or both fp32, contiguous;
-    ``bias`` [out] of any float type -> [N, out] in ``dtype`` (default: x's).
-
-    ``silu``: the weight's halves are gate and up, and the result is SiLU(gate) * up [N, out / 2].
-    ``residual`` [N, out] is added after rounding. Sums are fp32. ValueError for more rows.
-    """
-    rows, outputs = x.shape[0], weight.shape[0] // 2 if silu else weight.shape[0]
-    plan = plan or _default(x, weight, silu)
-    y = x.new_empty((rows, outputs), dtype=dtype or x.dtype)
-    part = multiply(x, weight, bias, residual, silu, y, plan)
-    if part is not None:
-        block = min(1024, next_power_of_2(outputs))
-        reduce_kernel[(rows, cdiv(outputs, block))](
-            part, bias, residual, y, rows, outputs, block, plan.split_k,
-            bias is not None, residual is not None, silu, num_warps=4, **pdl(x.device),
-        )  # fmt: skip
-    return y
-
-
-def _default(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> MatmulPlan:
-    outputs = weight.shape[0] // 2 if silu else weight.shape[0]
-    return default_plan(
-        x.shape[0], outputs, x.shape[1], silu, x.dtype.itemsize,
-        processors(x.device), shared_memory(x.device),
+def add_shares(
+    part: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    silu: bool,
+    y: torch.Tensor,
+) -> None:
+    """The product into ``y`` [N, out] from the sums of its shares, fp32 [split_k, N, out], that
+    ``multiply_few`` or ``multiply_many`` returned."""
+    rows, outputs = y.shape
+    block = min(1024, next_power_of_2(outputs))
+    reduce_kernel[(rows, cdiv(outputs, block))](
+        part, bias, residual, y, rows, outputs, block, part.shape[0],
+        bias is not None, residual is not None, silu, num_warps=4, **pdl(y.device),
     )  # fmt: skip
 
 
-def multiply(
+def multiply_few(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     silu: bool,
-    y: torch.Tensor | None,
+    y: torch.Tensor,
     plan: MatmulPlan,
 ) -> torch.Tensor | None:
-    """The product as ``matmul`` says it, into ``y``; or, where ``plan`` splits the inputs, sums of
-    its shares without any epilogue, fp32 [split_k, N, out]."""
+    """The product of up to 128 rows as ``products.matmul`` says it, into ``y``; or, where ``plan``
+    splits the inputs, sums of its shares without any epilogue, fp32 [split_k, N, out]."""
     rows, inputs = x.shape
     if rows > MAX_ROWS:
         raise ValueError(f"a product of {rows} rows")
     outputs = weight.shape[0] // 2 if silu else weight.shape[0]
     part = None
     if plan.split_k > 1:
+        bias, residual = None, None  # Whoever adds the shares adds them.
         size = (plan.split_k, rows, weight.shape[0])
         part = x.new_empty(size, dtype=torch.float32)
     described = inputs * x.dtype.itemsize % 16 == 0 and x.data_ptr() % 16 == 0

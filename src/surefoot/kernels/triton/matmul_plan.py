@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from surefoot.kernels.triton.launch import next_power_of_2
 
 MAX_ROWS = 128
-"""More rows than this are cuBLAS's."""
+"""More rows than this go by ``large_plan``."""
+BLOCK_N = 64
+SHORTEST_SHARE = 256
+"""Inputs."""
 PREFETCH = 512
 """Inputs of a weight row; between 256 and 1024 it hardly mattered (docs/log.md)."""
 
@@ -31,7 +34,7 @@ class MatmulPlan:
 
 TUNED_ON = 132, 232_448
 """Multiprocessors and shared memory of an H100 or H200 SXM."""
-TUNED: dict[tuple[int, int, int, bool], MatmulPlan | None] = {
+TUNED: dict[tuple[int, int, int, bool], MatmulPlan] = {
     (16, 6144, 2560, False): MatmulPlan(64, 256, 1, 4, 5, 512),
     (16, 2560, 4096, False): MatmulPlan(64, 256, 3, 4, 5, 512),
     (16, 9728, 2560, True): MatmulPlan(64, 128, 1, 4, 3, 256),
@@ -63,12 +66,9 @@ TUNED: dict[tuple[int, int, int, bool], MatmulPlan | None] = {
     (128, 2560, 9728, False): MatmulPlan(64, 128, 3, 4, 4, 512),
     (128, 151936, 2560, False): MatmulPlan(64, 64, 1, 4, 8, 512),
 }
-"""(rows rounded up to those of tiles, outputs, inputs, gated) -> plan, or None where cuBLAS
-measured clearly better. For a gated product, outputs are those after gating. Measured on an H100 by
-``python -m surefoot.bench.tune_cuda`` (Qwen3-4B's shapes); the rest goes by ``default_plan``.
-
-A shape has the same number of shares for any number of rows: then a row's sums are the same to the
-bit whoever shares the batch (as long as cuBLAS takes no part)."""
+"""(rows rounded up to those of tiles, outputs, inputs, gated) -> plan. For a gated product, outputs
+are those after gating. Measured on an H100 by ``python -m surefoot.bench.tune_cuda`` (Qwen3-4B's
+shapes); the rest goes by ``default_plan``. A shape has one number of shares: see ``shares``."""
 
 
 def row_tiles(rows: int) -> tuple[int, int]:
@@ -86,11 +86,26 @@ def rows_bucket(rows: int) -> int:
     return sum(row_tiles(rows))
 
 
+def shares(
+    outputs: int, inputs: int, gated: bool, itemsize: int, sms: int, shared: int
+) -> int:
+    """The number of shares of the inputs whose sums make up an output, for any number of rows:
+    then a row's product is the same to the bit whoever shares the batch. Few rows need shares where
+    blocks of outputs leave multiprocessors idle. Arguments as ``plan_for``'s."""
+    key = (16, outputs, inputs, gated)
+    if itemsize == 2 and (sms, shared) == TUNED_ON and key in TUNED:
+        return TUNED[key].split_k
+    if gated or itemsize == 4:
+        return 1
+    return max(1, min(8, sms // -(-outputs // BLOCK_N), -(-inputs // SHORTEST_SHARE)))
+
+
 def plan_for(
     rows: int, outputs: int, inputs: int, gated: bool, itemsize: int, sms: int, shared: int
-) -> MatmulPlan | None:
+) -> MatmulPlan:
     """The plan for ``rows`` <= 128 of ``itemsize`` bytes a number, on ``sms`` multiprocessors of
-    ``shared`` bytes of memory; None for cuBLAS. ``gated``: two products share a program."""
+    ``shared`` bytes of memory. ``gated``: two products share a program, and ``outputs`` are those
+    after gating."""
     key = (rows_bucket(rows), outputs, inputs, gated)
     if itemsize == 2 and (sms, shared) == TUNED_ON and key in TUNED:
         return TUNED[key]
@@ -106,17 +121,15 @@ def default_plan(
     bucket = rows_bucket(rows)
     if itemsize == 4:  # No tensor cores: sizes that registers hold.
         return MatmulPlan(32, 32, num_warps=4 if bucket <= 32 else 8, num_stages=2)
-    block_n, tiles = 64, 2 if gated else 1
-    programs = -(-outputs // block_n)
-    split_k = 1 if gated else max(1, min(8, sms // programs, -(-inputs // 256)))
-    alone = programs * split_k <= sms
+    split_k, tiles = shares(outputs, inputs, gated, itemsize, sms, shared), 2 if gated else 1
+    alone = -(-outputs // BLOCK_N) * split_k <= sms
     block_k = 128 if bucket <= (64 if gated else 96) else 64
     if alone and bucket <= 32 and not gated:
         block_k = 256
-    stage = (block_n * tiles + bucket) * block_k * itemsize
+    stage = (BLOCK_N * tiles + bucket) * block_k * itemsize
     room = shared - 24_000 if alone else shared // 2 - 3_000
     while block_k > 64 and room // stage < 3:
         block_k, stage = block_k // 2, stage // 2
     stages = room // stage
     ahead = min(inputs, PREFETCH) // 16 * 16
-    return MatmulPlan(block_n, block_k, split_k, num_stages=max(2, min(8, stages)), prefetch=ahead)
+    return MatmulPlan(BLOCK_N, block_k, split_k, num_stages=max(2, min(8, stages)), prefetch=ahead)

@@ -70,7 +70,7 @@ def sum_add_rms_norm(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``add_rms_norm`` of a product that came in ``shares`` [n, N, width] fp32 from
-    ``matmul.multiply`` and lacks its ``bias`` [width]; the rest as there. To be launched right
+    ``products.multiply`` and lacks its ``bias`` [width]; the rest as there. To be launched right
     behind that product."""
     total, out = torch.empty_like(residual), torch.empty_like(residual)
     _launch(shares, bias, residual, weight, eps, total, out, shares.shape[0])
@@ -92,5 +92,7 @@ def _launch(
     rms_norm_kernel[(rows,)](
         x, bias, residual, weight, total, out, width, eps,
         residual is not None, block, shares, bias is not None,
-        num_warps=min(16, max(1, block // 256)), **pdl(x.device),
+        # A row's sum of squares has one order in all variants of the kernel: how many warps add it
+        # goes by the width, and no compiler chooses which products to fuse with additions.
+        num_warps=min(16, max(1, block // 256)), enable_fp_fusion=False, **pdl(x.device),
     )  # fmt: skip

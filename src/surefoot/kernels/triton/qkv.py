@@ -1,6 +1,7 @@
-"""The qkv product of few rows with norm, rotation and KV write as its epilogue: ``matmul`` and
-``rope_kv`` in one kernel. A program computes one head of all rows, so that a head's norm and the
-pairs that RoPE turns stay inside it.
+"""The qkv product of few rows with rotation and KV write as its epilogue: ``matmul`` and
+``rope_kv`` in one kernel, to the same bits. A program computes one head of all rows, so that the
+pairs that RoPE turns stay inside it. Heads with norms go the other way: their sum of squares would
+be added up in another order here than in ``rope_kv``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from surefoot.kernels.triton.matmul_plan import (
     rows_bucket,
 )
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
+from surefoot.kernels.triton.products import TritonLinear
+from surefoot.kernels.triton.rope_kv import rope_and_write, rotate
+
+Norms = tuple[torch.Tensor, torch.Tensor]
+"""Weights [head_dim] of the queries' and keys' RMSNorms."""
 
 
 @jit
@@ -39,30 +45,25 @@ def whereabouts(
 @jit
 def finish_head(
     acc, head, row, valid, position, key, block,
-    bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr, value_offset, eps,
+    bias_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr, value_offset,
     dtype: tl.constexpr, HEIGHT: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Bias, norm and rotation of a head's product [HEAD_DIM, HEIGHT], to the queries or the KV."""
+    """Bias and rotation of a head's product [HEAD_DIM, HEIGHT], to the queries or the KV."""
     half: tl.constexpr = HEAD_DIM // 2
     is_value = head >= HEADS + KV_HEADS
     column = tl.arange(0, HEAD_DIM)
     if BIAS:
         acc += tl.load(bias_ptr + head * HEAD_DIM + column).to(tl.float32)[:, None]
     acc = acc.to(dtype).to(tl.float32)
-    if NORM:
-        scale = tl.rsqrt(tl.sum(acc * acc, axis=0) / HEAD_DIM + eps)
-        weight = tl.load(q_norm_ptr + column, mask=(column >= 0) & (head < HEADS), other=0.0)
-        weight += tl.load(k_norm_ptr + column, mask=(column >= 0) & (head >= HEADS), other=0.0)
-        normed = acc * scale[None, :] * weight.to(tl.float32)[:, None]
-        acc = tl.where(is_value, acc, normed.to(dtype).to(tl.float32))
     low, high = tl.split(tl.permute(tl.reshape(acc, [2, half, HEIGHT]), (1, 2, 0)))
     pair = tl.arange(0, half)[:, None]
     rotary = position[None, :] * half + pair
-    cos = tl.where(is_value, 1.0, tl.load(cos_ptr + rotary))
-    sin = tl.where(is_value, 0.0, tl.load(sin_ptr + rotary))
-    rotated_low = (low * cos - high * sin).to(dtype)
-    rotated_high = (high * cos + low * sin).to(dtype)
+    rotated_low, rotated_high = rotate(
+        low, high, tl.load(cos_ptr + rotary), tl.load(sin_ptr + rotary)
+    )
+    rotated_low = tl.where(is_value, low, rotated_low).to(dtype)
+    rotated_high = tl.where(is_value, high, rotated_high).to(dtype)
 
     inside = (pair >= 0) & valid[None, :]
     if head < HEADS:
@@ -79,12 +80,12 @@ def finish_head(
 
 @jit(do_not_specialize=["rows", "ahead"])
 def qkv_kernel(
-    x_ptr, x_tiles, more_tiles, w_ptr, w_tiles, bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    x_ptr, x_tiles, more_tiles, w_ptr, w_tiles, bias_ptr, cos_ptr, sin_ptr,
     q_ptr, kv_ptr, position_ptr, key_index_ptr, row_slot_ptr, tables_ptr, table_stride,
-    value_offset, eps, rows, inputs, ahead,
+    value_offset, rows, inputs, ahead,
     BLOCK_M: tl.constexpr, MORE: tl.constexpr, BLOCK_K: tl.constexpr, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BIAS: tl.constexpr,
-    NORM: tl.constexpr, DESCRIBED: tl.constexpr, PDL: tl.constexpr,
+    DESCRIBED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     outputs: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     dtype: tl.constexpr = w_ptr.dtype.element_ty
@@ -120,22 +121,41 @@ def qkv_kernel(
     release_next(PDL)
     finish_head(
         acc, head, row, valid, position, key, block,
-        bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr, value_offset, eps,
-        dtype, BLOCK_M, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BIAS, NORM,
+        bias_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr, value_offset,
+        dtype, BLOCK_M, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BIAS,
     )  # fmt: skip
     if MORE:
         finish_head(
             more_acc, head, below, more_valid, more_position, more_key, more_block,
-            bias_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr, value_offset, eps,
-            dtype, MORE, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BIAS, NORM,
+            bias_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr, value_offset,
+            dtype, MORE, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BIAS,
         )  # fmt: skip
 
 
-def fits(rows: int, shape: AttentionShape, dtype: torch.dtype) -> bool:
-    """Whether ``project_qkv`` is the faster way. It works for all heads of a power of two; but
-    blocks of 128 outputs stream weights a little worse than narrower ones, which is what the saved
-    launch gained (docs/log.md)."""
-    return rows <= MAX_ROWS and shape.head_dim == 64 and dtype == torch.bfloat16
+def fused(shape: AttentionShape, dtype: torch.dtype, normed: bool) -> bool:
+    """Whether ``project_qkv`` is the faster way for few rows. It works for all heads of a power of
+    two; but blocks of 128 outputs stream weights a little worse than narrower ones, which is what
+    the saved launch gained (docs/log.md)."""
+    return not normed and shape.head_dim == 64 and dtype == torch.bfloat16
+
+
+def queries(
+    linear: TritonLinear,
+    x: torch.Tensor,
+    kv: torch.Tensor,
+    batch: FlatBatch,
+    shape: AttentionShape,
+    rope: RopeTable,
+    norms: Norms | None,
+    eps: float,
+) -> torch.Tensor:
+    """``rope_and_write`` of ``x`` [N, in] times ``linear``; see there. A row's results are the same
+    bits for any N."""
+    if not fused(shape, x.dtype, norms is not None):
+        return rope_and_write(linear(x), kv, batch, shape, rope, norms, eps)
+    if x.shape[0] <= MAX_ROWS:
+        return project_qkv(x, linear.weight, linear.bias, kv, batch, shape, rope)
+    return rope_and_write(linear.product(x, split_k=1), kv, batch, shape, rope)
 
 
 def plan_qkv(rows: int, inputs: int, head_dim: int, itemsize: int, shared: int) -> MatmulPlan:
@@ -146,7 +166,7 @@ def plan_qkv(rows: int, inputs: int, head_dim: int, itemsize: int, shared: int) 
     return MatmulPlan(
         head_dim,
         block_k,
-        num_warps=max(4, head_dim // 16),  # for any number of rows: a norm's sum has one order
+        num_warps=max(4, head_dim // 16),
         num_stages=max(2, min(8, (shared - 8_000) // stage)),
         prefetch=min(inputs, PREFETCH) // 16 * 16,
     )
@@ -160,13 +180,11 @@ def project_qkv(
     batch: FlatBatch,
     shape: AttentionShape,
     rope: RopeTable,
-    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
-    eps: float = 0.0,
     plan: MatmulPlan | None = None,
 ) -> torch.Tensor:
     """``rope_and_write`` of ``x`` [N, in] (N <= 128) times ``weight``
-    [(heads + 2 * kv_heads) * head_dim, in] plus ``bias``; see there. The product is rounded to
-    x's dtype before it is normed."""
+    [(heads + 2 * kv_heads) * head_dim, in] plus ``bias``, summed as one share; see there. The
+    product is rounded to x's dtype before it is turned."""
     rows, inputs = x.shape
     if rows > MAX_ROWS:
         raise ValueError(f"a product of {rows} rows")
@@ -180,14 +198,12 @@ def project_qkv(
         if more:
             more_tiles = TensorDescriptor.from_tensor(x, [more, plan.block_k])
         w_tiles = TensorDescriptor.from_tensor(weight, [shape.head_dim, plan.block_k])
-    q_norm, k_norm = norms if norms is not None else (None, None)
     qkv_kernel[(shape.heads + 2 * shape.kv_heads,)](
-        x, x_tiles, more_tiles, weight, w_tiles, bias, q_norm, k_norm, rope.cos, rope.sin,
-        q, kv, batch.positions, batch.key_index, batch.row_slot,
-        batch.block_tables, batch.block_tables.stride(0), kv.stride(0), eps,
-        rows, inputs, plan.prefetch,
+        x, x_tiles, more_tiles, weight, w_tiles, bias, rope.cos, rope.sin, q, kv,
+        batch.positions, batch.key_index, batch.row_slot,
+        batch.block_tables, batch.block_tables.stride(0), kv.stride(0), rows, inputs, plan.prefetch,
         block_m, more, plan.block_k, shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3],
-        bias is not None, norms is not None, described,
+        bias is not None, described,
         num_warps=plan.num_warps, num_stages=plan.num_stages, **pdl(x.device),
     )  # fmt: skip
     return q

@@ -19,6 +19,13 @@ from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 
 
 @jit
+def rotate(low, high, cos, sin):
+    """A pair of halves of heads, fp32, turned. What is rounded on the way is said here, not left to
+    the compiler of each kernel."""
+    return tl.fma(low, cos, -(high * sin)), tl.fma(high, cos, low * sin)
+
+
+@jit
 def rope_kv_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr,
     position_ptr, key_index_ptr, row_slot_ptr, tables_ptr, table_stride, value_offset, eps,
@@ -68,8 +75,9 @@ def rope_kv_kernel(
         first = tl.where(is_value, first, normed_first.to(tl.float32))
         second = tl.where(is_value, second, normed_second.to(tl.float32))
 
-    rotated_first = tl.where(is_value, first, first * cos - second * sin).to(dtype)
-    rotated_second = tl.where(is_value, second, second * cos + first * sin).to(dtype)
+    rotated_first, rotated_second = rotate(first, second, cos, sin)
+    rotated_first = tl.where(is_value, first, rotated_first).to(dtype)
+    rotated_second = tl.where(is_value, second, rotated_second).to(dtype)
 
     queries = q_ptr + row * HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
     tl.store(queries, rotated_first, mask=inside & is_query)

@@ -1,0 +1,130 @@
+"""y = x @ W^T for more rows than ``matmul`` takes, to the same bits.
+
+Tiles of rows by outputs are handed out to programs that stay: neighbouring tiles, which read the
+same rows of x and the same weights, are computed at the same time, so that these come from the L2
+cache. An output's inputs are added up in order, one share of them after the other, each from zero;
+the sums of shares are added in ascending order. That is what ``matmul`` does with any tile, so a
+row's product does not depend on how many rows there are. Shares of a tile are computed by one
+program in turn, or *spread* over several where tiles alone would leave multiprocessors idle: those
+write their sums, which ``add_shares`` or a norm adds up.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from surefoot.kernels.triton.large_plan import LargePlan
+from surefoot.kernels.triton.launch import cdiv, jit, processors
+from surefoot.kernels.triton.matmul import SHARE_UNIT, put, tile
+from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
+
+GROUP = 8
+"""Tiles of rows that share the weights of a column of tiles before the next column's turn."""
+
+
+@jit
+def share_sums(
+    x_ptr, x_tiles, w_ptr, w_tiles, top, first, low, high, rows, outputs, inputs,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SILU: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """Sums over the inputs from ``low`` to ``high`` of rows from ``top`` and outputs from ``first``
+    on, fp32 [BLOCK_M, BLOCK_N]: (product, or the gate's; the other half's)."""
+    width = outputs * 2 if SILU else outputs
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for base in range(low, high, BLOCK_K):
+        x = tile(x_ptr, x_tiles, top, base, rows, high, inputs, BLOCK_M, BLOCK_K, DESCRIBED)
+        w = tile(w_ptr, w_tiles, first, base, width, high, inputs, BLOCK_N, BLOCK_K, DESCRIBED)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        if SILU:
+            w = tile(
+                w_ptr, w_tiles, outputs + first, base, width, high, inputs,
+                BLOCK_N, BLOCK_K, DESCRIBED,
+            )  # fmt: skip
+            up = tl.dot(x, tl.trans(w), up, input_precision="ieee")
+    return acc, up
+
+
+@jit(do_not_specialize=["rows"])
+def tiles_kernel(
+    x_ptr, x_tiles, w_ptr, w_tiles, bias_ptr, residual_ptr, y_ptr, part_ptr,
+    rows, outputs, inputs,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    SPLIT_K: tl.constexpr, SPREAD: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    SILU: tl.constexpr, DESCRIBED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    down, across = tl.cdiv(rows, BLOCK_M), tl.cdiv(outputs, BLOCK_N)
+    tiles = down * across
+    units = tiles * SPLIT_K if SPREAD else tiles
+    share = inputs
+    if SPLIT_K > 1:
+        share = tl.cdiv(tl.cdiv(inputs, SHARE_UNIT), SPLIT_K) * SHARE_UNIT
+    await_inputs(PDL)
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        # One share of all tiles, then the next.
+        split = unit // tiles
+        place = unit % tiles
+        group = place // (GROUP * across)
+        height = tl.minimum(down - group * GROUP, GROUP)
+        within = place % (GROUP * across)
+        top = (group * GROUP + within % height) * BLOCK_M
+        first = within // height * BLOCK_N
+        if SPREAD or SPLIT_K == 1:
+            low = split * share
+            acc, up = share_sums(
+                x_ptr, x_tiles, w_ptr, w_tiles, top, first, low, tl.minimum(low + share, inputs),
+                rows, outputs, inputs, BLOCK_M, BLOCK_N, BLOCK_K, SILU, DESCRIBED,
+            )  # fmt: skip
+        else:
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for turn in range(0, SPLIT_K):
+                low = turn * share
+                more, more_up = share_sums(
+                    x_ptr, x_tiles, w_ptr, w_tiles, top, first, low,
+                    tl.minimum(low + share, inputs),
+                    rows, outputs, inputs, BLOCK_M, BLOCK_N, BLOCK_K, SILU, DESCRIBED,
+                )  # fmt: skip
+                acc += more
+                up += more_up
+        put(
+            acc, up, bias_ptr, residual_ptr, y_ptr, part_ptr, top, first, split, rows, outputs,
+            BLOCK_M, BLOCK_N, SPREAD, BIAS, RESIDUAL, SILU,
+        )  # fmt: skip
+    release_next(PDL)
+
+
+def multiply_many(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    silu: bool,
+    y: torch.Tensor,
+    plan: LargePlan,
+) -> torch.Tensor | None:
+    """As ``matmul.multiply_few``, for any number of rows; the shares' sums [split_k, N, out] where
+    ``plan`` spreads them."""
+    rows, inputs = x.shape
+    outputs = weight.shape[0] // 2 if silu else weight.shape[0]
+    part = None
+    if plan.spread:
+        bias, residual = None, None  # Whoever adds the shares adds them.
+        part = x.new_empty((plan.split_k, rows, weight.shape[0]), dtype=torch.float32)
+    described = inputs * x.dtype.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+    x_tiles, w_tiles = None, None
+    if described:
+        x_tiles = TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k])
+        w_tiles = TensorDescriptor.from_tensor(weight, [plan.block_n, plan.block_k])
+    units = cdiv(rows, plan.block_m) * cdiv(outputs, plan.block_n)
+    units *= plan.split_k if plan.spread else 1
+    tiles_kernel[(min(units, processors(x.device) * plan.per_processor),)](
+        x, x_tiles, weight, w_tiles, bias, residual, y, part, rows, outputs, inputs,
+        plan.block_m, plan.block_n, plan.block_k, GROUP, plan.split_k, plan.spread,
+        bias is not None, residual is not None, silu, described,
+        num_warps=plan.num_warps, num_stages=plan.num_stages, **pdl(x.device),
+    )  # fmt: skip
+    return part

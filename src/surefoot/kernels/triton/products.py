@@ -1,0 +1,142 @@
+"""Products with a weight: which kernel computes them, cuBLAS where it gives the same bits faster.
+
+A row's product is a function of the row alone, to the bit: its inputs are added up in order, in a
+number of shares that depends on the weight's shape and the card (``matmul_plan.shares``), and what
+follows is rounded where separate operations would round. Both kernels do so with any plan; cuBLAS
+computes only those shapes and numbers of rows for which it was seen to (``cublas``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.functional import linear
+
+from surefoot.kernels.triton.activation import silu_mul
+from surefoot.kernels.triton.cublas import CublasChoices, Key
+from surefoot.kernels.triton.large_matmul import multiply_many
+from surefoot.kernels.triton.large_plan import LargePlan, large_plan
+from surefoot.kernels.triton.launch import processors, shared_memory
+from surefoot.kernels.triton.matmul import add_shares, multiply_few
+from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, plan_for, shares
+from surefoot.kernels.triton.norm import add_rms_norm, sum_add_rms_norm
+
+Norm = tuple[torch.Tensor, float]
+"""Weight [width] and epsilon of an RMSNorm."""
+Plan = MatmulPlan | LargePlan
+
+
+def matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    silu: bool = False,
+    dtype: torch.dtype | None = None,
+    plan: Plan | None = None,
+) -> torch.Tensor:
+    """``x`` [N, in] times ``weight`` [out, in], both bf16 or both fp32, contiguous; ``bias`` [out]
+    of any float type -> [N, out] in ``dtype`` (default: x's).
+
+    ``silu``: the weight's halves are gate and up, and the result is SiLU(gate) * up [N, out / 2].
+    ``residual`` [N, out] is added after rounding. Sums are fp32. ValueError for more rows than
+    ``plan`` is for.
+    """
+    rows, outputs = x.shape[0], weight.shape[0] // 2 if silu else weight.shape[0]
+    plan = plan or plan_of(x, weight, silu)
+    y = x.new_empty((rows, outputs), dtype=dtype or x.dtype)
+    part = multiply(x, weight, bias, residual, silu, y, plan)
+    if part is not None:
+        add_shares(part, bias, residual, silu, y)
+    return y
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    silu: bool,
+    y: torch.Tensor,
+    plan: Plan,
+) -> torch.Tensor | None:
+    """The product as ``matmul`` says it, into ``y``; or, where ``plan`` has shares computed by
+    several programs, their sums without any epilogue, fp32 [split_k, N, out]."""
+    if isinstance(plan, LargePlan):
+        return multiply_many(x, weight, bias, residual, silu, y, plan)
+    return multiply_few(x, weight, bias, residual, silu, y, plan)
+
+
+def plan_of(x: torch.Tensor, weight: torch.Tensor, gated: bool, split_k: int = 0) -> Plan:
+    """How to multiply ``x`` [N, in] with ``weight``. ``split_k``: the number of shares for more
+    than 128 rows; 0: the shape's own."""
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    card = x.dtype.itemsize, processors(x.device), shared_memory(x.device)
+    if x.shape[0] <= MAX_ROWS:
+        return plan_for(x.shape[0], outputs, x.shape[1], gated, *card)
+    split_k = split_k or shares(outputs, x.shape[1], gated, *card)
+    return large_plan(x.shape[0], outputs, x.shape[1], gated, *card, split_k)
+
+
+@dataclass(frozen=True)
+class TritonLinear:
+    """``weight`` [out, in], ``bias`` [out] or None, in the backend's dtype, and the backend's
+    ``choices`` of cuBLAS."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    choices: CublasChoices = field(default_factory=CublasChoices)
+
+    def plan(self, x: torch.Tensor, gated: bool = False, split_k: int = 0) -> Plan:
+        return plan_of(x, self.weight, gated, split_k)
+
+    def key(self, gated: bool, split_k: int) -> Key:
+        """What cuBLAS is chosen by, beside the number of rows."""
+        return (*self.weight.shape, self.bias is not None, gated, split_k)
+
+    def product(self, x: torch.Tensor, gated: bool = False, split_k: int = 0) -> torch.Tensor:
+        """[N, in] -> [N, out]; ``gated``: SiLU(gate) * up [N, out / 2]. ``split_k`` as ``plan_of``
+        has it."""
+        if self.choices.takes(self.key(gated, split_k), x, self.weight):
+            return self.by_cublas(x, gated)
+        return self.by_kernel(x, gated, split_k)
+
+    def by_cublas(self, x: torch.Tensor, gated: bool) -> torch.Tensor:
+        product = linear(x, self.weight, self.bias)
+        return silu_mul(product) if gated else product
+
+    def by_kernel(self, x: torch.Tensor, gated: bool, split_k: int) -> torch.Tensor:
+        plan = self.plan(x, gated, split_k)
+        return matmul(x, self.weight, self.bias, silu=gated, plan=plan)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, in] -> [N, out]."""
+        return self.product(x)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """SiLU(gate) * up: [N, in] -> [N, out / 2]."""
+        return self.product(x, gated=True)
+
+    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The product plus ``residual`` [N, out]."""
+        if self.choices.takes(self.key(False, 0), x, self.weight):
+            return self.by_cublas(x, False).add_(residual)
+        return matmul(x, self.weight, self.bias, residual, plan=self.plan(x))
+
+    def added_normed(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``added`` and its RMSNorm, [N, out] each."""
+        if self.choices.takes(self.key(False, 0), x, self.weight):
+            return add_rms_norm(self.by_cublas(x, False), residual, *norm)
+        y = torch.empty_like(residual)
+        part = multiply(x, self.weight, self.bias, None, False, y, self.plan(x))
+        if part is None:
+            return add_rms_norm(y, residual, *norm)
+        return sum_add_rms_norm(part, self.bias, residual, *norm)
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        """The product as float32, not rounded to the backend's dtype on the way."""
+        plan = self.plan(x)
+        return matmul(x, self.weight, self.bias, dtype=torch.float32, plan=plan)
