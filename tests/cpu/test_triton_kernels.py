@@ -149,7 +149,8 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("surefoot.kernels.triton.launch.DEFAULT_PROCESSORS", 3)
     plans = MatmulPlan(64, 64), MatmulPlan(64, 32, split_k=2)
     monkeypatch.setattr(
-        "surefoot.kernels.triton.products.plan_for", lambda *args: plans[args[0] > 4 and not args[3]]
+        "surefoot.kernels.triton.products.plan_for",
+        lambda *args: plans[args[0] > 4 and not args[3]],
     )
 
 

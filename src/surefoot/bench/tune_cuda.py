@@ -4,7 +4,7 @@
 candidate in parallel and times each in a captured chain of launches over more weights than the
 cache holds. Shares of the inputs are then settled, the same for any number of rows, and the best
 few with them tried in place, in some layers of the model. Prints lines for
-``kernels.triton.matmul_plan.TUNED``. cuBLAS is one of the candidates.
+``kernels.triton.matmul_plan.TUNED``. cuBLAS's times stand beside, for comparison.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ Product = tuple[str, int, int]
 Ranking = list[tuple[float, MatmulPlan | None]]
 """(microseconds, plan), the best first; None for cuBLAS."""
 Key = tuple[int, int, int, bool]
-Table = dict[Key, MatmulPlan | None]
+Table = dict[Key, MatmulPlan]
 CONTEXT = 640
-CLEARLY = 0.9
 
 
 def products_of(config: dict[str, Any]) -> list[Product]:
@@ -86,7 +85,12 @@ def runner(
 
     name, outputs, _ = product
     if plan is None:
-        return lambda: [torch.mm(x, weight.T) for weight in weights]
+
+        def cublas() -> None:
+            for weight in weights:
+                torch.mm(x, weight.T)
+
+        return cublas
 
     class Planned(TritonLinear):
         def plan(self, x: torch.Tensor, gated: bool = False, split_k: int = 0) -> MatmulPlan:
@@ -155,15 +159,13 @@ def settle_shares(ranked: dict[int, Ranking]) -> int:
     return min(splits, key=cost)
 
 
-def shortlist(results: Ranking, split: int, count: int) -> list[MatmulPlan | None]:
-    """The best plans with ``split`` shares; cuBLAS alone where it is clearly better."""
-    plans = [(us, plan) for us, plan in results if plan and plan.split_k == split][:count]
-    cublas = next(us for us, plan in results if plan is None)
-    return [None] if cublas < CLEARLY * plans[0][0] else [plan for _, plan in plans]
+def shortlist(results: Ranking, split: int, count: int) -> list[MatmulPlan]:
+    """The best plans with ``split`` shares."""
+    return [plan for _, plan in results if plan and plan.split_k == split][:count]
 
 
 def refine(
-    config: ModelConfig, rows: int, table: Table, choices: dict[Key, list[MatmulPlan | None]]
+    config: ModelConfig, rows: int, table: Table, choices: dict[Key, list[MatmulPlan]]
 ) -> None:
     """Set ``table``'s entries for ``rows`` to those of ``choices`` that are best in a few layers
     of the model, one product after the other. One request up to 16 rows, else one for each."""
@@ -186,10 +188,10 @@ def refine(
     for key, plans in choices.items():
         trials = []
         for plan in plans:
-            share = key[2] // (plan.split_k if plan else 1)
-            ahead = (0, 256, 512, 1024, share) if plan else (0,)
+            share = key[2] // plan.split_k
+            ahead = (0, 256, 512, 1024, share)
             for count in sorted({min(share, count) // 16 * 16 for count in ahead}):
-                table[key] = plan and replace(plan, prefetch=count)
+                table[key] = replace(plan, prefetch=count)
                 trials.append((measure(), table[key]))
         trials.sort(key=lambda trial: trial[0])
         table[key] = trials[0][1]
@@ -209,7 +211,7 @@ def main() -> None:
     buckets = [int(rows) for rows in arguments.rows.split(",")]
     jobs = [(rows, p, plan) for rows in buckets for p in products for plan in candidates(rows, p)]
     compile_all(jobs)
-    choices: dict[int, dict[Key, list[MatmulPlan | None]]] = {rows: {} for rows in buckets}
+    choices: dict[int, dict[Key, list[MatmulPlan]]] = {rows: {} for rows in buckets}
     lines = []
     for product in products:
         name, outputs, inputs = product

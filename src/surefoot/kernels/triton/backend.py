@@ -30,6 +30,7 @@ from surefoot.kernels.triton.prompt_attention import tiles_of
 from surefoot.kernels.triton.products import TritonLinear
 from surefoot.kernels.triton.qkv import fused, queries
 
+
 class TritonBackend(Backend):
     """Activations, dense weights and KV in ``dtype`` (bfloat16 or float32), sums in float32; GGUF
     blocks are dequantised when packed.

@@ -86,9 +86,7 @@ def rows_bucket(rows: int) -> int:
     return sum(row_tiles(rows))
 
 
-def shares(
-    outputs: int, inputs: int, gated: bool, itemsize: int, sms: int, shared: int
-) -> int:
+def shares(outputs: int, inputs: int, gated: bool, itemsize: int, sms: int, shared: int) -> int:
     """The number of shares of the inputs whose sums make up an output, for any number of rows:
     then a row's product is the same to the bit whoever shares the batch. Few rows need shares where
     blocks of outputs leave multiprocessors idle. Arguments as ``plan_for``'s."""

@@ -1,0 +1,251 @@
+"""Products whose bits do not depend on how many rows there are, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton_interpreter  # isort: skip
+
+from surefoot.kernels import reference as ops
+from surefoot.kernels.triton import products, qkv
+from surefoot.kernels.triton.backend import TritonBackend
+from surefoot.kernels.triton.cublas import CublasChoices
+from surefoot.kernels.triton.large_plan import LargePlan, candidates, large_plan
+from surefoot.kernels.triton.matmul_plan import TUNED, TUNED_ON, MatmulPlan, plan_for, shares
+from surefoot.kernels.triton.products import TritonLinear
+from test_native_backend import Layout, Row, Runner, chain, difference
+from test_triton_kernels import close, linear
+from triton_interpreter import DEVICE
+
+pytestmark = pytest.mark.skipif(
+    triton_interpreter.ON_GPU, reason="tests/gpu run the same checks compiled"
+)
+CARDS = [TUNED_ON, (132, 166_912), (142, 101_376), (46, 101_376), (3, 232_448)]
+"""Multiprocessors, and bytes of shared memory."""
+SHAPES = [
+    *((6144, 2560, False), (2560, 4096, False), (9728, 2560, True), (2560, 9728, False)),
+    *((151936, 2560, False), (960, 576, False), (576, 576, False), (1536, 576, True)),
+    *((576, 1536, False), (49152, 576, False), (1021, 333, False)),
+]
+"""Outputs, inputs, gated."""
+PLANS = {
+    "one share": LargePlan(32, 64, 64, 1),
+    "shares in turn": LargePlan(32, 16, 64, 3),
+    "spread shares": LargePlan(64, 32, 64, 3, spread=True, per_processor=2),
+}
+
+
+@pytest.fixture(autouse=True)
+def _few_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that programs compute several tiles each."""
+    monkeypatch.setattr("surefoot.kernels.triton.launch.DEFAULT_PROCESSORS", 3)
+
+
+# --- the kernel for many rows -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inputs", [100, 1032])  # 1032: descriptors, and a last share of 8
+@pytest.mark.parametrize("name", PLANS)
+def test_a_product_of_many_rows_equals_its_twin(name: str, inputs: int, dtype: torch.dtype) -> None:
+    """Ten tiles of rows, more than a group; the last ones of both sides partly empty."""
+    torch.manual_seed(inputs)
+    plan = PLANS[name]
+    x, weight = torch.randn(291, inputs).to(dtype), torch.randn(70, inputs).div(10).to(dtype)
+    bias, residual = torch.randn(70).to(dtype), torch.randn(291, 70).to(dtype)
+    close(products.matmul(x, weight, plan=plan), linear(x, weight))
+    found = products.matmul(x, weight, bias, residual, plan=plan)
+    close(found, linear(x, weight, bias) + residual)
+    found = products.matmul(x, weight, bias, silu=True, plan=plan)
+    close(found, ops.silu_mul(linear(x, weight, bias)))
+    wide = products.matmul(x, weight, bias, dtype=torch.float32, plan=plan)
+    assert difference(wide, x.double() @ weight.double().T + bias.double()) < 1e-6
+
+
+def test_shares_are_summed_apart_and_added_in_order() -> None:
+    """One row or many, shares in one program or several, with a norm or without."""
+    inputs, rows = 700, 140  # Shares of 256, 256 and 188.
+    weight, x = torch.zeros(16, inputs), torch.ones(rows, inputs)
+    weight[:2, 255], weight[:2, 699] = 2.0**24, -(2.0**24)
+    weight[:2, 256] = 1.0  # Is lost when it is added to 2^24, but not to -2^24.
+    weight[1, 400] = 1.0  # Both together are not lost.
+    expected = torch.zeros(rows, 16)
+    expected[:, 1] = 2.0
+    residual, norm = torch.ones(rows, 16), (torch.ones(16), 1.0)
+    plans = MatmulPlan(16, 64, 3), *(LargePlan(64, 16, 32, 3, spread) for spread in (False, True))
+    for count, plan in zip((1, rows, rows), plans, strict=True):
+        found = products.matmul(x[:count], weight, plan=plan)
+        assert torch.equal(found, expected[:count]), plan
+        total, _ = planned(weight, plan).added_normed(x[:count], residual[:count], norm)
+        assert torch.equal(total, expected[:count] + 1), plan
+    assert not products.matmul(x, weight, plan=LargePlan(64, 16, 32, 1)).count_nonzero()
+
+
+def planned(weight: torch.Tensor, plan: products.Plan) -> TritonLinear:
+    class Planned(TritonLinear):
+        def plan(self, x: torch.Tensor, gated: bool = False, split_k: int = 0) -> products.Plan:
+            return plan
+
+    return Planned(weight, None)
+
+
+# --- plans --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_number_of_rows_changes_the_shares(
+    shape: tuple[int, int, bool], itemsize: int, card: tuple[int, int]
+) -> None:
+    outputs, inputs, gated = shape
+    split_k = shares(outputs, inputs, gated, itemsize, *card)
+    for rows in range(1, 129):
+        plan = plan_for(rows, outputs, inputs, gated, itemsize, *card)
+        assert plan.split_k == split_k, rows
+    for rows in (129, 160, 256, 512, 2048, 8192):
+        plan = large_plan(rows, outputs, inputs, gated, itemsize, *card, split_k)
+        assert plan.split_k == split_k, rows
+
+
+def test_tuned_shapes_have_one_number_of_shares() -> None:
+    """And a plan for every number of rows: the rule's shares would be others."""
+    for rows, outputs, inputs, gated in TUNED:
+        assert (
+            TUNED[rows, outputs, inputs, gated].split_k == TUNED[16, outputs, inputs, gated].split_k
+        )
+        for bucket in (16, 32, 64, 80, 96, 128):
+            assert (bucket, outputs, inputs, gated) in TUNED
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_plans_for_many_rows_fit_the_memory(gated: bool, card: tuple[int, int]) -> None:
+    for plan in candidates(gated, 2, card[1], 3):
+        stage = (plan.block_m + plan.block_n * (1 + gated)) * plan.block_k * 2
+        assert stage * plan.num_stages * plan.per_processor <= card[1] - 2_000
+
+
+@pytest.mark.parametrize("rows", [160, 256, 320, 512, 1024])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] >= 2560])
+def test_plans_for_many_rows_keep_processors_busy(shape: tuple[int, int, bool], rows: int) -> None:
+    outputs, inputs, gated = shape
+    split_k = shares(outputs, inputs, gated, 2, *TUNED_ON)
+    plan = large_plan(rows, outputs, inputs, gated, 2, *TUNED_ON, split_k)
+    units = -(-rows // plan.block_m) * -(-outputs // plan.block_n)
+    assert units * (split_k if plan.spread else 1) >= 80
+
+
+# --- cuBLAS, where it has the same bits ----------------------------------------------------------
+
+
+class Reported:
+    """A linear on which cuBLAS and the kernel differ at some numbers of rows."""
+
+    def __init__(self, differing: Sequence[int]) -> None:
+        self.weight, self.differing = torch.zeros(4, 8), differing
+        self.compared = 0
+
+    def key(self, gated: bool, split_k: int) -> Any:
+        return (4, 8, False, gated, split_k)
+
+    def by_kernel(self, x: torch.Tensor, gated: bool, split_k: int) -> torch.Tensor:
+        return x[:, :4].clone()
+
+    def by_cublas(self, x: torch.Tensor, gated: bool) -> torch.Tensor:
+        self.compared += 1
+        y = x[:, :4].clone()
+        if x.shape[0] in self.differing:
+            y[-1, -1] = torch.nextafter(y[-1, -1], torch.tensor(9.0))
+        return y
+
+
+def timer(linear: Reported, faster: Sequence[int]) -> Callable[[Sequence[Any]], float]:
+    """cuBLAS is faster at these numbers of rows."""
+
+    def seconds(runs: Sequence[Any]) -> float:
+        before = linear.compared
+        rows = [run().shape[0] for run in runs][0]
+        return 1.0 if linear.compared == before else (0.5 if rows in faster else 2.0)
+
+    return seconds
+
+
+def test_cublas_is_taken_where_it_is_equal_and_faster() -> None:
+    choices, few = CublasChoices(), Reported(differing=[192])
+    choices.find([few], [160, 192, 256], seconds=timer(few, [160, 192]))
+    assert choices.rows == {(4, 8, False, False, 0): {160}}
+    before = few.compared
+    choices.find([few], [160, 192, 256], seconds=timer(few, [256]))
+    assert few.compared == before, "a shape is compared once"
+    key, room = few.key(False, 0), torch.zeros(300 * 8 + 64)
+    weight = room[-room.data_ptr() % 256 // 4 :]
+    x = weight[: 300 * 8].view(300, 8)
+    assert choices.takes(key, x[:160], weight)
+    assert not choices.takes(key, x[:192], weight), "other bits"
+    assert not choices.takes(key, x[:256], weight), "slower"
+    assert not choices.takes(key, x[:161], weight), "never compared"
+    assert not choices.takes(few.key(True, 0), x[:160], weight), "never compared when gated"
+    assert not choices.takes(key, x[1:161], weight), "rows at another alignment"
+    assert not choices.takes(key, x[:160], weight[1:]), "weights at another alignment"
+
+
+def test_a_linear_asks_what_was_found() -> None:
+    weight = torch.randint(-3, 4, (12, 16)).float()
+    linear = TritonBackend(DEVICE, torch.float32).pack_linear([weight])
+    x, residual = torch.randint(-3, 4, (130, 16)).float(), torch.ones(130, 12)
+    norm = torch.ones(12), 1e-3
+
+    def results() -> list[torch.Tensor]:
+        return [linear(x), linear.gated(x), linear.added(x, residual),
+                *linear.added_normed(x, residual, norm), linear.wide(x)]  # fmt: skip
+
+    by_kernels = results()
+    asked: list[Any] = []
+
+    def takes(key: Any, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        asked.append(key)
+        return True
+
+    linear.choices.takes = takes
+    for found, expected in zip(results(), by_kernels, strict=True):
+        close(found, expected)
+    assert asked == [(12, 16, False, gated, 0) for gated in (False, True, False, False)]
+
+
+# --- queries, keys and values -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_are_turned_to_the_bits_of_many(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fused kernel and the separate ones, on sums that are exact in any order. -0 included."""
+    layout = Layout(512, 24, 3, 1, 64, dtype=torch.bfloat16, bias=bias)
+    runner = Runner(layout, TritonBackend(DEVICE, torch.bfloat16))
+    packed, results = runner.weights.qkv, []
+    packed.weight.copy_(torch.randint(-2, 3, packed.weight.shape))
+    packed.weight[-64:-32] = 0
+    if bias:
+        packed.bias[-64:-32] = -0.0
+    rows = [*chain(1, 3, 9), Row(-1, 0), *chain(0, 3, 5)]
+    batch, x = runner.batch(rows, {}), torch.randint(-2, 3, (len(rows), 512)).bfloat16()
+    real = [index for index, row in enumerate(rows) if row.slot >= 0]
+    asked = []
+    plan_of = products.plan_of
+    monkeypatch.setattr(products, "plan_of", lambda *args: asked.append(args[3]) or plan_of(*args))
+    for most in (128, 4):
+        monkeypatch.setattr(qkv, "MAX_ROWS", most)
+        monkeypatch.setattr(products, "MAX_ROWS", most)
+        kv = torch.full_like(runner.kv[0], 7.0)
+        found = qkv.queries(packed, x, kv, batch, layout.shape, runner.rope, None, 0.0)
+        results.append((found[real].view(torch.int16), kv.view(torch.int16)))
+    assert asked == [1], "many rows are summed as one share, as in the fused kernel"
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
