@@ -26,8 +26,8 @@ from surefoot.kernels.triton.launch import check_device
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS
 from surefoot.kernels.triton.moves import move_keys
 from surefoot.kernels.triton.norm import rms_norm
-from surefoot.kernels.triton.prompt_attention import tiles_of
 from surefoot.kernels.triton.products import TritonLinear
+from surefoot.kernels.triton.prompt_attention import tiles_of
 from surefoot.kernels.triton.qkv import fused, queries
 
 
