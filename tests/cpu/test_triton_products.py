@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import linear as torch_linear
 
 pytest.importorskip("triton")
 
@@ -196,7 +197,7 @@ def test_cublas_is_taken_where_it_is_equal_and_faster() -> None:
     assert not choices.takes(key, x[:160], weight[1:]), "weights at another alignment"
 
 
-def test_a_linear_asks_what_was_found() -> None:
+def test_a_linear_asks_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randint(-3, 4, (12, 16)).float()
     linear = TritonBackend(DEVICE, torch.float32).pack_linear([weight])
     x, residual = torch.randint(-3, 4, (130, 16)).float(), torch.ones(130, 12)
@@ -214,8 +215,11 @@ def test_a_linear_asks_what_was_found() -> None:
         return True
 
     linear.choices.takes = takes
+    called = []
+    monkeypatch.setattr(products, "linear", lambda *args: called.append(1) or torch_linear(*args))
     for found, expected in zip(results(), by_kernels, strict=True):
         close(found, expected)
+    assert len(called) == len(asked)
     assert asked == [(12, 16, False, gated, 0) for gated in (False, True, False, False)]
 
 
@@ -226,16 +230,17 @@ def test_a_linear_asks_what_was_found() -> None:
 def test_few_rows_are_turned_to_the_bits_of_many(
     bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fused kernel and the separate ones, on sums that are exact in any order. -0 included."""
+    """The fused kernel and the separate ones, on sums that are exact in any order, -0 included."""
     layout = Layout(512, 24, 3, 1, 64, dtype=torch.bfloat16, bias=bias)
     runner = Runner(layout, TritonBackend(DEVICE, torch.bfloat16))
     packed, results = runner.weights.qkv, []
     packed.weight.copy_(torch.randint(-2, 3, packed.weight.shape))
+    packed.weight[:, 0] = 0
     packed.weight[-64:-32] = 0
-    if bias:
-        packed.bias[-64:-32] = -0.0
+    packed.weight[-64:-32, 0] = -(2.0**-70)
     rows = [*chain(1, 3, 9), Row(-1, 0), *chain(0, 3, 5)]
     batch, x = runner.batch(rows, {}), torch.randint(-2, 3, (len(rows), 512)).bfloat16()
+    x[:, 0] = 2.0**-70  # Half of the values become -0 when the product is rounded.
     real = [index for index, row in enumerate(rows) if row.slot >= 0]
     asked = []
     plan_of = products.plan_of

@@ -95,8 +95,10 @@ class TritonBackend(Backend):
         ordered = fused(layers[0].shape, self.dtype, layers[0].q_norm is not None)
         for name in ("qkv", "o", "gate_up", "down"):
             linears = [getattr(layer, name) for layer in layers[:4]]
-            split_k = 1 if name == "qkv" and ordered else 0
-            self.choices.find(linears, counts, name == "gate_up", split_k)
+            split_k, gated = 1 if name == "qkv" and ordered else 0, name == "gate_up"
+            # Memory is planned for our kernels: what cuBLAS leaves to be gated must fit there, too.
+            fitting = [count for count in counts if not gated or 2 * count <= counts[-1]]
+            self.choices.find(linears, fitting, gated, split_k)
 
     def embed(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return embedding(tokens, table)
