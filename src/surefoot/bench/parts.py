@@ -21,7 +21,10 @@ GROUPS = {
     "control": r"^(split|learn|keep|lay_out|span_table|verdict|lookup|move)_kernel"
     r"|^(ancestors|node_rows|walk|follow_paths|write_drafts)_kernel",
     "drafter": r"^(entry_inputs|live_rows|shift|synthetic_tokens|(partial|final)_likeliest)_kernel",
-    "products": r"^rows_kernel|^reduce_kernel|^qkv_kernel|gemm|gemv|nvjet|cutlass|splitk|xmma",
+    "products": (
+        r"^rows_kernel|^tiles_kernel|^reduce_kernel|^qkv_kernel"
+        r"|gemm|gemv|nvjet|cutlass|splitk|xmma"
+    ),
 }
 """Regular expressions on kernels' names, the first that is found counts. ``products`` include the
 sums, norms and rotations that are fused with them, the head, and a drafter's products; ``drafter``

@@ -23,7 +23,8 @@ from surefoot.kernels.triton.rope_kv import rope_and_write
 
 if TYPE_CHECKING:
     from surefoot.kernels.backend import LayerWeights, RopeTable
-    from surefoot.kernels.triton.backend import TritonBackend, TritonLinear
+    from surefoot.kernels.triton.backend import TritonBackend
+    from surefoot.kernels.triton.products import TritonLinear
 
 PAGES = 256
 """Entries of a block table that a program writes at a time."""
