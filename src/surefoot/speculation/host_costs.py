@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from surefoot.speculation.beliefs import Beliefs
 
-_GUESS = np.array([2e-4, 1e-6, 4e-6, 2e-5])
+_GUESS = [2e-4, 1e-6, 4e-6, 2e-5]
 """Seconds for a round, a request, one that drafts, and one that ends; without any measurement."""
 _UNCERTAIN = 1.0
 _DRIFT = 1e-5
@@ -54,8 +55,8 @@ class HostCosts:
 
     def seconds(self, requests: int, drafting: float) -> float:
         """Of a round with as many ends as usual."""
-        each = self._coefficients
-        return float(each @ (1.0, requests, drafting, self._ends * requests))
+        whole, request, draft, end = self._coefficients
+        return whole + requests * (request + end * self._ends) + draft * drafting
 
     def observe(self, sample: HostSample) -> None:
         """A round took the host so long."""
@@ -65,7 +66,11 @@ class HostCosts:
         self._learn(sample)
 
     def _learn(self, sample: HostSample) -> None:
-        parts = self._coefficients * (1.0, sample.requests, sample.drafting, sample.ends)
-        total = float(parts.sum())
-        self._beliefs.observe(parts / total, float(np.log(sample.seconds / total)))
-        self._coefficients = self._guess * np.exp(self._beliefs.mean)
+        counts = 1.0, sample.requests, sample.drafting, sample.ends
+        parts = [each * count for each, count in zip(self._coefficients, counts, strict=True)]
+        total = sum(parts)
+        self._beliefs.observe(np.array(parts) / total, math.log(sample.seconds / total))
+        changes = self._beliefs.mean.tolist()
+        self._coefficients = [
+            guess * math.exp(change) for guess, change in zip(self._guess, changes, strict=True)
+        ]

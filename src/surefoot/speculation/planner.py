@@ -240,7 +240,7 @@ class Planner:
             s.requests, s.prompt_rows, decision.action, decision.drafts, s.context,
             outcome.device_seconds,
         )  # fmt: skip
-        seconds = float(self.weighing.together(outcome.device_seconds, outcome.host_seconds))
+        seconds = self.weighing.together(outcome.device_seconds, outcome.host_seconds)
         self.believed_seconds += _RECENT * (expected.seconds - self.believed_seconds)
         self.measured_seconds += _RECENT * (seconds - self.measured_seconds)
         self._account(expected, seconds, outcome.accepted / s.requests)
