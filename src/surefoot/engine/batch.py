@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from surefoot.kv.transaction import KVManager, Lease
 from surefoot.request import Request
 from surefoot.sampling.logprobs import width_for
@@ -18,7 +20,8 @@ class Group:
 
     requests: tuple[Request, ...]
     leases: tuple[Lease, ...]
-    slots: tuple[int, ...]
+    slots: np.ndarray
+    """int64 [n]."""
     kind: SamplingStages
     proposers: tuple[int, ...]
     """Those that some request allows, rising."""
@@ -28,6 +31,11 @@ class Group:
     """The width of logprobs that serves all who want any."""
     masked: bool
     """Whether some have a grammar."""
+
+
+def slots_of(requests: Sequence[Request]) -> np.ndarray:
+    """int64 [n]; below 0: those that do not run."""
+    return np.array([request.slot for request in requests], dtype=np.int64)
 
 
 def group(
@@ -45,7 +53,7 @@ def group(
     return Group(
         requests=tuple(requests),
         leases=tuple(kv.leases[request.request_id] for request in requests),
-        slots=tuple(request.slot for request in requests),
+        slots=slots_of(requests),
         kind=SamplingStages.of(params),
         proposers=tuple(i for i, name in enumerate(names) if any(c.allows(name) for c in choices)),
         draft_limit=max(limits, default=0),
@@ -61,7 +69,7 @@ def join(first: Group, second: Group) -> Group:
     return Group(
         requests=first.requests + second.requests,
         leases=first.leases + second.leases,
-        slots=first.slots + second.slots,
+        slots=np.concatenate((first.slots, second.slots)),
         kind=SamplingStages(
             noise=a.noise or b.noise,
             penalties=a.penalties or b.penalties,

@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.draws import TokenMasks
 from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
+from surefoot.kernels.upload import upload
 from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.sampling.logprobs import WIDTHS, RowLogprobs, pack, row_logprobs
 from surefoot.sampling.params import SamplingStages
@@ -62,12 +64,11 @@ class Round:
         self.state = state
         self.proposers = list(proposers)
         self.controller = controller
-        self.slots = torch.full(
-            (spans,), state.padding_slot, dtype=torch.int64, device=state.device
-        )
-        """int64 [spans]: the requests of the next round; the rest are unused entries."""
-        self.quota = torch.zeros_like(self.slots)
-        """int64 [spans]: the most rows of known tokens of each: 1, or a prompt chunk."""
+        self._batch = torch.zeros((2, spans), dtype=torch.int64, device=state.device)
+        self.slots, self.quota = self._batch
+        """int64 [spans] each: the requests of the next round, where the rest are unused entries;
+        and the most rows of known tokens of each: 1, or a prompt chunk."""
+        self.slots.fill_(state.padding_slot)
         # What every round would otherwise ask again: who keeps state, and which layers it reads.
         self.needs = [proposer.needs() for proposer in proposers]
         self.capture = sorted({layer for need in self.needs for layer in need.captured_layers})
@@ -99,15 +100,14 @@ class Round:
         self.replace_sampled: ReplaceSampled | None = None
         """For measurements and the certificate: between sampling and accepting."""
 
-    def set_batch(self, slots: Sequence[int], quota: Sequence[int]) -> None:
-        """Who takes part in the next round, and the most known rows that each of them runs."""
-        table = torch.zeros((2, len(self.slots)), dtype=torch.int64)
+    def set_batch(self, slots: Sequence[int] | np.ndarray, quota: Sequence[int]) -> None:
+        """Who takes part in the next round (int64 [n]), and the most known rows that each of them
+        runs."""
+        table = np.zeros((2, len(self.slots)), dtype=np.int64)
         table[0] = self.state.padding_slot
-        table[:, : len(slots)] = torch.tensor([slots, quota], dtype=torch.int64)
-        if self.state.device.type == "cuda":
-            table = table.pin_memory()
-        self.slots.copy_(table[0], non_blocking=True)
-        self.quota.copy_(table[1], non_blocking=True)
+        table[0, : len(slots)] = slots
+        table[1, : len(slots)] = quota
+        self._batch.copy_(upload(torch.from_numpy(table), self.state.device))
 
     def __call__(
         self, size: Size, max_keys: int | None = None, prompt_rows: torch.Tensor | None = None

@@ -17,7 +17,7 @@ from surefoot.speculation.offers import OfferMemory
 
 _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
-_WEIGH_EVERY = 3
+_WEIGH_EVERY = 5
 """Rounds between two looks whether another action is better."""
 
 
