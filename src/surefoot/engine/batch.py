@@ -29,6 +29,8 @@ class Group:
     """The largest of their own limits."""
     logprobs: int | None
     """The width of logprobs that serves all who want any."""
+    scored: tuple[int, ...]
+    """The places of these, rising."""
     masked: bool
     """Whether some have a grammar."""
 
@@ -58,6 +60,9 @@ def group(
         proposers=tuple(i for i, name in enumerate(names) if any(c.allows(name) for c in choices)),
         draft_limit=max(limits, default=0),
         logprobs=width_for(max(scored)) if scored else None,
+        scored=tuple(
+            place for place, each in enumerate(requests) if each.params.logprobs is not None
+        ),
         masked=any(request.grammar is not None for request in requests),
     )
 
@@ -82,6 +87,7 @@ def join(first: Group, second: Group) -> Group:
         proposers=tuple(sorted({*first.proposers, *second.proposers})),
         draft_limit=max(first.draft_limit, second.draft_limit),
         logprobs=max(widths, default=None),
+        scored=first.scored + tuple(len(first.requests) + place for place in second.scored),
         masked=first.masked or second.masked,
     )
 

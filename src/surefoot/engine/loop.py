@@ -144,7 +144,7 @@ class Loop:
     ) -> Flight:
         requests = batch.group.requests
         if self._batch_set is not batch:
-            self.round.set_batch(batch.group.slots, batch.quota)
+            self.round.set_batch(batch.group.slots, batch.quota, batch.group.scored)
             self._batch_set = batch
         size = self.rounds.size(batch, decision, situation.context)
         scored = [_prompt_targets(*pair) for pair in zip(requests, batch.chunks, strict=False)]

@@ -17,6 +17,8 @@ from surefoot.speculation.size import Size
 
 PROMPT_DRAFTS = 8
 """Drafts of a request, on average, that rounds with prompts have room for."""
+FEW_SCORED = 4
+"""Requests with logprobs that recorded rounds have room for, unless there are more."""
 ChooseSize = Callable[[int, Action, int, float], RecordedSize | None]
 """(Requests, action, drafts, tokens of every text) -> size."""
 
@@ -28,7 +30,7 @@ class Report:
     rows: torch.Tensor
     """int32 [spans, columns]: ``speculation.books.ReportColumns``."""
     scores: torch.Tensor | None
-    """int32 [spans, n, columns], ``logprobs.pack``'s, where the round's size asks for logprobs."""
+    """int32 [scored, n, columns], ``logprobs.pack``'s, where the round's size asks for logprobs."""
     prompt_scores: list[RowLogprobs]
     wait: Callable[[], None]
     """Returns when all is there; raises what the device raises."""
@@ -71,6 +73,7 @@ class Rounds:
             verifies=drafts > 0,
             catches_up=self.catches_up(batch),
             logprobs=batch.group.logprobs,
+            scored=len(batch.group.scored),
             masked=batch.group.masked,
         )
 
@@ -150,7 +153,8 @@ def _part(scores: torch.Tensor, size: Size) -> torch.Tensor | None:
     """The part of ``scores`` that a round of ``size`` writes."""
     if size.logprobs is None:
         return None
-    return scores[: size.spans, :, : 2 + 2 * size.logprobs]
+    rows = scores.shape[1] if size.verifies else 1
+    return scores[: size.scored, :rows, : 2 + 2 * size.logprobs]
 
 
 def _nothing() -> None:
@@ -203,6 +207,9 @@ class PaddedRounds(Rounds):
             verifies=verifies,
             catches_up=self.catches_up(batch),
             logprobs=batch.group.logprobs,
+            scored=next(
+                n for n in (0, min(FEW_SCORED, spans), spans) if n >= len(batch.group.scored)
+            ),
             masked=batch.group.masked,
         )
 

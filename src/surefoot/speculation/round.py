@@ -33,7 +33,6 @@ from surefoot.speculation.trees import (
     NodeRows,
     Paths,
     Trees,
-    committed_logprobs,
     key_moves,
     lay_out_trees,
     path_histories,
@@ -64,10 +63,11 @@ class Round:
         self.state = state
         self.proposers = list(proposers)
         self.controller = controller
-        self._batch = torch.zeros((2, spans), dtype=torch.int64, device=state.device)
-        self.slots, self.quota = self._batch
+        self._batch = torch.zeros((3, spans), dtype=torch.int64, device=state.device)
+        self.slots, self.quota, self.scored = self._batch
         """int64 [spans] each: the requests of the next round, where the rest are unused entries;
-        and the most rows of known tokens of each: 1, or a prompt chunk."""
+        the most rows of known tokens of each: 1, or a prompt chunk; and the places of those whose
+        tokens' logprobs are wanted."""
         self.slots.fill_(state.padding_slot)
         # What every round would otherwise ask again: who keeps state, and which layers it reads.
         self.needs = [proposer.needs() for proposer in proposers]
@@ -100,13 +100,19 @@ class Round:
         self.replace_sampled: ReplaceSampled | None = None
         """For measurements and the certificate: between sampling and accepting."""
 
-    def set_batch(self, slots: Sequence[int] | np.ndarray, quota: Sequence[int]) -> None:
-        """Who takes part in the next round (int64 [n]), and the most known rows that each of them
-        runs."""
-        table = np.zeros((2, len(self.slots)), dtype=np.int64)
+    def set_batch(
+        self,
+        slots: Sequence[int] | np.ndarray,
+        quota: Sequence[int],
+        scored: Sequence[int] = (),
+    ) -> None:
+        """Who takes part in the next round (int64 [n]), the most known rows that each of them
+        runs, and the places of those whose tokens' logprobs are wanted."""
+        table = np.zeros((3, len(self.slots)), dtype=np.int64)
         table[0] = self.state.padding_slot
         table[0, : len(slots)] = slots
         table[1, : len(slots)] = quota
+        table[2, : len(scored)] = scored
         self._batch.copy_(upload(torch.from_numpy(table), self.state.device))
 
     def __call__(
@@ -126,11 +132,11 @@ class Round:
         if tree_rows is not None:
             layout = lay_out_trees(layout, tree_rows[0])
         forward = self.forward(layout.batch)
-        sampled, logprobs = self.sample(size, layout, forward.hidden, max_keys, tree_rows)
+        sampled, logits = self.sample(size, layout, forward.hidden, max_keys, tree_rows)
         prompt_logprobs = self.score_prompt(size, layout, forward.hidden, prompt_rows)
         verdict, paths = self.judge(spans, layout, sampled, tree_rows)
-        if logprobs is not None:
-            self._report_logprobs(logprobs, layout, paths)
+        if logits is not None and size.logprobs is not None:
+            self._report_logprobs(logits, sampled, size, layout, paths)
         self.catch_up(verdict, slots, size, layout, forward.features, tree_rows, paths)
 
         def propose(index: int, going: torch.Tensor) -> Drafts:
@@ -161,8 +167,9 @@ class Round:
         hidden: torch.Tensor,
         max_keys: int,
         tree_rows: TreeRows | None = None,
-    ) -> tuple[torch.Tensor, RowLogprobs | None]:
-        """The token of every row that samples, int64 [M], and its logprobs if wanted."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The token of every row that samples, int64 [M], and the float32 logits [M, vocab] where
+        logprobs are wanted, for those."""
         if size.samples == 0:
             return torch.zeros(1, dtype=torch.int64, device=self.state.device), None
         if size.rows != size.samples:
@@ -174,9 +181,7 @@ class Round:
         rows = self.rows_to_sample(layout, size.kind, tree_rows, max_keys)
         masks = self.masks(layout) if size.masked else None
         sampled = sample_rows(logits, rows, self.state.params, size.kind, decoder.backend, masks)
-        if size.logprobs is None:
-            return sampled, None
-        return sampled, row_logprobs(logits, sampled, size.logprobs)
+        return sampled, None if size.logprobs is None else logits
 
     def rows_to_sample(
         self, layout: RoundLayout, kind: SamplingStages, tree_rows: TreeRows | None, max_keys: int
@@ -286,14 +291,29 @@ class Round:
         return scores
 
     def _report_logprobs(
-        self, logprobs: RowLogprobs, layout: RoundLayout, paths: Paths | None
+        self,
+        logits: torch.Tensor,
+        sampled: torch.Tensor,
+        size: Size,
+        layout: RoundLayout,
+        paths: Paths | None,
     ) -> None:
+        """Of the spans that are ``scored``: their rows, or in trees those of the accepted paths."""
+        assert size.logprobs is not None
+        places = self.scored[: size.scored]
+        first = layout.first_sample[places].unsqueeze(1)
         if paths is not None:
-            logprobs = committed_logprobs(logprobs, layout, paths)
-        first, most = layout.first_sample, len(logprobs.chosen) - 1
-        rows = first.unsqueeze(1) + torch.arange(self.scores.shape[1], device=first.device)
-        packed = pack(logprobs)[rows.clamp(max=most)]
-        self.scores[: len(first), :, : packed.shape[2]] = packed
+            rows = first + paths.rows[places]
+        else:
+            longest = self.scores.shape[1] if size.verifies else 1
+            rows = first + torch.arange(longest, device=first.device)
+        rows, shape = rows.clamp(max=len(logits) - 1), rows.shape
+        few = rows.numel() < len(logits)
+        if few:
+            logits, sampled = logits[rows.flatten()], sampled[rows.flatten()]
+        packed = pack(row_logprobs(logits, sampled, size.logprobs))
+        packed = packed.unflatten(0, shape) if few else packed[rows]
+        self.scores[: shape[0], : shape[1], : packed.shape[2]] = packed
 
 
 def select_layers(
