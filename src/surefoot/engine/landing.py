@@ -11,7 +11,7 @@ import torch
 from surefoot.engine.stats import NO_DRAFTING, Drafting, Progress
 from surefoot.kv.transaction import KVManager, Lease
 from surefoot.request import Request, Status
-from surefoot.sampling.logprobs import pack, unpack
+from surefoot.sampling.logprobs import unpack
 from surefoot.speculation.books import ReportColumns
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def read_prompt_scores(report: Report, batch: Batch, targets: Sequence[int]) -> 
     """Enter logprobs of prompt tokens, so many (``targets``) for each chunk of ``batch``."""
     if not report.prompt_scores:
         return
-    scores = torch.cat([pack(chunk) for chunk in report.prompt_scores]).cpu()
+    scores = torch.cat(report.prompt_scores).cpu()
     first = 0
     for request, count in zip(batch.group.requests, targets, strict=False):
         if count and request.status is Status.RUNNING:

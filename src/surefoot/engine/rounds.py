@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from surefoot.engine.batch import Batch
-from surefoot.sampling.logprobs import RowLogprobs
 from surefoot.speculation.decisions import Action, Decision
 from surefoot.speculation.recorded_costs import RecordedSize
 from surefoot.speculation.round import Round
@@ -30,8 +29,10 @@ class Report:
     rows: torch.Tensor
     """int32 [spans, columns]: ``speculation.books.ReportColumns``."""
     scores: torch.Tensor | None
-    """int32 [scored, n, columns], ``logprobs.pack``'s, where the round's size asks for logprobs."""
-    prompt_scores: list[RowLogprobs]
+    """int32 [scored, n, columns] as ``kernels.logprobs`` has them, where the round's size asks for
+    logprobs."""
+    prompt_scores: list[torch.Tensor]
+    """int32 [rows, columns] each, likewise of prompt tokens."""
     wait: Callable[[], None]
     """Returns when all is there; raises what the device raises."""
     seconds: Callable[[], float | None]
@@ -105,7 +106,7 @@ class Rounds:
         copy.ended.record()
         return copy.take(size, prompt_scores)
 
-    def run(self, size: Size, keys: int, prompt_rows: torch.Tensor | None) -> list[RowLogprobs]:
+    def run(self, size: Size, keys: int, prompt_rows: torch.Tensor | None) -> list[torch.Tensor]:
         """The round itself."""
         return self.round(size, keys, prompt_rows)
 
@@ -131,7 +132,7 @@ class _PinnedReport:
         self.begun, self.ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.copied = torch.cuda.Event()
 
-    def take(self, size: Size, prompt_scores: list[RowLogprobs]) -> Report:
+    def take(self, size: Size, prompt_scores: list[torch.Tensor]) -> Report:
         rows = self.rows[: size.spans]
         rows.copy_(self.round.books.report[: size.spans], non_blocking=True)
         scores = _part(self.round.scores, size)

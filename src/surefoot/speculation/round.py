@@ -21,7 +21,7 @@ from surefoot.kernels.draws import TokenMasks
 from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
 from surefoot.kernels.upload import upload
 from surefoot.models.decoder import Decoder, ForwardResult
-from surefoot.sampling.logprobs import WIDTHS, RowLogprobs, pack, row_logprobs
+from surefoot.sampling.logprobs import WIDTHS
 from surefoot.sampling.params import SamplingStages
 from surefoot.sampling.sampler import SampleRows, sample_rows
 from surefoot.speculation.books import book_keeping
@@ -96,7 +96,7 @@ class Round:
         self.scores = torch.zeros(
             (spans, width + 1, columns), dtype=torch.int32, device=state.device
         )
-        """Logprobs of the committed tokens, as ``pack`` has them, where a size asks for them."""
+        """As ``kernels.logprobs`` has them: of committed tokens, where a size asks for it."""
         self.replace_sampled: ReplaceSampled | None = None
         """For measurements and the certificate: between sampling and accepting."""
 
@@ -117,7 +117,7 @@ class Round:
 
     def __call__(
         self, size: Size, max_keys: int | None = None, prompt_rows: torch.Tensor | None = None
-    ) -> list[RowLogprobs]:
+    ) -> list[torch.Tensor]:
         """Run a round: updates the slots, and leaves ``books.report`` and ``scores``.
 
         ``max_keys`` bounds what the texts hold after it, drafts included (None: nothing is
@@ -279,15 +279,16 @@ class Round:
         layout: RoundLayout,
         hidden: torch.Tensor,
         prompt_rows: torch.Tensor | None,
-    ) -> list[RowLogprobs]:
-        """Logprobs of prompt tokens, each under the row before it, a few rows at a time."""
+    ) -> list[torch.Tensor]:
+        """Logprobs of prompt tokens, each under the row before it, a few rows at a time: as
+        ``kernels.logprobs`` has them."""
         if prompt_rows is None or size.prompt_logprobs is None:
             return []
-        batch, scores = layout.batch, []
+        batch, backend, scores = layout.batch, self.decoder.backend, []
         for rows in prompt_rows.split(PROMPT_LOGPROB_ROWS):
             following = self.state.history[batch.row_slot[rows], batch.positions[rows] + 1]
             logits = self.decoder.logits(hidden[rows])
-            scores.append(row_logprobs(logits, following, size.prompt_logprobs))
+            scores.append(backend.row_logprobs(logits, following, size.prompt_logprobs))
         return scores
 
     def _report_logprobs(
@@ -311,7 +312,7 @@ class Round:
         few = rows.numel() < len(logits)
         if few:
             logits, sampled = logits[rows.flatten()], sampled[rows.flatten()]
-        packed = pack(row_logprobs(logits, sampled, size.logprobs))
+        packed = self.decoder.backend.row_logprobs(logits, sampled, size.logprobs)
         packed = packed.unflatten(0, shape) if few else packed[rows]
         self.scores[: shape[0], : shape[1], : packed.shape[2]] = packed
 

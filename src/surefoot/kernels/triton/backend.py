@@ -23,6 +23,7 @@ from surefoot.kernels.triton.attend import Work, attend, work_of
 from surefoot.kernels.triton.drafting import TritonDrafting
 from surefoot.kernels.triton.draws import DrawSeam
 from surefoot.kernels.triton.launch import check_device, processors, shared_memory
+from surefoot.kernels.triton.logprobs import mask_tokens, row_logprobs
 from surefoot.kernels.triton.matmul import matmul, multiply
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, plan_for
 from surefoot.kernels.triton.moves import move_keys
@@ -115,6 +116,7 @@ class TritonBackend(Backend):
         check_device(self.device, dtype)
         seam = DrawSeam(self.device)
         self.draw, self.adjust = seam.draw, seam.adjust
+        self.mask_tokens, self.row_logprobs = mask_tokens, row_logprobs
 
     @property
     def drafting(self) -> TritonDrafting:
