@@ -89,7 +89,7 @@ class Rounds:
             begun = time.perf_counter()
             prompt_scores = self.run(size, keys, prompt_rows)
             seconds = time.perf_counter() - begun
-            books, scores = self.round.books, _part(self.round.scores, size)
+            books, scores = self.round.books, self.round.scores.part(size)
             return Report(
                 books.report[: size.spans].clone(),
                 None if scores is None else scores.clone(),
@@ -135,10 +135,10 @@ class _PinnedReport:
     def take(self, size: Size, prompt_scores: list[torch.Tensor]) -> Report:
         rows = self.rows[: size.spans]
         rows.copy_(self.round.books.report[: size.spans], non_blocking=True)
-        scores = _part(self.round.scores, size)
+        scores = self.round.scores.part(size)
         if scores is not None:
             if self.scores is None:
-                count = self.round.scores.numel()
+                count = self.round.scores.table.numel()
                 self.scores = torch.zeros(count, dtype=torch.int32).pin_memory()
             # Dense on both sides: one copy, not one for every row.
             target = self.scores[: scores.numel()].view(scores.shape)
@@ -148,14 +148,6 @@ class _PinnedReport:
 
     def seconds(self) -> float:
         return self.begun.elapsed_time(self.ended) / 1000
-
-
-def _part(scores: torch.Tensor, size: Size) -> torch.Tensor | None:
-    """The part of ``scores`` that a round of ``size`` writes."""
-    if size.logprobs is None:
-        return None
-    rows = scores.shape[1] if size.verifies else 1
-    return scores[: size.scored, :rows, : 2 + 2 * size.logprobs]
 
 
 def _nothing() -> None:

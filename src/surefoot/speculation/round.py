@@ -21,12 +21,12 @@ from surefoot.kernels.draws import TokenMasks
 from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
 from surefoot.kernels.upload import upload
 from surefoot.models.decoder import Decoder, ForwardResult
-from surefoot.sampling.logprobs import WIDTHS
 from surefoot.sampling.params import SamplingStages
 from surefoot.sampling.sampler import SampleRows, sample_rows
 from surefoot.speculation.books import book_keeping
 from surefoot.speculation.controller import Controller
 from surefoot.speculation.proposer import Commits, DraftRequest, Drafts, Proposer
+from surefoot.speculation.scoring import TokenScores
 from surefoot.speculation.size import Size
 from surefoot.speculation.state import SlotState
 from surefoot.speculation.trees import (
@@ -37,8 +37,6 @@ from surefoot.speculation.trees import (
     lay_out_trees,
     path_histories,
 )
-
-PROMPT_LOGPROB_ROWS = 64
 
 ReplaceSampled = Callable[[RoundSpans, RoundLayout, torch.Tensor], torch.Tensor]
 """(spans, layout, sampled tokens int64 [M]) -> tokens int64 [M] in their place."""
@@ -92,11 +90,7 @@ class Round:
         """Most drafts of the proposers whose drafting costs a network's time, by index."""
         self.longest = max(self.drafters.values(), default=0)
         self.books = book_keeping(decoder.backend, state, controller, spans)
-        columns = 2 + 2 * min(WIDTHS[-1], state.vocab_size)
-        self.scores = torch.zeros(
-            (spans, width + 1, columns), dtype=torch.int32, device=state.device
-        )
-        """As ``kernels.logprobs`` has them: of committed tokens, where a size asks for it."""
+        self.scores = TokenScores(decoder, state, spans)
         self.replace_sampled: ReplaceSampled | None = None
         """For measurements and the certificate: between sampling and accepting."""
 
@@ -133,10 +127,11 @@ class Round:
             layout = lay_out_trees(layout, tree_rows[0])
         forward = self.forward(layout.batch)
         sampled, logits = self.sample(size, layout, forward.hidden, max_keys, tree_rows)
-        prompt_logprobs = self.score_prompt(size, layout, forward.hidden, prompt_rows)
+        prompt_logprobs = self.scores.of_prompt(size, layout, forward.hidden, prompt_rows)
         verdict, paths = self.judge(spans, layout, sampled, tree_rows)
         if logits is not None and size.logprobs is not None:
-            self._report_logprobs(logits, sampled, size, layout, paths)
+            places = self.scored[: size.scored]
+            self.scores.of_tokens(size, layout, logits, sampled, places, paths)
         self.catch_up(verdict, slots, size, layout, forward.features, tree_rows, paths)
 
         def propose(index: int, going: torch.Tensor) -> Drafts:
@@ -272,49 +267,6 @@ class Round:
         if limit is None:
             return drafts
         return self.books.within(drafts, limit - self.state.length[slots])
-
-    def score_prompt(
-        self,
-        size: Size,
-        layout: RoundLayout,
-        hidden: torch.Tensor,
-        prompt_rows: torch.Tensor | None,
-    ) -> list[torch.Tensor]:
-        """Logprobs of prompt tokens, each under the row before it, a few rows at a time: as
-        ``kernels.logprobs`` has them."""
-        if prompt_rows is None or size.prompt_logprobs is None:
-            return []
-        batch, backend, scores = layout.batch, self.decoder.backend, []
-        for rows in prompt_rows.split(PROMPT_LOGPROB_ROWS):
-            following = self.state.history[batch.row_slot[rows], batch.positions[rows] + 1]
-            logits = self.decoder.logits(hidden[rows])
-            scores.append(backend.row_logprobs(logits, following, size.prompt_logprobs))
-        return scores
-
-    def _report_logprobs(
-        self,
-        logits: torch.Tensor,
-        sampled: torch.Tensor,
-        size: Size,
-        layout: RoundLayout,
-        paths: Paths | None,
-    ) -> None:
-        """Of the spans that are ``scored``: their rows, or in trees those of the accepted paths."""
-        assert size.logprobs is not None
-        places = self.scored[: size.scored]
-        first = layout.first_sample[places].unsqueeze(1)
-        if paths is not None:
-            rows = first + paths.rows[places]
-        else:
-            longest = self.scores.shape[1] if size.verifies else 1
-            rows = first + torch.arange(longest, device=first.device)
-        rows, shape = rows.clamp(max=len(logits) - 1), rows.shape
-        few = rows.numel() < len(logits)
-        if few:
-            logits, sampled = logits[rows.flatten()], sampled[rows.flatten()]
-        packed = self.decoder.backend.row_logprobs(logits, sampled, size.logprobs)
-        packed = packed.unflatten(0, shape) if few else packed[rows]
-        self.scores[: shape[0], : shape[1], : packed.shape[2]] = packed
 
 
 def select_layers(
