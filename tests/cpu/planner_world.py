@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from surefoot.speculation.decisions import Action, Decision, Landed, Situation
 from surefoot.speculation.goodput import best_count
@@ -159,8 +158,8 @@ class World:
         situation = Situation(
             self.requests,
             self.prompt_rows,
-            None if chances is None else torch.from_numpy(chances),
-            None if whose is None else torch.from_numpy(whose),
+            chances,
+            whose,
             self.proposers,
             self.texts.width,
             100.0,

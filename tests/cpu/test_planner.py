@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
 
 from planner_world import Decides, Fixed, Seconds, Stretches, Texts, World
 from surefoot.speculation import planner as planner_module
@@ -384,8 +383,8 @@ def situation(chances: list[list[float]] | None, **changes: object) -> Situation
     values: dict[str, object] = {
         "requests": count,
         "prompt_rows": 0,
-        "chances": None if chances is None else torch.tensor(chances),
-        "whose": torch.zeros(count, dtype=torch.int64),
+        "chances": None if chances is None else np.array(chances, dtype=np.float32),
+        "whose": np.zeros(count, dtype=np.int64),
         "proposers": (LOOKUP,),
         "draft_limit": 8,
         "context": 100.0,

@@ -23,7 +23,6 @@ from surefoot.engine.measuring import (
 )
 from surefoot.engine.rounds import PaddedRounds
 from surefoot.request import SamplingParams, SpeculationParams
-from surefoot.sampling.logprobs import RowLogprobs
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import Decision
 from surefoot.speculation.host_costs import HostCosts
@@ -105,7 +104,7 @@ def test_no_round_is_of_a_size_that_was_not_recorded(
     launched: Counter[Size] = Counter()
     run = rounds.run
 
-    def watch(size: Size, keys: int, rows: torch.Tensor | None) -> list[RowLogprobs]:
+    def watch(size: Size, keys: int, rows: torch.Tensor | None) -> list[torch.Tensor]:
         launched[size] += 1
         return run(size, keys, rows)
 

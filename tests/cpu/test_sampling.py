@@ -18,8 +18,9 @@ from surefoot.kernels.acceptance import accept_chain, cut_at_end
 from surefoot.kernels.backend import Backend
 from surefoot.kernels.cpu.backend import NativeBackend
 from surefoot.kernels.cpu.build import native_unavailable
+from surefoot.kernels.logprobs import row_logprobs
 from surefoot.request import Request, SamplingParams, SpeculationParams
-from surefoot.sampling.logprobs import row_logprobs
+from surefoot.sampling.logprobs import unpack
 from surefoot.sampling.noise import gumbel, philox
 from surefoot.sampling.params import SamplingStages, SlotParams
 from surefoot.sampling.sampler import SampleRows, sample_rows
@@ -313,8 +314,9 @@ def test_logprobs_are_those_of_the_raw_row() -> None:
     got = row_logprobs(logits, tokens, 3)
     exact = torch.log_softmax(logits.double(), dim=-1)
     for row, token in enumerate(tokens.tolist()):
-        assert math.isclose(float(got.chosen[row]), float(exact[row, token]), abs_tol=1e-5)
-        assert int(got.ranks[row]) == int((exact[row] > exact[row, token]).sum()) + 1
+        [found] = unpack(got[row : row + 1], [token], 3)
+        assert math.isclose(found.logprob, float(exact[row, token]), abs_tol=1e-5)
+        assert found.rank == int((exact[row] > exact[row, token]).sum()) + 1
         best = exact[row].topk(3)
-        assert got.top_ids[row].tolist() == best.indices.tolist()
-        assert torch.allclose(got.top[row].double(), best.values, atol=1e-5)
+        assert [id for id, _ in found.top] == best.indices.tolist()
+        assert [p for _, p in found.top] == pytest.approx(best.values.tolist(), abs=1e-5)

@@ -308,7 +308,7 @@ def test_what_is_cut_is_neither_offered_nor_watched() -> None:
     while not request.output:
         engine.step()
     engine.loop.drop()
-    engine.loop._gather()
+    engine.loop.gathering.next(())
     controller, offers, slot = engine.controller, engine.round.books.offers, request.slot
     slots = torch.tensor([slot])
     good = allowed_next(request)

@@ -15,10 +15,14 @@ import triton_interpreter  # isort: skip
 
 import triton.language as tl
 
+from surefoot.kernels.draws import TokenMasks
+from surefoot.kernels.draws import mask_tokens as mask_tokens_reference
+from surefoot.kernels.logprobs import row_logprobs as row_logprobs_reference
 from surefoot.kernels.triton.argmax import BLOCK, partial_argmax_kernel, parts_of
 from surefoot.kernels.triton.draws import DrawSeam
 from surefoot.kernels.triton.filters import find_limits
 from surefoot.kernels.triton.launch import jit
+from surefoot.kernels.triton.logprobs import mask_tokens, row_logprobs
 from surefoot.kernels.triton.noise import gumbel, noise_words
 from surefoot.kernels.triton.sampling import Sampler
 from surefoot.request import Request, SamplingParams, SpeculationParams
@@ -237,3 +241,39 @@ def test_a_table_that_was_outgrown_is_kept() -> None:
     assert first() is not None
     assert places[3] == places[4] == places[2] and places[40] == places[33]
     assert len({places[3], places[5], places[40]}) == 3
+
+
+@pytest.mark.parametrize("width", [0, 1, 5, 50])
+@pytest.mark.parametrize("vocab", [50, 4096, 9000])
+def test_logprobs_are_the_twin_s(vocab: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(vocab + width)
+    logits = 4 * torch.randn(5, vocab, generator=generator)
+    logits[1, : vocab // 2] -= 1e4  # no part of a sum
+    logits[2, 7:19] = 30.0  # equals, the best of all
+    tokens = torch.randint(vocab // 2, vocab, (5,), generator=generator)
+    logits, tokens = logits.to(DEVICE), tokens.to(DEVICE)
+    found, expected = (
+        kernel(logits, tokens, width).cpu() for kernel in (row_logprobs, row_logprobs_reference)
+    )
+    assert found.shape == expected.shape
+    floats, ids = [0, *range(2 + width, 2 + 2 * width)], [1, *range(2, 2 + width)]
+    torch.testing.assert_close(
+        found[:, floats].view(torch.float32), expected[:, floats].view(torch.float32)
+    )
+    for row in (0, 1, 3, 4):
+        assert torch.equal(found[row, ids], expected[row, ids])
+    # Of equals the first; torch promises no order.
+    assert found[2, 2 : 2 + min(width, 12)].tolist() == list(range(7, 19))[:width]
+
+
+@pytest.mark.parametrize("vocab", [1, 33, 5000])
+def test_masks_are_the_twin_s(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(6, vocab, generator=generator).to(DEVICE)
+    shape = (3, -(-vocab // 32))
+    bits = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64)
+    row = torch.tensor([2, -1, 0, 1, -1, 2], device=DEVICE)
+    masks = TokenMasks(bits.to(torch.int32).to(DEVICE), row)
+    found = mask_tokens(logits, masks)
+    assert torch.equal(found, mask_tokens_reference(logits, masks))
+    assert torch.equal(found[1], logits[1])

@@ -195,10 +195,12 @@ def test_lookups_are_equal(
     length = torch.randint(1, 65, (40,), generator=generator)
     length[:4] = torch.tensor([1, 2, 3, 4])
     slots = torch.randperm(40)
-    size, tokens = ngram_lookup(history, length, slots, low, high, window, DRAFTS)
+    found = ngram_lookup(history, length, slots, low, high, window, DRAFTS)
     expected = ngram_lookup_reference(history, length, slots, low, high, window, DRAFTS)
-    assert torch.equal(size, expected[0])
-    assert torch.equal(tokens[size > 0], expected[1][size > 0])
-    assert len(size.unique()) > 1
-    none, _ = ngram_lookup(history, length, torch.tensor([-1]), low, high, window, DRAFTS)
-    assert none.tolist() == [0]
+    assert torch.equal(found.lengths, expected.lengths)
+    assert torch.equal(found.confidence, expected.confidence)
+    some = found.lengths > 0
+    assert torch.equal(found.tokens[some], expected.tokens[some])
+    assert 0 < some.sum() < len(slots) and len(found.confidence.unique()) > 1
+    none = ngram_lookup(history, length, torch.tensor([-1]), low, high, window, DRAFTS)
+    assert none.lengths.tolist() == [0]

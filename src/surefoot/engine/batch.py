@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from surefoot.kv.transaction import KVManager, Lease
 from surefoot.request import Request
 from surefoot.sampling.logprobs import width_for
@@ -18,7 +20,8 @@ class Group:
 
     requests: tuple[Request, ...]
     leases: tuple[Lease, ...]
-    slots: tuple[int, ...]
+    slots: np.ndarray
+    """int64 [n]."""
     kind: SamplingStages
     proposers: tuple[int, ...]
     """Those that some request allows, rising."""
@@ -26,8 +29,15 @@ class Group:
     """The largest of their own limits."""
     logprobs: int | None
     """The width of logprobs that serves all who want any."""
+    scored: tuple[int, ...]
+    """The places of these, rising."""
     masked: bool
     """Whether some have a grammar."""
+
+
+def slots_of(requests: Sequence[Request]) -> np.ndarray:
+    """int64 [n]; below 0: those that do not run."""
+    return np.array([request.slot for request in requests], dtype=np.int64)
 
 
 def group(
@@ -45,11 +55,14 @@ def group(
     return Group(
         requests=tuple(requests),
         leases=tuple(kv.leases[request.request_id] for request in requests),
-        slots=tuple(request.slot for request in requests),
+        slots=slots_of(requests),
         kind=SamplingStages.of(params),
         proposers=tuple(i for i, name in enumerate(names) if any(c.allows(name) for c in choices)),
         draft_limit=max(limits, default=0),
         logprobs=width_for(max(scored)) if scored else None,
+        scored=tuple(
+            place for place, each in enumerate(requests) if each.params.logprobs is not None
+        ),
         masked=any(request.grammar is not None for request in requests),
     )
 
@@ -61,7 +74,7 @@ def join(first: Group, second: Group) -> Group:
     return Group(
         requests=first.requests + second.requests,
         leases=first.leases + second.leases,
-        slots=first.slots + second.slots,
+        slots=np.concatenate((first.slots, second.slots)),
         kind=SamplingStages(
             noise=a.noise or b.noise,
             penalties=a.penalties or b.penalties,
@@ -74,6 +87,7 @@ def join(first: Group, second: Group) -> Group:
         proposers=tuple(sorted({*first.proposers, *second.proposers})),
         draft_limit=max(first.draft_limit, second.draft_limit),
         logprobs=max(widths, default=None),
+        scored=first.scored + tuple(len(first.requests) + place for place in second.scored),
         masked=first.masked or second.masked,
     )
 

@@ -12,7 +12,6 @@ import torch
 from surefoot.engine.batch import Batch
 from surefoot.engine.capture import capture
 from surefoot.engine.rounds import PaddedRounds
-from surefoot.sampling.logprobs import RowLogprobs
 from surefoot.speculation.decisions import Decision
 from surefoot.speculation.round import Round
 from surefoot.speculation.size import Size
@@ -45,7 +44,7 @@ class RecordedRounds(PaddedRounds):
             self.wanted.append(size)
         return replace(size, catches_up=True)
 
-    def run(self, size: Size, keys: int, prompt_rows: torch.Tensor | None) -> list[RowLogprobs]:
+    def run(self, size: Size, keys: int, prompt_rows: torch.Tensor | None) -> list[torch.Tensor]:
         if size.prompt_logprobs is not None:
             return self.round(size, keys, prompt_rows)
         self.graph(size).replay()

@@ -11,7 +11,7 @@ import torch
 from surefoot.engine.stats import NO_DRAFTING, Drafting, Progress
 from surefoot.kv.transaction import KVManager, Lease
 from surefoot.request import Request, Status
-from surefoot.sampling.logprobs import pack, unpack
+from surefoot.sampling.logprobs import unpack
 from surefoot.speculation.books import ReportColumns
 
 if TYPE_CHECKING:
@@ -57,26 +57,22 @@ def read_report(
     ``batch``, and one more. Requests that have ended are left alone. ``names`` are the
     proposers'."""
     requests, leases = batch.group.requests, batch.group.leases
-    rows, scores = report.rows[: len(requests)], report.scores
+    rows, scores = report.rows[: len(requests)].numpy(), report.scores
     # Hundreds of requests pass here every two milliseconds, and a device waits for nothing else:
     # for those that do not draft no list is made that is not needed.
     landing, keep, chunks = Landing(), kv.keep, len(batch.chunks)
     first_token = columns.FIRST_TOKEN
-    counts, _, ends, verified, _, offered, _ = rows[:, :first_token].t().tolist()
+    counts, _, ends, verified, _, offered, _ = rows[:, :first_token].T.tolist()
     first: list[list[int]] = rows[:, first_token : first_token + 1].tolist()
-    told: list[list[int]] = []
-    if scores is not None or any(verified):
-        told = rows[:, : first_token + 1 + longest].tolist()
     for index, (request, lease, count, end, token, drafts, offers) in enumerate(
         zip(requests, leases, counts, ends, first, verified, offered, strict=True)
     ):
         if not count or request.status is not Status.RUNNING:
             continue
-        if drafts or scores is not None:
-            item = _read_drafts(request, lease, told[index], kv, names, index < chunks)
+        if drafts:
+            told: list[int] = rows[index, : first_token + 1 + longest].tolist()
+            item = _read_drafts(request, lease, told, kv, names, index < chunks)
             landing.drafting.append(item)
-            if scores is not None and request.params.logprobs is not None:
-                request.logprobs += unpack(scores[index], item.tokens, request.params.logprobs)
         else:
             output, stats = request.output, request.stats
             if index >= chunks:
@@ -90,6 +86,9 @@ def read_report(
                 landing.drafting.append(item)
             else:
                 item = Progress(request, token, NO_DRAFTING)
+        if scores is not None and request.params.logprobs is not None:
+            score = scores[batch.group.scored.index(index)]
+            request.logprobs += unpack(score, item.tokens, request.params.logprobs)
         landing.progress.append(item)
         if end:
             landing.ended.append((item, end))
@@ -124,7 +123,7 @@ def read_prompt_scores(report: Report, batch: Batch, targets: Sequence[int]) -> 
     """Enter logprobs of prompt tokens, so many (``targets``) for each chunk of ``batch``."""
     if not report.prompt_scores:
         return
-    scores = torch.cat([pack(chunk) for chunk in report.prompt_scores]).cpu()
+    scores = torch.cat(report.prompt_scores).cpu()
     first = 0
     for request, count in zip(batch.group.requests, targets, strict=False):
         if count and request.status is Status.RUNNING:

@@ -17,9 +17,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from surefoot.engine.batch import Batch, Group, group, join
+from surefoot.engine.batch import Batch, slots_of
+from surefoot.engine.gathering import Gathering, missing
 from surefoot.engine.landing import Landing, read_prompt_scores, read_report
-from surefoot.engine.reserving import Reservations
+from surefoot.engine.reported import ReportedOffers
+from surefoot.engine.reserving import Reach, Reservations
 from surefoot.engine.rounds import Report, Rounds
 from surefoot.engine.scheduler import Scheduler
 from surefoot.engine.structured import GrammarMasks
@@ -41,8 +43,7 @@ class Flight:
     size: Size
     decision: Decision
     situation: Situation
-    reach: np.ndarray
-    """int64 [decoding spans]: positions that it may write for each request, at most."""
+    reach: Reach
     scored: list[int]
     """By prompt chunk, how many prompt tokens' logprobs come back."""
     report: Report
@@ -68,7 +69,6 @@ class Loop:
         self.scheduler = scheduler
         self.kv = kv
         self.planner = planner
-        self.most_rows = most_rows
         self.depth = depth
         self.state = state = round_.state
         self.controller = round_.controller
@@ -79,90 +79,12 @@ class Loop:
         trees = any(self.controller.trees)
         self.reservations = Reservations(kv, state, state.max_drafts if trees else 0)
         self._grammars = GrammarMasks(round_.books.offers, self.controller)
-        self._known = -1
-        """The scheduler's count of changes that the next three are of; -1: none."""
-        self._prompts: list[Request] = []
-        self._free: Batch | None = None
-        """Those that decode and need nothing of the host."""
-        self._synchronous: list[Request] = []
-        """Those that decode under a grammar."""
+        self.gathering = Gathering(
+            scheduler, kv, self.controller.names, state.max_drafts, most_rows,
+            rounds.longest_chunk, self._admit,
+        )  # fmt: skip
         self._batch_set: Batch | None = None
-        # By slot, what the last report read says of the request's offer.
-        self._chances = np.full((state.slots, state.max_drafts), np.nan, dtype=np.float32)
-        self._whose = np.zeros(state.slots, dtype=np.int64)
-
-    # --- who ----------------------------------------------------------------------------------
-
-    def _gather(self) -> Batch | None:
-        """The next round's spans, with whoever can be let in."""
-        self._sort()
-        decoding = self._decoding()
-        if not self._prompts and not self.scheduler.waiting:
-            return decoding
-        room = self._prompt_room(decoding)
-        if self.scheduler.waiting:
-            left = room - sum(map(_missing, self._prompts))
-            if fresh := self.scheduler.admit(left):
-                self._admit(fresh)
-                self._sort()
-                decoding = self._decoding()
-        if not self._prompts:
-            return decoding
-        requests: list[Request] = []
-        chunks: list[int] = []
-        for request in self._prompts:
-            if room <= 0:
-                break
-            requests.append(request)
-            chunks.append(min(_missing(request), room))
-            room -= chunks[-1]
-        pairs = zip(requests, chunks, strict=True)
-        ending = sum(_missing(request) == rows for request, rows in pairs)
-        members = self._group(requests)
-        if decoding is not None:
-            members = join(members, decoding.group)
-        return Batch(members, tuple(chunks), ending)
-
-    def _sort(self) -> None:
-        """Who is where, if that has changed."""
-        if self._known == self.scheduler.changes:
-            return
-        running = self.scheduler.running
-        self._prompts = [request for request in running if _missing(request) > 1]
-        decoding = [request for request in running if _missing(request) <= 1]
-        self._synchronous = [request for request in decoding if request.grammar is not None]
-        free = [request for request in decoding if request.grammar is None]
-        self._free = Batch(self._group(free), (), 0) if free else None
-        self._known = self.scheduler.changes
-
-    def _group(self, requests: Sequence[Request]) -> Group:
-        return group(requests, self.kv, self.controller.names, self.state.max_drafts)
-
-    def _decoding(self) -> Batch | None:
-        """Those with a current token that can take part."""
-        free = self._free
-        if free is not None and all(map(self._ends_in_flight, free.group.requests)):
-            free = None
-        ready = [
-            request
-            for request in self._synchronous
-            if not any(request in flight.batch.group.requests for flight in self.flights)
-        ]
-        if not ready:
-            return free
-        members = self._group(ready)
-        return Batch(members if free is None else join(members, free.group), (), 0)
-
-    def _ends_in_flight(self, request: Request) -> bool:
-        flying = sum(request in flight.batch.group.requests for flight in self.flights)
-        return request.length + flying >= request.max_length
-
-    def _prompt_room(self, decoding: Batch | None) -> int:
-        """The most rows of prompt chunks in the next round."""
-        if decoding is None:
-            return self.most_rows
-        count = decoding.count
-        return max(1, min(self.most_rows - count, self.rounds.longest_chunk(count)))
+        self._reported = ReportedOffers(state.slots, state.max_drafts, round_.books.columns)
 
     def _admit(self, requests: Sequence[Request]) -> None:
         """Requests, new or resumed, enter their slots."""
@@ -177,8 +99,8 @@ class Loop:
         for proposer in self.round.proposers:
             for slot in slots:
                 proposer.admit(slot)
-        self._chances[slots] = np.nan
         for request in requests:
+            self._reported.clear(request.slot)
             self._grammars.forget(request.slot)
             if not request.prompt_scored:
                 # Preempted halfway through its prompt, which now runs again from the start.
@@ -190,7 +112,7 @@ class Loop:
         """Launch a round. False where there is nobody for it, or no room before a report is
         read."""
         begun = time.perf_counter()
-        while (batch := self._gather()) is not None:
+        while (batch := self.gathering.next([f.batch for f in self.flights])) is not None:
             if batch.group.masked:
                 self._write_masks(batch)
             situation = self._situation(batch)
@@ -217,12 +139,12 @@ class Loop:
         batch: Batch,
         decision: Decision,
         situation: Situation,
-        reach: np.ndarray,
+        reach: Reach,
         begun: float,
     ) -> Flight:
         requests = batch.group.requests
         if self._batch_set is not batch:
-            self.round.set_batch(batch.group.slots, batch.quota)
+            self.round.set_batch(batch.group.slots, batch.quota, batch.group.scored)
             self._batch_set = batch
         size = self.rounds.size(batch, decision, situation.context)
         scored = [_prompt_targets(*pair) for pair in zip(requests, batch.chunks, strict=False)]
@@ -231,9 +153,8 @@ class Loop:
             widths = (request.params.prompt_logprobs or 0 for request in requests)
             size = replace(size, prompt_logprobs=max(widths))
             prompt_rows = self._prompt_rows(batch, scored)
-        keys = self.reservations.most_keys(batch, reach)
         seconds = time.perf_counter() - begun
-        report = self.rounds.launch(size, keys, prompt_rows)
+        report = self.rounds.launch(size, reach.keys, prompt_rows)
         begun = time.perf_counter()
         self._count_chunks(batch)
         self.reservations.launched(batch, reach)
@@ -245,11 +166,11 @@ class Loop:
         sampling = [
             request
             for request, rows in zip(batch.group.requests, batch.quota, strict=True)
-            if request.grammar is not None and rows == _missing(request)
+            if request.grammar is not None and rows == missing(request)
         ]
         if sampling:
             for slot, length in self._grammars.write(sampling).items():
-                self._chances[slot, length:] = 0.0
+                self._reported.cut(slot, length)
 
     def _prompt_rows(self, batch: Batch, scored: Sequence[int]) -> torch.Tensor:
         rows, first = [], 0
@@ -267,18 +188,10 @@ class Loop:
             self.kv.keep(lease, request.known(request.computed, request.computed + rows))
             request.computed += rows
             if request.computed == request.length:
-                self._known = -1
+                self.gathering.forget()
 
     def _situation(self, batch: Batch) -> Situation:
-        slots = list(batch.group.slots[len(batch.chunks) :])
-        chances = whose = None
-        if self.state.max_drafts and slots:
-            chances = torch.from_numpy(self._chances[slots])
-            whose = torch.from_numpy(self._whose[slots])
-            if batch.ending:
-                missing = (0, 0, 0, batch.ending)
-                chances = torch.nn.functional.pad(chances, missing)
-                whose = torch.nn.functional.pad(whose, missing[2:])
+        chances, whose = self._reported.of(batch)
         return Situation(
             requests=batch.samples,
             prompt_rows=batch.prompt_rows,
@@ -307,8 +220,9 @@ class Loop:
             self.round.books.columns,
             self.state.max_drafts if flight.size.verifies else 0,
         )
-        self._note_offers(flight)
-        self.reservations.landed(batch, flight.reach)
+        slots = slots_of(batch.group.requests)
+        self._note_offers(flight, slots)
+        self.reservations.landed(batch, slots, flight.reach)
         outcome = Landed(
             device_seconds=report.seconds(),
             host_seconds=flight.host_seconds + time.perf_counter() - begun,
@@ -323,23 +237,17 @@ class Loop:
         landing.prompt_rows = batch.prompt_rows
         return landing
 
-    def _note_offers(self, flight: Flight) -> None:
-        width, columns = self.state.max_drafts, self.round.books.columns
-        if not width:
+    def _note_offers(self, flight: Flight, slots: np.ndarray) -> None:
+        if not self.state.max_drafts:
             return
-        requests = flight.batch.group.requests
-        slots = np.array([request.slot for request in requests])
-        rows = flight.report.rows[: len(slots)].numpy()
-        # Who is no longer running has no slot; who samples nothing has no offer.
-        known = (slots >= 0) & (rows[:, columns.COUNT] > 0)
-        chances = rows[known, columns.chances : columns.chances + width]
-        self._chances[slots[known]] = np.ascontiguousarray(chances).view(np.float32)
-        self._whose[slots[known]] = rows[known, columns.OFFERER]
+        known = self._reported.note(flight.report, slots)
         if not flight.batch.group.masked:
             return
+        requests, columns = flight.batch.group.requests, self.round.books.columns
         for place in np.flatnonzero(known):
             if requests[place].grammar is not None:
-                whose, tokens, parents = columns.read_offer(rows[place].tolist())
+                row = flight.report.rows[place].tolist()
+                whose, tokens, parents = columns.read_offer(row)
                 self._grammars.note(requests[place].slot, whose, tokens, parents)
 
     def drop(self) -> None:
@@ -349,12 +257,8 @@ class Loop:
         while self.scheduler.running:
             self.scheduler.preempt()
         self.reservations.clear()
-        self._batch_set, self._known = None, -1
-
-
-def _missing(request: Request) -> int:
-    """Known tokens without KV, the current one included."""
-    return request.length - request.computed
+        self._batch_set = None
+        self.gathering.forget()
 
 
 def _prompt_targets(request: Request, rows: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +19,16 @@ ROUNDS = 8
 """Rounds that these last for, at least."""
 PLENTY = 3
 """How many times as many blocks have to be free, for that."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reach:
+    """What a round may write at most."""
+
+    rows: np.ndarray
+    """int64 [spans]: positions of each span."""
+    keys: int
+    """The most positions that a request has then, its earlier ones included."""
 
 
 class Reservations:
@@ -52,17 +63,17 @@ class Reservations:
             self.capacity[slot] = len(blocks) * size
         self.state.set_blocks(pairs)
 
-    def make(self, transaction: Transaction, batch: Batch, decision: Decision) -> np.ndarray | None:
-        """Reserve for a round of ``batch``; None if the pool has too little. Returns the positions
-        that it may write for each decoding request, int64 [decoding spans]."""
-        slots = np.array(batch.group.slots, dtype=np.int64)
-        chunks = len(batch.chunks)
+    def make(self, transaction: Transaction, batch: Batch, decision: Decision) -> Reach | None:
+        """Reserve for a round of ``batch``; None if the pool has too little."""
+        slots, chunks = batch.group.slots, len(batch.chunks)
         rows = np.full(len(slots), 1 + (self.state.max_drafts if decision.drafts else 0))
-        rows[:chunks] = batch.chunks
+        if chunks:
+            rows[:chunks] = batch.chunks
         before = self.computed[slots] + self.reach[slots]
         needed = np.minimum(before + rows, self.limit[slots])
-        lacking = np.flatnonzero(needed > self.capacity[slots])
-        if len(lacking):
+        lacking = needed > self.capacity[slots]
+        if lacking.any():
+            lacking = np.flatnonzero(lacking)
             ahead = np.maximum(AHEAD, ROUNDS * rows[chunks:])
             roomy = needed.copy()
             roomy[chunks:] = np.minimum(before[chunks:] + ahead, self.limit[slots[chunks:]])
@@ -75,34 +86,30 @@ class Reservations:
             if not transaction.reserve(dict(zip(names, positions, strict=True))):
                 return None
             self._mirror(requests)
-        return rows[chunks:]
-
-    def most_keys(self, batch: Batch, reach: np.ndarray) -> int:
-        """The most keys that a round of ``batch`` may see of a request, its own included."""
-        slots = np.array(batch.group.slots, dtype=np.int64)
-        rows = np.concatenate((np.array(batch.chunks, dtype=np.int64), reach))
-        keys = np.minimum(self.computed[slots] + self.reach[slots] + rows, self.limit[slots])
-        return int(keys.max())
+        return Reach(rows, int(needed.max()))
 
     def mean_length(self, batch: Batch) -> float:
         """Tokens with KV of the requests of a batch, on average."""
-        return float(self.computed[list(batch.group.slots)].mean())
+        return float(self.computed[batch.group.slots].sum()) / batch.count
 
-    def launched(self, batch: Batch, reach: np.ndarray) -> None:
+    def launched(self, batch: Batch, reach: Reach) -> None:
         """A round of ``batch`` was launched: its prompt chunks count as computed."""
-        slots = np.array(batch.group.slots, dtype=np.int64)
-        chunks = len(batch.chunks)
-        self.computed[slots[:chunks]] += np.array(batch.chunks, dtype=np.int64)
-        self.reach[slots[chunks:]] += reach
+        slots, chunks = batch.group.slots, len(batch.chunks)
+        if chunks:
+            self.computed[slots[:chunks]] += reach.rows[:chunks]
+        self.reach[slots[chunks:]] += reach.rows[chunks:]
 
-    def landed(self, batch: Batch, reach: np.ndarray) -> None:
-        """Its report was read, and the requests know what is final."""
-        decoding = batch.group.requests[len(batch.chunks) :]
-        slots = np.array([request.slot for request in decoding], dtype=np.int64)
-        running = slots >= 0
-        self.reach[slots[running]] -= reach[running]
+    def landed(self, batch: Batch, slots: np.ndarray, reach: Reach) -> None:
+        """Its report was read, and the requests, which now have ``slots`` (as of ``slots_of``),
+        know what is final."""
+        chunks = len(batch.chunks)
+        decoding, slots, rows = batch.group.requests[chunks:], slots[chunks:], reach.rows[chunks:]
         computed = np.array([request.computed for request in decoding], dtype=np.int64)
-        self.computed[slots[running]] = computed[running]
+        running = slots >= 0
+        if not running.all():
+            slots, rows, computed = slots[running], rows[running], computed[running]
+        self.reach[slots] -= rows
+        self.computed[slots] = computed
 
     def give_back(self, requests: Sequence[Request]) -> bool:
         """With nothing in flight: release what ``requests`` hold beyond what is final. False if

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from surefoot.engine.batch import Batch
-from surefoot.sampling.logprobs import RowLogprobs
 from surefoot.speculation.decisions import Action, Decision
 from surefoot.speculation.recorded_costs import RecordedSize
 from surefoot.speculation.round import Round
@@ -17,6 +16,8 @@ from surefoot.speculation.size import Size
 
 PROMPT_DRAFTS = 8
 """Drafts of a request, on average, that rounds with prompts have room for."""
+FEW_SCORED = 4
+"""Requests with logprobs that recorded rounds have room for, unless there are more."""
 ChooseSize = Callable[[int, Action, int, float], RecordedSize | None]
 """(Requests, action, drafts, tokens of every text) -> size."""
 
@@ -28,8 +29,10 @@ class Report:
     rows: torch.Tensor
     """int32 [spans, columns]: ``speculation.books.ReportColumns``."""
     scores: torch.Tensor | None
-    """int32 [spans, n, columns], ``logprobs.pack``'s, where the round's size asks for logprobs."""
-    prompt_scores: list[RowLogprobs]
+    """int32 [scored, n, columns] as ``kernels.logprobs`` has them, where the round's size asks for
+    logprobs."""
+    prompt_scores: list[torch.Tensor]
+    """int32 [rows, columns] each, likewise of prompt tokens."""
     wait: Callable[[], None]
     """Returns when all is there; raises what the device raises."""
     seconds: Callable[[], float | None]
@@ -71,6 +74,7 @@ class Rounds:
             verifies=drafts > 0,
             catches_up=self.catches_up(batch),
             logprobs=batch.group.logprobs,
+            scored=len(batch.group.scored),
             masked=batch.group.masked,
         )
 
@@ -85,7 +89,7 @@ class Rounds:
             begun = time.perf_counter()
             prompt_scores = self.run(size, keys, prompt_rows)
             seconds = time.perf_counter() - begun
-            books, scores = self.round.books, _part(self.round.scores, size)
+            books, scores = self.round.books, self.round.scores.part(size)
             return Report(
                 books.report[: size.spans].clone(),
                 None if scores is None else scores.clone(),
@@ -102,7 +106,7 @@ class Rounds:
         copy.ended.record()
         return copy.take(size, prompt_scores)
 
-    def run(self, size: Size, keys: int, prompt_rows: torch.Tensor | None) -> list[RowLogprobs]:
+    def run(self, size: Size, keys: int, prompt_rows: torch.Tensor | None) -> list[torch.Tensor]:
         """The round itself."""
         return self.round(size, keys, prompt_rows)
 
@@ -128,13 +132,13 @@ class _PinnedReport:
         self.begun, self.ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.copied = torch.cuda.Event()
 
-    def take(self, size: Size, prompt_scores: list[RowLogprobs]) -> Report:
+    def take(self, size: Size, prompt_scores: list[torch.Tensor]) -> Report:
         rows = self.rows[: size.spans]
         rows.copy_(self.round.books.report[: size.spans], non_blocking=True)
-        scores = _part(self.round.scores, size)
+        scores = self.round.scores.part(size)
         if scores is not None:
             if self.scores is None:
-                count = self.round.scores.numel()
+                count = self.round.scores.table.numel()
                 self.scores = torch.zeros(count, dtype=torch.int32).pin_memory()
             # Dense on both sides: one copy, not one for every row.
             target = self.scores[: scores.numel()].view(scores.shape)
@@ -144,13 +148,6 @@ class _PinnedReport:
 
     def seconds(self) -> float:
         return self.begun.elapsed_time(self.ended) / 1000
-
-
-def _part(scores: torch.Tensor, size: Size) -> torch.Tensor | None:
-    """The part of ``scores`` that a round of ``size`` writes."""
-    if size.logprobs is None:
-        return None
-    return scores[: size.spans, :, : 2 + 2 * size.logprobs]
 
 
 def _nothing() -> None:
@@ -203,6 +200,9 @@ class PaddedRounds(Rounds):
             verifies=verifies,
             catches_up=self.catches_up(batch),
             logprobs=batch.group.logprobs,
+            scored=next(
+                n for n in (0, min(FEW_SCORED, spans), spans) if n >= len(batch.group.scored)
+            ),
             masked=batch.group.masked,
         )
 

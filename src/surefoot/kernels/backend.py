@@ -17,6 +17,7 @@ import torch
 from surefoot.kernels.batch import FlatBatch, SpanTable
 from surefoot.kernels.drafting import Drafting
 from surefoot.kernels.draws import Adjustments, Draws, TokenMasks, mask_tokens
+from surefoot.kernels.logprobs import row_logprobs
 from surefoot.kernels.quant import QuantTensor
 from surefoot.kernels.reference import rms_norm
 
@@ -185,6 +186,10 @@ class Backend(ABC):
     def mask_tokens(self, logits: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
         """float32 [M, vocab] -> a copy with -inf where ``masks`` forbid a token."""
         return mask_tokens(logits, masks)
+
+    def row_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
+        """See ``kernels.logprobs``."""
+        return row_logprobs(logits, tokens, width)
 
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor | None:
         """Temperature, filters, noise and argmax at once: float32 logits [M, vocab] -> tokens

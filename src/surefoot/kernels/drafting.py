@@ -13,7 +13,7 @@ import torch
 
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.draws import Draws
-from surefoot.kernels.lookup import ngram_lookup
+from surefoot.kernels.lookup import Matches, ngram_lookup
 
 if TYPE_CHECKING:
     from surefoot.kernels.backend import Backend, LayerWeights, RopeTable
@@ -73,7 +73,7 @@ class Drafting(ABC):
         max_ngram: int,
         window: int,
         drafts: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Matches:
         """See ``kernels.lookup``."""
         return ngram_lookup(history, length, slots, min_ngram, max_ngram, window, drafts)
 

@@ -77,6 +77,8 @@ def mask_tokens(logits: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
     """float32 logits [M, vocab] -> a copy with -inf where ``masks`` forbid a token."""
     vocab = logits.shape[1]
     places = torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed = ((masks.bits.unsqueeze(2) >> places) & 1).flatten(1)[:, :vocab].bool()
+    # Only the rows' own: there are masks for every row that any request may have.
+    bits = masks.bits[masks.row.clamp(min=0)].unsqueeze(2)
+    allowed = ((bits >> places) & 1).flatten(1)[:, :vocab].bool()
     free = (masks.row < 0).unsqueeze(1)
-    return logits.masked_fill(~(free | allowed[masks.row.clamp(min=0)]), float("-inf"))
+    return logits.masked_fill(~(free | allowed), float("-inf"))

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+
+
+class Matches(NamedTuple):
+    """What a lookup found for B texts."""
+
+    tokens: torch.Tensor
+    """int64 [B, drafts]: what follows, meaningless where nothing was found."""
+    lengths: torch.Tensor
+    """int64 [B]: ``drafts``, or 0 where nothing was found."""
+    confidence: torch.Tensor
+    """float32 [B, drafts]: of each text the size of its match as a part of one more than the
+    largest, all along the row."""
 
 
 def ngram_lookup(
@@ -13,14 +27,13 @@ def ngram_lookup(
     max_ngram: int,
     window: int,
     drafts: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Matches:
     """What followed the longest earlier occurrence of each text's last tokens.
 
     ``history`` int64 [slots, width] and ``length`` int64 [slots] hold the texts, ``slots`` int64
-    [B] says which. Only the last ``window`` tokens are searched. Returns (size of the match int64
-    [B], 0 where none reaches ``min_ngram``; tokens int64 [B, drafts], meaningless there). The
-    latest of equally long matches wins; a continuation that reaches the end of the text goes on
-    periodically.
+    [B] says which. Only the last ``window`` tokens are searched, for matches of ``min_ngram`` to
+    ``max_ngram`` tokens. The latest of equally long ones wins; a continuation that reaches the end
+    of the text goes on periodically.
     """
     window = min(window, history.shape[1])
     columns = torch.arange(window, device=slots.device)
@@ -41,4 +54,6 @@ def ngram_lookup(
     period = window - 1 - best
     offset = torch.arange(drafts, device=slots.device) % period.clamp(min=1)
     tokens = text.gather(1, (best + 1 + offset).clamp(max=window - 1))
-    return torch.where(size >= min_ngram, size, 0), tokens
+    size = torch.where(size >= min_ngram, size, 0)
+    confidence = (size / (max_ngram + 1)).unsqueeze(1).expand(tokens.shape)
+    return Matches(tokens, torch.where(size > 0, drafts, 0), confidence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,8 @@ import numpy as np
 FARTHEST = 3.0
 """A measurement counts as if it lay at most so many standard deviations off: outliers move beliefs
 little."""
+DRIFTS_EVERY = 4
+"""Measurements after which beliefs have become so many times less certain than after one."""
 _CONTRADICTED = 2.0
 _DOUBT = 4.0
 _LEAST_NOISE = 0.002
@@ -37,6 +40,7 @@ class Beliefs:
         self._drift = np.asarray(drift, dtype=np.float64)
         self._variance = noise**2
         self._side = 0
+        self._until_drift = 0
 
     @property
     def noise(self) -> float:
@@ -51,31 +55,42 @@ class Beliefs:
     def observe(self, weights: np.ndarray, off: float) -> bool:
         """The sum of the numbers, each times its ``weights`` (float64 [n]), was measured ``off``
         larger than believed. Returns whether it was known better than a measurement tells."""
-        size = len(self.mean)
-        doubt = self.covariance.reshape(-1)[:: size + 1]
-        # At least so much that rounding leaves no variance below 0.
-        doubt += np.where(doubt < self._most, self._drift, _ROUNDING)
-        own = max(0.0, float(weights @ self.covariance @ weights))
-        far = off / (own + self._variance) ** 0.5
+        # Few array operations: this runs twice in every round, behind a forward that has emptied
+        # the processor's caches.
+        if not self._until_drift:
+            self._until_drift = DRIFTS_EVERY
+            self._drift_on()
+        self._until_drift -= 1
+        spread = self.covariance @ weights
+        own = max(0.0, float(weights @ spread))
         firm = own < self._variance
+        far = off / math.sqrt(own + self._variance)
         self._count_contradictions(far)
         if self.contradicted:
             self._doubt_more()
+            spread = self.covariance @ weights
+            own = max(0.0, float(weights @ spread))
         elif firm:
             # Only where the belief is firm does a surprise tell of noise.
             self._variance *= 1 + _NOISE_WEIGHT * (min(far * far, FARTHEST**2) - 1)
             self._variance = max(self._variance, _LEAST_NOISE**2)
-        spread = self.covariance @ weights
-        total = float(weights @ spread) + self._variance
-        most = FARTHEST * total**0.5
+        total = own + self._variance
+        most = FARTHEST * math.sqrt(total)
+        gain = min(max(off, -most), most) / total
         # Sums of parts are linear in their logarithms only nearby: no large steps at once.
-        step = spread * (min(max(off, -most), most) / total)
-        part = min(1.0, _LARGEST_STEP / max(float(np.abs(step).max()), 1e-30))
-        self.mean += part * step
+        largest = abs(gain) * float(np.abs(spread).max())
+        part = min(1.0, _LARGEST_STEP / max(largest, 1e-30))
+        self.mean += (part * gain) * spread
         # Symmetric to the last bit: doubt would multiply what is not.
-        spread *= (part / total) ** 0.5
+        spread *= math.sqrt(part / total)
         self.covariance -= np.multiply.outer(spread, spread)
         return firm and not self.contradicted
+
+    def _drift_on(self) -> None:
+        """The numbers may have changed."""
+        doubt = self.covariance.reshape(-1)[:: len(self.mean) + 1]
+        # At least so much that rounding leaves no variance below 0.
+        doubt += np.where(doubt < self._most, DRIFTS_EVERY * self._drift, _ROUNDING)
 
     def _count_contradictions(self, far: float) -> None:
         side = 0 if abs(far) < _CONTRADICTED else (1 if far > 0 else -1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -64,6 +66,7 @@ class ExactCosts:
             raise ValueError("rows must rise from 1, one time each")
         self.proposing = dict(sorted((proposing or {}).items()))
         self._rows = np.asarray(rows, dtype=np.float64)
+        self._places = list(rows)
         self._measured = in_line(rows, seconds)
         self._actions = self._all_actions()
         self._proposing_at = {index: at for at, index in enumerate(self.proposing, 1 + len(rows))}
@@ -116,11 +119,15 @@ class ExactCosts:
     ) -> tuple[np.ndarray, np.ndarray]:
         """As ``RoundCosts`` has it."""
         drafts = _choices(most)
-        seconds = self._forward(requests + prompt_rows + drafts)
+        scale = math.exp(self.beliefs.mean[0])
+        proposing = sum(self._parts(requests, action).values())
+        rows = requests + prompt_rows
+        if not most:
+            return drafts, np.array([scale * (self._forward_of(rows)[0] + proposing)])
+        seconds = self._forward(rows + drafts)
         # More rows may be believed cheaper by noise; nobody runs more rows than needed for that.
         seconds = np.maximum(seconds, seconds[0])
-        scale = float(np.exp(self.beliefs.mean[0]))
-        return drafts, scale * (seconds + sum(self._parts(requests, action).values()))
+        return drafts, scale * (seconds + proposing)
 
     def observe(
         self,
@@ -135,23 +142,21 @@ class ExactCosts:
         rows = requests + prompt_rows + drafts
         if rows < 1 or seconds <= 0:
             return
-        forward = float(self._forward(np.array([rows]))[0])
+        forward, at, share = self._forward_of(rows)
         parts = self._parts(requests, action)
         total = forward + sum(parts.values())
         weights = np.zeros(len(self.beliefs.mean))
         weights[0] = 1.0
-        at = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
-        share = 1.0
-        if at and rows < self._rows[at]:
-            share = (rows - self._rows[at - 1]) / (self._rows[at] - self._rows[at - 1])
+        if share < 1.0:
             weights[at] = (1 - share) * forward / total
+            self._ran[at - 1] = True
         weights[1 + at] = share * forward / total
+        self._ran[at] = True
         for index, part in parts.items():
             weights[self._proposing_at[index]] = part / total
-        off = float(np.log(seconds / total)) - float(self.beliefs.mean[0])
+        off = math.log(seconds / total) - float(self.beliefs.mean[0])
         self.beliefs.observe(weights, off)
         self._last = at if share >= 0.5 else at - 1
-        self._ran |= weights[1 : 1 + len(self._rows)] > 0.0
         self._rounds += 1
         self._knots = None
 
@@ -159,19 +164,37 @@ class ExactCosts:
         """Beliefs were changed from outside."""
         self._knots = None
 
-    def _forward(self, rows: np.ndarray) -> np.ndarray:
-        """Seconds of rounds of so many rows, but for the scale and proposing."""
+    def _curve(self) -> np.ndarray:
+        """float64 [n]: seconds at the measured numbers of rows, but for the scale."""
         if self._knots is None:
             shape = self.beliefs.mean[1 : 1 + len(self._rows)]
             if self._rounds % _REVIEW == 0:
                 self._review(shape)
             self._knots = self._measured * np.exp(shape)
-        knots, values = self._rows, self._knots
+        return self._knots
+
+    def _forward(self, rows: np.ndarray) -> np.ndarray:
+        """Seconds of rounds of so many rows, but for the scale and proposing."""
+        knots, values = self._rows, self._curve()
         seconds = np.interp(rows, knots, values)
         if len(knots) > 1 and rows[-1] > knots[-1]:
             slope = max(0.0, (values[-1] - values[-2]) / (knots[-1] - knots[-2]))
             seconds = seconds + slope * np.maximum(0.0, rows - knots[-1])
         return seconds
+
+    def _forward_of(self, rows: int) -> tuple[float, int, float]:
+        """As ``_forward``, of one number of rows; with the place of the next measured number
+        and how much of the way to it from the one before lies behind ``rows``."""
+        knots, values = self._places, self._curve()
+        last = len(knots) - 1
+        if rows > knots[last]:
+            return float(self._forward(np.array([rows]))[0]), last, 1.0
+        at = bisect.bisect_left(knots, rows)
+        if rows == knots[at] or not at:
+            return float(values[at]), at, 1.0
+        low, high = float(values[at - 1]), float(values[at])
+        share = (rows - knots[at - 1]) / (knots[at] - knots[at - 1])
+        return low + share * (high - low), at, share
 
     def _review(self, shape: np.ndarray) -> None:
         # Whatever spoils an entry that was in line at the start does not last.
@@ -191,7 +214,7 @@ class ExactCosts:
             own = self.proposing[index]
             times = min(steps, own.longest) if own.longest else 1
             guess = times * (own.seconds + own.request_seconds * requests)
-            parts[index] = guess * float(np.exp(self.beliefs.mean[self._proposing_at[index]]))
+            parts[index] = guess * math.exp(self.beliefs.mean[self._proposing_at[index]])
         return parts
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 
 from surefoot.speculation.exploring import Trial
 
@@ -41,11 +40,11 @@ class Situation:
     """Requests that sample in this round: decoding, or at the end of their prompt."""
     prompt_rows: int
     """Rows of prompt chunks that ride along; 0: none."""
-    chances: torch.Tensor | None
-    """float32 [requests, K] on the CPU, of the last landed report: the chance that each offered
+    chances: np.ndarray | None
+    """float32 [requests, K], of the last landed report: the chance that each offered
     draft and all before it are accepted, never rising along a row, 0 beyond an offer, nan for a
     request that the report does not know. None: there is no report."""
-    whose: torch.Tensor | None
+    whose: np.ndarray | None
     """int64 [requests]: the proposer of each request's offer."""
     proposers: tuple[int, ...]
     """Those that some request allows, rising."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from surefoot.speculation.decisions import Decision, Landed, Situation
 
 
@@ -27,9 +25,7 @@ class FixedPlanner:
             drafts = 0
         elif self.exact:
             chances = situation.chances
-            offered = (
-                0 if chances is None else int(np.nan_to_num(chances.numpy()).astype(bool).sum())
-            )
+            offered = 0 if chances is None else int((chances > 0.0).sum())
             drafts = min(drafts, offered)
         return Decision(drafts, situation.proposers, min(situation.draft_limit, self.width))
 

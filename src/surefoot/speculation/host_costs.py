@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,12 +10,17 @@ import numpy as np
 
 from surefoot.speculation.beliefs import Beliefs
 
-_GUESS = np.array([2e-4, 1e-6, 4e-6, 2e-5])
+_GUESS = [2e-4, 1e-6, 4e-6, 2e-5]
 """Seconds for a round, a request, one that drafts, and one that ends; without any measurement."""
 _UNCERTAIN = 1.0
 _DRIFT = 1e-5
 _FIRST_NOISE = 0.2
 _PASSES = 20
+_SURPRISING = 2.0
+"""Standard deviations from which on a round tells more than that."""
+_EVERY = 5
+"""Rounds from one that is learnt from to the next, where they tell little: prime, so that rounds
+which alternate all have their turn."""
 _ENDS_WEIGHT = 0.02
 
 
@@ -46,6 +52,9 @@ class HostCosts:
         self._guess = self._coefficients
         self._start()
         self._ends = 0.0
+        self._rounds = 0
+        self._known = False
+        """Whether the last round that was learnt from told little."""
 
     def _start(self) -> None:
         self._coefficients = self._guess
@@ -54,18 +63,27 @@ class HostCosts:
 
     def seconds(self, requests: int, drafting: float) -> float:
         """Of a round with as many ends as usual."""
-        each = self._coefficients
-        return float(each @ (1.0, requests, drafting, self._ends * requests))
+        whole, request, draft, end = self._coefficients
+        return whole + requests * (request + end * self._ends) + draft * drafting
 
     def observe(self, sample: HostSample) -> None:
         """A round took the host so long."""
         if sample.requests < 1 or sample.seconds <= 0:
             return
         self._ends += _ENDS_WEIGHT * (sample.ends / sample.requests - self._ends)
-        self._learn(sample)
+        self._rounds += 1
+        if not self._known or self._rounds % _EVERY == 0:
+            self._known = self._learn(sample)
 
-    def _learn(self, sample: HostSample) -> None:
-        parts = self._coefficients * (1.0, sample.requests, sample.drafting, sample.ends)
-        total = float(parts.sum())
-        self._beliefs.observe(parts / total, float(np.log(sample.seconds / total)))
-        self._coefficients = self._guess * np.exp(self._beliefs.mean)
+    def _learn(self, sample: HostSample) -> bool:
+        """Returns whether such rounds were known better than one measurement tells."""
+        counts = 1.0, sample.requests, sample.drafting, sample.ends
+        parts = [each * count for each, count in zip(self._coefficients, counts, strict=True)]
+        total = sum(parts)
+        off = math.log(sample.seconds / total)
+        firm = self._beliefs.observe(np.array(parts) / total, off)
+        changes = self._beliefs.mean.tolist()
+        self._coefficients = [
+            guess * math.exp(change) for guess, change in zip(self._guess, changes, strict=True)
+        ]
+        return firm and abs(off) < _SURPRISING * self._beliefs.noise

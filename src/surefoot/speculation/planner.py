@@ -148,8 +148,7 @@ class Planner:
         proposers, steps = self._reported
         steps = min(steps, max(1, situation.draft_limit))
         if proposers:
-            chances, whose = situation.chances.numpy(), situation.whose.numpy()
-            self.offers.record(chances, whose, proposers, steps)
+            self.offers.record(situation.chances, situation.whose, proposers, steps)
 
     def _at_hand(self, situation: Situation) -> np.ndarray | None:
         """float32 [requests, K]: chances of the drafts that this round finds on offer, as far as
@@ -160,9 +159,9 @@ class Planner:
         reported, reported_steps = self._reported
         if situation.chances is None or situation.whose is None or reported != proposers:
             return self.offers.latest(situation.requests, proposers, steps)
-        chances = situation.chances.numpy()
+        chances = situation.chances
         unknown = np.isnan(chances[:, 0])
-        chances = self.offers.continued(chances, situation.whose.numpy(), reported_steps, steps)
+        chances = self.offers.continued(chances, situation.whose, reported_steps, steps)
         if unknown.any():
             chances = chances.copy()
             chances[unknown] = self.offers.latest(int(unknown.sum()), proposers, steps)
@@ -240,7 +239,7 @@ class Planner:
             s.requests, s.prompt_rows, decision.action, decision.drafts, s.context,
             outcome.device_seconds,
         )  # fmt: skip
-        seconds = float(self.weighing.together(outcome.device_seconds, outcome.host_seconds))
+        seconds = self.weighing.together(outcome.device_seconds, outcome.host_seconds)
         self.believed_seconds += _RECENT * (expected.seconds - self.believed_seconds)
         self.measured_seconds += _RECENT * (seconds - self.measured_seconds)
         self._account(expected, seconds, outcome.accepted / s.requests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -36,6 +37,8 @@ more or less: they are tried again."""
 _REVIEW = 64
 """Rounds between two looks at what is no longer true, or never was."""
 _LAYOUTS = 4096
+Layout = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""(Room for drafts int64 [n], rising from 0; places of the sizes that have it; their features)."""
 
 
 class RecordedCosts:
@@ -73,6 +76,8 @@ class RecordedCosts:
         }
         self.measured = MeasuredTimes(self.sizes, times)
         self._features = self._all_features()
+        shape = self._features[:, 1 : 1 + _OCTAVES]
+        self._octaves = [np.flatnonzero(weights) for weights in shape]
         self.beliefs = self._first_beliefs()
         self._own = np.zeros(len(self.sizes))
         """Logarithms, by size."""
@@ -87,7 +92,7 @@ class RecordedCosts:
         self._base = self.measured.seconds[:, 0]
         self._believed: dict[tuple[int, Action], np.ndarray] = {}
         """By requests and action, until something is learnt."""
-        self._layouts: dict[tuple[int, int, Action], tuple[np.ndarray, np.ndarray]] = {}
+        self._layouts: dict[tuple[int, int, Action], Layout] = {}
 
     # --- the start ----------------------------------------------------------------------------
 
@@ -138,7 +143,7 @@ class RecordedCosts:
         self, requests: int, prompt_rows: int, action: Action, most: int, context: float
     ) -> tuple[np.ndarray, np.ndarray]:
         """As ``RoundCosts`` has it; the drafts are those that fill each size."""
-        room, places = self._layout(requests, action)
+        room, places, _ = self._layout(requests, action)
         if prompt_rows or not len(places):
             return self._exact().table(requests, prompt_rows, action, most, context)
         seconds = self._seconds_of(requests, action, context)
@@ -151,7 +156,7 @@ class RecordedCosts:
     ) -> RecordedSize | None:
         """The cheapest size for such a round without prompts; a larger one may cost less. None:
         none holds it."""
-        room, places = self._layout(requests, action)
+        room, places, _ = self._layout(requests, action)
         if not len(places) or room[-1] < drafts:
             return None
         first = int(room.searchsorted(drafts))
@@ -164,7 +169,9 @@ class RecordedCosts:
         key = requests, action
         known = self._believed.get(key)
         if known is None:
-            known = self._believed[key] = self._seconds(self._layout(*key)[1])
+            _, places, features = self._layout(*key)
+            known = self._own_now(places) + features @ self.beliefs.mean
+            known = self._believed[key] = self._base[places] * np.exp(known)
         return known
 
     def _exact(self) -> ExactCosts:
@@ -172,8 +179,7 @@ class RecordedCosts:
             raise ValueError("no recorded round holds so many rows")
         return self.prompts
 
-    def _layout(self, requests: int, action: Action) -> tuple[np.ndarray, np.ndarray]:
-        """(Room for drafts int64 [n], rising from 0; places of the sizes that have it)."""
+    def _layout(self, requests: int, action: Action) -> Layout:
         spans = self._spans_for(requests)
         key = spans, requests, action
         known = self._layouts.get(key)
@@ -183,7 +189,7 @@ class RecordedCosts:
             known = self._layouts[key] = self._lay_out(spans, requests, action)
         return known
 
-    def _lay_out(self, spans: int, requests: int, action: Action) -> tuple[np.ndarray, np.ndarray]:
+    def _lay_out(self, spans: int, requests: int, action: Action) -> Layout:
         found = []
         for place in self._groups.get((spans, action), ()):
             size = self.sizes[place]
@@ -194,13 +200,9 @@ class RecordedCosts:
         found.sort()
         if found and found[0][0]:
             found.insert(0, (0, *found[0][1:]))
-        room, places = [drafts for drafts, _, _ in found], [place for _, _, place in found]
-        return np.array(room, dtype=np.int64), np.array(places, dtype=np.int64)
-
-    def _seconds(self, places: np.ndarray) -> np.ndarray:
-        """float64 [n]: what is believed of these sizes."""
-        known = self._features[places] @ self.beliefs.mean + self._own_now(places)
-        return self._base[places] * np.exp(known)
+        room = np.array([drafts for drafts, _, _ in found], dtype=np.int64)
+        places = np.array([place for _, _, place in found], dtype=np.int64)
+        return room, places, self._features[places]
 
     def _own_now(self, places: np.ndarray) -> np.ndarray:
         own = self._own[places]
@@ -241,14 +243,16 @@ class RecordedCosts:
         place = self._places[size]
         self._rounds += 1
         self._believed.clear()
-        only = np.array([place])
-        off = float(np.log(seconds / self._seconds(only)[0]))
+        features, own = self._features[place], float(self._own[place])
+        fading = math.exp((self._seen[place] - self._rounds) / _FORGOTTEN) if own > 0.0 else 1.0
+        believed = float(features @ self.beliefs.mean) + own * fading
+        off = math.log(seconds / self._base[place]) - believed
         # What was forgotten of it is true again as far as the round took longer for it.
-        again = min(max(off, 0.0), float(self._own[place] - self._own_now(only)[0]))
-        self._own[place], off = self._own_now(only)[0] + again, off - again
-        firm = self.beliefs.observe(self._features[place], off)
+        again = min(max(off, 0.0), own - own * fading)
+        self._own[place], off = own * fading + again, off - again
+        firm = self.beliefs.observe(features, off)
         self._seen[place] = self._rounds
-        self._ran |= self._features[place, 1 : 1 + _OCTAVES] > 0.0
+        self._ran[self._octaves[place]] = True
         if self._rounds % _REVIEW == 0:
             self._review(place)
         if not firm:

@@ -13,31 +13,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.draws import TokenMasks
 from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
+from surefoot.kernels.upload import upload
 from surefoot.models.decoder import Decoder, ForwardResult
-from surefoot.sampling.logprobs import WIDTHS, RowLogprobs, pack, row_logprobs
 from surefoot.sampling.params import SamplingStages
 from surefoot.sampling.sampler import SampleRows, sample_rows
 from surefoot.speculation.books import book_keeping
 from surefoot.speculation.controller import Controller
 from surefoot.speculation.proposer import Commits, DraftRequest, Drafts, Proposer
+from surefoot.speculation.scoring import TokenScores
 from surefoot.speculation.size import Size
 from surefoot.speculation.state import SlotState
 from surefoot.speculation.trees import (
     NodeRows,
     Paths,
     Trees,
-    committed_logprobs,
     key_moves,
     lay_out_trees,
     path_histories,
 )
-
-PROMPT_LOGPROB_ROWS = 64
 
 ReplaceSampled = Callable[[RoundSpans, RoundLayout, torch.Tensor], torch.Tensor]
 """(spans, layout, sampled tokens int64 [M]) -> tokens int64 [M] in their place."""
@@ -62,12 +61,12 @@ class Round:
         self.state = state
         self.proposers = list(proposers)
         self.controller = controller
-        self.slots = torch.full(
-            (spans,), state.padding_slot, dtype=torch.int64, device=state.device
-        )
-        """int64 [spans]: the requests of the next round; the rest are unused entries."""
-        self.quota = torch.zeros_like(self.slots)
-        """int64 [spans]: the most rows of known tokens of each: 1, or a prompt chunk."""
+        self._batch = torch.zeros((3, spans), dtype=torch.int64, device=state.device)
+        self.slots, self.quota, self.scored = self._batch
+        """int64 [spans] each: the requests of the next round, where the rest are unused entries;
+        the most rows of known tokens of each: 1, or a prompt chunk; and the places of those whose
+        tokens' logprobs are wanted."""
+        self.slots.fill_(state.padding_slot)
         # What every round would otherwise ask again: who keeps state, and which layers it reads.
         self.needs = [proposer.needs() for proposer in proposers]
         self.capture = sorted({layer for need in self.needs for layer in need.captured_layers})
@@ -91,27 +90,28 @@ class Round:
         """Most drafts of the proposers whose drafting costs a network's time, by index."""
         self.longest = max(self.drafters.values(), default=0)
         self.books = book_keeping(decoder.backend, state, controller, spans)
-        columns = 2 + 2 * min(WIDTHS[-1], state.vocab_size)
-        self.scores = torch.zeros(
-            (spans, width + 1, columns), dtype=torch.int32, device=state.device
-        )
-        """Logprobs of the committed tokens, as ``pack`` has them, where a size asks for them."""
+        self.scores = TokenScores(decoder, state, spans)
         self.replace_sampled: ReplaceSampled | None = None
         """For measurements and the certificate: between sampling and accepting."""
 
-    def set_batch(self, slots: Sequence[int], quota: Sequence[int]) -> None:
-        """Who takes part in the next round, and the most known rows that each of them runs."""
-        table = torch.zeros((2, len(self.slots)), dtype=torch.int64)
+    def set_batch(
+        self,
+        slots: Sequence[int] | np.ndarray,
+        quota: Sequence[int],
+        scored: Sequence[int] = (),
+    ) -> None:
+        """Who takes part in the next round (int64 [n]), the most known rows that each of them
+        runs, and the places of those whose tokens' logprobs are wanted."""
+        table = np.zeros((3, len(self.slots)), dtype=np.int64)
         table[0] = self.state.padding_slot
-        table[:, : len(slots)] = torch.tensor([slots, quota], dtype=torch.int64)
-        if self.state.device.type == "cuda":
-            table = table.pin_memory()
-        self.slots.copy_(table[0], non_blocking=True)
-        self.quota.copy_(table[1], non_blocking=True)
+        table[0, : len(slots)] = slots
+        table[1, : len(slots)] = quota
+        table[2, : len(scored)] = scored
+        self._batch.copy_(upload(torch.from_numpy(table), self.state.device))
 
     def __call__(
         self, size: Size, max_keys: int | None = None, prompt_rows: torch.Tensor | None = None
-    ) -> list[RowLogprobs]:
+    ) -> list[torch.Tensor]:
         """Run a round: updates the slots, and leaves ``books.report`` and ``scores``.
 
         ``max_keys`` bounds what the texts hold after it, drafts included (None: nothing is
@@ -126,11 +126,12 @@ class Round:
         if tree_rows is not None:
             layout = lay_out_trees(layout, tree_rows[0])
         forward = self.forward(layout.batch)
-        sampled, logprobs = self.sample(size, layout, forward.hidden, max_keys, tree_rows)
-        prompt_logprobs = self.score_prompt(size, layout, forward.hidden, prompt_rows)
+        sampled, logits = self.sample(size, layout, forward.hidden, max_keys, tree_rows)
+        prompt_logprobs = self.scores.of_prompt(size, layout, forward.hidden, prompt_rows)
         verdict, paths = self.judge(spans, layout, sampled, tree_rows)
-        if logprobs is not None:
-            self._report_logprobs(logprobs, layout, paths)
+        if logits is not None and size.logprobs is not None:
+            places = self.scored[: size.scored]
+            self.scores.of_tokens(size, layout, logits, sampled, places, paths)
         self.catch_up(verdict, slots, size, layout, forward.features, tree_rows, paths)
 
         def propose(index: int, going: torch.Tensor) -> Drafts:
@@ -161,8 +162,9 @@ class Round:
         hidden: torch.Tensor,
         max_keys: int,
         tree_rows: TreeRows | None = None,
-    ) -> tuple[torch.Tensor, RowLogprobs | None]:
-        """The token of every row that samples, int64 [M], and its logprobs if wanted."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The token of every row that samples, int64 [M], and the float32 logits [M, vocab] where
+        logprobs are wanted, for those."""
         if size.samples == 0:
             return torch.zeros(1, dtype=torch.int64, device=self.state.device), None
         if size.rows != size.samples:
@@ -174,9 +176,7 @@ class Round:
         rows = self.rows_to_sample(layout, size.kind, tree_rows, max_keys)
         masks = self.masks(layout) if size.masked else None
         sampled = sample_rows(logits, rows, self.state.params, size.kind, decoder.backend, masks)
-        if size.logprobs is None:
-            return sampled, None
-        return sampled, row_logprobs(logits, sampled, size.logprobs)
+        return sampled, None if size.logprobs is None else logits
 
     def rows_to_sample(
         self, layout: RoundLayout, kind: SamplingStages, tree_rows: TreeRows | None, max_keys: int
@@ -267,33 +267,6 @@ class Round:
         if limit is None:
             return drafts
         return self.books.within(drafts, limit - self.state.length[slots])
-
-    def score_prompt(
-        self,
-        size: Size,
-        layout: RoundLayout,
-        hidden: torch.Tensor,
-        prompt_rows: torch.Tensor | None,
-    ) -> list[RowLogprobs]:
-        """Logprobs of prompt tokens, each under the row before it, a few rows at a time."""
-        if prompt_rows is None or size.prompt_logprobs is None:
-            return []
-        batch, scores = layout.batch, []
-        for rows in prompt_rows.split(PROMPT_LOGPROB_ROWS):
-            following = self.state.history[batch.row_slot[rows], batch.positions[rows] + 1]
-            logits = self.decoder.logits(hidden[rows])
-            scores.append(row_logprobs(logits, following, size.prompt_logprobs))
-        return scores
-
-    def _report_logprobs(
-        self, logprobs: RowLogprobs, layout: RoundLayout, paths: Paths | None
-    ) -> None:
-        if paths is not None:
-            logprobs = committed_logprobs(logprobs, layout, paths)
-        first, most = layout.first_sample, len(logprobs.chosen) - 1
-        rows = first.unsqueeze(1) + torch.arange(self.scores.shape[1], device=first.device)
-        packed = pack(logprobs)[rows.clamp(max=most)]
-        self.scores[: len(first), :, : packed.shape[2]] = packed
 
 
 def select_layers(

@@ -43,6 +43,8 @@ class Size:
     """Whether proposers with a network do: some request allows one of them."""
     logprobs: int | None = None
     """How many likely tokens are reported beside each; None: no logprobs."""
+    scored: int = 0
+    """Spans whose tokens' logprobs are reported, at most; 0 where nobody wants any."""
     masked: bool = False
     """Whether some request has a grammar."""
     prompt_logprobs: int | None = None

@@ -16,7 +16,6 @@ import torch
 
 if TYPE_CHECKING:
     from surefoot.kernels.rounds import RoundLayout
-    from surefoot.sampling.logprobs import RowLogprobs
     from surefoot.speculation.proposer import Commits
     from surefoot.speculation.state import SlotState
 
@@ -164,25 +163,6 @@ def key_moves(paths: Paths, start: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     moved = depth <= paths.lengths.unsqueeze(1)
     start = start.unsqueeze(1)
     return start + torch.where(moved, paths.rows[:, 1:], 0), start + torch.where(moved, depth, 0)
-
-
-def committed_logprobs(scores: RowLogprobs, layout: RoundLayout, paths: Paths) -> RowLogprobs:
-    """Rows in a new order: each span's accepted path, root included, comes first."""
-    count = len(scores.chosen)
-    depth = torch.arange(paths.rows.shape[1], device=layout.first_sample.device)
-    first = layout.first_sample.unsqueeze(1)
-    kept = depth <= paths.lengths.unsqueeze(1)
-    order = torch.arange(count + 1, device=first.device)
-    places = torch.where(kept, first + depth, count).clamp(max=count)
-    order[places.flatten()] = (first + paths.rows).clamp(max=count - 1).flatten()
-    order = order[:count]
-    return replace(
-        scores,
-        chosen=scores.chosen[order],
-        ranks=scores.ranks[order],
-        top_ids=scores.top_ids[order],
-        top=scores.top[order],
-    )
 
 
 def follow_paths(

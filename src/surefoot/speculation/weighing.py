@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from surefoot.speculation.decisions import (
@@ -19,7 +17,7 @@ from surefoot.speculation.offers import OfferMemory
 
 _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
-_WEIGH_EVERY = 3
+_WEIGH_EVERY = 5
 """Rounds between two looks whether another action is better."""
 
 
@@ -62,15 +60,16 @@ class Weighing:
         """Seconds of a round without drafts, proposers and prompts, and what prompts add."""
         s = situation
         host = self.host.seconds(s.requests, 0.0)
-        alone = self.together(self.costs.table(s.requests, 0, NOTHING, 0, s.context)[1][0], host)
+        device = float(self.costs.table(s.requests, 0, NOTHING, 0, s.context)[1][0])
+        alone = self.together(device, host)
         if not s.prompt_rows:
-            return float(alone), 0.0
-        table = self.costs.table(s.requests, s.prompt_rows, NOTHING, 0, s.context)
-        return float(alone), float(self.together(table[1][0], host) - alone)
+            return alone, 0.0
+        device = float(self.costs.table(s.requests, s.prompt_rows, NOTHING, 0, s.context)[1][0])
+        return alone, self.together(device, host) - alone
 
-    def together(self, device: Any, host: float) -> Any:
-        """Seconds of rounds that take the device and the host so long."""
-        return np.maximum(device, host) if self.overlap else device + host
+    def together(self, device: float, host: float) -> float:
+        """Seconds of a round that takes the device and the host so long."""
+        return max(device, host) if self.overlap else device + host
 
     def table(
         self, situation: Situation, action: Action, most: int, prompt_rows: int
@@ -79,7 +78,8 @@ class Weighing:
         s = situation
         drafting = s.requests * self.offers.share(action[0])
         drafts, seconds = self.costs.table(s.requests, prompt_rows, action, most, s.context)
-        return drafts, self.together(seconds, self.host.seconds(s.requests, drafting))
+        host = self.host.seconds(s.requests, drafting)
+        return drafts, np.maximum(seconds, host) if self.overlap else seconds + host
 
     @property
     def margin(self) -> float:

@@ -194,7 +194,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ),
         "sf_ngram": (
             None,
-            [pointer, int64, pointer, pointer, *([int64] * 5), pointer, pointer],
+            [pointer, int64, pointer, pointer, *([int64] * 5), pointer, pointer, pointer],
         ),
         "sf_write_drafts": (None, [pointer, pointer, int64, pointer, int64]),
         "sf_lay_out": (None, [*([pointer] * 5), *([int64] * 3), pointer]),

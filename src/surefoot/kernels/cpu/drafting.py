@@ -10,6 +10,7 @@ from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.cpu.linear import DENSE_KINDS, KINDS, input_of
 from surefoot.kernels.cpu.prepare import prepare_keys
 from surefoot.kernels.drafting import Drafting
+from surefoot.kernels.lookup import Matches
 
 if TYPE_CHECKING:
     from surefoot.kernels.backend import LayerWeights, RopeTable
@@ -30,9 +31,11 @@ class NativeDrafting(Drafting):
         max_ngram: int,
         window: int,
         drafts: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = torch.empty((len(slots), drafts), dtype=torch.int64)
-        size = torch.empty_like(slots)
+    ) -> Matches:
+        shape = len(slots), drafts
+        found = Matches(
+            torch.empty(shape, dtype=torch.int64), torch.empty_like(slots), torch.empty(shape)
+        )
         self.backend.library.sf_ngram(
             history.data_ptr(),
             history.shape[1],
@@ -43,10 +46,9 @@ class NativeDrafting(Drafting):
             max_ngram,
             window,
             drafts,
-            tokens.data_ptr(),
-            size.data_ptr(),
+            *(tensor.data_ptr() for tensor in found),
         )
-        return size, tokens
+        return found
 
     def write_keys(
         self,

@@ -5,11 +5,13 @@
 
 /* Prompt lookup for `count` slots (the twin of surefoot.kernels.lookup.ngram_lookup):
  * of the earlier places in the last `window` tokens where the text's last tokens stand, the one
- * with the longest common suffix (up to max_ngram), the latest among equals. `size` gets that
- * suffix's length, 0 below min_ngram; `tokens` [count][drafts] what followed, periodically. */
+ * with the longest common suffix (up to max_ngram), the latest among equals. `tokens`
+ * [count][drafts] get what followed, periodically, `lengths` drafts, or 0 where the suffix is below
+ * min_ngram, `confidence` [count][drafts] its size as a part of max_ngram + 1. */
 SF_EXPORT void sf_ngram(const int64_t *history, int64_t width, const int64_t *length,
                         const int64_t *slots, int64_t count, int64_t min_ngram, int64_t max_ngram,
-                        int64_t window, int64_t drafts, int64_t *tokens, int64_t *size) {
+                        int64_t window, int64_t drafts, int64_t *tokens, int64_t *lengths,
+                        float *confidence) {
     for (int64_t i = 0; i < count; i++) {
         const int64_t *text = history + slots[i] * width;
         const int64_t end = length[slots[i]];
@@ -22,9 +24,12 @@ SF_EXPORT void sf_ngram(const int64_t *history, int64_t width, const int64_t *le
                 same++;
             if (same > best) best = same, best_end = e;
         }
-        size[i] = best >= min_ngram ? best : 0;
+        if (best < min_ngram) best = 0;
+        lengths[i] = best ? drafts : 0;
         const int64_t period = end - 1 - best_end;
-        for (int64_t j = 0; j < drafts; j++)
-            tokens[i * drafts + j] = size[i] ? text[best_end + 1 + j % period] : 0;
+        for (int64_t j = 0; j < drafts; j++) {
+            tokens[i * drafts + j] = best ? text[best_end + 1 + j % period] : 0;
+            confidence[i * drafts + j] = (float)best / (float)(max_ngram + 1);
+        }
     }
 }

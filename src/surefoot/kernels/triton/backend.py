@@ -23,6 +23,7 @@ from surefoot.kernels.triton.cublas import CublasChoices
 from surefoot.kernels.triton.drafting import TritonDrafting
 from surefoot.kernels.triton.draws import DrawSeam
 from surefoot.kernels.triton.launch import check_device
+from surefoot.kernels.triton.logprobs import mask_tokens, row_logprobs
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS
 from surefoot.kernels.triton.moves import move_keys
 from surefoot.kernels.triton.norm import rms_norm
@@ -50,6 +51,7 @@ class TritonBackend(Backend):
         check_device(self.device, dtype)
         seam = DrawSeam(self.device)
         self.draw, self.adjust = seam.draw, seam.adjust
+        self.mask_tokens, self.row_logprobs = mask_tokens, row_logprobs
         self.choices = CublasChoices()
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
+from surefoot.kernels.lookup import Matches
 from surefoot.kernels.triton.launch import jit, next_power_of_2
 
 TILE = 1024
@@ -12,8 +13,8 @@ TILE = 1024
 
 @jit(do_not_specialize_on_alignment=["slots_ptr"])
 def lookup_kernel(
-    history_ptr, history_stride, length_ptr, slots_ptr, size_ptr, token_ptr,
-    min_ngram, window, drafts,
+    history_ptr, history_stride, length_ptr, slots_ptr, token_ptr, found_ptr,
+    confidence_ptr, min_ngram, window, drafts, largest,
     MAX_NGRAM: tl.constexpr, TILE: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0)
@@ -44,11 +45,13 @@ def lookup_kernel(
     size = best // width
     at = best % width
     size = tl.where(used & (size >= min_ngram), size, 0)
-    tl.store(size_ptr + entry, size)
+    tl.store(found_ptr + entry, tl.where(size > 0, drafts, 0))
     step = tl.arange(0, DRAFTS)
     period = tl.maximum(last - at, 1)
     token = tl.load(text + tl.maximum(tl.minimum(at + 1 + step % period, last), 0))
     tl.store(token_ptr + entry * drafts + step, token, mask=step < drafts)
+    confidence = tl.div_rn(size.to(tl.float32), largest)
+    tl.store(confidence_ptr + entry * drafts + step, confidence, mask=step < drafts)
 
 
 def ngram_lookup(
@@ -59,16 +62,17 @@ def ngram_lookup(
     max_ngram: int,
     window: int,
     drafts: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Matches:
     """As ``kernels.lookup.ngram_lookup``: ``history`` int64 [slots, width], ``length`` int64
-    [slots], ``slots`` int64 [B], where -1 finds nothing -> (size int64 [B], tokens int64
-    [B, drafts], meaningless where the size is 0)."""
+    [slots], ``slots`` int64 [B], where -1 finds nothing."""
     entries = slots.shape[0]
-    size, tokens = history.new_empty(entries), history.new_empty((entries, drafts))
+    tokens, lengths = history.new_empty((entries, drafts)), history.new_empty(entries)
+    confidence = torch.empty_like(tokens, dtype=torch.float32)
     window = min(window, history.shape[1])
     tile = min(TILE, next_power_of_2(window, 16))
     lookup_kernel[(entries,)](
-        history, history.stride(0), length, slots, size, tokens, min_ngram, window, drafts,
+        history, history.stride(0), length, slots, tokens, lengths,
+        confidence, min_ngram, window, drafts, max_ngram + 1.0,
         min(max_ngram, max(window - 1, 1)), tile, next_power_of_2(drafts), num_warps=4,
     )  # fmt: skip
-    return size, tokens
+    return Matches(tokens, lengths, confidence)

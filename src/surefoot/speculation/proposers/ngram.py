@@ -54,7 +54,7 @@ class NgramProposer(Proposer):
 
     def propose(self, slots: torch.Tensor) -> Drafts:
         state, options = self.state, self.options
-        size, tokens = self.drafting.ngram_lookup(
+        matches = self.drafting.ngram_lookup(
             state.history,
             state.length,
             slots,
@@ -63,6 +63,4 @@ class NgramProposer(Proposer):
             options.window,
             self.longest,
         )
-        lengths = torch.where(size > 0, self.longest, 0)
-        confidence = (size / (options.max_ngram + 1)).unsqueeze(1).expand(tokens.shape)
-        return Drafts(tokens, lengths, confidence)
+        return Drafts(*matches)

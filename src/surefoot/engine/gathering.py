@@ -1,0 +1,124 @@
+"""Who takes part in the next round: prompt chunks, and requests with a current token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from surefoot.engine.batch import Batch, Group, group, join
+from surefoot.engine.scheduler import Scheduler
+from surefoot.kv.transaction import KVManager
+from surefoot.request import Request
+
+
+class Gathering:
+    """Batches of the running requests; waiting ones are let in as far as a round has rows."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        kv: KVManager,
+        names: Sequence[str],
+        max_drafts: int,
+        most_rows: int,
+        longest_chunk: Callable[[int], int],
+        admit: Callable[[Sequence[Request]], None],
+    ) -> None:
+        """``names`` of the loaded proposers, ``max_drafts`` of a request. ``most_rows``: known rows
+        of a round. ``longest_chunk``: requests that decode -> the most rows of prompts beside them.
+        ``admit`` is told who was let in."""
+        self.scheduler = scheduler
+        self.kv = kv
+        self.names = names
+        self.max_drafts = max_drafts
+        self.most_rows = most_rows
+        self.longest_chunk = longest_chunk
+        self.admit = admit
+        self._changes = -1
+        """The scheduler's count of changes that the next three are of; -1: none."""
+        self._prompts: list[Request] = []
+        self._free: Batch | None = None
+        """Those that decode and need nothing of the host."""
+        self._synchronous: list[Request] = []
+        """Those that decode under a grammar."""
+
+    def forget(self) -> None:
+        """Some request is in another state than it was."""
+        self._changes = -1
+
+    def next(self, in_flight: Collection[Batch]) -> Batch | None:
+        """The next round's spans, beside the rounds that are launched already; None: there is
+        nobody."""
+        self._sort()
+        decoding = self._decoding(in_flight)
+        if not self._prompts and not self.scheduler.waiting:
+            return decoding
+        room = self._prompt_room(decoding)
+        if self.scheduler.waiting:
+            left = room - sum(map(missing, self._prompts))
+            if fresh := self.scheduler.admit(left):
+                self.admit(fresh)
+                self._sort()
+                decoding = self._decoding(in_flight)
+        if not self._prompts:
+            return decoding
+        requests: list[Request] = []
+        chunks: list[int] = []
+        for request in self._prompts:
+            if room <= 0:
+                break
+            requests.append(request)
+            chunks.append(min(missing(request), room))
+            room -= chunks[-1]
+        pairs = zip(requests, chunks, strict=True)
+        ending = sum(missing(request) == rows for request, rows in pairs)
+        members = self._group(requests)
+        if decoding is not None:
+            members = join(members, decoding.group)
+        return Batch(members, tuple(chunks), ending)
+
+    def _sort(self) -> None:
+        """Who is where, if that has changed."""
+        if self._changes == self.scheduler.changes:
+            return
+        running = self.scheduler.running
+        self._prompts = [request for request in running if missing(request) > 1]
+        decoding = [request for request in running if missing(request) <= 1]
+        self._synchronous = [request for request in decoding if request.grammar is not None]
+        free = [request for request in decoding if request.grammar is None]
+        self._free = Batch(self._group(free), (), 0) if free else None
+        self._changes = self.scheduler.changes
+
+    def _group(self, requests: Sequence[Request]) -> Group:
+        return group(requests, self.kv, self.names, self.max_drafts)
+
+    def _decoding(self, in_flight: Collection[Batch]) -> Batch | None:
+        """Those with a current token that can take part."""
+        free = self._free
+        if free is not None and all(
+            request.length + sum(request in batch.group.requests for batch in in_flight)
+            >= request.max_length
+            for request in free.group.requests
+        ):
+            # The rounds in flight end them all.
+            free = None
+        ready = [
+            request
+            for request in self._synchronous
+            if not any(request in batch.group.requests for batch in in_flight)
+        ]
+        if not ready:
+            return free
+        members = self._group(ready)
+        return Batch(members if free is None else join(members, free.group), (), 0)
+
+    def _prompt_room(self, decoding: Batch | None) -> int:
+        """The most rows of prompt chunks in the next round."""
+        if decoding is None:
+            return self.most_rows
+        count = decoding.count
+        return max(1, min(self.most_rows - count, self.longest_chunk(count)))
+
+
+def missing(request: Request) -> int:
+    """Known tokens without KV, the current one included."""
+    return request.length - request.computed

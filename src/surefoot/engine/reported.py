@@ -1,0 +1,54 @@
+"""What the last report read says of the drafts on offer, by slot: the planner weighs them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from surefoot.engine.batch import Batch
+from surefoot.engine.rounds import Report
+from surefoot.speculation.books import ReportColumns
+
+
+class ReportedOffers:
+    """Chances of the drafts on offer, and whose these are."""
+
+    def __init__(self, slots: int, width: int, columns: ReportColumns) -> None:
+        self.width = width
+        self.columns = columns
+        self._chances = np.full((slots, width), np.nan, dtype=np.float32)
+        self._whose = np.zeros(slots, dtype=np.int64)
+
+    def clear(self, slot: int) -> None:
+        """Nothing is known of a slot."""
+        self._chances[slot] = np.nan
+
+    def cut(self, slot: int, length: int) -> None:
+        """Of its offer, only so many drafts are left."""
+        self._chances[slot, length:] = 0.0
+
+    def note(self, report: Report, slots: np.ndarray) -> np.ndarray:
+        """A report was read, whose requests now have ``slots`` int64 [spans] (below 0: none).
+        Returns which of them it tells of, bool [spans]."""
+        width, columns = self.width, self.columns
+        rows = report.rows[: len(slots)].numpy()
+        # Who is no longer running has no slot; who samples nothing has no offer.
+        known = (slots >= 0) & (rows[:, columns.COUNT] > 0)
+        if not known.all():
+            slots, rows = slots[known], rows[known]
+        chances = rows[:, columns.chances : columns.chances + width]
+        self._chances.view(np.int32)[slots] = chances
+        self._whose[slots] = rows[:, columns.OFFERER]
+        return known
+
+    def of(self, batch: Batch) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+        """(Chances float32 [samples, K], whose int64 [samples]) as ``Situation`` has them; of
+        requests at the end of their prompt nothing is known."""
+        slots = batch.group.slots[len(batch.chunks) :]
+        if not self.width or not len(slots):
+            return None, None
+        chances, whose = self._chances[slots], self._whose[slots]
+        if batch.ending:
+            unknown = np.full((batch.ending, self.width), np.nan, dtype=np.float32)
+            chances = np.concatenate((chances, unknown))
+            whose = np.concatenate((whose, np.zeros(batch.ending, dtype=np.int64)))
+        return chances, whose

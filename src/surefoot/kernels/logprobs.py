@@ -1,0 +1,27 @@
+"""Logprobs of rows: of the chosen token, its rank, and the most likely tokens. The torch twin."""
+
+from __future__ import annotations
+
+import torch
+
+ROWS_AT_ONCE = 64
+"""What a row takes beside its logits is as large as these."""
+
+
+def row_logprobs(logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
+    """Float32 logits [M, vocab] and chosen tokens int64 [M] -> int32 [M, 2 + 2 * width], to be
+    copied at once: the chosen token's logprob (its bits) and rank (1: most likely), the ``width``
+    most likely tokens (at most the vocabulary) in falling order, and their logprobs (their bits).
+    """
+    width = min(width, logits.shape[1])
+    parts = zip(logits.split(ROWS_AT_ONCE), tokens.split(ROWS_AT_ONCE), strict=True)
+    return torch.cat([_few_rows(*part, width) for part in parts])
+
+
+def _few_rows(logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
+    normaliser = logits.logsumexp(dim=-1, keepdim=True)
+    chosen = logits.gather(1, tokens.unsqueeze(1))
+    ranks = (logits > chosen).sum(dim=-1, keepdim=True) + 1
+    top, ids = logits.topk(width, dim=-1)
+    bits = [(values - normaliser).view(torch.int32) for values in (chosen, top)]
+    return torch.cat((bits[0], ranks.int(), ids.int(), bits[1]), dim=1)

@@ -1,0 +1,119 @@
+"""Logprobs and grammar masks over a vocabulary, in parts that keep many processors busy.
+
+Twins: ``kernels.logprobs.row_logprobs``, ``kernels.draws.mask_tokens``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from surefoot.kernels.draws import TokenMasks
+from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
+
+BLOCK = 4096
+
+
+@jit
+def take_largest(values, index, none):
+    """(Largest of ``values``, its index, the values without it); of equals the lowest index."""
+    best = tl.max(values, axis=0)
+    at = tl.min(tl.where(values == best, index, none), axis=0)
+    return best, at, tl.where(index == at, float("-inf"), values)
+
+
+@jit
+def part_scores_kernel(
+    logits_ptr, tokens_ptr, sums_ptr, value_ptr, index_ptr, vocab, parts,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of a part of a row: its maximum, the sum of exponentials against it, how many are larger than
+    the chosen token's logit, and its ``WIDTH`` largest."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(logits_ptr + row * vocab + column, mask=column < vocab, other=float("-inf"))
+    chosen = tl.load(logits_ptr + row * vocab + tl.load(tokens_ptr + row))
+    most = tl.max(values, axis=0)
+    pivot = tl.where(most == float("-inf"), 0.0, most)
+    place = sums_ptr + (row * parts + part) * 3
+    tl.store(place, most)
+    tl.store(place + 1, tl.sum(tl.exp(values - pivot), axis=0))
+    tl.store(place + 2, tl.sum((values > chosen).to(tl.float32), axis=0))
+    for rank in range(WIDTH):
+        best, at, values = take_largest(values, column, vocab)
+        place = (row * parts + part) * WIDTH + rank
+        tl.store(value_ptr + place, best)
+        tl.store(index_ptr + place, at)
+
+
+@jit
+def row_scores_kernel(
+    logits_ptr, tokens_ptr, sums_ptr, value_ptr, index_ptr, out_ptr, vocab, parts,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """The parts of a row together."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    place = sums_ptr + (row * parts + part) * 3
+    inside = part < parts
+    most = tl.load(place, mask=inside, other=float("-inf"))
+    sums = tl.load(place + 1, mask=inside, other=0.0)
+    larger = tl.load(place + 2, mask=inside, other=0.0)
+    highest = tl.max(most, axis=0)
+    normaliser = tl.log(tl.sum(sums * tl.exp(most - highest), axis=0)) + highest
+    chosen = tl.load(logits_ptr + row * vocab + tl.load(tokens_ptr + row))
+    out = out_ptr + row * (2 + 2 * WIDTH)
+    tl.store(out, (chosen - normaliser).to(tl.int32, bitcast=True))
+    tl.store(out + 1, tl.sum(larger, axis=0).to(tl.int32) + 1)
+    place = tl.arange(0, CANDIDATES)
+    inside = place < parts * WIDTH
+    values = tl.load(value_ptr + row * parts * WIDTH + place, mask=inside, other=float("-inf"))
+    index = tl.load(index_ptr + row * parts * WIDTH + place, mask=inside, other=vocab)
+    for rank in range(WIDTH):
+        best, at, values = take_largest(values, index, vocab)
+        tl.store(out + 2 + rank, at)
+        tl.store(out + 2 + WIDTH + rank, (best - normaliser).to(tl.int32, bitcast=True))
+
+
+def row_logprobs(logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
+    """As ``kernels.logprobs.row_logprobs``; logits contiguous."""
+    (rows, vocab), device = logits.shape, logits.device
+    width, parts = min(width, vocab), cdiv(vocab, BLOCK)
+    sums = torch.empty((rows, parts, 3), dtype=torch.float32, device=device)
+    values = torch.empty((rows, parts, width), dtype=torch.float32, device=device)
+    index = torch.empty((rows, parts, width), dtype=torch.int32, device=device)
+    out = torch.empty((rows, 2 + 2 * width), dtype=torch.int32, device=device)
+    part_scores_kernel[(rows, parts)](
+        logits, tokens, sums, values, index, vocab, parts, width, BLOCK, num_warps=8
+    )
+    row_scores_kernel[(rows,)](
+        logits, tokens, sums, values, index, out, vocab, parts,
+        width, next_power_of_2(parts), next_power_of_2(parts * max(width, 1)), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@jit
+def mask_kernel(
+    logits_ptr, bits_ptr, row_ptr, out_ptr, vocab, words, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < vocab
+    values = tl.load(logits_ptr + row * vocab + column, mask=inside)
+    mask = tl.load(row_ptr + row)
+    if mask >= 0:
+        word = tl.load(bits_ptr + mask * words + column // 32, mask=inside)
+        values = tl.where((word >> (column % 32)) & 1 != 0, values, float("-inf"))
+    tl.store(out_ptr + row * vocab + column, values, mask=inside)
+
+
+def mask_tokens(logits: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
+    """As ``kernels.draws.mask_tokens``; logits contiguous."""
+    rows, vocab = logits.shape
+    out = torch.empty_like(logits)
+    mask_kernel[(rows, cdiv(vocab, BLOCK))](
+        logits, masks.bits, masks.row, out, vocab, masks.bits.shape[1], BLOCK, num_warps=8
+    )
+    return out

@@ -1,0 +1,84 @@
+"""Logprobs of the tokens that a round commits, and of prompts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from surefoot.kernels.rounds import RoundLayout
+from surefoot.models.decoder import Decoder
+from surefoot.sampling.logprobs import WIDTHS
+from surefoot.speculation.size import Size
+from surefoot.speculation.state import SlotState
+
+if TYPE_CHECKING:
+    from surefoot.speculation.trees import Paths
+
+PROMPT_ROWS = 64
+"""Rows of prompts whose logits are there at once."""
+
+
+class TokenScores:
+    """Scores as ``kernels.logprobs`` has them, for the spans of a round that want them."""
+
+    def __init__(self, decoder: Decoder, state: SlotState, spans: int) -> None:
+        """``spans``: the most requests of a round."""
+        self.decoder = decoder
+        self.state = state
+        columns = 2 + 2 * min(WIDTHS[-1], state.vocab_size)
+        shape = spans, state.max_drafts + 1, columns
+        self.table = torch.zeros(shape, dtype=torch.int32, device=state.device)
+        """int32 [scored spans, tokens, columns], of the last round whose size asked for them."""
+
+    def part(self, size: Size) -> torch.Tensor | None:
+        """What a round of ``size`` writes of the table."""
+        if size.logprobs is None:
+            return None
+        rows = self.table.shape[1] if size.verifies else 1
+        return self.table[: size.scored, :rows, : 2 + 2 * size.logprobs]
+
+    def of_tokens(
+        self,
+        size: Size,
+        layout: RoundLayout,
+        logits: torch.Tensor,
+        sampled: torch.Tensor,
+        places: torch.Tensor,
+        paths: Paths | None,
+    ) -> None:
+        """Of the spans at ``places`` int64 [n]: their rows of float32 logits [M, vocab] and
+        ``sampled`` tokens int64 [M], or in trees those of the accepted paths."""
+        table = self.part(size)
+        if table is None or size.logprobs is None:
+            return
+        first = layout.first_sample[places].unsqueeze(1)
+        if paths is not None:
+            rows = first + paths.rows[places]
+        else:
+            rows = first + torch.arange(table.shape[1], device=first.device)
+        rows, shape = rows.clamp(max=len(logits) - 1), rows.shape
+        few = rows.numel() < len(logits)
+        if few:
+            logits, sampled = logits[rows.flatten()], sampled[rows.flatten()]
+        packed = self.decoder.backend.row_logprobs(logits, sampled, size.logprobs)
+        packed = packed.unflatten(0, shape) if few else packed[rows]
+        table[:, : shape[1], : packed.shape[2]] = packed
+
+    def of_prompt(
+        self,
+        size: Size,
+        layout: RoundLayout,
+        hidden: torch.Tensor,
+        prompt_rows: torch.Tensor | None,
+    ) -> list[torch.Tensor]:
+        """Of prompt tokens, each under the row before it, a few rows at a time. ``hidden``
+        [N, hidden] of all rows; ``prompt_rows`` int64 [R]: the flat rows in question."""
+        if prompt_rows is None or size.prompt_logprobs is None:
+            return []
+        batch, backend, scores = layout.batch, self.decoder.backend, []
+        for rows in prompt_rows.split(PROMPT_ROWS):
+            following = self.state.history[batch.row_slot[rows], batch.positions[rows] + 1]
+            logits = self.decoder.logits(hidden[rows])
+            scores.append(backend.row_logprobs(logits, following, size.prompt_logprobs))
+        return scores
