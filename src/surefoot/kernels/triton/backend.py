@@ -27,7 +27,6 @@ from surefoot.kernels.triton.matmul import matmul, multiply
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, plan_for
 from surefoot.kernels.triton.moves import move_keys
 from surefoot.kernels.triton.norm import add_rms_norm, rms_norm, sum_add_rms_norm
-from surefoot.kernels.triton.prompt_attention import tiles_of
 from surefoot.kernels.triton.qkv import fits, project_qkv
 from surefoot.kernels.triton.rope_kv import rope_and_write
 
@@ -169,8 +168,8 @@ class TritonBackend(Backend):
             normed = rms_norm(x, weights.input_norm, weights.eps)
         else:
             normed = inputs.to(self.dtype).contiguous()
-        tiles = tiles_of(batch, weights.shape, kv)
-        x, hidden = self.up_to_down(weights, x, normed, batch, kv, rope, tiles)
+        work = work_of(batch, weights.shape, kv)
+        x, hidden = self.up_to_down(weights, x, normed, batch, kv, rope, work)
         return weights.down.added(hidden, x)
 
     def layers(
