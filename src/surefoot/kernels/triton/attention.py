@@ -36,9 +36,9 @@ from surefoot.kernels.triton.spans import span_table
 
 LOG2_E = 1 / math.log(2)
 MOST_CHUNK_KEYS = 128
-CHUNK_BYTES = 32 << 10
-"""Of a chunk's keys, or of its values: two of each fit the shared memory of a Hopper GPU, and one
-that of any GPU of its time."""
+CHUNK_BYTES = {2: 32 << 10, 4: 16 << 10}
+"""Of a chunk's keys, or of its values, by bytes of an element: one of each fits any GPU's shared
+memory, and in float32 no register is spilt."""
 PART_BYTES = 64 << 20
 """Partial results that there is room for, at most."""
 AT_ONCE = 8
@@ -279,8 +279,8 @@ def combine_kernel(
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Sizes of a launch. A row's bits depend on ``block_m`` and ``chunk``, which are the same for
-    all launches of a type and shape, and on nothing else."""
+    """Sizes of a launch. A row's bits depend on ``block_m``, ``chunk`` and ``num_warps``, which are
+    the same for all launches of a type and shape, and on nothing else."""
 
     block_m: int
     """Queries of a tile: rows times heads."""
@@ -291,6 +291,7 @@ class AttentionPlan:
     tiles: int
     """Tiles of every span, or 0 where programs search theirs."""
     programs: int
+    num_warps: int
     num_stages: int
 
 
@@ -312,7 +313,7 @@ def plan_attention(
     """
     group = shape.heads // shape.kv_heads
     width = next_power_of_2(shape.head_dim, 16)
-    chunk = min(MOST_CHUNK_KEYS, CHUNK_BYTES // (width * itemsize))
+    chunk = min(MOST_CHUNK_KEYS, CHUNK_BYTES[itemsize] // (width * itemsize))
     # Tensor cores do 32 rows in the time of 16; without them, twice the rows is twice the work.
     block_m = next_power_of_2(group, 32 if itemsize == 2 else 16)
     per_tile = block_m // group
@@ -332,6 +333,7 @@ def plan_attention(
         splits=max(1, min(splits, most)),
         tiles=tiles if direct else 0,
         programs=programs,
+        num_warps=4 if itemsize == 2 else 8,
         num_stages=3 if shared >= 160_000 else 2,
     )
 
@@ -379,7 +381,7 @@ def span_attention(
         shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3], width,
         plan.block_m, plan.chunk, split, not plan.tiles, 1 if plan.tiles else searched,
         masked, only_trees,
-        num_warps=4, num_stages=plan.num_stages, **pdl(q.device),
+        num_warps=plan.num_warps, num_stages=plan.num_stages, **pdl(q.device),
     )  # fmt: skip
     if split:
         combine_kernel[(rows, shape.heads)](
