@@ -54,27 +54,27 @@ class Text:
         self.kv = torch.randn(2, length, shape.kv_heads, shape.head_dim).to(dtype)
 
 
-def attend(
+def lay_out(
     texts: Sequence[Text],
     spans: Spans,
-    shape: AttentionShape,
-    sms: int,
+    block_size: int,
+    max_keys: int,
     padding: int = 0,
     masks: Sequence[torch.Tensor] | None = None,
-    max_keys: int = LENGTH + 5,
     table: bool = True,
-) -> list[torch.Tensor]:
-    """What the rows of each span (first key, rows) of each text get, in one batch. Blocks lie in
-    any order, and whatever no row has written is NaN."""
+) -> tuple[torch.Tensor, torch.Tensor, FlatBatch]:
+    """(q, KV, batch) of the rows of a span (first key, rows) of each text. Blocks lie in any
+    order, and whatever no row has written is NaN. No ``table``: kernels look for the spans."""
     rows = torch.tensor([rows for _, rows in spans])
     starts, slots = torch.tensor([first for first, _ in spans]), torch.arange(len(spans))
-    pages = -(-max_keys // BLOCK)
+    pages, one = -(-max_keys // block_size), texts[0].kv
     tables = 1 + torch.randperm(pages * len(spans)).view(-1, pages).int()
-    size = (2, pages * len(spans) + 1, shape.kv_heads, BLOCK, shape.head_dim)
-    kv = torch.full(size, float("nan"), dtype=texts[0].q.dtype)
+    size = (2, pages * len(spans) + 1, one.shape[2], block_size, one.shape[3])
+    kv = torch.full(size, float("nan"), dtype=one.dtype)
     for text, (first, count), pages_of in zip(texts, spans, tables, strict=True):
         at = torch.arange(first + count)
-        kv[:, pages_of[at // BLOCK].long(), :, at % BLOCK] = text.kv[:, at].transpose(0, 1)
+        places = pages_of[at // block_size].long(), slice(None), at % block_size
+        kv[:, *places] = text.kv[:, at].transpose(0, 1)
     ends = rows.cumsum(0)
     keys = torch.cat([torch.arange(first, first + count) for first, count in spans])
     keys = torch.cat([keys, keys.new_zeros(padding)])
@@ -90,13 +90,28 @@ def attend(
         mask=None if masks is None else torch.cat([*masks, keys.new_full((padding,), -1)]),
         spans=SpanTable(ends - rows, rows, slots, max_rows=int(rows.max())) if table else None,
     )
-    q = torch.cat([q, q.new_zeros((padding, *q.shape[1:]))])
+    return torch.cat([q, q.new_zeros((padding, *q.shape[1:]))]), kv, batch
+
+
+def attend(
+    texts: Sequence[Text],
+    spans: Spans,
+    shape: AttentionShape,
+    sms: int,
+    padding: int = 0,
+    masks: Sequence[torch.Tensor] | None = None,
+    max_keys: int = LENGTH + 5,
+    table: bool = True,
+) -> list[torch.Tensor]:
+    """What the rows of each span get, in one batch on ``sms`` multiprocessors."""
+    q, kv, batch = lay_out(texts, spans, BLOCK, max_keys, padding, masks, table)
+    counts = [count for _, count in spans]
+    most = max(counts) if table else len(q)
     plan = attention.plan_attention(
-        len(q), len(spans), int(rows.max()) if table else len(q), max_keys, shape, sms,
-        q.dtype.itemsize,
-    )  # fmt: skip
+        len(q), len(spans), most, max_keys, shape, sms, q.dtype.itemsize
+    )
     found = attention.span_attention(q, kv, batch, shape, plan)
-    return list(found[: int(ends[-1])].split(rows.tolist()))
+    return list(found[: sum(counts)].split(counts))
 
 
 @pytest.mark.usefixtures("_short_chunks")

@@ -102,7 +102,7 @@ def test_every_key_of_every_tile_is_worked_on_once(
             seen = [item for item in own if item[5] >= 0]
             # Together they have every step, and each begins with a chunk of its own.
             assert [item[6] for item in seen] == [0, *(item[7] for item in seen[:-1])]
-            assert seen[-1][7] == last and len(seen) > 1
+            assert seen[-1][7] == last and len(own) > 1
             assert all(item[5] == first_part + item[6] // STEP for item in seen)
             assert all(item[6] % STEP == 0 for item in seen)
             for item in own[len(seen) :]:
