@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,11 +16,9 @@ pytest.importorskip("triton")
 
 import triton_interpreter  # isort: skip
 
-from surefoot.kernels.attention import torch_paged
 from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
 from surefoot.kernels.triton import attention
 from test_triton_kernels import close_attention
-from triton_interpreter import DEVICE
 
 pytestmark = [
     pytest.mark.skipif(triton_interpreter.ON_GPU, reason="tests/gpu/test_attention_invariant.py"),
@@ -135,7 +132,8 @@ def test_a_row_s_bits_are_its_own(dtype: torch.dtype, shape: AttentionShape) -> 
     for first, rows in [(0, 1), (31, 3), (60, 20), (LENGTH - 1, 1), (97, 10)]:
         for sms in (1, 13, 1000):
             company = [
-                (chance.randrange(80), chance.choice([1, 4, 20])) for _ in range(chance.randint(0, 2))
+                (chance.randrange(80), chance.choice([1, 4, 20]))
+                for _ in range(chance.randint(0, 2))
             ]
             place = chance.randint(0, len(company))
             spans = [*company[:place], (first, rows), *company[place:]]

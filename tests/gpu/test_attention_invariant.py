@@ -13,11 +13,11 @@ pytest.importorskip("triton")
 
 from test_prompt_attention import exact
 from test_real_shapes import relative
-from test_triton_attention import Text, lay_out
 
 from surefoot.kernels.backend import AttentionShape
 from surefoot.kernels.triton.attend import attend, work_of
 from surefoot.kernels.triton.attention import span_attention
+from test_triton_attention import Text, lay_out
 
 pytestmark = pytest.mark.gpu
 bf16, fp32 = torch.bfloat16, torch.float32
