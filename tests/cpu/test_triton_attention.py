@@ -123,7 +123,7 @@ def test_a_row_s_bits_are_its_own(dtype: torch.dtype, shape: AttentionShape) -> 
     own, other = Text(LENGTH, shape, dtype), Text(LENGTH, shape, dtype)
     [whole] = attend([own], [(0, LENGTH)], shape, sms=1)
     visible = torch.ones(LENGTH, LENGTH).tril().bool()
-    exact = [x.float().transpose(0, 1) for x in (own.q, *own.kv)]
+    exact = [x.double().transpose(0, 1) for x in (own.q, *own.kv)]
     expected = torch.nn.functional.scaled_dot_product_attention(
         *exact, attn_mask=visible, scale=shape.scale, enable_gqa=True
     )
