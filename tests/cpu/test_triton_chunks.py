@@ -17,9 +17,10 @@ import triton_interpreter  # isort: skip
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
 from surefoot.kernels.triton import chunk_attention
-from surefoot.kernels.triton.chunk_attention import fits_chunks, list_chunks
+from surefoot.kernels.triton.chunk_attention import list_chunks, packed_heads
 from surefoot.kernels.triton.chunk_kernel import combine_chunks_kernel
 from surefoot.kernels.triton.prompt_attention import BLOCK_N, CHUNK_KEYS
+from test_triton_prompts import masks_of
 from triton_interpreter import DEVICE
 
 pytestmark = [
@@ -27,11 +28,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 SHAPE = AttentionShape(32, 8, 128, 1.0)
+THREES = AttentionShape(9, 3, 64, 1.0)
+"""Three heads take the place of four."""
 TILE_ROWS = 16
 """Rows of a tile: 64 queries of four heads each."""
 
 
-def batch_of(spans: list[tuple[int, int]], longest: int) -> FlatBatch:
+def batch_of(
+    spans: list[tuple[int, int]], longest: int, trees: list[bool] | None = None
+) -> FlatBatch:
     """Spans (first key, rows) by slot, the slots in falling order, with two rows of padding."""
     rows = torch.tensor([rows for _, rows in spans], device=DEVICE)
     slots = torch.arange(len(spans), device=DEVICE).flip(0)
@@ -46,6 +51,7 @@ def batch_of(spans: list[tuple[int, int]], longest: int) -> FlatBatch:
         block_tables=torch.zeros((len(spans), 1), dtype=torch.int32, device=DEVICE),
         span_start=torch.tensor([first for first, _ in spans], device=DEVICE).flip(0),
         max_keys=longest,
+        mask=None if trees is None else masks_of(rows, trees),
         spans=SpanTable(rows.cumsum(0) - rows, rows, slots, max_rows=40),
     )
 
@@ -63,17 +69,24 @@ def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 STEP = CHUNK_KEYS // BLOCK_N
 
 
+@pytest.mark.parametrize("shape", [SHAPE, THREES], ids=str)
 @settings(deadline=None, max_examples=25)
-@given(spans=st.lists(st.tuples(FIRST, ROWS), min_size=1, max_size=9))
-def test_every_key_of_every_tile_is_worked_on_once(spans: list[tuple[int, int]]) -> None:
-    work = list_chunks(batch_of(spans, 1 << 16), SHAPE)
+@given(
+    spans=st.lists(st.tuples(FIRST, ROWS), min_size=1, max_size=9),
+    trees=st.none() | st.lists(st.booleans(), min_size=9, max_size=9),
+)
+def test_every_key_of_every_tile_is_worked_on_once(
+    shape: AttentionShape, spans: list[tuple[int, int]], trees: list[bool] | None
+) -> None:
+    trees = None if trees is None else trees[: len(spans)]
+    work = list_chunks(batch_of(spans, 1 << 16, trees), shape)
     found = work.items.tolist()
     assert found[0][0] < len(found)
     items = found[1 : 1 + found[0][0]]
     split = {tile[0]: tile[1:] for tile in work.tiles.tolist() if tile[1] > 0}
     row, parts, tiles = 0, [], 0
     for index, (first, count) in enumerate(spans):
-        for at in range(0, count, TILE_ROWS):
+        for at in range(0, 0 if trees and trees[index] else count, TILE_ROWS):
             rows, slot = min(TILE_ROWS, count - at), len(spans) - 1 - index
             own = sorted((item for item in items if item[0] == row + at), key=lambda i: i[6])
             tiles += len(own)
@@ -89,7 +102,7 @@ def test_every_key_of_every_tile_is_worked_on_once(spans: list[tuple[int, int]])
             seen = [item for item in own if item[5] >= 0]
             # Together they have every step, and each begins with a chunk of its own.
             assert [item[6] for item in seen] == [0, *(item[7] for item in seen[:-1])]
-            assert seen[-1][7] == last and len(seen) > 1
+            assert seen[-1][7] == last and len(own) > 1
             assert all(item[5] == first_part + item[6] // STEP for item in seen)
             assert all(item[6] % STEP == 0 for item in seen)
             for item in own[len(seen) :]:
@@ -122,16 +135,14 @@ def test_too_little_room_for_parts_splits_less(monkeypatch: pytest.MonkeyPatch) 
     assert sum(tile[3] for tile in work.tiles.tolist() if tile[1]) <= 40
 
 
-def test_heads_and_blocks_that_the_kernel_takes() -> None:
-    assert fits_chunks(SHAPE, torch.bfloat16, 16)
-    assert not fits_chunks(SHAPE, torch.float32, 16)
-    assert not fits_chunks(SHAPE, torch.bfloat16, 24)
-    assert not fits_chunks(AttentionShape(9, 3, 64, 1.0), torch.bfloat16, 16), "three heads a tile"
-    assert not fits_chunks(AttentionShape(8, 2, 96, 1.0), torch.bfloat16, 16)
+def test_groups_are_padded_to_a_power_of_two() -> None:
+    found = [packed_heads(AttentionShape(2 * n, 2, 64, 1.0)) for n in (1, 3, 4, 7, 12, 64, 65)]
+    assert found == [(1, 1), (4, 3), (4, 4), (8, 7), (16, 12), (64, 64), (1, 1)]
 
 
+@pytest.mark.parametrize("used", [4, 3])
 @pytest.mark.parametrize("chunks", [1, 7, 8, 9, 20])
-def test_partial_results_are_added_up_in_ascending_order(chunks: int) -> None:
+def test_partial_results_are_added_up_in_ascending_order(chunks: int, used: int) -> None:
     torch.manual_seed(chunks)
     pack, units, part_rows, width, rows = 4, 2, 8, 16, 2
     part = torch.randn(3 + chunks, units, part_rows, width, device=DEVICE)
@@ -143,16 +154,16 @@ def test_partial_results_are_added_up_in_ascending_order(chunks: int) -> None:
         best[3], part[3], total[3] = 1.0, 2.0, 4.0
     sums = torch.stack((best, total), dim=-1).contiguous()
     tiles = torch.tensor([[0, rows, 3, chunks], [2, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
-    out = torch.full((3, units * pack, width), 7.0, device=DEVICE)
+    out = torch.full((3, units * used, width), 7.0, device=DEVICE)
     scale = 0.7
     combine_chunks_kernel[(2 * part_rows, units)](
-        part, sums, tiles, out, scale, units * pack, pack, width, part_rows, 8, False
+        part, sums, tiles, out, scale, units * used, pack, used, width, part_rows, 8, False
     )
     own = slice(3, 3 + chunks)
     weights = torch.exp2((best[own] - best[own].amax(dim=0)) * scale)
     expected = (part[own] * weights[..., None]).sum(dim=0)
     expected /= (total[own] * weights).sum(dim=0)[..., None]
     for row in range(rows):
-        found = out[row].view(units, pack, width)
-        torch.testing.assert_close(found, expected[:, row * pack : (row + 1) * pack])
+        found = out[row].view(units, used, width)
+        torch.testing.assert_close(found, expected[:, row * pack : row * pack + used])
     assert (out[2] == 7.0).all(), "no tile of its own"

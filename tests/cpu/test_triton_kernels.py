@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
@@ -351,59 +348,6 @@ def test_a_span_table_may_come_with_the_batch() -> None:
     batch, own = replace(batch, spans=table), kv.transpose(2, 3).contiguous()
     found = attention.span_attention(q, own, batch, shape)
     close_attention(found[:-2], torch_paged.span_attention(q, kv, batch, shape)[:-2])
-
-
-@pytest.mark.parametrize(
-    ("rows", "spans", "max_rows", "splits"),
-    [(1, 1, 1, 16), (16, 1, 16, 16), (8, 8, 1, 2), (16, 16, 1, 1), (1024, 64, 16, 1)],
-)
-def test_keys_are_split_only_to_fill_the_gpu(
-    rows: int, spans: int, max_rows: int, splits: int
-) -> None:
-    shape = AttentionShape(32, 8, 128, 1.0)
-    plan = attention.plan_attention(rows, spans, max_rows, 1024, shape, 132)
-    assert (plan.splits, plan.tiles) == (splits, 1)
-    assert plan.programs == spans
-
-
-@pytest.mark.parametrize(
-    ("requests", "rows", "block_n", "stages"),
-    [(1, 1, 64, 3), (1, 4, 64, 4), (4, 4, 128, 3), (16, 1, 128, 3), (32, 4, 128, 2), (64, 1, 32, 3),
-     (64, 4, 32, 3), (64, 5, 128, 2), (128, 1, 32, 3), (128, 5, 64, 3)],
-)  # fmt: skip
-def test_many_programs_take_fewer_keys_at_a_time(
-    requests: int, rows: int, block_n: int, stages: int
-) -> None:
-    """Borders measured on an H100; tiles of 32 rows have their own."""
-    shape = AttentionShape(32, 8, 128, 1.0)
-    count = rows * requests
-    plan = attention.plan_attention(count, requests, rows, 4096, shape, 132, shared=232_448)
-    assert (plan.block_n, plan.num_stages) == (block_n, stages)
-
-
-def test_small_heads_have_more_programs_and_tiles_of_the_usual_span() -> None:
-    shape = AttentionShape(9, 3, 64, 1.0)
-    plan = partial(attention.plan_attention, max_keys=8192, shape=shape, sms=132, shared=232_448)
-    assert plan(1, 1, 1).splits == 24 and plan(32, 32, 1).splits == 2
-    assert plan(32, 32, 1, itemsize=4).splits == 1
-    for rows, block_m in ((33, 16), (64, 16), (160, 16), (192, 32), (288, 32)):
-        assert plan(rows, 32, 9).block_m == block_m
-    assert plan(544, 33, 512).block_m == 128, "a prompt among decoding requests"
-
-
-@given(st.lists(st.integers(0, 70), min_size=1, max_size=12), st.sampled_from([1, 3, 4, 7, 8]))
-def test_a_plan_has_a_program_for_every_tile(counts: list[int], group: int) -> None:
-    if not any(counts):
-        return
-    shape = AttentionShape(2 * group, 2, 64, 1.0)
-    for bound in (max(counts), 70):
-        plan = attention.plan_attention(sum(counts), len(counts), bound, 500, shape, 132)
-        per_tile = plan.block_m // group
-        if plan.tiles:
-            assert plan.programs == plan.tiles * len(counts)
-            assert plan.tiles * per_tile >= max(counts)
-        else:
-            assert plan.programs >= sum(-(-count // per_tile) for count in counts)
 
 
 # --- the rest -----------------------------------------------------------------------------------

@@ -14,11 +14,8 @@ pytest.importorskip("triton")
 
 import triton_interpreter  # isort: skip
 
-from surefoot.kernels.attention import torch_paged
 from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
-from surefoot.kernels.triton import attention
-from surefoot.kernels.triton.prompt_attention import list_tiles, rows_per_tile, worth_tiles
-from test_triton_kernels import attention_case, close_attention
+from surefoot.kernels.triton.prompt_attention import fits, list_tiles, rows_per_tile, worth_tiles
 from triton_interpreter import DEVICE
 
 pytestmark = [
@@ -28,7 +25,7 @@ pytestmark = [
 GROUPED = AttentionShape(8, 2, 128, 1.0)
 
 
-def batch_of(spans: list[tuple[int, int]]) -> FlatBatch:
+def batch_of(spans: list[tuple[int, int]], trees: list[bool] | None = None) -> FlatBatch:
     """Spans (first key, rows) by slot, the slots in falling order, with two rows of padding."""
     rows = torch.tensor([rows for _, rows in spans], device=DEVICE)
     slots = torch.arange(len(spans), device=DEVICE).flip(0)
@@ -43,8 +40,19 @@ def batch_of(spans: list[tuple[int, int]]) -> FlatBatch:
         block_tables=torch.zeros((len(spans), 1), dtype=torch.int32, device=DEVICE),
         span_start=torch.tensor([first for first, _ in spans], device=DEVICE).flip(0),
         max_keys=999,
+        mask=None if trees is None else masks_of(rows, trees),
         spans=SpanTable(rows.cumsum(0) - rows, rows, slots, max_rows=300),
     )
+
+
+def masks_of(rows: torch.Tensor, trees: list[bool]) -> torch.Tensor:
+    """Of chains and trees; a tree's last row may see 64 keys of it."""
+    masks = [torch.full((count,), -1, device=DEVICE) for count in rows.tolist()]
+    for mask, tree in zip(masks, trees, strict=True):
+        mask[:-1] = 1 if tree else -1
+        if tree and len(mask) == 1:
+            mask[0] = 1
+    return torch.cat([*masks, torch.full((2,), -1, device=DEVICE)])
 
 
 SPANS = st.lists(
@@ -59,15 +67,16 @@ SPANS = st.lists(
 
 @pytest.mark.parametrize("shape", [GROUPED, AttentionShape(9, 3, 64, 1.0)])
 @settings(deadline=None, max_examples=25)
-@given(spans=SPANS, least=st.sampled_from([1, 65]))
+@given(spans=SPANS, trees=st.none() | st.lists(st.booleans(), min_size=9, max_size=9))
 def test_every_tile_is_listed_once_and_long_ones_come_first(
-    shape: AttentionShape, spans: list[tuple[int, int]], least: int
+    shape: AttentionShape, spans: list[tuple[int, int]], trees: list[bool] | None
 ) -> None:
-    batch, step = batch_of(spans), rows_per_tile(shape)
-    found = list_tiles(batch, shape, least).tolist()
+    trees = None if trees is None else trees[: len(spans)]
+    batch, step = batch_of(spans, trees), rows_per_tile(shape)
+    found = list_tiles(batch, shape).tolist()
     expected, row = [], 0
     for index, (first, count) in enumerate(spans):
-        for at in range(0, count if count >= least else 0, step):
+        for at in range(0, 0 if trees and trees[index] else count, step):
             slot, rows = len(spans) - 1 - index, min(step, count - at)
             expected.append([row + at, rows, first + at, slot, first + count])
         row += count
@@ -79,27 +88,17 @@ def test_every_tile_is_listed_once_and_long_ones_come_first(
 
 def test_only_long_spans_in_number_are_worth_tiles() -> None:
     shape = AttentionShape(32, 8, 128, 1.0)
-    usual = dict(shape=shape, dtype=torch.bfloat16, block_size=16, sms=132)
-    assert worth_tiles(2048, 2048, **usual) and worth_tiles(2048 + 63, 2048, **usual)
-    assert not worth_tiles(2048, 64, **usual), "verified drafts"
-    assert not worth_tiles(128, 128, **usual), "few tiles: keys are to be split"
-    for odd in (
-        {"dtype": torch.float32},
-        {"block_size": 24},
-        {"shape": AttentionShape(32, 8, 96, 1.0)},
-        {"shape": AttentionShape(32, 8, 80, 1.0)},
-    ):
-        assert not worth_tiles(2048, 2048, **{**usual, **odd})
+    assert worth_tiles(2048, 2048, shape, 132) and worth_tiles(2048 + 63, 2048, shape, 132)
+    assert not worth_tiles(2048, 64, shape, 132), "verified drafts"
+    assert not worth_tiles(128, 128, shape, 132), "few tiles: keys are to be split"
 
 
-@pytest.mark.parametrize("tiles", [0, 2])
-def test_longer_spans_may_be_left_out(tiles: int) -> None:
-    shape = AttentionShape(2, 1, 16, 0.25)
-    q, kv, batch = attention_case([(5, 9), (4, 20), (30, 8)], shape, torch.float32, True)
-    programs = 3 * tiles if tiles else 3  # None for tiles of the long span.
-    plan = attention.AttentionPlan(16, 32, 2, tiles, programs, 4, 2)
-    own = kv.transpose(2, 3).contiguous()
-    found = attention.span_attention(q, own, batch, shape, plan, longest=9)
-    expected = torch_paged.span_attention(q, kv, batch, shape)
-    short = torch.cat([torch.arange(9), torch.arange(29, 37)])
-    close_attention(found[short], expected[short])
+def test_heads_and_blocks_that_the_kernels_take() -> None:
+    def taken(heads: int, kv_heads: int, width: int, block_size: int, dtype: torch.dtype) -> bool:
+        kv = torch.zeros(2, 1, kv_heads, block_size, width, dtype=dtype)
+        return fits(AttentionShape(heads, kv_heads, width, 1.0), kv)
+
+    assert taken(32, 8, 128, 16, torch.bfloat16) and taken(9, 3, 64, 16, torch.bfloat16)
+    assert not taken(32, 8, 128, 16, torch.float32)
+    assert not taken(32, 8, 128, 24, torch.bfloat16)
+    assert not taken(8, 2, 96, 16, torch.bfloat16) and not taken(8, 2, 80, 16, torch.bfloat16)

@@ -25,6 +25,9 @@ SHAPES = [
     AttentionShape(32, 8, 128, 128**-0.5),
     AttentionShape(4, 4, 128, 0.1),
     AttentionShape(16, 2, 64, 0.125),
+    AttentionShape(9, 3, 64, 0.125),
+    AttentionShape(10, 2, 128, 0.09),
+    AttentionShape(12, 1, 64, 0.125),
 ]
 
 
@@ -76,20 +79,21 @@ def test_chunks_equal_the_twin_and_prompts_to_the_bit(
         assert relative(found, expected) < 6e-3, spans
 
 
-def test_company_and_splits_change_no_bit() -> None:
-    shape = SHAPES[0]
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=str)
+def test_company_and_splits_change_no_bit(shape: AttentionShape) -> None:
     own = (random.randint(2 * CHUNK_KEYS, 6 * CHUNK_KEYS), random.choice([1, 4]))
     others = draw(random.choice([3, 30, 150]), 2000)
     kv, tables = pool([own, *others], shape, 16)
     alone = batch_of([own], tables[:1], padding=0)
-    q = torch.randn(own[1] + sum(n for _, n in others), 32, 128, dtype=torch.bfloat16)
+    count = own[1] + sum(n for _, n in others)
+    q = torch.randn(count, shape.heads, shape.head_dim, dtype=torch.bfloat16)
     work = list_chunks(alone, shape)
     assert int(work.tiles[0, 3]) > 1, "one request's keys are shared out"
     assert int(work.items[0, 0]) > 1
     expected = chunk_attention(q[: own[1]], kv, alone, shape, work)
     batch = batch_of([own, *others], tables)
     work = list_chunks(batch, shape)
-    q = torch.cat([q, q.new_zeros(3, 32, 128)])
+    q = torch.cat([q, q.new_zeros(3, *q.shape[1:])])
     found = chunk_attention(q, kv, batch, shape, work)
     assert torch.equal(found[: own[1]], expected), others
     # Nobody's keys are shared out where there is no room for parts.

@@ -33,6 +33,7 @@ class FlatBatch:
     bit j of ``mask[r]`` stands for the key j places on, the span's row j (a tree; all of the
     span's own bits for no mask at all). Without ``mask``, and where it is -1, the row is causal:
     it sees keys 0 .. ``key_index[r]``.
+    The rows of a span are a tree's, or all of them are causal: its first row says which.
     All keys of the batch are written before any is read.
     """
 

@@ -14,7 +14,11 @@ Work = torch.Tensor | ChunkWork | None
 
 def work_of(batch: FlatBatch, shape: AttentionShape, kv: torch.Tensor) -> Work:
     """What all layers of a forward share: a list of tiles where there are prompts, of chunks for
-    shorter spans, None where neither kernel takes such a batch."""
+    shorter spans, None where neither kernel takes such heads.
+
+    Tiles and chunks give a row the same bits, so the load may decide between them; which shapes
+    they take it must not.
+    """
     tiles = tiles_of(batch, shape, kv)
     return chunk_work_of(batch, shape, kv) if tiles is None else tiles
 
@@ -23,7 +27,7 @@ def attend(
     q: torch.Tensor, kv: torch.Tensor, batch: FlatBatch, shape: AttentionShape, work: Work
 ) -> torch.Tensor:
     """Attention of q [N, heads, head_dim] over the paged keys and values ``kv``, of the same
-    shape. ``work`` as ``work_of`` has it; tiles alone will do as well."""
+    shape. ``work`` as ``work_of`` has it, or None if all spans are trees."""
     if work is None:
         return span_attention(q, kv, batch, shape)
     if isinstance(work, ChunkWork):

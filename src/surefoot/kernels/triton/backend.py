@@ -28,7 +28,6 @@ from surefoot.kernels.triton.matmul_plan import MAX_ROWS
 from surefoot.kernels.triton.moves import move_keys
 from surefoot.kernels.triton.norm import rms_norm
 from surefoot.kernels.triton.products import TritonLinear
-from surefoot.kernels.triton.prompt_attention import tiles_of
 from surefoot.kernels.triton.qkv import fused, queries
 
 
@@ -119,8 +118,8 @@ class TritonBackend(Backend):
             normed = rms_norm(x, weights.input_norm, weights.eps)
         else:
             normed = inputs.to(self.dtype).contiguous()
-        tiles = tiles_of(batch, weights.shape, kv)
-        x, hidden = self.up_to_down(weights, x, normed, batch, kv, rope, tiles)
+        work = work_of(batch, weights.shape, kv)
+        x, hidden = self.up_to_down(weights, x, normed, batch, kv, rope, work)
         return weights.down.added(hidden, x)
 
     def layers(

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch
-from surefoot.kernels.triton.attention import LOG2_E
+from surefoot.kernels.triton.attention import LOG2_E, trees_attended
 from surefoot.kernels.triton.chunk_kernel import chunk_kernel, combine_chunks_kernel
 from surefoot.kernels.triton.launch import cdiv, hopper, jit, next_power_of_2, processors
 from surefoot.kernels.triton.pdl import await_inputs, pdl
@@ -25,12 +25,13 @@ from surefoot.kernels.triton.prompt_attention import (
     PAGES,
     QUERIES,
     STAGES,
-    heads_per_tile,
+    chains,
+    fits,
 )
 from surefoot.kernels.triton.spans import span_table
 
 QUERY_ROWS = 64
-"""Queries of a tile: rows times heads."""
+"""Queries of a tile: rows times heads, which are padded to a power of two."""
 MOST_PARTS = 2048
 PART_BYTES = 64 << 20
 """Partial results that there is room for, at most."""
@@ -59,21 +60,22 @@ class ChunkWork:
 
 @jit(
     do_not_specialize=["spans", "programs", "units", "capacity", "splits"],
-    do_not_specialize_on_alignment=["first_row_ptr", "rows_ptr", "slot_ptr", "key_index_ptr"],
-)
+    do_not_specialize_on_alignment=[
+        "first_row_ptr", "rows_ptr", "slot_ptr", "key_index_ptr", "mask_ptr"
+    ],
+)  # fmt: skip
 def chunk_list_kernel(
-    first_row_ptr, rows_ptr, slot_ptr, key_index_ptr, items_ptr, tiles_ptr, spans, programs, units,
-    capacity, splits,
+    first_row_ptr, rows_ptr, slot_ptr, key_index_ptr, mask_ptr, items_ptr, tiles_ptr, spans,
+    programs, units, capacity, splits,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, SPANS: tl.constexpr,
-    LARGE_SHARE: tl.constexpr, PDL: tl.constexpr,
+    LARGE_SHARE: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program an item, and one a tile that is split; each works out its own place."""
     # Kernels behind this one may read the list before they wait: they start when it is there.
     await_inputs(PDL)
     number = tl.program_id(0)
     every = tl.arange(0, SPANS)
-    counts = tl.load(rows_ptr + every, mask=every < spans, other=0).to(tl.int32)
-    firsts = tl.load(first_row_ptr + every, mask=counts > 0, other=0).to(tl.int32)
+    firsts, counts = chains(first_row_ptr, rows_ptr, mask_ptr, every, spans, MASKED)
     starts = tl.load(key_index_ptr + firsts, mask=counts > 0, other=0).to(tl.int32)
     needed = (counts + ROWS - 1) // ROWS
     chunks = tl.where(counts > 0, (starts + counts + CHUNK - 1) // CHUNK, 0)
@@ -146,26 +148,25 @@ def chunk_list_kernel(
         tl.store(entry + 3, (key + count + CHUNK - 1) // CHUNK)
 
 
-def fits_chunks(shape: AttentionShape, dtype: torch.dtype, block_size: int) -> bool:
-    """Whether the kernel takes such heads and blocks."""
-    fits = dtype == torch.bfloat16 and shape.head_dim in (64, 128)
-    fits = fits and block_size >= 8 and block_size & (block_size - 1) == 0
-    return fits and heads_per_tile(shape) == shape.heads // shape.kv_heads
+def packed_heads(shape: AttentionShape) -> tuple[int, int]:
+    """Heads that a tile has room for, and those of them that there are: all of a kv head, padded to
+    a power of two, or one where there are too many."""
+    group = shape.heads // shape.kv_heads
+    return (next_power_of_2(group), group) if group <= QUERY_ROWS else (1, 1)
 
 
 def chunk_work_of(batch: FlatBatch, shape: AttentionShape, kv: torch.Tensor) -> ChunkWork | None:
     """What ``chunk_attention`` needs to know of a batch; None where only
     ``attention.span_attention`` can do it."""
-    fits = fits_chunks(shape, kv.dtype, kv.shape[3]) and batch.mask is None
-    return list_chunks(batch, shape) if fits and hopper(kv.device) else None
+    return list_chunks(batch, shape) if fits(shape, kv) and hopper(kv.device) else None
 
 
 def list_chunks(batch: FlatBatch, shape: AttentionShape) -> ChunkWork:
-    """The work of a batch without masks."""
+    """The work of all spans but trees."""
     spans = span_table(batch)
     entries, rows = spans.rows.shape[0], batch.row_slot.shape[0]
-    pack = heads_per_tile(shape)
-    per_tile, units = QUERY_ROWS // pack, shape.heads // pack
+    pack, used = packed_heads(shape)
+    per_tile, units = QUERY_ROWS // pack, shape.heads // used
     # No partition of the rows into spans has more.
     tiles = min(rows, (rows + entries * (per_tile - 1)) // per_tile)
     tiles = min(tiles, entries * cdiv(spans.max_rows, per_tile))
@@ -183,10 +184,10 @@ def list_chunks(batch: FlatBatch, shape: AttentionShape) -> ChunkWork:
     items = spans.rows.new_empty((1 + tiles + cuts, 16), dtype=torch.int32)
     listed = spans.rows.new_empty((splits, 4), dtype=torch.int32)
     chunk_list_kernel[(tiles + cuts,)](
-        spans.first_row, spans.rows, spans.slot, batch.key_index, items, listed, entries,
-        programs, units, parts, splits,
+        spans.first_row, spans.rows, spans.slot, batch.key_index, batch.mask, items, listed,
+        entries, programs, units, parts, splits,
         per_tile, CHUNK_KEYS, BLOCK_N, next_power_of_2(entries, 32), LARGE_SHARE,
-        num_warps=1, **pdl(batch.key_index.device),
+        batch.mask is not None, num_warps=1, **pdl(batch.key_index.device),
     )  # fmt: skip
     return ChunkWork(items, listed, part_rows, parts)
 
@@ -201,11 +202,12 @@ def chunk_attention(
     """``attention.span_attention`` where ``chunk_work_of`` has found work: q [N, heads, head_dim]
     bf16 -> [N, heads, head_dim], unspecified for padding rows.
 
-    The bits of a row are those that ``prompt_attention`` gives it.
+    The bits of a row are those that ``prompt_attention`` gives it. Trees are left to
+    ``span_attention``.
     """
-    out = torch.empty_like(q)
-    pack, width, block_size = heads_per_tile(shape), shape.head_dim, kv.shape[3]
-    units = shape.heads // pack
+    out = trees_attended(q, kv, batch, shape)
+    (pack, used), width, block_size = packed_heads(shape), shape.head_dim, kv.shape[3]
+    units = shape.heads // used
     keys = kv.view(-1, width)
     size = (max(1, work.parts), units, work.part_rows)
     part = q.new_empty((*size, width), dtype=torch.float32)
@@ -216,12 +218,12 @@ def chunk_attention(
         TensorDescriptor.from_tensor(keys, [min(block_size, BLOCK_N), width], PAGES),
         out, part, sums, work.items, batch.block_tables, batch.block_tables.stride(0),
         keys.shape[0] // 2, shape.scale * LOG2_E, batch.first_key, work.part_rows,
-        shape.heads, shape.kv_heads, pack, width, block_size, BLOCK_N, CHUNK_KEYS // BLOCK_N,
-        STAGES, num_warps=4, maxnreg=136, launch_pdl=True,
+        shape.heads, shape.kv_heads, pack, used, width, block_size, BLOCK_N,
+        CHUNK_KEYS // BLOCK_N, STAGES, num_warps=4, maxnreg=136, launch_pdl=True,
     )  # fmt: skip
     if work.parts:
         combine_chunks_kernel[(len(work.tiles) * work.part_rows, units)](
             part, sums, work.tiles, out, shape.scale * LOG2_E,
-            shape.heads, pack, width, work.part_rows, 8, num_warps=1, **pdl(q.device),
+            shape.heads, pack, used, width, work.part_rows, 8, num_warps=1, **pdl(q.device),
         )  # fmt: skip
     return out

@@ -1,8 +1,9 @@
 """Attention over short spans on Hopper, in Gluon: chunks of keys, one warpgroup, a warp that loads.
 
 A program (one a multiprocessor) takes work from ``chunk_attention``'s list: up to 64 queries of one
-kv head (rows times heads), and either all keys that they see or a run of chunks of them. All keys
-give a result; a chunk gives a partial one, which ``combine_chunks_kernel`` adds to the others. The
+kv head (rows times heads, whose number is padded to a power of two), and either all keys that they
+see or a run of chunks of them. All keys give a result; a chunk gives a partial one, which
+``combine_chunks_kernel`` adds to the others. The
 arithmetic is ``prompt_softmax``'s, so that a row's bits are those it has in a prompt, however the
 work was shared out.
 """
@@ -39,14 +40,15 @@ def read_item(items_ptr, item):
 @jit
 def load_partition(
     q_desc, kv_desc, buffers, barriers, items_ptr, tables_ptr, table_stride, value_offset,
-    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, USED: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s, info_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[1]
     PAGE: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
-    UNITS: gl.constexpr = HEADS // PACK
+    UNITS: gl.constexpr = HEADS // USED
     field = gl.arange(0, 8, layout=gl.BlockedLayout([1], [32], [1], [0]))
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -69,7 +71,7 @@ def load_partition(
         info += gl.where(field == 4, high, 0) + gl.where(field == 5, end, 0)
         info += gl.where(field == 6, low, 0) + gl.where(field == 7, part, 0)
         pages = tables_ptr + slot * table_stride
-        kv_head = unit * PACK // (HEADS // KV_HEADS)
+        kv_head = unit * USED // (HEADS // KV_HEADS)
         last_page = (key + count - 1) // PAGE
         # Old keys may be on their way while the product before this kernel ends.
         if (low + 1) * BLOCK_N > start:
@@ -89,9 +91,13 @@ def load_partition(
             )  # fmt: skip
             if tile == low:
                 await_inputs()
-                load_queries(q_desc, q_s, info_s, q_full, q_empty, 0, number, info, row, unit, PACK)
+                load_queries(
+                    q_desc, q_s, info_s, q_full, q_empty, 0, number, info, row, unit, PACK, USED
+                )
             step += 1
         number += 1
+    # Where all spans are trees, nobody has an item, and the kernel is not to end before theirs.
+    await_inputs()
     mbarrier.wait(q_empty.index(0), (number & 1) ^ 1)
     info_s.index(0).store(gl.zeros_like(field))
     mbarrier.arrive(q_full.index(0), count=1)
@@ -101,8 +107,9 @@ def load_partition(
 def chunk_kernel(
     q_desc, kv_desc, out_ptr, part_ptr, sums_ptr, items_ptr, tables_ptr, table_stride, value_offset,
     scale, first_key, part_rows,
-    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, USED: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     release_next()
     tiled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -136,10 +143,10 @@ def chunk_kernel(
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize([
         (attend_partition, (buffers, barriers, (left, right), out_ptr, scale, first_key,
-                            gl.constexpr(0), HEADS, PACK, CHUNK, part_ptr, sums_ptr, part_rows,
-                            True)),
+                            gl.constexpr(0), HEADS, PACK, USED, CHUNK, part_ptr, sums_ptr,
+                            part_rows, True)),
         (load_partition, (q_desc, kv_desc, buffers, barriers, items_ptr, tables_ptr, table_stride,
-                          value_offset, HEADS, KV_HEADS, PACK, BLOCK_SIZE)),
+                          value_offset, HEADS, KV_HEADS, PACK, USED, BLOCK_SIZE)),
     ], [1], [40])  # fmt: skip
 
 
@@ -156,19 +163,19 @@ def _exp2(x, ASM: tl.constexpr):
 @launch.jit
 def combine_chunks_kernel(
     part_ptr, sums_ptr, tiles_ptr, out_ptr, scale,
-    HEADS: tl.constexpr, PACK: tl.constexpr, HEAD_DIM: tl.constexpr, MEMBERS: tl.constexpr,
-    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, PACK: tl.constexpr, USED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    MEMBERS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A query's partial results in ascending order, as ``prompt_softmax`` merges them."""
     launches.release_next(PDL)
     tile = tl.program_id(0) // MEMBERS
     member = tl.program_id(0) % MEMBERS
     unit = tl.program_id(1)
-    units: tl.constexpr = HEADS // PACK
+    units: tl.constexpr = HEADS // USED
     row, count = tl.load(tiles_ptr + tile * 4), tl.load(tiles_ptr + tile * 4 + 1)
     first, chunks = tl.load(tiles_ptr + tile * 4 + 2), tl.load(tiles_ptr + tile * 4 + 3)
     launches.await_inputs(PDL)
-    if member >= count * PACK:
+    if (member >= count * PACK) | (member % PACK >= USED):
         return
     column = tl.arange(0, HEAD_DIM)
     place = (first.to(tl.int64) * units + unit) * MEMBERS + member
@@ -193,6 +200,6 @@ def combine_chunks_kernel(
             whole_total = tl.where(there, tl.fma(whole_total, old, total * new), whole_total)
             whole_best = tl.where(there, highest, whole_best)
     share = 1.0 / tl.where(whole_total == 0.0, 1.0, whole_total)
-    head = unit * PACK + member % PACK
+    head = unit * USED + member % PACK
     target = ((row + member // PACK).to(tl.int64) * HEADS + head) * HEAD_DIM
     tl.store(out_ptr + target + column, (whole * share).to(out_ptr.dtype.element_ty))

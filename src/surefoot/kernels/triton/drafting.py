@@ -15,10 +15,10 @@ import triton.language as tl
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.drafting import Drafting, EntryWeights, LiveRows, Scratch
 from surefoot.kernels.triton import picks
+from surefoot.kernels.triton.attend import work_of
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.lookup import ngram_lookup
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
-from surefoot.kernels.triton.prompt_attention import tiles_of
 from surefoot.kernels.triton.rope_kv import rope_and_write
 
 if TYPE_CHECKING:
@@ -177,8 +177,9 @@ class TritonDrafting(Drafting):
         backend = self.backend
         x = x.to(backend.dtype).contiguous()
         normed = inputs.to(backend.dtype).contiguous()
-        tiles = tiles_of(batch, weights.shape, kv)
-        x, hidden = backend.up_to_down(weights, x, normed, batch, kv, rope, tiles)
+        # A drafter's masks are those of a frontier: all its spans are trees.
+        work = work_of(batch, weights.shape, kv) if batch.mask is None else None
+        x, hidden = backend.up_to_down(weights, x, normed, batch, kv, rope, work)
         x, normed = weights.down.added_normed(hidden, x, (norm, weights.eps))
         return x, head.wide(normed)
 

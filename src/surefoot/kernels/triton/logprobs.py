@@ -85,11 +85,22 @@ def row_logprobs(logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torc
     index = torch.empty((rows, parts, width), dtype=torch.int32, device=device)
     out = torch.empty((rows, 2 + 2 * width), dtype=torch.int32, device=device)
     part_scores_kernel[(rows, parts)](
-        logits, tokens, sums, values, index, vocab, parts, width, BLOCK, num_warps=8
+        logits,
+        tokens,
+        sums,
+        values,
+        index,
+        vocab,
+        parts,
+        width,
+        BLOCK,
+        num_warps=8,
+        enable_fp_fusion=False,
     )
     row_scores_kernel[(rows,)](
         logits, tokens, sums, values, index, out, vocab, parts,
-        width, next_power_of_2(parts), next_power_of_2(parts * max(width, 1)), num_warps=4,
+        width, next_power_of_2(parts), next_power_of_2(parts * max(width, 1)),
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 

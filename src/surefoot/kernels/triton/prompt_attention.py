@@ -13,7 +13,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch
-from surefoot.kernels.triton.attention import LOG2_E, span_attention
+from surefoot.kernels.triton.attention import LOG2_E, trees_attended
 from surefoot.kernels.triton.launch import hopper, jit, next_power_of_2, processors
 from surefoot.kernels.triton.prompt_kernel import prompt_kernel
 from surefoot.kernels.triton.spans import span_table
@@ -27,7 +27,7 @@ CHUNK_KEYS = 256
 STAGES = 2
 QUERIES, PAGES = NVMMASharedLayout(128, 16, 3), NVMMASharedLayout(128, 16, 2)
 LONG_SPAN = 64
-"""Shorter spans, or as long, are chains, trees and single tokens; a mask of 64 bits has no more."""
+"""Shorter spans, or as long, are mostly chains and single tokens."""
 
 
 def rows_per_tile(shape: AttentionShape) -> int:
@@ -36,34 +36,50 @@ def rows_per_tile(shape: AttentionShape) -> int:
 
 
 def heads_per_tile(shape: AttentionShape) -> int:
+    # Of a group of three, packed as four, a quarter of the products would be in vain.
     group = shape.heads // shape.kv_heads
     return group if group & (group - 1) == 0 and group <= TILE // 2 else 1
 
 
-def worth_tiles(
-    rows: int, max_rows: int, shape: AttentionShape, dtype: torch.dtype, block_size: int, sms: int
-) -> bool:
+def fits(shape: AttentionShape, kv: torch.Tensor) -> bool:
+    """Whether this kernel and ``chunk_attention``'s take such heads and blocks. What they take is
+    theirs at any load, for ``attention.span_attention`` does not give the same bits."""
+    block_size = kv.shape[3]
+    heads = kv.dtype == torch.bfloat16 and shape.head_dim in (64, 128)
+    return heads and block_size >= 8 and block_size & (block_size - 1) == 0
+
+
+def worth_tiles(rows: int, max_rows: int, shape: AttentionShape, sms: int) -> bool:
     """Whether ``rows`` rows in spans of up to ``max_rows`` are better off here than with
-    ``attention.span_attention``, on ``sms`` multiprocessors of a Hopper GPU. There, keys are split
-    among programs when few rows would leave most of them idle."""
-    fits = dtype == torch.bfloat16 and shape.head_dim in (64, 128)
-    fits = fits and block_size >= 8 and block_size & (block_size - 1) == 0
-    return fits and max_rows > LONG_SPAN and 2 * rows * shape.heads >= sms * TILE
+    ``chunk_attention``, on ``sms`` multiprocessors. There, keys are split among programs when few
+    rows would leave most of them idle."""
+    return max_rows > LONG_SPAN and 2 * rows * shape.heads >= sms * TILE
+
+
+@jit
+def chains(first_row_ptr, rows_ptr, mask_ptr, every, spans, MASKED: tl.constexpr):
+    """Of spans: their first rows and numbers of rows, with no rows of those that are trees."""
+    counts = tl.load(rows_ptr + every, mask=every < spans, other=0).to(tl.int32)
+    firsts = tl.load(first_row_ptr + every, mask=counts > 0, other=0).to(tl.int32)
+    if MASKED:
+        mask = tl.load(mask_ptr + firsts, mask=counts > 0, other=0)
+        counts = tl.where(mask == -1, counts, 0)
+    return firsts, counts
 
 
 @jit(
-    do_not_specialize=["spans", "least"],
-    do_not_specialize_on_alignment=["first_row_ptr", "rows_ptr", "slot_ptr", "key_index_ptr"],
-)
+    do_not_specialize=["spans"],
+    do_not_specialize_on_alignment=[
+        "first_row_ptr", "rows_ptr", "slot_ptr", "key_index_ptr", "mask_ptr"
+    ],
+)  # fmt: skip
 def tile_list_kernel(
-    first_row_ptr, rows_ptr, slot_ptr, key_index_ptr, tiles_ptr, spans, least,
-    ROWS: tl.constexpr, SPANS: tl.constexpr,
+    first_row_ptr, rows_ptr, slot_ptr, key_index_ptr, mask_ptr, tiles_ptr, spans,
+    ROWS: tl.constexpr, SPANS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One program a tile, which works out its own place in the list: most keys first."""
     every = tl.arange(0, SPANS)
-    counts = tl.load(rows_ptr + every, mask=every < spans, other=0).to(tl.int32)
-    counts = tl.where(counts >= least, counts, 0)
-    firsts = tl.load(first_row_ptr + every, mask=counts > 0, other=0).to(tl.int32)
+    firsts, counts = chains(first_row_ptr, rows_ptr, mask_ptr, every, spans, MASKED)
     starts = tl.load(key_index_ptr + firsts, mask=counts > 0, other=0).to(tl.int32)
     needed = (counts + ROWS - 1) // ROWS
     ends = tl.cumsum(needed, axis=0)
@@ -93,8 +109,8 @@ def tile_list_kernel(
     tl.store(entry + 4, end)
 
 
-def list_tiles(batch: FlatBatch, shape: AttentionShape, least: int = 1) -> torch.Tensor:
-    """The tiles of the spans of ``least`` rows and more, int32 [1 + n, 8] with room for all.
+def list_tiles(batch: FlatBatch, shape: AttentionShape) -> torch.Tensor:
+    """The tiles of all spans but trees, int32 [1 + n, 8] with room for all.
 
     First their number; then of each, those that see most keys first: flat row and number of rows,
     index of the first row's key, slot, and index past the span's last key.
@@ -106,23 +122,21 @@ def list_tiles(batch: FlatBatch, shape: AttentionShape, least: int = 1) -> torch
     tiles = min(rows, (rows + entries * (per_tile - 1)) // per_tile)
     listed = spans.rows.new_empty((1 + tiles, 8), dtype=torch.int32)
     tile_list_kernel[(tiles,)](
-        spans.first_row, spans.rows, spans.slot, batch.key_index, listed, entries, least,
-        per_tile, next_power_of_2(entries, 128), num_warps=1,
+        spans.first_row, spans.rows, spans.slot, batch.key_index, batch.mask, listed, entries,
+        per_tile, next_power_of_2(entries, 128), batch.mask is not None, num_warps=1,
     )  # fmt: skip
     return listed
 
 
 def tiles_of(batch: FlatBatch, shape: AttentionShape, kv: torch.Tensor) -> torch.Tensor | None:
     """What ``prompt_attention`` needs to know of a batch, for all layers of a forward; None where
-    ``attention.span_attention`` is better or alone can do it. Of a batch with masks it takes the
-    long spans only."""
+    another kernel is better or alone can do it."""
     rows = batch.row_slot.shape[0]
     max_rows = rows if batch.spans is None else batch.spans.max_rows
-    if not hopper(kv.device) or not worth_tiles(
-        rows, max_rows, shape, kv.dtype, kv.shape[3], processors(kv.device)
-    ):
+    if not hopper(kv.device) or not fits(shape, kv):
         return None
-    return list_tiles(batch, shape, 1 if batch.mask is None else LONG_SPAN + 1)
+    worth = worth_tiles(rows, max_rows, shape, processors(kv.device))
+    return list_tiles(batch, shape) if worth else None
 
 
 def prompt_attention(
@@ -135,13 +149,10 @@ def prompt_attention(
     """``attention.span_attention`` where ``tiles_of`` has found tiles: q [N, heads, head_dim] bf16
     -> [N, heads, head_dim], unspecified for padding rows.
 
-    The bits of a tile's row depend on its own keys alone: neither on how its prompt was cut, nor on
-    its company.
+    The bits of a row depend on its own keys alone: neither on how its prompt was cut, nor on its
+    company. Trees are left to ``span_attention``.
     """
-    if batch.mask is None:
-        out = torch.empty_like(q)
-    else:
-        out = span_attention(q, kv, batch, shape, longest=LONG_SPAN)
+    out = trees_attended(q, kv, batch, shape)
     pack, width, block_size = heads_per_tile(shape), shape.head_dim, kv.shape[3]
     keys = kv.view(-1, width)
     programs = min(processors(q.device), (tiles.shape[0] - 1) * shape.heads // pack)

@@ -53,9 +53,10 @@ def load_pages(
 @jit
 def load_queries(
     desc, q_s, info_s, q_full, q_empty, half: gl.constexpr, number, info, row, unit,
-    PACK: gl.constexpr,
+    PACK: gl.constexpr, USED: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's queries, and which they are."""
+    """A warpgroup's queries, and which they are. Of ``PACK`` heads the first ``USED`` are the
+    unit's own; the others are its neighbours' or, beyond the last head, zero."""
     HEAD_DIM: gl.constexpr = q_s.shape[2]
     SPANNED: gl.constexpr = ROWS // PACK
     full = q_full.index(half)
@@ -63,7 +64,7 @@ def load_queries(
     mbarrier.wait(q_empty.index(half), (number & 1) ^ 1)
     info_s.index(half).store(info)
     mbarrier.expect(full, ROWS * HEAD_DIM * 2)
-    tma.async_copy_global_to_shared(desc, [row + half * SPANNED, unit * PACK, 0], full, target)
+    tma.async_copy_global_to_shared(desc, [row + half * SPANNED, unit * USED, 0], full, target)
 
 
 @jit
@@ -113,7 +114,7 @@ def load_partition(
                     for half in gl.static_range(2):
                         load_queries(
                             q_desc, q_s, info_s, q_full, q_empty, half, number, info, row, unit,
-                            PACK,
+                            PACK, PACK,
                         )  # fmt: skip
                 mbarrier.wait(v_empty.index(stage), phase ^ 1)
                 load_pages(
@@ -170,9 +171,9 @@ def prompt_kernel(
     # 240 + 240 + 24 registers a thread are what a multiprocessor has for three warpgroups.
     gl.warp_specialize([
         (attend_partition, (buffers, barriers, (left_0, right_0), out_ptr, scale, first_key,
-                            gl.constexpr(0), HEADS, PACK, CHUNK)),
+                            gl.constexpr(0), HEADS, PACK, PACK, CHUNK)),
         (attend_partition, (buffers, barriers, (left_1, right_1), out_ptr, scale, first_key,
-                            gl.constexpr(1), HEADS, PACK, CHUNK)),
+                            gl.constexpr(1), HEADS, PACK, PACK, CHUNK)),
         (load_partition, (q_desc, kv_desc, buffers, barriers, tiles_ptr, tables_ptr, table_stride,
                           value_offset, HEADS, KV_HEADS, PACK, BLOCK_SIZE)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -176,7 +176,7 @@ def clear_rows(v, known):
 @jit
 def store_half(
     half_s, values, share, number: gl.constexpr, out_ptr, first, row, count, unit,
-    HEADS: gl.constexpr, PACK: gl.constexpr,
+    HEADS: gl.constexpr, PACK: gl.constexpr, USED: gl.constexpr,
 ):  # fmt: skip
     """Half of the columns times ``share``, rounded, by way of shared memory: 16 bytes a store."""
     N: gl.constexpr = values.shape[1]
@@ -190,15 +190,18 @@ def store_half(
     member = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     column = number * N + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
     within = first + member // PACK
-    place = (row + within) * HEADS + unit * PACK + member % PACK
+    place = (row + within) * HEADS + unit * USED + member % PACK
     at = place.to(gl.int64)[:, None] * (2 * N) + column[None, :]
-    gl.store(out_ptr + at, result, mask=(within < count)[:, None])
+    stored = within < count
+    if USED < PACK:
+        stored = stored & (member % PACK < USED)
+    gl.store(out_ptr + at, result, mask=stored[:, None])
 
 
 @jit
 def store_result(
     acc, whole, total, old, new, joins, out_ptr, first, row, count, unit,
-    HEADS: gl.constexpr, PACK: gl.constexpr,
+    HEADS: gl.constexpr, PACK: gl.constexpr, USED: gl.constexpr,
 ):  # fmt: skip
     """A tile's rows, its last chunk joined to those before if there are any."""
     share = 1.0 / gl.where(total == 0.0, 1.0, total)
@@ -207,8 +210,8 @@ def store_result(
     if joins:
         left = merged(left_s, left, old, new)
         right = merged(right_s, right, old, new)
-    store_half(left_s, left, share, 0, out_ptr, first, row, count, unit, HEADS, PACK)
-    store_half(right_s, right, share, 1, out_ptr, first, row, count, unit, HEADS, PACK)
+    store_half(left_s, left, share, 0, out_ptr, first, row, count, unit, HEADS, PACK, USED)
+    store_half(right_s, right, share, 1, out_ptr, first, row, count, unit, HEADS, PACK, USED)
 
 
 @jit
@@ -237,11 +240,12 @@ def read_field(info_s, number: gl.constexpr):
 @jit
 def attend_partition(
     buffers, barriers, whole, out_ptr, scale, first_key, half: gl.constexpr,
-    HEADS: gl.constexpr, PACK: gl.constexpr, CHUNK: gl.constexpr,
+    HEADS: gl.constexpr, PACK: gl.constexpr, USED: gl.constexpr, CHUNK: gl.constexpr,
     part_ptr=None, sums_ptr=None, part_rows=0, PARTS: gl.constexpr = False,
 ):  # fmt: skip
-    """A warpgroup's half of every tile: 64 rows, or fewer rows with ``PACK`` heads each. Where
-    there may be ``PARTS``, some tiles take a run of chunks, and leave the softmax of each."""
+    """A warpgroup's half of every tile: 64 rows, or fewer rows with ``PACK`` heads each, of which
+    ``USED`` have a result. Where there may be ``PARTS``, some tiles take a run of chunks, and leave
+    the softmax of each."""
     q_s, k_s, v_s, info_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     STAGES: gl.constexpr = k_s.shape[0]
@@ -267,7 +271,7 @@ def attend_partition(
         low = read_field(info_s, 6) if PARTS else 0
         part = read_field(info_s, 7) if PARTS else -1
         if PARTS:
-            stride = HEADS // PACK * part_rows
+            stride = HEADS // USED * part_rows
             base = (part - low // CHUNK).to(gl.int64) * stride + unit * part_rows
             parts = (part, base, stride, count * PACK, part_ptr, sums_ptr)
         else:
@@ -328,12 +332,12 @@ def attend_partition(
             if part == -1:
                 store_result(
                     acc, whole, whole_total, old, new, tiles > CHUNK, out_ptr, first, row, count,
-                    unit, HEADS, PACK,
+                    unit, HEADS, PACK, USED,
                 )  # fmt: skip
         else:
             store_result(
                 acc, whole, whole_total, old, new, tiles > CHUNK, out_ptr, first, row, count,
-                unit, HEADS, PACK,
+                unit, HEADS, PACK, USED,
             )  # fmt: skip
         mbarrier.wait(q_full, number & 1)
         number += 1
