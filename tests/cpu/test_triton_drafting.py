@@ -216,7 +216,7 @@ def test_synthetic_acceptance() -> None:
         slots.to(DEVICE), first.to(DEVICE), state.params.seed.to(DEVICE), thresholds.to(DEVICE),
         vocab,
     )  # fmt: skip
-    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(found.cpu(), expected.cpu())
     text = tokens_at(state, slots, first, torch.full((4,), ALWAYS))
     right = (expected == text).double().mean(dim=0)
     torch.testing.assert_close(

@@ -66,7 +66,7 @@ def test_a_product_of_many_rows_equals_its_twin(name: str, inputs: int, dtype: t
     found = products.matmul(x, weight, bias, silu=True, plan=plan)
     close(found, ops.silu_mul(linear(x, weight, bias)))
     wide = products.matmul(x, weight, bias, dtype=torch.float32, plan=plan)
-    assert difference(wide, x.double() @ weight.double().T + bias.double()) < 1e-6
+    assert difference(wide, x.double() @ weight.double().T + bias.double()) < 4e-6
 
 
 def test_shares_are_summed_apart_and_added_in_order() -> None:

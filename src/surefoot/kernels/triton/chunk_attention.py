@@ -32,6 +32,10 @@ from surefoot.kernels.triton.spans import span_table
 
 QUERY_ROWS = 64
 """Queries of a tile: rows times heads, which are padded to a power of two."""
+PER_PROCESSOR = {64: 2, 128: 1}
+"""Programs that a multiprocessor's memory holds, by head_dim."""
+REGISTERS = {64: 128, 128: 136}
+"""Of a thread, at most: so many that none is spilt, and as few as these programs leave."""
 MOST_PARTS = 2048
 PART_BYTES = 64 << 20
 """Partial results that there is room for, at most."""
@@ -155,6 +159,11 @@ def packed_heads(shape: AttentionShape) -> tuple[int, int]:
     return (next_power_of_2(group), group) if group <= QUERY_ROWS else (1, 1)
 
 
+def programs_of(device: torch.device, shape: AttentionShape) -> int:
+    """Programs of ``chunk_kernel`` that run at once."""
+    return processors(device) * PER_PROCESSOR[shape.head_dim]
+
+
 def chunk_work_of(batch: FlatBatch, shape: AttentionShape, kv: torch.Tensor) -> ChunkWork | None:
     """What ``chunk_attention`` needs to know of a batch; None where only
     ``attention.span_attention`` can do it."""
@@ -171,7 +180,7 @@ def list_chunks(batch: FlatBatch, shape: AttentionShape) -> ChunkWork:
     tiles = min(rows, (rows + entries * (per_tile - 1)) // per_tile)
     tiles = min(tiles, entries * cdiv(spans.max_rows, per_tile))
     part_rows = min(QUERY_ROWS, next_power_of_2(min(spans.max_rows, rows) * pack))
-    programs, most = processors(batch.key_index.device), cdiv(batch.max_keys, CHUNK_KEYS)
+    programs, most = programs_of(batch.key_index.device, shape), cdiv(batch.max_keys, CHUNK_KEYS)
     parts = cuts = splits = 0
     # Nothing is split below 7/4 of a program's share, which is two chunks of every tile or more
     # where texts are long enough for this to matter.
@@ -212,14 +221,14 @@ def chunk_attention(
     size = (max(1, work.parts), units, work.part_rows)
     part = q.new_empty((*size, width), dtype=torch.float32)
     sums = q.new_empty((*size, 2), dtype=torch.float32)
-    programs = min(processors(q.device), (work.items.shape[0] - 1) * units)
+    programs = min(programs_of(q.device, shape), (work.items.shape[0] - 1) * units)
     chunk_kernel[(programs,)](
         TensorDescriptor.from_tensor(q, [QUERY_ROWS // pack, pack, width], QUERIES),
         TensorDescriptor.from_tensor(keys, [min(block_size, BLOCK_N), width], PAGES),
         out, part, sums, work.items, batch.block_tables, batch.block_tables.stride(0),
         keys.shape[0] // 2, shape.scale * LOG2_E, batch.first_key, work.part_rows,
         shape.heads, shape.kv_heads, pack, used, width, block_size, BLOCK_N,
-        CHUNK_KEYS // BLOCK_N, STAGES, num_warps=4, maxnreg=136, launch_pdl=True,
+        CHUNK_KEYS // BLOCK_N, STAGES, num_warps=4, maxnreg=REGISTERS[width], launch_pdl=True,
     )  # fmt: skip
     if work.parts:
         combine_chunks_kernel[(len(work.tiles) * work.part_rows, units)](

@@ -1,6 +1,6 @@
 """Attention over short spans on Hopper, in Gluon: chunks of keys, one warpgroup, a warp that loads.
 
-A program (one a multiprocessor) takes work from ``chunk_attention``'s list: up to 64 queries of one
+A program takes work from ``chunk_attention``'s list: up to 64 queries of one
 kv head (rows times heads, whose number is padded to a power of two), and either all keys that they
 see or a run of chunks of them. All keys give a result; a chunk gives a partial one, which
 ``combine_chunks_kernel`` adds to the others. The

@@ -42,9 +42,9 @@ def part_scores_kernel(
     tl.store(place + 2, tl.sum((values > chosen).to(tl.float32), axis=0))
     for rank in range(WIDTH):
         best, at, values = take_largest(values, column, vocab)
-        place = (row * parts + part) * WIDTH + rank
-        tl.store(value_ptr + place, best)
-        tl.store(index_ptr + place, at)
+        entry = (row * parts + part) * WIDTH + rank
+        tl.store(value_ptr + entry, best)
+        tl.store(index_ptr + entry, at)
 
 
 @jit
@@ -66,10 +66,11 @@ def row_scores_kernel(
     out = out_ptr + row * (2 + 2 * WIDTH)
     tl.store(out, (chosen - normaliser).to(tl.int32, bitcast=True))
     tl.store(out + 1, tl.sum(larger, axis=0).to(tl.int32) + 1)
-    place = tl.arange(0, CANDIDATES)
-    inside = place < parts * WIDTH
-    values = tl.load(value_ptr + row * parts * WIDTH + place, mask=inside, other=float("-inf"))
-    index = tl.load(index_ptr + row * parts * WIDTH + place, mask=inside, other=vocab)
+    candidate = tl.arange(0, CANDIDATES)
+    entry = row * parts * WIDTH + candidate
+    given = candidate < parts * WIDTH
+    values = tl.load(value_ptr + entry, mask=given, other=float("-inf"))
+    index = tl.load(index_ptr + entry, mask=given, other=vocab)
     for rank in range(WIDTH):
         best, at, values = take_largest(values, index, vocab)
         tl.store(out + 2 + rank, at)
