@@ -119,6 +119,8 @@ def test_every_key_of_every_tile_is_worked_on_once(
 def test_one_long_text_is_shared_out_and_a_crowd_of_equals_is_not() -> None:
     alone = list_chunks(batch_of([(8191, 1)], 8192), SHAPE)
     assert int(alone.items[0, 0]) == 16 and alone.tiles[0].tolist() == [0, 1, 0, 32]
+    short = list_chunks(batch_of([(767, 1)], 8192), SHAPE)
+    assert int(short.items[0, 0]) == 1 and not short.tiles[:, 1].any()
     crowd = list_chunks(batch_of([(767, 1)] * 32, 8192), SHAPE)
     assert int(crowd.items[0, 0]) == 32 and not crowd.tiles[:, 1].any()
     longer = list_chunks(batch_of([(767, 1)] * 31 + [(20000, 1)], 40960), SHAPE)
@@ -156,8 +158,8 @@ def test_partial_results_are_added_up_in_ascending_order(chunks: int, used: int)
     tiles = torch.tensor([[0, rows, 3, chunks], [2, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
     out = torch.full((3, units * used, width), 7.0, device=DEVICE)
     scale = 0.7
-    combine_chunks_kernel[(2 * part_rows, units)](
-        part, sums, tiles, out, scale, units * used, pack, used, width, part_rows, 8, False
+    combine_chunks_kernel[(2 * part_rows // 4, units)](
+        part, sums, tiles, out, scale, units * used, pack, used, width, part_rows, 4, 8, False
     )
     own = slice(3, 3 + chunks)
     weights = torch.exp2((best[own] - best[own].amax(dim=0)) * scale)

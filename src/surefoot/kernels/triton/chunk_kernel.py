@@ -164,42 +164,47 @@ def _exp2(x, ASM: tl.constexpr):
 def combine_chunks_kernel(
     part_ptr, sums_ptr, tiles_ptr, out_ptr, scale,
     HEADS: tl.constexpr, PACK: tl.constexpr, USED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    MEMBERS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    MEMBERS: tl.constexpr, TOGETHER: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A query's partial results in ascending order, as ``prompt_softmax`` merges them."""
+    """Queries' partial results in ascending order, as ``prompt_softmax`` merges them; ``TOGETHER``
+    queries of a tile's ``MEMBERS`` in a program, ``AT_ONCE`` chunks on their way."""
     launches.release_next(PDL)
-    tile = tl.program_id(0) // MEMBERS
-    member = tl.program_id(0) % MEMBERS
+    groups: tl.constexpr = MEMBERS // TOGETHER
+    tile = tl.program_id(0) // groups
+    member = tl.program_id(0) % groups * TOGETHER + tl.arange(0, TOGETHER)
     unit = tl.program_id(1)
     units: tl.constexpr = HEADS // USED
     row, count = tl.load(tiles_ptr + tile * 4), tl.load(tiles_ptr + tile * 4 + 1)
     first, chunks = tl.load(tiles_ptr + tile * 4 + 2), tl.load(tiles_ptr + tile * 4 + 3)
     launches.await_inputs(PDL)
-    if (member >= count * PACK) | (member % PACK >= USED):
+    if tl.program_id(0) % groups * TOGETHER >= count * PACK:
         return
+    used = (member < count * PACK) & (member % PACK < USED)
     column = tl.arange(0, HEAD_DIM)
     place = (first.to(tl.int64) * units + unit) * MEMBERS + member
-    whole = tl.zeros([HEAD_DIM], tl.float32)
-    whole_best = float("-inf")
-    whole_total = 0.0
+    whole = tl.zeros([TOGETHER, HEAD_DIM], tl.float32)
+    whole_best = tl.full([TOGETHER], float("-inf"), tl.float32)
+    whole_total = tl.zeros([TOGETHER], tl.float32)
     for base in range(0, chunks, AT_ONCE):
         for step in tl.static_range(AT_ONCE):
-            there = base + step < chunks
+            there = used & (base + step < chunks)
             at = place + (base + step) * (units * MEMBERS)
-            part = tl.load(part_ptr + at * HEAD_DIM + column, mask=there, other=0.0)
+            values = part_ptr + at[:, None] * HEAD_DIM + column[None, :]
+            part = tl.load(values, mask=there[:, None], other=0.0)
             best = tl.load(sums_ptr + 2 * at, mask=there, other=float("-inf"))
             total = tl.load(sums_ptr + 2 * at + 1, mask=there, other=0.0)
             highest = tl.maximum(whole_best, best)
             pivot = tl.where(highest == float("-inf"), 0.0, highest)
             old = _exp2((whole_best - pivot) * scale, PDL)
             new = _exp2((best - pivot) * scale, PDL)
-            merged = tl.fma(whole, old, part * new)
+            merged = tl.fma(whole, tl.zeros_like(whole) + old[:, None], part * new[:, None])
             # The first chunk is taken as it is.
             merged = tl.where(base + step == 0, part, merged)
-            whole = tl.where(there, merged, whole)
+            whole = tl.where(there[:, None], merged, whole)
             whole_total = tl.where(there, tl.fma(whole_total, old, total * new), whole_total)
             whole_best = tl.where(there, highest, whole_best)
     share = 1.0 / tl.where(whole_total == 0.0, 1.0, whole_total)
     head = unit * USED + member % PACK
     target = ((row + member // PACK).to(tl.int64) * HEADS + head) * HEAD_DIM
-    tl.store(out_ptr + target + column, (whole * share).to(out_ptr.dtype.element_ty))
+    result = (whole * share[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + target[:, None] + column[None, :], result, mask=used[:, None])
