@@ -36,10 +36,9 @@ PER_PROCESSOR = {64: 2, 128: 1}
 """Programs that a multiprocessor's memory holds, by head_dim."""
 REGISTERS = {64: 128, 128: 136}
 """Of a thread, at most: so many that none is spilt, and as few as these programs leave."""
-LEAST_RUN = 2
-"""Chunks of a run, at least: adding up costs as much as two steps of keys."""
-TOGETHER = 8
-"""Queries that a program adds up the partial results of."""
+GROUPS = 8
+"""Programs that add up the partial results of a tile, where it has so many queries: each takes
+several of long spans, whose rows are seldom all there."""
 MOST_PARTS = 2048
 PART_BYTES = 64 << 20
 """Partial results that there is room for, at most."""
@@ -76,7 +75,7 @@ def chunk_list_kernel(
     first_row_ptr, rows_ptr, slot_ptr, key_index_ptr, mask_ptr, items_ptr, tiles_ptr, spans,
     programs, units, capacity, splits,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, SPANS: tl.constexpr,
-    LARGE_SHARE: tl.constexpr, LEAST_RUN: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
+    LARGE_SHARE: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program an item, and one a tile that is split; each works out its own place."""
     # Kernels behind this one may read the list before they wait: they start when it is there.
@@ -96,7 +95,7 @@ def chunk_list_kernel(
     parts = capacity + 1
     while parts > capacity:
         cuts = (chunks.to(tl.float32) / tl.maximum(share, 0.5) + 0.25).to(tl.int32)
-        cuts = tl.maximum(tl.minimum(cuts, chunks // LEAST_RUN), 1)
+        cuts = tl.maximum(tl.minimum(cuts, chunks), 1)
         run = tl.maximum((chunks + cuts - 1) // cuts, 1)
         parts = tl.sum(tl.where(run < chunks, needed * chunks, 0), axis=0)
         share = 2.0 * share
@@ -199,7 +198,7 @@ def list_chunks(batch: FlatBatch, shape: AttentionShape) -> ChunkWork:
     chunk_list_kernel[(tiles + cuts,)](
         spans.first_row, spans.rows, spans.slot, batch.key_index, batch.mask, items, listed,
         entries, programs, units, parts, splits,
-        per_tile, CHUNK_KEYS, BLOCK_N, next_power_of_2(entries, 32), LARGE_SHARE, LEAST_RUN,
+        per_tile, CHUNK_KEYS, BLOCK_N, next_power_of_2(entries, 32), LARGE_SHARE,
         batch.mask is not None, num_warps=1, **pdl(batch.key_index.device),
     )  # fmt: skip
     return ChunkWork(items, listed, part_rows, parts)
@@ -235,10 +234,10 @@ def chunk_attention(
         CHUNK_KEYS // BLOCK_N, STAGES, num_warps=4, maxnreg=REGISTERS[width], launch_pdl=True,
     )  # fmt: skip
     if work.parts:
-        together = min(work.part_rows, TOGETHER)
+        together = max(1, work.part_rows // GROUPS)
         combine_chunks_kernel[(len(work.tiles) * work.part_rows // together, units)](
             part, sums, work.tiles, out, shape.scale * LOG2_E,
             shape.heads, pack, used, width, work.part_rows, together, 8,
-            num_warps=4, **pdl(q.device),
+            num_warps=1 if together == 1 else 4, **pdl(q.device),
         )  # fmt: skip
     return out
