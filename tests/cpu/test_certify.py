@@ -19,12 +19,14 @@ from surefoot.certify.certificate import (
     INCONCLUSIVE,
     PASS,
     Certificate,
+    calibration_texts,
     certify,
 )
 from surefoot.certify.compare import Judge
-from surefoot.certify.findings import Section
+from surefoot.certify.findings import Difference, Section
 from surefoot.certify.html import page
 from surefoot.certify.jobs import Job, Outcome, run_jobs
+from surefoot.certify.noise import measure_noise
 from surefoot.certify.parity import run_parity
 from surefoot.certify.prompts import default_prompts
 from surefoot.certify.sabotage import DEFECTS, Defect
@@ -40,6 +42,7 @@ from surefoot.models.decoder import Decoder
 from surefoot.request import SamplingParams
 from surefoot.speculation.proposer import Drafts, Needs, Proposer
 from tiny_models import tiny_hf_model
+from tree_proposers import Bush
 
 
 class Never(Proposer):
@@ -236,6 +239,39 @@ def test_what_cannot_be_certified_is_refused() -> None:
         make_subject("torch", proposers=())
     with pytest.raises(SurefootError, match="max_draft_tokens"):
         make_subject("torch", max_draft_tokens=0)
+
+
+@needs_native
+def test_rows_of_trees_are_measured_where_a_proposer_offers_trees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their keys lie elsewhere: as near as rounding allows, and no nearer than that is claimed."""
+    subject = make_subject()
+    texts = calibration_texts(subject)
+    chains, trees = (measure_noise(subject.decoder, texts, each) for each in (False, True))
+    assert chains.bit_exact and "rows of a tree" not in chains.compositions
+    assert "rows of a tree" in trees.compositions
+    assert trees.largest_spread < 1e-4
+    assert not subject.trees
+    register(monkeypatch, Bush)
+    assert make_subject(proposers=("bush",)).trees
+
+
+@needs_native
+def test_where_no_bit_moves_nothing_is_a_tie() -> None:
+    """Not even a token whose score is as good as the best one's on fresh logits."""
+    subject = make_subject()
+    judge = make_judge(subject)
+    assert judge.noise.bit_exact and "Bit-exact" in judge.noise.statement
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    difference = Difference("here", 1, 5, 6, 0.0, 0.0, 0.0, ())
+    assert not difference.tie and replace(difference, bound=1e-6).tie
+    job = Job(subject.prompts[0], replace(params, temperature=0.7, seed=1))
+    [want] = judge.plain_texts([job])
+    other = Outcome([(want.tokens[0] + 1) % VOCAB, *want.tokens[1:]], "length")
+    section = Section("x")
+    judge.compare(section, "here", job, want, other)
+    assert section.divergences[0].bound == 0 and not section.ties
 
 
 @needs_native

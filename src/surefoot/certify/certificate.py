@@ -126,6 +126,7 @@ class Certificate:
             "regret_bound": self.noise.regret_bound,
             "logprob_tolerance": self.noise.logprob_tolerance,
             "plausible": self.noise.plausible,
+            "bit_exact": self.noise.bit_exact,
         }
         return {
             "result": self.result,
@@ -162,7 +163,7 @@ def certify(
     started = time.perf_counter()
     progress("calibrating noise", 0, 1)
     texts = calibration_texts(subject)
-    noise = measure_noise(subject.decoder, texts)
+    noise = measure_noise(subject.decoder, texts, subject.trees)
     progress("calibrating noise", 1, 1)
     setup = {
         **setup,

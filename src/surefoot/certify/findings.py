@@ -17,7 +17,8 @@ class Difference:
     """A position where the tested text has another token than plain decoding.
 
     ``regret`` and ``plain_regret`` are the losses of the tested and of the plain token against
-    the best one on freshly computed logits; a tie is explained by noise up to ``bound``."""
+    the best one on freshly computed logits; a tie is explained by noise up to ``bound`` (0: there
+    is none, and nothing is a tie)."""
 
     where: str
     position: int
@@ -33,7 +34,7 @@ class Difference:
 
     @property
     def tie(self) -> bool:
-        return max(self.regret, self.plain_regret) <= self.bound
+        return self.bound > 0 and max(self.regret, self.plain_regret) <= self.bound
 
 
 @dataclass

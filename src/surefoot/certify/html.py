@@ -86,9 +86,8 @@ def _counts(certificate: Certificate) -> str:
         "<h2>Counts</h2>"
         + table(("section", "positions", "ties", "divergences", "problems"), rows)
         + table(("drafts by", "verified", "accepted"), drafts)
-        + f"<p>Plain decoding's own logits move by up to {noise.largest_spread:.3g} with the "
-        f"batch, so a tie is a regret of at most {noise.regret_bound:.3g}. Accepting a wrong draft "
-        f"in {certificate.wrong_acceptance_seen:.2%} of rejections or more would have been "
+        + f"<p>{noise.statement} Accepting a wrong draft in "
+        f"{certificate.wrong_acceptance_seen:.2%} of rejections or more would have been "
         "seen (99.9 %).</p>"
         f"<p>Rounds: {certificate.total_of('replays'):,} recorded, "
         f"{certificate.total_of('called'):,} called.</p>"

@@ -3,12 +3,13 @@
 The same rows are computed in several batch compositions that plain decoding meets: a whole
 prompt at once, chunks of it, single rows alone, single rows of many requests together. What
 differs between them is the arithmetic's noise, and no difference in text that this noise can
-explain is held against speculation.
+explain is held against speculation. Where nothing differs, the arithmetic is *bit-exact*: no
+difference has an excuse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,8 @@ LOGPROB_FLOOR = 1e-5
 """Rounding of float32 logprobs around 10, a few units in the last place."""
 SCORE_FLOOR = 3e-5
 """Rounding of float32 scores with penalties, a division, and Gumbel noise up to 20 in them."""
+TREES, TREE_ROWS = 8, 6
+"""Stretches of a text that are computed as paths of trees, and their rows."""
 PLAUSIBLE = 32
 """Noise beyond this many units of rounding of the largest logit is no rounding any more."""
 
@@ -41,6 +44,22 @@ class Noise:
     plausible_limit: float
 
     @property
+    def bit_exact(self) -> bool:
+        """Whether no composition changed a bit of a candidate's logit."""
+        return self.largest_spread == 0 == self.largest_logprob_change
+
+    @property
+    def statement(self) -> str:
+        """For people."""
+        measured = f"{self.rows} rows, {len(self.compositions)} compositions"
+        if self.bit_exact:
+            return f"Bit-exact: no logit moves with the batch ({measured}), so nothing is a tie."
+        return (
+            f"Noise of plain decoding: logits move by up to {self.largest_spread:.3g} with the "
+            f"batch ({measured}); a tie is a regret of at most {self.regret_bound:.3g}."
+        )
+
+    @property
     def regret_bound(self) -> float:
         return MARGIN * self.largest_spread
 
@@ -53,8 +72,9 @@ class Noise:
         return self.largest_spread <= self.plausible_limit
 
 
-def measure_noise(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Noise:
-    """Compute every row of ``texts`` in each composition and compare with the whole prefill."""
+def measure_noise(decoder: Decoder, texts: Sequence[Sequence[int]], trees: bool = False) -> Noise:
+    """Compute every row of ``texts`` in each composition and compare with the whole prefill.
+    ``trees``: some of them in a tree as well."""
     reference = _compose(decoder, texts, chunk=None, together=False)
     ways = {
         "single rows, alone": (1, False),
@@ -70,11 +90,16 @@ def measure_noise(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Noise:
         for left, right in zip(reference, other, strict=False):
             row_spread, row_change = _distance(left, right)
             spread, change = max(spread, row_spread), max(change, row_change)
+    if trees:
+        for text, whole in zip(texts, reference, strict=True):
+            for at, rows in _in_trees(decoder, text):
+                row_spread, row_change = _distance(whole[at : at + len(rows)], rows)
+                spread, change = max(spread, row_spread), max(change, row_change)
     largest = max(float(rows.abs().max()) for rows in reference)
     unit = torch.finfo(decoder.backend.dtype).eps
     return Noise(
         rows=sum(len(text) for text in texts),
-        compositions=tuple(ways),
+        compositions=(*ways, *(("rows of a tree",) if trees else ())),
         largest_spread=spread,
         largest_logprob_change=change,
         largest_logit=largest,
@@ -101,6 +126,19 @@ def _compose(
                 piece.append(part.clone())
         rows += [torch.cat(piece) for piece in pieces]
     return rows
+
+
+def _in_trees(decoder: Decoder, text: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    """(First row, logits) of a few stretches of a text that are computed as paths of trees."""
+    cache, done = TextCache(decoder, [text]), 0
+    for part in range(1, TREES + 1):
+        at = part * (len(text) - 2 * TREE_ROWS) // (TREES + 1)
+        if at <= done:
+            continue
+        cache.run([range(done, at)])
+        [hidden] = cache.run_trees([range(at, at + TREE_ROWS)])
+        yield at, decoder.logits(hidden).clone()
+        done = at
 
 
 def _distance(left: torch.Tensor, right: torch.Tensor) -> tuple[float, float]:

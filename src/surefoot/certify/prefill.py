@@ -72,17 +72,53 @@ class TextCache:
 
     def run(self, spans: Sequence[range]) -> list[torch.Tensor]:
         """One forward over ``spans[t]`` of each text t (may be empty); hidden rows by text."""
-        device = self.decoder.backend.device
         rows = [(owner, at) for owner, span in enumerate(spans) for at in span]
-        positions = torch.tensor([at for _, at in rows], device=device)
+        places = [at for _, at in rows]
+        tokens = [self.texts[owner][at] for owner, at in rows]
+        hidden = self._forward(spans, tokens, places, places, None)
+        return list(hidden.split([len(span) for span in spans]))
+
+    def run_trees(self, spans: Sequence[range]) -> list[torch.Tensor]:
+        """As ``run``, with every row but the first beside a sibling that nothing follows: the rows
+        of a tree, whose keys lie further apart. Spans of 32 rows at most, with as many positions of
+        their text behind them; those are written, too."""
+        tokens, positions, places, masks, own = [], [], [], [], []
+        for owner, span in enumerate(spans):
+            above = 0
+            for depth, at in enumerate(span):
+                for sibling in range(1 if not depth else 2):
+                    place = 0 if not depth else 2 * depth - 1 + sibling
+                    token = self.texts[owner][at]
+                    tokens.append(token if not sibling else (token + 1) % 2)
+                    positions.append(at)
+                    places.append(span.start + place)
+                    masks.append(above | 1 << place)
+                    if not sibling:
+                        own.append(len(tokens) - 1)
+                above |= 1 << (0 if not depth else 2 * depth - 1)
+        signed = [mask - (1 << 64) if mask >> 63 else mask for mask in masks]
+        widened = [range(span.start, span.start + max(0, 2 * len(span) - 1)) for span in spans]
+        hidden = self._forward(widened, tokens, positions, places, signed)
+        return list(hidden[own].split([len(span) for span in spans]))
+
+    def _forward(
+        self,
+        spans: Sequence[range],
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        places: Sequence[int],
+        masks: Sequence[int] | None,
+    ) -> torch.Tensor:
+        device = self.decoder.backend.device
+        owners = [owner for owner, span in enumerate(spans) for _ in span]
         batch = FlatBatch(
-            tokens=torch.tensor([self.texts[owner][at] for owner, at in rows], device=device),
-            positions=positions,
-            key_index=positions,
-            row_slot=torch.tensor([owner for owner, _ in rows], device=device),
+            tokens=torch.tensor(tokens, device=device),
+            positions=torch.tensor(positions, device=device),
+            key_index=torch.tensor(places, device=device),
+            row_slot=torch.tensor(owners, device=device),
             block_tables=self.tables,
             span_start=torch.tensor([span.start for span in spans], device=device),
             max_keys=max(span.stop for span in spans),
+            mask=None if masks is None else torch.tensor(masks, device=device),
         )
-        hidden = self.decoder.forward(batch, self.kv).hidden
-        return list(hidden.split([len(span) for span in spans]))
+        return self.decoder.forward(batch, self.kv).hidden

@@ -93,6 +93,11 @@ class Subject:
         """Of a request, in one round."""
         return choose_proposers(self.config)[1]
 
+    @cached_property
+    def trees(self) -> bool:
+        """Whether some proposer under test offers trees, whose rows find their keys elsewhere."""
+        return any(self.engine(64, 1, recorded=False).controller.trees)
+
     def broken(self, sabotage: Sabotage, breaks_plain: bool) -> Subject:
         """The same set-up with a known defect."""
         cache = {} if breaks_plain else self.cache

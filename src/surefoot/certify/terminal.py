@@ -73,9 +73,7 @@ def _proposers(certificate: Certificate) -> RenderableType:
 def _statements(certificate: Certificate) -> list[str]:
     noise, size = certificate.noise, certificate.size
     lines = [
-        f"Noise of plain decoding: logits move by up to {noise.largest_spread:.3g} with the batch "
-        f"({noise.rows} rows, {len(noise.compositions)} compositions); a tie is a regret of at "
-        f"most {noise.regret_bound:.3g}.",
+        noise.statement,
         f"Compared with plain decoding: {certificate.parity_positions:,} positions "
         f"(at least {size.min_positions:,} needed). A wrong draft accepted in "
         f"{certificate.wrong_acceptance_seen:.2%} of rejections or more would have been seen.",
