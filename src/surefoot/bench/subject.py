@@ -144,6 +144,7 @@ def describe_subject(engine: Engine, subject: Subject) -> dict[str, Any]:
             "proposers": [item.name for item in engine.proposers],
             "max_model_len": engine.max_model_len,
             "kv_tokens": engine.kv_tokens,
+            "deterministic": engine.deterministic,
             "rounds": kind_of_rounds(engine),
         },
         "shape": asdict(engine.decoder.config),

@@ -163,6 +163,13 @@ class Engine:
         return ", ".join(parts) or "nobody"
 
     @property
+    def deterministic(self) -> bool:
+        """Whether the text of a request with a seed depends on nothing but the request, to the last
+        bit of the arithmetic: not on other requests, drafts, or the time. Rows of trees are not
+        computed like those of chains."""
+        return self.decoder.backend.row_invariant and not any(self.controller.trees)
+
+    @property
     def kv_tokens(self) -> int:
         """How many positions fit in the KV pool."""
         return self.kv.pool.capacity * self.config.block_size

@@ -77,6 +77,9 @@ class Backend(ABC):
     device: torch.device
     dtype: torch.dtype
     """Storage type of dense weights and of the KV cache."""
+    row_invariant: bool = False
+    """Whether all numbers of a causal row are the same to the bit in any batch, however its text
+    is cut into forwards: the arithmetic contract of docs/how-it-works.md."""
     book_keeping: str = "torch"
     """Which implementation of ``speculation.books`` goes with it."""
 

@@ -207,6 +207,7 @@ def ready(engine: Engine, sampling_defaults: Mapping[str, Any]) -> Ready:
         end_tokens=tuple(engine.decoder.config.eos_token_ids),
         proposers=[item.name for item in engine.proposers],
         saving_known=bool(engine.proposers) and config.draft_policy == "auto",
+        deterministic=engine.deterministic,
         sampling_defaults=dict(sampling_defaults),
         memory=engine.memory.bytes_by_part() if engine.memory else {},
     )

@@ -69,6 +69,8 @@ class Ready(_Message):
     proposers: list[str]
     saving_known: bool
     """Whether rounds were measured, so that ``saved_seconds`` means something."""
+    deterministic: bool = False
+    """``Engine.deterministic``."""
     sampling_defaults: dict[str, int | float] = {}
     """Fields of ``SamplingParams`` for requests that do not set them."""
     memory: dict[str, int] = {}

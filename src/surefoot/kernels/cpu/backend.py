@@ -62,6 +62,7 @@ class NativeBackend(Backend):
     """
 
     name = "native"
+    row_invariant = True
     book_keeping = "native"
 
     def __init__(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> None:

@@ -22,7 +22,7 @@ from surefoot.kernels.triton.attend import Work, attend, work_of
 from surefoot.kernels.triton.cublas import CublasChoices
 from surefoot.kernels.triton.drafting import TritonDrafting
 from surefoot.kernels.triton.draws import DrawSeam
-from surefoot.kernels.triton.launch import check_device
+from surefoot.kernels.triton.launch import check_device, hopper
 from surefoot.kernels.triton.logprobs import mask_tokens, row_logprobs
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS
 from surefoot.kernels.triton.moves import move_keys
@@ -48,6 +48,8 @@ class TritonBackend(Backend):
         self.device = torch.device(device)
         self.dtype = dtype
         check_device(self.device, dtype)
+        # Elsewhere nobody has measured it yet.
+        self.row_invariant = hopper(self.device)
         seam = DrawSeam(self.device)
         self.draw, self.adjust = seam.draw, seam.adjust
         self.mask_tokens, self.row_logprobs = mask_tokens, row_logprobs
