@@ -30,6 +30,7 @@ class LargePlan:
     num_warps: int = 8
     num_stages: int = 3
     per_processor: int = 1
+    more: int = 0
 
 
 def large_plan(
