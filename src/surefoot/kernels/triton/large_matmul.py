@@ -40,9 +40,7 @@ def share_sums(
         w = tile(w_ptr, w_tiles, first, base, width, high, inputs, BLOCK_N, BLOCK_K, DESCRIBED)
         acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
         if REST:
-            w = tile(
-                w_ptr, rest_tiles, behind, base, width, high, inputs, REST, BLOCK_K, DESCRIBED
-            )
+            w = tile(w_ptr, rest_tiles, behind, base, width, high, inputs, REST, BLOCK_K, DESCRIBED)
             rest = tl.dot(x, tl.trans(w), rest, input_precision="ieee")
     return acc, rest
 

@@ -66,7 +66,7 @@ def large_plan(
 
 
 def candidates(gated: bool, itemsize: int, shared: int, split_k: int) -> Iterator[LargePlan]:
-    """Plans with as many stages as ``shared`` bytes hold, the largest tiles first."""
+    """Plans with as many stages as ``shared`` bytes hold; the first of equals is taken."""
     halves = 2 if gated else 1
     for block_m, width, more, warps, per_processor in (
         (128, 256, 64, 8, 1),
@@ -74,11 +74,11 @@ def candidates(gated: bool, itemsize: int, shared: int, split_k: int) -> Iterato
         (128, 128, 64, 8, 1),
         (128, 128, 32, 8, 1),
         (128, 128, 0, 8, 1),
-        (64, 256, 0, 8, 1),
         (128, 128, 0, 4, 2),
         (64, 128, 32, 4, 1),
         (128, 64, 16, 8, 1),
         (64, 128, 0, 4, 2),
+        (64, 256, 0, 8, 1),
         (64, 64, 0, 4, 2),
     ):
         if gated and more:
