@@ -48,8 +48,8 @@ MICROSECONDS: dict[tuple[str, int], tuple[float | None, ...]] = {
     ("o", 320): (25.0, 26.3, 24.8, None, 26.6),
     ("o", 512): (29.0, 32.2, 28.3, None, 32.8),
 }
-"""By shape and rows, for each of ``TILES``: on an H200, with the norm behind o and down, whose three
-shares are spread."""
+"""By shape and rows, for each of ``TILES``: on an H200, with the norm behind o and down, whose
+three shares are spread."""
 IN_TURN = {160: (46.2, 97.6), 512: (47.8, 99.7)}
 """The same of the first tile for o and down when one program computes all shares."""
 

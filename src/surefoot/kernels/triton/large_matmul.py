@@ -7,6 +7,8 @@ the sums of shares are added in ascending order. That is what ``matmul`` does wi
 row's product does not depend on how many rows there are. Shares of a tile are computed by one
 program in turn, or *spread* over several where tiles alone would leave multiprocessors idle: those
 write their sums, which ``add_shares`` or a norm adds up.
+A tile has one part, or two side by side whose widths are powers of two: a gated product's parts
+are its two halves.
 """
 
 from __future__ import annotations
