@@ -188,7 +188,11 @@ def test_every_plan_gives_the_same_bits(dtype: torch.dtype) -> None:
                 plans = list(candidates(False, 2, shared_memory(x.device), split_k))
             else:
                 spread = (False, True)[:split_k]
-                plans = [LargePlan(64, 64, 16, split_k, each, 8, 2) for each in spread]
+                plans = [
+                    LargePlan(64, 64, 16, split_k, each, 8, 2, more=more)
+                    for each in spread
+                    for more in (0, 16)
+                ]
             for plan in plans:
                 found = matmul(x, weight, bias, residual, plan=plan)
                 assert torch.equal(found[:7], expected), plan

@@ -5,20 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-PRODUCTS_PER_CYCLE = 2048
+from surefoot.kernels.triton.matmul import SHARE_UNIT
+
+# Fitted to times on an H200, in cycles of 1.755 GHz; tests/cpu/test_large_plan.py holds the rule to
+# them.
+PRODUCTS_PER_CYCLE = 1830
 """Multiplications and additions of bf16 numbers that a multiprocessor's tensor cores do."""
-READ_PER_CYCLE = 45
-"""Bytes that a multiprocessor reads from the L2 cache, or writes, while all of them do."""
-ADDED_PER_CYCLE = 30
+ARRIVAL_CYCLES = 2160
+"""From asking for a stage's numbers to using them: what few stages in flight cannot hide."""
+READ_PER_CYCLE = 72
+"""Bytes that a multiprocessor reads from the L2 cache: its port's width, not met so far."""
+WRITTEN_PER_CYCLE = 18
+ADDED_PER_CYCLE = 18
 """Bytes of spread sums that it reads back, some of them from memory."""
-TILE_CYCLES = 1500
-"""From a tile's first read to its first product."""
+SHARE_CYCLES, TILE_CYCLES = 500, 300
+"""Between two shares of a tile, and what a tile costs beside its shares."""
+EMPTY = 0.2
+"""What a tile's empty rows cost, of what full ones do, beside the time that these take."""
+MOST_STAGES = 8
 BLOCK_K = 64
 
 
 @dataclass(frozen=True)
 class LargePlan:
-    """A tile is ``block_m`` rows by ``block_n`` outputs, computed in steps of ``block_k`` inputs.
+    """A tile is ``block_m`` rows by ``block_n`` outputs and, beside them, ``more`` (16, 32, 64 or
+    none: blocks are powers of two, and a wave of them seldom fits a matrix), computed in steps of
+    ``block_k`` inputs. A gated product has tiles of two halves instead, and no ``more``.
     ``split_k``: shares that the inputs' sum is made of; ``spread``: each is a program's of its own.
     At most ``per_processor`` programs of ``num_warps`` warps run on a multiprocessor."""
 
@@ -30,6 +42,7 @@ class LargePlan:
     num_warps: int = 8
     num_stages: int = 3
     per_processor: int = 1
+    more: int = 0
 
 
 def large_plan(
@@ -53,22 +66,30 @@ def large_plan(
 
 
 def candidates(gated: bool, itemsize: int, shared: int, split_k: int) -> Iterator[LargePlan]:
-    """Plans whose stages ``shared`` bytes hold, the largest tiles first."""
+    """Plans with as many stages as ``shared`` bytes hold; the first of equals is taken."""
     halves = 2 if gated else 1
-    for block_m, width, warps, most, per_processor in (
-        (128, 256, 8, 3, 1),
-        (128, 128, 4, 3, 2),
-        (64, 256, 8, 4, 1),
-        (64, 128, 4, 4, 2),
-        (64, 64, 4, 6, 2),
+    for block_m, width, more, warps, per_processor in (
+        (128, 256, 64, 8, 1),
+        (128, 256, 0, 8, 1),
+        (128, 128, 64, 8, 1),
+        (128, 128, 32, 8, 1),
+        (128, 128, 0, 8, 1),
+        (128, 128, 0, 4, 2),
+        (64, 128, 32, 4, 1),
+        (128, 64, 16, 8, 1),
+        (64, 128, 0, 4, 2),
+        (64, 256, 0, 8, 1),
+        (64, 64, 0, 4, 2),
     ):
-        stage = (block_m + width) * BLOCK_K * itemsize
-        stages = min(most, (shared // per_processor - 2_000) // stage)
+        if gated and more:
+            continue
+        stage = (block_m + width + more) * BLOCK_K * itemsize
+        stages = min(MOST_STAGES, (shared // per_processor - 2_000) // stage)
         if stages >= 2 or width == 64:
             for spread in (False, True)[: 1 if split_k == 1 else 2]:
                 yield LargePlan(
                     block_m, width // halves, BLOCK_K, split_k, spread, warps, max(2, stages),
-                    per_processor,
+                    per_processor, more,
                 )  # fmt: skip
 
 
@@ -77,16 +98,31 @@ def cost(
 ) -> float:
     """Cycles of the product, roughly: those of the multiprocessor with most tiles."""
     halves = 2 if gated else 1
-    width = plan.block_n * halves
-    units = -(-rows // plan.block_m) * -(-outputs // plan.block_n)
-    step = max(
-        plan.block_m * width / PRODUCTS_PER_CYCLE,
-        (plan.block_m + width) * itemsize / READ_PER_CYCLE,
-    )
-    written = plan.block_m * width * (4 if plan.spread else itemsize) / READ_PER_CYCLE
+    width = (plan.block_n + plan.more) * halves
+    down = -(-rows // plan.block_m)
+    units = down * -(-outputs // (plan.block_n + plan.more))
     added = 0.0
     if plan.spread:
         units *= plan.split_k
         added = 4 * plan.split_k * rows * outputs * halves / (sms * ADDED_PER_CYCLE)
-    share = inputs / plan.split_k if plan.spread else inputs
-    return -(-units // sms) * (share * step + TILE_CYCLES + written) + added
+    most = -(-units // sms)
+    turns = -(-most // plan.per_processor)
+    # The tensor cores read 64 rows of x for every part, whose products take as long at 64 columns.
+    parts = [plan.block_n] * halves + [plan.more] * (plan.more > 0)
+    columns = sum(max(part, 32 + part / 2) for part in parts)
+    step = max(
+        most * plan.block_m * columns * plan.block_k / PRODUCTS_PER_CYCLE,
+        most * (plan.block_m + width) * plan.block_k * itemsize / READ_PER_CYCLE,
+        turns * ARRIVAL_CYCLES / (plan.num_stages - 1),
+    )
+    step *= 1 + EMPTY * (1 - rows / (down * plan.block_m))
+    shares, share = plan.split_k, inputs
+    if plan.spread:
+        shares, share = 1, -(-inputs // (SHARE_UNIT.value * plan.split_k)) * SHARE_UNIT.value
+    written = most * plan.block_m * width * (4 if plan.spread else itemsize) / WRITTEN_PER_CYCLE
+    return (
+        share / plan.block_k * step
+        + turns * (shares * SHARE_CYCLES + TILE_CYCLES)
+        + written
+        + added
+    )
