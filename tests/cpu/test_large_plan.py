@@ -54,6 +54,37 @@ IN_TURN = {160: (46.2, 97.6), 512: (47.8, 99.7)}
 """The same of the first tile for o and down when one program computes all shares."""
 
 
+WIDE, BROAD = (
+    LargePlan(128, 256, 64, 3, more=64, num_stages=4),
+    LargePlan(128, 256, 64, 3, num_stages=4),
+)
+SMALL = LargePlan(128, 128, 64, 3, more=32, num_stages=6)
+SPREAD = replace(BROAD, spread=True)
+LARGER: dict[tuple[str, int], dict[LargePlan, float]] = {
+    ("o", 1024): {SMALL: 47.3, BROAD: 53.4, SPREAD: 54.8},
+    ("down", 1024): {SPREAD: 91.3, SMALL: 93.2, BROAD: 105.5},
+    ("o", 2048): {WIDE: 88.3, SMALL: 93.2, BROAD: 106.1},
+    ("down", 2048): {WIDE: 165.3, SPREAD: 178.3, SMALL: 182.6},
+    ("o", 4096): {BROAD: 165.0, WIDE: 174.0},
+    ("down", 4096): {WIDE: 325.9, BROAD: 326.5, SPREAD: 347.3},
+    ("o", 8192): {BROAD: 280.1, WIDE: 340.0},
+    ("down", 8192): {BROAD: 561.8, WIDE: 645.7},
+}
+"""Of more rows, in tiles of one and of two parts, their shares in turn or spread."""
+
+
+@pytest.mark.parametrize(("name", "rows"), LARGER)
+def test_the_rule_prefers_what_was_fastest_of_many_rows(name: str, rows: int) -> None:
+    outputs, inputs, gated = SHAPES[name]
+    times = LARGER[name, rows]
+    costs = {plan: cost(plan, rows, outputs, inputs, gated, 2, TUNED_ON[0]) for plan in times}
+    chosen = min(costs, key=lambda plan: costs[plan])
+    assert times[chosen] <= 1.05 * min(times.values()), costs
+    for plan, time in times.items():
+        # The norm behind reads and writes as much as the rows are long.
+        assert costs[plan] / 1755 + 2 + rows / 400 == pytest.approx(time, rel=0.15), plan
+
+
 @pytest.mark.parametrize(("name", "rows"), MICROSECONDS)
 def test_the_rule_prefers_what_was_fastest(name: str, rows: int) -> None:
     """Or what came within 5 % of it."""
@@ -78,14 +109,14 @@ def test_the_rule_prefers_what_was_fastest(name: str, rows: int) -> None:
 @pytest.mark.parametrize("rows", [160, 256, 320, 512, 1024, 2048])
 @pytest.mark.parametrize("name", SHAPES)
 def test_waves_of_tiles_are_full(name: str, rows: int) -> None:
-    """For six tenths of the time, at least, all multiprocessors are busy."""
+    """For half of the time, at least, all multiprocessors are busy."""
     outputs, inputs, gated = SHAPES[name]
     split_k = shares(outputs, inputs, gated, 2, *TUNED_ON)
     plan = large_plan(rows, outputs, inputs, gated, 2, *TUNED_ON, split_k)
     units = -(-rows // plan.block_m) * -(-outputs // (plan.block_n + plan.more))
     units *= split_k if plan.spread else 1
     waves = -(-units // TUNED_ON[0])
-    assert units >= 0.6 * waves * TUNED_ON[0], (plan, units)
+    assert units >= 0.5 * waves * TUNED_ON[0], (plan, units)
 
 
 @pytest.mark.parametrize("card", CARDS)

@@ -18,8 +18,11 @@ READ_PER_CYCLE = 72
 WRITTEN_PER_CYCLE = 18
 ADDED_PER_CYCLE = 18
 """Bytes of spread sums that it reads back, some of them from memory."""
-SHARE_CYCLES, TILE_CYCLES = 500, 300
-"""Between two shares of a tile, and what a tile costs beside its shares."""
+SHARE_CYCLES, WIDE_SHARE_CYCLES, TILE_CYCLES = 3500, 6500, 300
+"""A share that is added to those before, in registers; the same of the widest tiles, which spill;
+and what a tile costs beside its shares."""
+TWO_PARTS = 1.2
+"""How much longer a step takes that has two products, of ``block_n`` and ``more`` columns."""
 EMPTY = 0.2
 """What a tile's empty rows cost, of what full ones do, beside the time that these take."""
 MOST_STAGES = 8
@@ -75,7 +78,6 @@ def candidates(gated: bool, itemsize: int, shared: int, split_k: int) -> Iterato
         (128, 128, 32, 8, 1),
         (128, 128, 0, 8, 1),
         (128, 128, 0, 4, 2),
-        (64, 128, 32, 4, 1),
         (128, 64, 16, 8, 1),
         (64, 128, 0, 4, 2),
         (64, 256, 0, 8, 1),
@@ -116,13 +118,11 @@ def cost(
         turns * ARRIVAL_CYCLES / (plan.num_stages - 1),
     )
     step *= 1 + EMPTY * (1 - rows / (down * plan.block_m))
-    shares, share = plan.split_k, inputs
+    step *= TWO_PARTS if plan.more else 1.0
+    share, adding = inputs, 0
     if plan.spread:
-        shares, share = 1, -(-inputs // (SHARE_UNIT.value * plan.split_k)) * SHARE_UNIT.value
+        share = -(-inputs // (SHARE_UNIT.value * plan.split_k)) * SHARE_UNIT.value
+    elif plan.split_k > 1:
+        adding = plan.split_k * (WIDE_SHARE_CYCLES if width > 256 else SHARE_CYCLES)
     written = most * plan.block_m * width * (4 if plan.spread else itemsize) / WRITTEN_PER_CYCLE
-    return (
-        share / plan.block_k * step
-        + turns * (shares * SHARE_CYCLES + TILE_CYCLES)
-        + written
-        + added
-    )
+    return share / plan.block_k * step + turns * (adding + TILE_CYCLES) + written + added
