@@ -11,11 +11,14 @@ import torch
 
 from surefoot.engine.batch import Batch
 from surefoot.engine.capture import capture
-from surefoot.engine.rounds import PaddedRounds
+from surefoot.engine.rounds import PaddedRounds, Report
+from surefoot.engine.stand_ins import stand_in
 from surefoot.speculation.decisions import Decision
 from surefoot.speculation.round import Round
 from surefoot.speculation.size import Size
 
+RECORDING_SHARE = 0.02
+"""Of the time, for recording in the middle of serving."""
 SPARE = 1 << 30
 """Bytes of the device's memory that rounds recorded in idle moments leave alone."""
 
@@ -33,6 +36,12 @@ class RecordedRounds(PaddedRounds):
         """Recorded in idle moments, in this order."""
         self._tables: list[tuple[int, int]] = []
         self._asked: set[Size] = set()
+        self._next: Size | None = None
+        """What the next ``run`` replays; ``ready`` says so."""
+        self._serving_since: float | None = None
+        """When a round was first missing."""
+        self._held_up = 0.0
+        """Seconds of recording since then, in the middle of serving."""
 
     def size(self, batch: Batch, decision: Decision, context: float) -> Size:
         size = super().size(batch, decision, context)
@@ -47,12 +56,37 @@ class RecordedRounds(PaddedRounds):
     def run(self, size: Size, keys: int, prompt_rows: torch.Tensor | None) -> list[torch.Tensor]:
         if size.prompt_logprobs is not None:
             return self.round(size, keys, prompt_rows)
-        self.graph(size).replay()
+        self.graphs[self._next or size].replay()
         return []
 
     def ready(self, size: Size) -> None:
         if size.prompt_logprobs is None:
-            self.graph(size)
+            self._next = self.available(size)
+
+    def available(self, size: Size) -> Size:
+        """The recorded round that runs now where ``size`` is wanted. Recording holds up everybody:
+        where another round will do, it gets a small share of the time only."""
+        self._check_tables()
+        if size in self.graphs:
+            return size
+        other = stand_in(size, self.graphs)
+        now = time.perf_counter()
+        self._serving_since = self._serving_since or now
+        if other is not None and self._held_up > RECORDING_SHARE * (now - self._serving_since):
+            if size not in self._asked:
+                self._asked.add(size)
+                self.wanted.insert(0, size)
+            return other
+        self.graph(size)
+        self._held_up += time.perf_counter() - now
+        return size
+
+    def launch(self, size: Size, keys: int, prompt_rows: torch.Tensor | None = None) -> Report:
+        report = super().launch(size, keys, prompt_rows)
+        if size.prompt_logprobs is not None or self._next == size:
+            return report
+        # What another round took tells nothing of this one.
+        return replace(report, seconds=_unknown)
 
     def forget(self) -> None:
         torch.cuda.synchronize()
@@ -63,6 +97,12 @@ class RecordedRounds(PaddedRounds):
 
     def graph(self, size: Size) -> torch.cuda.CUDAGraph:
         """The recorded round of a size, recorded now if need be."""
+        self._check_tables()
+        if size not in self.graphs:
+            self.graphs[size] = self.capture(size)
+        return self.graphs[size]
+
+    def _check_tables(self) -> None:
         params = self.round.state.params
         # The width, too: a table may be widened twice, and come to lie where it lay.
         tables = [
@@ -72,9 +112,6 @@ class RecordedRounds(PaddedRounds):
             # A wider request moved these tables: what was recorded reads the old ones.
             self.forget()
             self._tables = tables
-        if size not in self.graphs:
-            self.graphs[size] = self.capture(size)
-        return self.graphs[size]
 
     def capture(self, size: Size) -> torch.cuda.CUDAGraph:
         """Record a round as it is now."""
@@ -107,3 +144,7 @@ class RecordedRounds(PaddedRounds):
             end.synchronize()
             times.append(begin.elapsed_time(end) / 1000)
         return min(times)
+
+
+def _unknown() -> None:
+    """Seconds of a round that was not measured."""

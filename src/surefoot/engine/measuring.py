@@ -108,7 +108,7 @@ def _time_decoding(
             saved[proposers, steps] = min(max(0.0, all_propose - seconds), 0.9 * all_propose)
     for action, less in saved.items():
         for size in decoding_sizes(rounds, spans, GREEDY, action):
-            rounds.ready(size)
+            rounds.graph(size)
             times[RecordedSize(spans, size.rows, size.rows, action)] = [
                 (context, max(seconds - less, 0.1 * seconds))
                 for context, seconds in curves[size.rows]

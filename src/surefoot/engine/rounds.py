@@ -85,6 +85,8 @@ class Rounds:
 
     def launch(self, size: Size, keys: int, prompt_rows: torch.Tensor | None = None) -> Report:
         """Run a round, or have a GPU run it behind those before. Arguments as ``Round``'s."""
+        # What is recorded now is not to be timed.
+        self.ready(size)
         if not self._on_gpu:
             begun = time.perf_counter()
             prompt_scores = self.run(size, keys, prompt_rows)
@@ -99,8 +101,6 @@ class Rounds:
             )
         self._turn = (self._turn + 1) % len(self._copies)
         copy = self._copies[self._turn]
-        # What is recorded now is not to be timed.
-        self.ready(size)
         copy.begun.record()
         prompt_scores = self.run(size, keys, prompt_rows)
         copy.ended.record()

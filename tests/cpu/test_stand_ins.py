@@ -1,0 +1,159 @@
+"""Rounds that are not recorded yet: which others run in their place, and that no text changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness import Job, make_engine, run_jobs, tiny_decoder
+from surefoot.engine import cuda_graphs
+from surefoot.engine.cuda_graphs import RecordedRounds
+from surefoot.engine.engine import Engine
+from surefoot.engine.stand_ins import LONGEST, stand_in
+from surefoot.request import SamplingParams, SpeculationParams
+from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
+
+SIZES = st.builds(
+    Size,
+    spans=st.sampled_from([1, 2, 4, 8]),
+    rows=st.integers(1, 40),
+    samples=st.integers(1, 40),
+    kind=st.sampled_from([GREEDY, DRAWN, ADJUSTED]),
+    proposers=st.sampled_from([(), (0,)]),
+    steps=st.sampled_from([0, 3]),
+    verifies=st.booleans(),
+    catches_up=st.booleans(),
+    logprobs=st.sampled_from([None, 5]),
+    masked=st.booleans(),
+)
+ROOM = ("spans", "rows", "samples")
+
+
+@settings(max_examples=400, deadline=None)
+@given(SIZES, st.lists(SIZES, max_size=30), st.data())
+def test_a_stand_in_does_the_same_with_more_room(
+    size: Size, recorded: list[Size], data: Any
+) -> None:
+    # Most sizes have nothing in common: some that differ in their room alone.
+    for _ in range(data.draw(st.integers(0, 4))):
+        changes = {name: data.draw(st.integers(1, 40)) for name in ROOM}
+        recorded.append(replace(size, **changes))
+    found = stand_in(size, recorded)
+    roomless = {name: 0 for name in (*ROOM, "catches_up")}
+    able = [
+        other
+        for other in recorded
+        if replace(other, **roomless) == replace(size, **roomless)  # type: ignore[arg-type]
+        and other.spans >= size.spans
+        and other.has_prompts == size.has_prompts
+        and (other.catches_up or not size.catches_up)
+        and (
+            not size.has_prompts
+            or (other.samples >= size.samples and size.rows <= other.rows <= LONGEST * size.rows)
+        )
+    ]
+    assert (found is None) == (not able)
+    if found is not None:
+        assert found in able and found.spans == min(other.spans for other in able)
+
+
+class Replayed:
+    """A graph of a machine without a GPU: it calls the round."""
+
+    def __init__(self, run: Any) -> None:
+        self.replay = run
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """One whose rounds are recorded, as far as the host is concerned."""
+    for name in ("graph_pool_handle", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(cuda_graphs, "capture", lambda run, *_: (Replayed(run), None))
+    engine = make_engine(
+        tiny_decoder(), True, proposers=("ngram",), max_num_seqs=6, kv_blocks=300,
+        max_draft_tokens=4, draft_policy="fixed",
+    )  # fmt: skip
+    rounds = RecordedRounds(engine.round, engine.config.max_num_batched_tokens)
+    engine.rounds = engine.loop.rounds = rounds
+    return engine
+
+
+def jobs() -> list[Job]:
+    made = []
+    for index in range(14):
+        params = SamplingParams(
+            temperature=0.8 if index % 3 else 0.0,
+            seed=index,
+            max_tokens=8 + 5 * index % 37,
+            ignore_eos=True,
+            logprobs=2 if index == 5 else None,
+        )
+        made.append(Job((5, 9, 5, 9, 5 + index % 2), params, SpeculationParams("auto")))
+    return made
+
+
+@pytest.mark.parametrize("share", [0.0, 1e9])
+def test_texts_are_the_same_whichever_round_runs(
+    share: float, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "RECORDING_SHARE", share)
+    rounds = engine.rounds
+    assert isinstance(rounds, RecordedRounds)
+    wanted, unknown = set(), 0
+    launch = rounds.launch
+
+    def watch(size: Size, *args: Any) -> Any:
+        nonlocal unknown
+        report = launch(size, *args)
+        wanted.add(size)
+        unknown += report.seconds() is None
+        return report
+
+    monkeypatch.setattr(rounds, "launch", watch)
+    plain = run_jobs(make_engine(tiny_decoder(), False, max_num_seqs=1, kv_blocks=300), jobs())
+    found = run_jobs(engine, jobs())
+    assert [r.output for r in found] == [r.output for r in plain]
+    assert sum(r.stats.accepted for r in found) > 5
+    if share:
+        assert set(rounds.graphs) == wanted and not unknown
+    else:
+        assert len(rounds.graphs) < len(wanted) and unknown
+        missing = wanted - set(rounds.graphs)
+        assert missing <= set(rounds.wanted), "recorded when nobody waits"
+
+
+def test_recording_takes_its_share_of_the_time(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = engine.rounds
+    assert isinstance(rounds, RecordedRounds)
+    now = 0.0
+
+    def capture(size: Size) -> Any:
+        nonlocal now
+        now += 0.03
+        return Replayed(partial(engine.round, size))
+
+    monkeypatch.setattr(rounds, "capture", capture)
+    monkeypatch.setattr("surefoot.engine.cuda_graphs.time.perf_counter", lambda: now)
+    large = Size(8, 16, 16, DRAWN, (0,), verifies=True)
+    now = 100.0
+    assert rounds.available(large) == large
+    for count in range(40):
+        small = replace(large, rows=17 + count, samples=17 + count)
+        before = len(rounds.graphs)
+        got = rounds.available(small)
+        assert (got == small) == (len(rounds.graphs) > before)
+        now += 0.5
+    # 20 seconds at two in a hundred, and the first.
+    assert 13 <= len(rounds.graphs) <= 16
+    other = replace(large, proposers=())
+    assert rounds.available(other) == other, "nothing can stand in for it"
