@@ -134,5 +134,5 @@ def _has_bf16_instructions() -> bool:
     if not os.path.exists("/proc/cpuinfo"):
         return False
     with open("/proc/cpuinfo") as file:
-        flags = next((line for line in file if line.startswith(("flags", "SamplingStages"))), "")
+        flags = next((line for line in file if line.startswith(("flags", "Features"))), "")
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags.split()))

@@ -84,7 +84,7 @@ def _cpu() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    wanted = ("model name", "flags", "SamplingStages", "CPU part")
+    wanted = ("model name", "flags", "Features", "CPU part")
     lines = {line for line in text.splitlines() if line.startswith(wanted)}
     return "\n".join([platform.machine(), *sorted(lines)])
 
