@@ -133,6 +133,9 @@ def test_too_little_room_for_parts_splits_less(monkeypatch: pytest.MonkeyPatch) 
     work = list_chunks(batch_of([(8191, 1), (5000, 1), (8000, 1)], 8192), SHAPE)
     assert work.parts == 40
     assert sum(tile[3] for tile in work.tiles.tolist() if tile[1]) <= 40
+    monkeypatch.setattr(chunk_attention, "MOST_PARTS", 0)
+    work = list_chunks(batch_of([(8191, 1), (5000, 1), (8000, 1)], 8192), SHAPE)
+    assert work.parts == 0 and int(work.items[0, 0]) == 3 and not work.tiles[:, 1].any()
 
 
 def test_groups_are_padded_to_a_power_of_two() -> None:

@@ -63,17 +63,19 @@ def test_a_product_of_many_rows_equals_its_twin(name: str, inputs: int, dtype: t
     plan = PLANS[name]
     x, weight = torch.randn(291, inputs).to(dtype), torch.randn(70, inputs).div(10).to(dtype)
     bias, residual = torch.randn(70).to(dtype), torch.randn(291, 70).to(dtype)
-    close(products.matmul(x, weight, plan=plan), linear(x, weight))
+    # A thousand products that a GPU adds up in another order than torch does.
+    most = 2e-6
+    close(products.matmul(x, weight, plan=plan), linear(x, weight), most)
     found = products.matmul(x, weight, bias, residual, plan=plan)
-    close(found, linear(x, weight, bias) + residual)
+    close(found, linear(x, weight, bias) + residual, most)
     if plan.more:
         with pytest.raises(ValueError, match="gated"):
             products.matmul(x, weight, bias, silu=True, plan=plan)
     else:
         found = products.matmul(x, weight, bias, silu=True, plan=plan)
-        close(found, ops.silu_mul(linear(x, weight, bias)))
+        close(found, ops.silu_mul(linear(x, weight, bias)), most)
     wide = products.matmul(x, weight, bias, dtype=torch.float32, plan=plan)
-    assert difference(wide, x.double() @ weight.double().T + bias.double()) < 4e-6
+    assert difference(wide, x.double() @ weight.double().T + bias.double()) < most
 
 
 def test_shares_are_summed_apart_and_added_in_order() -> None:

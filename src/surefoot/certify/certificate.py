@@ -90,8 +90,7 @@ class Certificate:
             ):
                 count = self.total(counter, (name,))
                 if count < least:
-                    verb = "verified" if counter == "verified" else "accepted"
-                    found.append(f"{count} drafts of {name} were {verb}, {least} needed")
+                    found.append(f"{count} drafts of {name} were {counter}, {least} needed")
         rejections = self.total("rejections")
         if rejections < size.min_rejections:
             found.append(f"{rejections} spans had a draft rejected, {size.min_rejections} needed")

@@ -48,10 +48,14 @@ class RecordedRounds(PaddedRounds):
         if size.catches_up or size in self.graphs:
             return size
         # Recording takes longer than drafters that catch up for nobody, which is right, too.
+        self._ask_for(size, len(self.wanted))
+        return replace(size, catches_up=True)
+
+    def _ask_for(self, size: Size, place: int) -> None:
+        """Have a round recorded in an idle moment, at such a ``place`` among others."""
         if size not in self._asked:
             self._asked.add(size)
-            self.wanted.append(size)
-        return replace(size, catches_up=True)
+            self.wanted.insert(place, size)
 
     def run(self, size: Size, keys: int, prompt_rows: torch.Tensor | None) -> list[torch.Tensor]:
         if size.prompt_logprobs is not None:
@@ -73,9 +77,7 @@ class RecordedRounds(PaddedRounds):
         now = time.perf_counter()
         self._serving_since = self._serving_since or now
         if other is not None and self._held_up > RECORDING_SHARE * (now - self._serving_since):
-            if size not in self._asked:
-                self._asked.add(size)
-                self.wanted.insert(0, size)
+            self._ask_for(size, 0)
             return other
         self.graph(size)
         self._held_up += time.perf_counter() - now

@@ -57,7 +57,10 @@ def read_report(
     ``batch``, and one more. Requests that have ended are left alone. ``names`` are the
     proposers'."""
     requests, leases = batch.group.requests, batch.group.leases
-    rows, scores = report.rows[: len(requests)].numpy(), report.scores
+    rows = report.rows[: len(requests)].numpy()
+    scores: dict[int, torch.Tensor] = {}
+    if report.scores is not None:
+        scores.update(zip(batch.group.scored, report.scores, strict=False))
     # Hundreds of requests pass here every two milliseconds, and a device waits for nothing else:
     # for those that do not draft no list is made that is not needed.
     landing, keep, chunks = Landing(), kv.keep, len(batch.chunks)
@@ -86,9 +89,8 @@ def read_report(
                 landing.drafting.append(item)
             else:
                 item = Progress(request, token, NO_DRAFTING)
-        if scores is not None and request.params.logprobs is not None:
-            score = scores[batch.group.scored.index(index)]
-            request.logprobs += unpack(score, item.tokens, request.params.logprobs)
+        if index in scores and request.params.logprobs is not None:
+            request.logprobs += unpack(scores[index], item.tokens, request.params.logprobs)
         landing.progress.append(item)
         if end:
             landing.ended.append((item, end))

@@ -106,7 +106,7 @@ class _Exporter(Collector):
         about = "A request's rounds with drafts."
         yield from self._counter("draft_rounds", about, by_name["rounds"])
         for kind, per_position in by_position.items():
-            about = f"Draft tokens {'verified' if kind == 'verified' else 'accepted'}"
+            about = f"Draft tokens {kind}"
             yield from self._counter(f"{kind}_tokens", f"{about}.", by_name[kind])
             yield from self._counter(
                 f"{kind}_tokens_by_position", f"{about}, by position in the draft.", per_position

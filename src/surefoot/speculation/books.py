@@ -191,7 +191,7 @@ class BookKeeping(ABC):
     def follow_paths(
         self, commits: Commits, layout: RoundLayout, rows: NodeRows, offered: Trees, paths: Paths
     ) -> Commits:
-        """``trees.settle``."""
+        """``trees.follow_paths``."""
         return trees.follow_paths(commits, layout, rows, offered, paths)
 
 

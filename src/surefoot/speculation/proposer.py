@@ -83,8 +83,8 @@ class Drafts:
 class DraftRequest:
     """What the host knows of the drafts that will be asked for; the same for many rounds."""
 
-    features: SamplingStages = SamplingStages()
-    """Sampling stages that some request of the round needs."""
+    stages: SamplingStages = SamplingStages()
+    """That some request of the round needs."""
     max_keys: int = 0
     """Upper bound of the requests' ``length`` after this round."""
     longest: int = 0

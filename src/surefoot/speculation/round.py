@@ -209,7 +209,7 @@ class Round:
         tree_rows: TreeRows | None = None,
     ) -> tuple[RoundVerdict, Paths | None]:
         """Accept the drafts that equal what their rows sampled, int64 [M], cut at ends, commit.
-        With the accepted paths where trees have tree_rows."""
+        With the accepted paths where there are trees."""
         if self.replace_sampled is not None:
             sampled = self.replace_sampled(spans, layout, sampled)
         paths, first_sample = None, layout.first_sample

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from surefoot.kernels.triton.large_plan import LargePlan
 from surefoot.kernels.triton.launch import cdiv, jit, processors
-from surefoot.kernels.triton.matmul import SHARE_UNIT, put, tile
+from surefoot.kernels.triton.matmul import SHARE_UNIT, describable, outputs_of, put, tile
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 
 GROUP = 8
@@ -120,12 +120,11 @@ def multiply_many(
     if silu and plan.more:
         raise ValueError("the second part of a gated product's tile is the other half's")
     rows, inputs = x.shape
-    outputs = weight.shape[0] // 2 if silu else weight.shape[0]
+    outputs, described = outputs_of(weight, silu), describable(x)
     part = None
     if plan.spread:
         bias, residual = None, None  # Whoever adds the shares adds them.
         part = x.new_empty((plan.split_k, rows, weight.shape[0]), dtype=torch.float32)
-    described = inputs * x.dtype.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
     x_tiles, w_tiles, rest_tiles = None, None, None
     if described:
         x_tiles = TensorDescriptor.from_tensor(x, [plan.block_m, plan.block_k])

@@ -184,6 +184,16 @@ def reduce_kernel(
     )  # fmt: skip
 
 
+def outputs_of(weight: torch.Tensor, silu: bool) -> int:
+    """Of a product with ``weight``; ``silu``: its halves are gated into one."""
+    return weight.shape[0] // 2 if silu else weight.shape[0]
+
+
+def describable(x: torch.Tensor) -> bool:
+    """Whether tensor descriptors can address ``x`` [N, in], and weights of as many inputs."""
+    return x.shape[1] * x.dtype.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+
+
 def add_shares(
     part: torch.Tensor,
     bias: torch.Tensor | None,
@@ -215,13 +225,12 @@ def multiply_few(
     rows, inputs = x.shape
     if rows > MAX_ROWS:
         raise ValueError(f"a product of {rows} rows")
-    outputs = weight.shape[0] // 2 if silu else weight.shape[0]
+    outputs, described = outputs_of(weight, silu), describable(x)
     part = None
     if plan.split_k > 1:
         bias, residual = None, None  # Whoever adds the shares adds them.
         size = (plan.split_k, rows, weight.shape[0])
         part = x.new_empty(size, dtype=torch.float32)
-    described = inputs * x.dtype.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
     x_tiles, more_tiles, w_tiles = None, None, None
     block_m, more = row_tiles(rows)
     if described:

@@ -18,7 +18,7 @@ from surefoot.kernels.triton.cublas import CublasChoices, Key
 from surefoot.kernels.triton.large_matmul import multiply_many
 from surefoot.kernels.triton.large_plan import LargePlan, large_plan
 from surefoot.kernels.triton.launch import processors, shared_memory
-from surefoot.kernels.triton.matmul import add_shares, multiply_few
+from surefoot.kernels.triton.matmul import add_shares, multiply_few, outputs_of
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, plan_for, shares
 from surefoot.kernels.triton.norm import add_rms_norm, sum_add_rms_norm
 
@@ -43,7 +43,7 @@ def matmul(
     ``residual`` [N, out] is added after rounding. Sums are fp32. ValueError for more rows than
     ``plan`` is for.
     """
-    rows, outputs = x.shape[0], weight.shape[0] // 2 if silu else weight.shape[0]
+    rows, outputs = x.shape[0], outputs_of(weight, silu)
     plan = plan or plan_of(x, weight, silu)
     y = x.new_empty((rows, outputs), dtype=dtype or x.dtype)
     part = multiply(x, weight, bias, residual, silu, y, plan)
@@ -71,7 +71,7 @@ def multiply(
 def plan_of(x: torch.Tensor, weight: torch.Tensor, gated: bool, split_k: int = 0) -> Plan:
     """How to multiply ``x`` [N, in] with ``weight``. ``split_k``: the number of shares for more
     than 128 rows; 0: the shape's own."""
-    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    outputs = outputs_of(weight, gated)
     card = x.dtype.itemsize, processors(x.device), shared_memory(x.device)
     if x.shape[0] <= MAX_ROWS:
         return plan_for(x.shape[0], outputs, x.shape[1], gated, *card)

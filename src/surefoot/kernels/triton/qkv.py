@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, RopeTable
 from surefoot.kernels.triton.launch import jit, shared_memory
-from surefoot.kernels.triton.matmul import prefetch_weights, tile
+from surefoot.kernels.triton.matmul import describable, prefetch_weights, tile
 from surefoot.kernels.triton.matmul_plan import (
     MAX_ROWS,
     PREFETCH,
@@ -191,7 +191,7 @@ def project_qkv(
     plan = plan or plan_qkv(rows, inputs, shape.head_dim, x.dtype.itemsize, shared_memory(x.device))
     q = x.new_empty((rows, shape.heads, shape.head_dim))
     block_m, more = row_tiles(rows)
-    described = inputs * x.dtype.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+    described = describable(x)
     x_tiles, more_tiles, w_tiles = None, None, None
     if described:
         x_tiles = TensorDescriptor.from_tensor(x, [block_m, plan.block_k])

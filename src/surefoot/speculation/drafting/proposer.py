@@ -113,7 +113,7 @@ class NetworkProposer(Proposer):
 
     def expect(self, wanted: DraftRequest) -> None:
         self.wanted = wanted
-        self.picker.serve(wanted.features)
+        self.picker.serve(wanted.stages)
 
     @property
     def depth(self) -> int:
