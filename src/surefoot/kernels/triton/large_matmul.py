@@ -15,15 +15,20 @@ from __future__ import annotations
 
 import torch
 import triton.language as tl
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Described
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from surefoot.kernels.triton.large_plan import LargePlan
 from surefoot.kernels.triton.launch import cdiv, jit, processors
 from surefoot.kernels.triton.matmul import SHARE_UNIT, describable, outputs_of, put, tile
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
+from surefoot.kernels.triton.prompt_softmax import ROWS
+from surefoot.kernels.triton.shares_kernel import shares_kernel
 
-GROUP = 8
+GROUP, AHEAD_GROUP = 8, 4
 """Tiles of rows that share the weights of a column of tiles before the next column's turn."""
+STEPS = NVMMASharedLayout(128, 16, 2)
 
 
 @jit
@@ -106,6 +111,26 @@ def tiles_kernel(
     release_next(PDL)
 
 
+def multiply_shares(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, plan: LargePlan) -> None:
+    """``y`` = x @ W^T by ``shares_kernel``, all bf16, on Hopper; rows of 16 bytes' multiples."""
+    rows, inputs = x.shape
+    outputs, tile_rows = weight.shape[0], ROWS.value
+    share = cdiv(cdiv(inputs, SHARE_UNIT.value), plan.split_k) * SHARE_UNIT.value
+    second = plan.more or 16
+    results = NVMMASharedLayout(min(128, 2 * second), 16, 2)
+    describe = Described.from_tensor
+    tiles = cdiv(rows, plan.block_m) * cdiv(outputs, plan.block_n + plan.more)
+    shares_kernel[(min(tiles, processors(x.device)),)](
+        describe(x, [plan.block_m, plan.block_k], STEPS),
+        describe(weight, [plan.block_n, plan.block_k], STEPS),
+        describe(weight, [second, plan.block_k], STEPS),
+        describe(y, [tile_rows, plan.block_n], STEPS),
+        describe(y, [tile_rows, second], results),
+        rows, outputs, inputs, share, plan.block_n, plan.more, plan.split_k, AHEAD_GROUP,
+        plan.num_stages, num_warps=plan.num_warps, maxnreg=168, launch_pdl=True,
+    )  # fmt: skip
+
+
 def multiply_many(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -116,9 +141,17 @@ def multiply_many(
     plan: LargePlan,
 ) -> torch.Tensor | None:
     """As ``matmul.multiply_few``, for any number of rows; the shares' sums [split_k, N, out] where
-    ``plan`` spreads them. ValueError for a gated product with ``plan.more``."""
+    ``plan`` spreads them. ValueError for a gated product with ``plan.more``, and for one with a
+    gate or a bias and ``plan.ahead``."""
     if silu and plan.more:
         raise ValueError("the second part of a gated product's tile is the other half's")
+    if plan.ahead:
+        if silu or bias is not None:
+            raise ValueError("plans that load ahead are for products without gating and bias")
+        multiply_shares(x, weight, y, plan)
+        if residual is not None:
+            y.add_(residual)
+        return None
     rows, inputs = x.shape
     outputs, described = outputs_of(weight, silu), describable(x)
     part = None

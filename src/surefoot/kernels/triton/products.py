@@ -17,8 +17,8 @@ from surefoot.kernels.triton.activation import silu_mul
 from surefoot.kernels.triton.cublas import CublasChoices, Key
 from surefoot.kernels.triton.large_matmul import multiply_many
 from surefoot.kernels.triton.large_plan import LargePlan, large_plan
-from surefoot.kernels.triton.launch import processors, shared_memory
-from surefoot.kernels.triton.matmul import add_shares, multiply_few, outputs_of
+from surefoot.kernels.triton.launch import hopper, processors, shared_memory
+from surefoot.kernels.triton.matmul import add_shares, describable, multiply_few, outputs_of
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, plan_for, shares
 from surefoot.kernels.triton.norm import add_rms_norm, sum_add_rms_norm
 
@@ -44,7 +44,7 @@ def matmul(
     ``plan`` is for.
     """
     rows, outputs = x.shape[0], outputs_of(weight, silu)
-    plan = plan or plan_of(x, weight, silu)
+    plan = plan or plan_of(x, weight, silu, plain=bias is None and dtype in (None, x.dtype))
     y = x.new_empty((rows, outputs), dtype=dtype or x.dtype)
     part = multiply(x, weight, bias, residual, silu, y, plan)
     if part is not None:
@@ -68,15 +68,20 @@ def multiply(
     return multiply_few(x, weight, bias, residual, silu, y, plan)
 
 
-def plan_of(x: torch.Tensor, weight: torch.Tensor, gated: bool, split_k: int = 0) -> Plan:
+def plan_of(
+    x: torch.Tensor, weight: torch.Tensor, gated: bool, split_k: int = 0, plain: bool = False
+) -> Plan:
     """How to multiply ``x`` [N, in] with ``weight``. ``split_k``: the number of shares for more
-    than 128 rows; 0: the shape's own."""
+    than 128 rows; 0: the shape's own. ``plain``: nothing is added to the product before it is
+    rounded to x's dtype."""
     outputs = outputs_of(weight, gated)
     card = x.dtype.itemsize, processors(x.device), shared_memory(x.device)
     if x.shape[0] <= MAX_ROWS:
         return plan_for(x.shape[0], outputs, x.shape[1], gated, *card)
     split_k = split_k or shares(outputs, x.shape[1], gated, *card)
-    return large_plan(x.shape[0], outputs, x.shape[1], gated, *card, split_k)
+    ahead = plain and split_k > 1 and not gated and x.dtype == torch.bfloat16 and hopper(x.device)
+    ahead = ahead and describable(x) and outputs % 8 == 0
+    return large_plan(x.shape[0], outputs, x.shape[1], gated, *card, split_k, ahead)
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,10 @@ class TritonLinear:
     bias: torch.Tensor | None
     choices: CublasChoices = field(default_factory=CublasChoices)
 
-    def plan(self, x: torch.Tensor, gated: bool = False, split_k: int = 0) -> Plan:
-        return plan_of(x, self.weight, gated, split_k)
+    def plan(
+        self, x: torch.Tensor, gated: bool = False, split_k: int = 0, plain: bool = True
+    ) -> Plan:
+        return plan_of(x, self.weight, gated, split_k, plain and self.bias is None)
 
     def key(self, gated: bool, split_k: int) -> Key:
         """What cuBLAS is chosen by, beside the number of rows."""
@@ -138,5 +145,5 @@ class TritonLinear:
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         """The product as float32, not rounded to the backend's dtype on the way."""
-        plan = self.plan(x)
+        plan = self.plan(x, plain=False)
         return matmul(x, self.weight, self.bias, dtype=torch.float32, plan=plan)
