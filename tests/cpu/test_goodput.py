@@ -36,6 +36,17 @@ def test_a_request_without_drafts_is_slowed_by_a_twentieth_at_most() -> None:
     assert best_count(chances, *line(1.0, 0.03, 3), min_pace=0.0) == 3
 
 
+def test_a_request_about_to_end_may_be_slowed() -> None:
+    chances = matrix([0.99, 0.98, 0.97], [])
+    drafts, seconds = line(1.0, 0.03, 3)
+    assert best_count(chances, drafts, seconds, lasting=np.array([True, True])) == 1
+    assert best_count(chances, drafts, seconds, lasting=np.array([True, False])) == 3
+    assert best_count(chances, drafts, seconds, lasting=np.array([False, False])) == 3
+    drafts, seconds = line(1.0, 0.4, 3)
+    assert nearest_count(chances, drafts, seconds, lasting=np.array([True, True])) == 1
+    assert nearest_count(chances, drafts, seconds, lasting=np.array([True, False])) == 3
+
+
 def test_a_gain_within_the_margin_is_none() -> None:
     chances = matrix([0.06])
     assert best_count(chances, *line(1.0, 0.05, 1)) == 1
@@ -70,9 +81,14 @@ def cases(draw: st.DrawFn) -> tuple[list[list[float]], list[float]]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(cases(), st.sets(st.integers(1, 3 * K), max_size=4))
-def test_it_is_the_best_of_all_fair_counts(case: Any, stairs: set[int]) -> None:
+@given(
+    cases(),
+    st.sets(st.integers(1, 3 * K), max_size=4),
+    st.lists(st.booleans(), min_size=3, max_size=3),
+)
+def test_it_is_the_best_of_all_fair_counts(case: Any, stairs: set[int], left: list[bool]) -> None:
     rows, times = case
+    lasting = np.array(left[: len(rows)])
     chances = matrix(*rows)
     drafts = np.array([0, *sorted(stairs)])
     seconds = np.array([times[count] for count in drafts])
@@ -84,10 +100,11 @@ def test_it_is_the_best_of_all_fair_counts(case: Any, stairs: set[int]) -> None:
         for minus, b, _ in flat[: int(drafts[at])]:
             gains[b] -= minus
         slower = seconds[at] / seconds[0]
-        fair = (1 + min(gains)) / slower >= MIN_PACE - 1e-6
+        held = [gain for gain, lasts in zip(gains, lasting, strict=True) if lasts]
+        fair = (1 + min(held, default=np.inf)) / slower >= MIN_PACE - 1e-6
         return (len(rows) + sum(gains)) / slower if fair else 0.0
 
-    chosen = best_count(chances, drafts, seconds)
+    chosen = best_count(chances, drafts, seconds, lasting=lasting)
     # What is offered may be fewer than a stair holds.
     assert worth(chosen) > 0
     assert worth(chosen) >= max(worth(at) for at in range(len(drafts))) - 1e-5

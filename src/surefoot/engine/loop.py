@@ -200,6 +200,7 @@ class Loop:
             proposers=batch.group.proposers,
             draft_limit=batch.group.draft_limit,
             context=self.reservations.mean_length(batch),
+            lasting=self.reservations.lasting(batch),
         )
 
     # --- landing ------------------------------------------------------------------------------

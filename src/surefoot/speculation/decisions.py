@@ -52,6 +52,10 @@ class Situation:
     """The largest ``max_draft_tokens`` of the requests."""
     context: float
     """Mean tokens of the texts."""
+    lasting: np.ndarray | None = None
+    """bool [requests]: whether more than a twentieth of its text is left. Who has less is not kept
+    from being slowed: over the whole text that is a twentieth at most, in rounds up to twice as
+    long. None: all have."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ def best_count(
     apart: float = 0.0,
     margin: float = 1.0,
     min_pace: float = MIN_PACE,
+    lasting: np.ndarray | None = None,
 ) -> int:
     """Which of ``drafts`` promises the most committed tokens a second, as an index;
     0 if nothing promises ``margin`` times what no drafts do.
@@ -23,9 +24,11 @@ def best_count(
     0, and ``seconds`` float64 [n] as of ``RoundCosts.table``; the likeliest drafts are taken.
     ``apart``: seconds of these that are spent on something else than tokens, prompts for instance.
     No request's pace, ``(1 + its accepted drafts) / seconds``, falls below ``min_pace`` times its
-    pace without drafts.
+    pace without drafts. ``lasting`` bool [B]: the requests for which that holds, None: all; who is
+    about to end is not slowed for long.
     """
     batch = len(chances)
+    held = chances if lasting is None else chances[lasting]
     ranked = np.sort(chances, axis=None)[::-1]
     offered = int(np.count_nonzero(ranked > 0.0))
     if not offered:
@@ -38,20 +41,26 @@ def best_count(
     plain = float(seconds[0])
     rates = (batch + gains[taken]) / (seconds - apart)
     rates[0] *= margin
-    if batch > 1:
+    if batch > 1 and len(held):
         # More than all of its drafts nobody gains.
-        poorest = float(chances.sum(axis=1).min()) + 1e-6
+        poorest = float(held.sum(axis=1).min()) + 1e-6
         rates[1:][seconds[1:] * min_pace > plain * (1.0 + poorest)] = 0.0
     while best := int(rates.argmax()):
         floor = min_pace * float(seconds[best]) / plain - 1.0
-        if floor <= 0.0 or batch == 1 or _poorest(chances, ranked, int(taken[best])) >= floor:
+        if floor <= 0.0 or batch == 1 or not len(held):
+            return best
+        if _poorest(chances, ranked, int(taken[best]), lasting) >= floor:
             return best
         rates[best] = 0.0
     return 0
 
 
 def nearest_count(
-    chances: np.ndarray, drafts: np.ndarray, seconds: np.ndarray, apart: float = 0.0
+    chances: np.ndarray,
+    drafts: np.ndarray,
+    seconds: np.ndarray,
+    apart: float = 0.0,
+    lasting: np.ndarray | None = None,
 ) -> int:
     """Which of ``drafts`` but none, as an index, lacks least for ``best_count`` to take it: by how
     much its round would have to be quicker. Arguments as there, with something on offer."""
@@ -65,7 +74,7 @@ def nearest_count(
             continue
         fair = plain / MIN_PACE
         if count >= batch:
-            fair *= 1.0 + _poorest(chances, ranked, count)
+            fair *= 1.0 + _poorest(chances, ranked, count, lasting)
         worth = apart + (plain - apart) * (1.0 + gains[count - 1] / batch)
         near = min(fair, worth) / float(seconds[at])
         if near > nearest:
@@ -75,10 +84,14 @@ def nearest_count(
     return best
 
 
-def _poorest(chances: np.ndarray, ranked: np.ndarray, count: int) -> float:
-    """What the request that gains least gains from the ``count`` likeliest drafts."""
+def _poorest(
+    chances: np.ndarray, ranked: np.ndarray, count: int, lasting: np.ndarray | None
+) -> float:
+    """What the request that gains least gains from the ``count`` likeliest drafts, of those that
+    are ``lasting``; infinite if none is."""
     last = ranked[count - 1]
     verified = chances > last
     equal = np.flatnonzero(chances == last)[: count - int(verified.sum())]
     verified.reshape(-1)[equal] = True
-    return float((chances * verified).sum(axis=1).min())
+    gains = (chances * verified).sum(axis=1)
+    return float((gains if lasting is None else gains[lasting]).min(initial=np.inf))

@@ -182,9 +182,11 @@ class Planner:
         if chances is None or not offered:
             return 0, float(seconds[0])
         if beyond is None:
-            at = best_count(chances, drafts, seconds, apart, self.weighing.margin)
+            at = best_count(
+                chances, drafts, seconds, apart, self.weighing.margin, lasting=situation.lasting
+            )
         elif beyond == 0:
-            at = nearest_count(chances, drafts, seconds, apart)
+            at = nearest_count(chances, drafts, seconds, apart, situation.lasting)
         else:
             at = int(np.searchsorted(drafts, beyond))
             most = int(np.searchsorted(seconds, _BEYOND * seconds[at], side="right")) - 1

@@ -111,7 +111,9 @@ def tiles_kernel(
     release_next(PDL)
 
 
-def multiply_shares(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, plan: LargePlan) -> None:
+def multiply_shares(
+    x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, plan: LargePlan
+) -> None:
     """``y`` = x @ W^T by ``shares_kernel``, all bf16, on Hopper; rows of 16 bytes' multiples."""
     rows, inputs = x.shape
     outputs, tile_rows = weight.shape[0], ROWS.value
