@@ -73,6 +73,43 @@ LARGER: dict[tuple[str, int], dict[LargePlan, float]] = {
 """Of more rows, in tiles of one and of two parts, their shares in turn or spread."""
 
 
+AHEAD = {
+    tile: LargePlan(
+        128, *tile[:1], 64, 3, num_warps=4, num_stages=tile[2], more=tile[1], ahead=True
+    )
+    for tile in ((128, 128, 3), (128, 64, 4), (128, 32, 5), (128, 0, 6), (64, 16, 7), (64, 0, 8))
+}
+LONG_RUN: dict[tuple[str, int], tuple[float | None, ...]] = {
+    ("o", 512): (None, None, None, 26.4, 26.5, 33.7),
+    ("down", 512): (None, None, None, 56.8, 54.3, 75.9),
+    ("o", 768): (None, None, 38.1, 32.2, 44.2, None),
+    ("down", 768): (None, None, 77.5, 68.0, 110.2, None),
+    ("o", 1024): (None, 45.4, 43.9, 53.6, 50.5, None),
+    ("down", 1024): (None, 109.0, 89.5, 119.4, 107.1, None),
+    ("o", 2048): (103.3, 84.0, 81.0, 87.5, None, None),
+    ("down", 2048): (225.0, 188.0, 178.0, 203.0, None, None),
+    ("o", 4096): (170.8, None, 168.0, 171.5, None, None),
+    ("down", 4096): (366.0, None, 367.0, 362.5, None, None),
+    ("o", 8192): (319.0, None, 338.0, None, None, None),
+    ("down", 8192): (665.0, None, 740.0, None, None, None),
+}
+"""By shape and rows, of ``AHEAD``, in microseconds with the norm behind; the chip at its power
+limit."""
+
+
+@pytest.mark.parametrize(("name", "rows"), LONG_RUN)
+def test_the_rule_prefers_what_was_fastest_of_those_that_load_ahead(name: str, rows: int) -> None:
+    outputs, inputs, gated = SHAPES[name]
+    pairs = zip(AHEAD.values(), LONG_RUN[name, rows], strict=True)
+    times = {plan: time for plan, time in pairs if time is not None}
+    assert set(AHEAD.values()) <= set(candidates(gated, 2, TUNED_ON[1], 3, ahead=True))
+    costs = {plan: cost(plan, rows, outputs, inputs, gated, 2, TUNED_ON[0]) for plan in times}
+    chosen = min(costs, key=lambda plan: costs[plan])
+    assert times[chosen] <= 1.05 * min(times.values()), costs
+    for plan, time in times.items():
+        assert costs[plan] / 1755 + 2 + rows / 200 == pytest.approx(time, rel=0.3), plan
+
+
 @pytest.mark.parametrize(("name", "rows"), LARGER)
 def test_the_rule_prefers_what_was_fastest_of_many_rows(name: str, rows: int) -> None:
     outputs, inputs, gated = SHAPES[name]

@@ -196,3 +196,31 @@ def test_every_plan_gives_the_same_bits(dtype: torch.dtype) -> None:
             for plan in plans:
                 found = matmul(x, weight, bias, residual, plan=plan)
                 assert torch.equal(found[:7], expected), plan
+
+
+@pytest.mark.parametrize("inputs", [1032, 4096, 8])
+@pytest.mark.parametrize("split_k", [2, 3])
+def test_plans_that_load_ahead_give_the_same_bits(split_k: int, inputs: int) -> None:
+    """With shares that are empty, tiles that stick out, several tiles a program."""
+    from surefoot.kernels.triton.large_plan import candidates
+    from surefoot.kernels.triton.launch import hopper, shared_memory
+    from surefoot.kernels.triton.matmul_plan import MatmulPlan
+    from surefoot.kernels.triton.products import matmul
+
+    x = torch.randn(3000, inputs, dtype=torch.bfloat16)
+    if not hopper(x.device):
+        pytest.skip("they are for Hopper")
+    for outputs in (1000, 64, 2560):
+        weight = torch.randn(outputs, inputs, dtype=torch.bfloat16) * 0.05
+        residual = torch.randn(3000, outputs, dtype=torch.bfloat16)
+        few = MatmulPlan(64, 64, split_k)
+        plans = [p for p in candidates(False, 2, shared_memory(x.device), split_k, True) if p.ahead]
+        assert len(plans) == 6
+        for rows in (130, 513, 3000):
+            at = random.randrange(rows - 7)
+            some = x[at : at + 7].clone(), weight, None, residual[at : at + 7].clone()
+            expected = matmul(*some, plan=few)
+            for plan in plans:
+                found = matmul(x[:rows], weight, None, residual[:rows], plan=plan)
+                assert torch.equal(found[at : at + 7], expected), (plan, rows, outputs)
+                assert not found.isnan().any()

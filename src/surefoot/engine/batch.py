@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -123,6 +123,17 @@ class Batch:
     def rows(self) -> int:
         """Rows of known tokens."""
         return self.prompt_rows + self.decoding
+
+    def beside(self, drafts: int, most: int) -> Batch:
+        """With the last prompt chunk so much shorter that known tokens and ``drafts`` are no more
+        than ``most`` rows, as far as its length allows: rounds larger than that are padded, and
+        what it loses comes with the next one."""
+        cut = min(self.rows + drafts - most, self.chunks[-1] - 1) if self.chunks else 0
+        if cut <= 0:
+            return self
+        # A chunk that does not reach the end of its prompt is the last one.
+        ending = min(self.ending, len(self.chunks) - 1)
+        return replace(self, chunks=(*self.chunks[:-1], self.chunks[-1] - cut), ending=ending)
 
     @property
     def quota(self) -> list[int]:

@@ -117,6 +117,9 @@ class Loop:
                 self._write_masks(batch)
             situation = self._situation(batch)
             decision = self.planner.decide(situation)
+            shorter = batch.beside(decision.drafts, self.gathering.most_rows)
+            if shorter is not batch:
+                batch, situation = shorter, self._situation(shorter)
             with self.kv.transaction() as transaction:
                 reach = self.reservations.make(transaction, batch, decision)
                 if reach is None and decision.drafts:
