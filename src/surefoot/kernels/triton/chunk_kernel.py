@@ -17,13 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from surefoot.kernels.triton import launch
 from surefoot.kernels.triton import pdl as launches
-from surefoot.kernels.triton.prompt_kernel import (
-    await_inputs,
-    load_pages,
-    load_queries,
-    release_next,
-)
-from surefoot.kernels.triton.prompt_softmax import ROWS, attend_partition, jit
+from surefoot.kernels.triton.prompt_kernel import load_pages, load_queries
+from surefoot.kernels.triton.prompt_softmax import attend_partition
+from surefoot.kernels.triton.warpgroups import ROWS, await_inputs, jit, release_next
 
 
 @jit
@@ -152,7 +148,7 @@ def chunk_kernel(
 
 @launch.jit
 def _exp2(x, ASM: tl.constexpr):
-    """As ``prompt_softmax.exp2``, for which the interpreter has no assembler."""
+    """As ``prompt_chunks.exp2``, for which the interpreter has no assembler."""
     if not ASM:
         return tl.exp2(x)
     return tl.inline_asm_elementwise(
@@ -166,7 +162,7 @@ def combine_chunks_kernel(
     HEADS: tl.constexpr, PACK: tl.constexpr, USED: tl.constexpr, HEAD_DIM: tl.constexpr,
     MEMBERS: tl.constexpr, TOGETHER: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Queries' partial results in ascending order, as ``prompt_softmax`` merges them; ``TOGETHER``
+    """Queries' partial results in ascending order, as ``prompt_chunks`` merges them; ``TOGETHER``
     queries of a tile's ``MEMBERS`` in a program, ``AT_ONCE`` chunks on their way."""
     launches.release_next(PDL)
     groups: tl.constexpr = MEMBERS // TOGETHER

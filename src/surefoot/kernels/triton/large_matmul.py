@@ -23,8 +23,8 @@ from surefoot.kernels.triton.large_plan import LargePlan
 from surefoot.kernels.triton.launch import cdiv, jit, processors
 from surefoot.kernels.triton.matmul import SHARE_UNIT, describable, outputs_of, put, tile
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
-from surefoot.kernels.triton.prompt_softmax import ROWS
 from surefoot.kernels.triton.shares_kernel import shares_kernel
+from surefoot.kernels.triton.warpgroups import ROWS
 
 GROUP, AHEAD_GROUP = 8, 4
 """Tiles of rows that share the weights of a column of tiles before the next column's turn."""

@@ -14,21 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from surefoot.kernels.triton.prompt_softmax import ROWS, attend_partition, jit
-
-
-@jit
-def await_inputs():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@jit
-def release_next():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+from surefoot.kernels.triton.prompt_softmax import attend_partition
+from surefoot.kernels.triton.warpgroups import ROWS, await_inputs, jit, release_next
 
 
 @jit

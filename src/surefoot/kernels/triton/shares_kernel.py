@@ -20,8 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from surefoot.kernels.triton.prompt_kernel import await_inputs, release_next
-from surefoot.kernels.triton.prompt_softmax import ROWS, jit
+from surefoot.kernels.triton.warpgroups import ROWS, await_inputs, jit, release_next
 
 BLOCK_M = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)
