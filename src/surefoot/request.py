@@ -311,6 +311,23 @@ class Request:
         return not wanted or len(self.prompt_logprobs) == len(self.prompt) - 1
 
     @property
+    def end(self) -> FinishReason | None:
+        """Whether the text ends with its last token, and by what: what rounds find out, too."""
+        if self.output and self.output[-1] in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.length >= self.max_length else None
+
+    def settle(self) -> None:
+        """Entering a round's tokens was broken off somewhere: of a token whose logprobs and source
+        are not there as well, nothing is left."""
+        if self.params.logprobs is not None:
+            count = min(len(self.logprobs), len(self.output))
+            del self.logprobs[count:], self.output[count:]
+        del self._proposed_by[len(self.output) :]
+        if self.grammar is not None:
+            self.grammar.restart()
+
+    @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 
@@ -321,6 +338,6 @@ class Request:
         return tuple(dict.fromkeys((*ends, *(self.params.stop_token_ids or ()))))
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        self.status = Status.FINISHED
         self.finish_reason = reason
         self.stop_reason = stop_reason
+        self.status = Status.FINISHED

@@ -251,11 +251,11 @@ class Loop:
                 self._grammars.note(requests[place].slot, whose, tokens, parents)
 
     def drop(self) -> None:
-        """Forget what is in flight, and have every running request recomputed from the tokens that
-        were read: a round failed, and nobody knows what it left in the slots."""
+        """Forget what is in flight, and have every request recomputed from the tokens that were
+        read: a round failed, and nobody knows what it left in the slots, in blocks of KV and in
+        the host's own books."""
         self.flights.clear()
-        while self.scheduler.running:
-            self.scheduler.preempt()
+        self.scheduler.restart()
         self.reservations.clear()
         self._batch_set = None
         self.gathering.forget()
