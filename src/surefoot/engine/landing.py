@@ -78,9 +78,7 @@ def read_report(
             continue
         if drafts:
             told: list[int] = rows[index, : first_token + 1 + longest].tolist()
-            item = _read_drafts(
-                request, lease, told, kv, names, index < chunks, scores.get(index)
-            )
+            item = _read_drafts(request, lease, told, kv, names, index < chunks, scores.get(index))
             landing.drafting.append(item)
         else:
             output, stats = request.output, request.stats

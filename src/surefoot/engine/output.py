@@ -72,7 +72,7 @@ class TextStream:
             tokenizer, skip_special_tokens=params.skip_special_tokens
         )
         self._sources: list[tuple[int, str | None]] = []
-        self._emitted = 0
+        self._emitted = self._chunked = 0
 
     @classmethod
     def whole(cls, requests: Sequence[Request], tokenizer: Tokenizer) -> list[TextStream]:
@@ -89,6 +89,36 @@ class TextStream:
         """Whether the last token ended the text and is no part of it."""
         ended = self.request.finish_reason is FinishReason.STOP
         return ended and not self.request.params.include_stop_str_in_output
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing comes any more."""
+        return self.stopped_by is not None or (self.request.finished and not self.behind)
+
+    @property
+    def behind(self) -> bool:
+        """Whether the request has tokens that were not entered."""
+        return self.stopped_by is None and self.kept < len(self.request.output)
+
+    def follow(self) -> None:
+        """Enter the request's new tokens. Nobody else may be changing it."""
+        self.push(self.request.output[self.kept :], last=self.request.finished)
+
+    def chunk(self) -> StreamChunk | None:
+        """What was entered since the last one; None: nothing."""
+        tokens = self.request.output[self._chunked : self.kept]
+        if not tokens:
+            return None
+        self._chunked = self.kept
+        reason = self.output().finish_reason
+        pieces = self.take(final=reason is not None)
+        return StreamChunk(
+            index=self.request.choice,
+            text="".join(text for text, _ in pieces),
+            token_ids=tokens,
+            pieces=pieces,
+            finish_reason=reason,
+        )
 
     def push(self, tokens: Sequence[int], last: bool) -> None:
         """Enter committed tokens; ``last`` when the request ended with them. Sets ``stopped_by``
