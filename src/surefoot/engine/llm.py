@@ -135,7 +135,6 @@ class LLM:
             self._turns.take(lambda: self._add(group))
             while not all(stream.ended for stream in streams):
                 yield from self._turns.take(lambda: self._read(streams))
-                self._turns.give_way()
         finally:
             self._turns.cancel(group)
 
@@ -200,7 +199,6 @@ class LLM:
 
         while unfinished() or any(stream.behind for stream in streams):
             self._turns.take(go_on)
-            self._turns.give_way()
             if on_progress is None:
                 continue
             finished = sum(all(r.finished for r in group) for _, group in groups)

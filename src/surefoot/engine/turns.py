@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -13,8 +12,6 @@ from surefoot.errors import SurefootError
 from surefoot.request import FinishReason, Request
 
 Result = TypeVar("Result")
-_PAUSE = 5e-5
-"""Seconds for another thread to wake up in."""
 
 
 class Turns:
@@ -25,7 +22,6 @@ class Turns:
         self.engine = engine
         self._lock = threading.Lock()
         self._holder: int | None = None
-        self._waiting: set[int] = set()
         self._cancelled: deque[Request] = deque()
 
     def take(self, work: Callable[[], Result]) -> Result:
@@ -36,9 +32,7 @@ class Turns:
             raise SurefootError(
                 "LLM", "was called in the middle of its own round", "call it from outside"
             )
-        self._waiting.add(me)
         with self._lock:
-            self._waiting.discard(me)
             self._holder = me
             try:
                 self.engine.settle()
@@ -47,11 +41,6 @@ class Turns:
             finally:
                 self._end_cancelled()
                 self._holder = None
-
-    def give_way(self) -> None:
-        """Between two turns: a lock goes to whoever asks first, which is the one that had it."""
-        if self._waiting:
-            time.sleep(_PAUSE)
 
     def cancel(self, requests: Iterable[Request]) -> None:
         """End those that have not ended: now, or with the turn that somebody has. (A stream that

@@ -180,7 +180,7 @@ class Proposer(ABC):
 
 @contextmanager
 def blamed(proposer: Proposer, method: str) -> Iterator[None]:
-    """Meanwhile ``proposer`` runs ``method``: what it raises goes on as it is, with a note of that."""
+    """What ``proposer`` raises in ``method`` goes on as it is, with a note that says so."""
     try:
         yield
     except Exception as error:
