@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from surefoot.errors import SurefootError
@@ -222,6 +222,19 @@ class SpeculationStats:
             by_proposer[name] = by_proposer.get(name, 0) + verified
             by_proposer = self.accepted_by_proposer
             by_proposer[name] = by_proposer.get(name, 0) + accepted
+
+    def kept(self, sources: Sequence[str | None]) -> SpeculationStats:
+        """Of a text of which only tokens by these proposers (None: the target's own) are left, as
+        a stop string cut it: the drafts behind that were verified, but not accepted."""
+        by_proposer = dict.fromkeys(self.accepted_by_proposer, 0)
+        for name in sources:
+            if name is not None:
+                by_proposer[name] += 1
+        accepted = sum(by_proposer.values())
+        # A round's last token is the target's own, unless the text ends with a draft.
+        cut = bool(sources) and sources[-1] is not None
+        rounds = len(sources) - accepted + cut
+        return replace(self, rounds=rounds, accepted=accepted, accepted_by_proposer=by_proposer)
 
     @property
     def accepted_length(self) -> float:

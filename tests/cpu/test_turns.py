@@ -87,6 +87,24 @@ def test_a_stop_string_that_others_rounds_ran_past_still_ends_the_text(llm: LLM)
     assert whole([first, *stream]) == wanted
 
 
+def test_drafts_behind_a_stop_string_are_not_accepted(llm: LLM) -> None:
+    bias = {5: 40.0, 6: 40.0, 7: 40.0}
+    loop = [5, 6, 7] * 4
+    told = params(0, 36, logit_bias=bias)
+    text = llm.generate(loop, told)[0].outputs[0].text
+    cuts = 0
+    for at in range(len(text) // 2, len(text) - 4, 3):
+        output = llm.generate(loop, params(0, 36, logit_bias=bias, stop=text[: at + 3][-9:]))[
+            0
+        ].outputs[0]
+        stats, sources = output.speculation, output.proposed_by
+        assert stats.accepted == sum(map(bool, sources)) == sum(stats.accepted_by_proposer.values())
+        cut = sources[-1] is not None
+        assert stats.rounds + stats.accepted == len(output.token_ids) + cut
+        cuts += cut
+    assert cuts
+
+
 def test_closing_a_stream_ends_its_request_and_no_other(llm: LLM) -> None:
     streams = [llm.stream(PROMPTS[place], params(place)) for place in range(3)]
     chunks = [[next(stream)] for stream in streams]

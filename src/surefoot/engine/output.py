@@ -177,6 +177,14 @@ class TextStream:
                     break
         return max(self._emitted, length - held)
 
+    @property
+    def speculation(self) -> SpeculationStats:
+        """What speculation did for the text as it stands."""
+        request, kept = self.request, self.kept
+        if kept == len(request.output):
+            return request.stats
+        return request.stats.kept(request.proposed_by[:kept])
+
     def output(self) -> CompletionOutput:
         """The choice as it stands; tokens after a stop string are cut off."""
         request, kept = self.request, self.kept
@@ -196,5 +204,5 @@ class TextStream:
             logprobs=logprobs,
             cumulative_logprob=None if logprobs is None else sum(x.logprob for x in logprobs),
             proposed_by=request.proposed_by[:kept],
-            speculation=request.stats,
+            speculation=self.speculation,
         )
