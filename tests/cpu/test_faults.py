@@ -30,7 +30,7 @@ JOBS = [
         (7, 8, 7, 8, 7),
         SamplingParams(
             temperature=0.8, seed=3, max_tokens=5, ignore_eos=True, repetition_penalty=1.2,
-            presence_penalty=0.5, logit_bias={7: 1.0}, logprobs=1,
+            presence_penalty=0.5, logit_bias={7: 5.0, 12: 5.0}, logprobs=1,
         ),
     ),
     Job(
@@ -159,9 +159,9 @@ def test_every_function_fails_once(engines: dict[str, Engine], kind: str) -> Non
     names, failed = sorted(places), 0
     chosen = names[KINDS.index(kind) :: len(KINDS)]
     for turn, name in enumerate(chosen):
-        mine = places[name]
+        # What was learnt of acceptance makes some runs shorter than the one that was counted.
+        mine = [at for at in places[name] if at < 0.8 * len(calls.names)] or places[name]
         failed += bool(fail(engine, mine[turn % len(mine)]))
-    # What was learnt of acceptance makes some runs a little shorter than the one that was counted.
     assert failed > 0.9 * len(chosen) > 90
     for known in ("NativeBooks.judge", "NgramProposer.propose", "Eagle3Proposer.catch_up",
                   "NativeBackend.layer", "KVManager.keep", "BlockPool.allocate"):  # fmt: skip

@@ -1,8 +1,4 @@
-"""Reading rounds: what a report says goes to the requests and their leases.
-
-Wherever this is broken off, what was entered of a request is right (``Request.settle``): its lease
-comes first, the tokens last.
-"""
+"""Reading rounds: what a report says goes to the requests and their leases."""
 
 from __future__ import annotations
 
@@ -78,15 +74,13 @@ def read_report(
             continue
         if drafts:
             told: list[int] = rows[index, : first_token + 1 + longest].tolist()
-            item = _read_drafts(request, lease, told, kv, names, index < chunks, scores.get(index))
+            item = _read_drafts(request, lease, told, kv, names, index < chunks)
             landing.drafting.append(item)
         else:
             output, stats = request.output, request.stats
             if index >= chunks:
                 keep(lease, output[-1:] or request.prompt[-1:])
                 request.computed += 1
-            if index in scores:
-                _read_scores(request, scores[index], token)
             output += token
             stats.rounds += 1
             if offers:
@@ -95,6 +89,8 @@ def read_report(
                 landing.drafting.append(item)
             else:
                 item = Progress(request, token, NO_DRAFTING)
+        if index in scores and request.params.logprobs is not None:
+            request.logprobs += unpack(scores[index], item.tokens, request.params.logprobs)
         landing.progress.append(item)
         if end:
             landing.ended.append((item, end))
@@ -108,10 +104,8 @@ def _read_drafts(
     kv: KVManager,
     names: Sequence[str],
     prompt: bool,
-    scores: torch.Tensor | None,
 ) -> Progress:
-    """``prompt``: the round ran the end of a prompt, whose rows are kept already. ``scores``: of
-    the tokens, if logprobs are wanted."""
+    """``prompt``: the round ran the end of a prompt, whose rows are kept already."""
     count, accepted, _, verified, whose, offered, _, *tokens = row
     output, tokens = request.output, tokens[:count]
     settled = tokens[:-1]
@@ -122,16 +116,9 @@ def _read_drafts(
     drafts = min(accepted, count) if verified else 0
     request.stats.count(name, offered, verified, drafts)
     request.note_drafts(name, drafts)
-    if scores is not None:
-        _read_scores(request, scores, tokens)
     output += tokens
     request.computed += len(settled)
     return Progress(request, tokens, Drafting(name, offered, verified, drafts))
-
-
-def _read_scores(request: Request, scores: torch.Tensor, tokens: Sequence[int]) -> None:
-    if request.params.logprobs is not None:
-        request.logprobs += unpack(scores, tokens, request.params.logprobs)
 
 
 def read_prompt_scores(report: Report, batch: Batch, targets: Sequence[int]) -> None:

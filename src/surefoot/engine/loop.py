@@ -258,9 +258,6 @@ class Loop:
         the host's own books."""
         self.flights.clear()
         self.scheduler.restart()
-        self.reservations.clear()
-        self._batch_set = None
-        self.gathering.forget()
 
 
 def _prompt_targets(request: Request, rows: int) -> int:
