@@ -68,12 +68,40 @@ def test_streams_read_in_turn_lose_nothing(llm: LLM, gaps: tuple[int, int]) -> N
 def test_generate_while_a_stream_is_open_takes_nothing_of_it(llm: LLM) -> None:
     stream = llm.stream(PROMPTS[0], params(0))
     chunks = [next(stream), next(stream)]
-    output = llm.generate(PROMPTS[1], params(1, 60))[0].outputs[0]
-    assert (output.token_ids, output.text, output.finish_reason) == alone(llm, 1, tokens=60)
-    chunks += stream
-    assert whole(chunks) == alone(llm, 0)
-    # It ran in the same rounds, and what it had got by then came at once.
-    assert len(chunks) <= 4 and len(chunks[2].token_ids) > 30
+    output = llm.generate(PROMPTS[1], params(1, 25))[0].outputs[0]
+    # It ran in the same rounds, and what it has got by then comes without another one.
+    rounds = llm.engine.stats.rounds
+    chunks.append(next(stream))
+    assert llm.engine.stats.rounds == rounds and len(chunks[2].token_ids) > 10
+    assert (output.token_ids, output.text, output.finish_reason) == alone(llm, 1, tokens=25)
+    assert whole([*chunks, *stream]) == alone(llm, 0)
+
+
+def test_others_rounds_may_end_what_generate_waits_for(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, take = alone(llm, 0), llm._turns.take
+
+    def interrupted(work: Callable[[], Any]) -> Any:
+        result = take(work)
+        while llm.engine.has_work:
+            llm.engine.step()
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._turns, "take", interrupted)
+        output = llm.generate(PROMPTS[0], params(0, stop="@@@"))[0].outputs[0]
+    assert (output.token_ids, output.text, output.finish_reason) == wanted
+
+
+def test_what_was_torn_is_mended_before_anybody_reads_it(llm: LLM) -> None:
+    """A token came, and before its logprobs did somebody pressed Ctrl-C twice."""
+    stream = llm.stream(PROMPTS[0], params(0, logprobs=1))
+    chunks = [next(stream), next(stream)]
+    [request] = llm.engine.scheduler.running
+    request.output.append(5)
+    llm.engine.torn = True
+    assert whole([*chunks, *stream]) == alone(llm, 0)
 
 
 def test_a_stop_string_that_others_rounds_ran_past_still_ends_the_text(llm: LLM) -> None:
