@@ -90,6 +90,21 @@ def test_every_type(kind: str, arch: str, tmp_path: Path) -> None:
             assert (expected - weights[name]).abs().max() < 0.15 * weights[name].abs().max()
 
 
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1", "Q6_K"])
+@pytest.mark.parametrize("native", [True, False])
+def test_weights_that_are_no_numbers_are_refused(kind: str, native: bool, tmp_path: Path) -> None:
+    """The scale of one block (Q4_1: its offset) is NaN: packed blocks are looked at, too."""
+    path = make(tmp_path, kind=kind, **BIG)
+    tensor = GgufFile(path).tensors["blk.0.ffn_up.weight"]
+    at = tensor.offset + tensor.size // 2 + {"Q4_1": 2, "Q6_K": 208}.get(kind, 0)
+    content = bytearray(path.read_bytes())
+    content[at : at + 2] = b"\x00\x7e"
+    path.write_bytes(content)
+    with pytest.raises(SurefootError, match=r"blk.0.ffn_up.weight in .*model.gguf holds NaN"):
+        dict(load(path, native=native).weights)
+    assert list((tmp_path / "cache").rglob("*.safetensors")) == []
+
+
 def test_container_equals_the_library_reader(tmp_path: Path) -> None:
     path = make(tmp_path, kind="Q8_0", metadata={"x.floats": [0.5, 1e-5], "x.flags": [True, False]})
     ours, theirs = GgufFile(path), gguf.GGUFReader(path)
