@@ -183,6 +183,7 @@ def test_any_value_of_other_files(data: st.DataObject, tmp_path_factory: Any) ->
 @pytest.mark.parametrize(
     "entries",
     [
+        {"line\nbreak": {"content": "a"}},
         {"x": {"content": "a"}},
         {"-1": {"content": "a"}},
         {"²": {"content": "a"}},
