@@ -227,7 +227,7 @@ def _write_tensors(
             progress("Converting weights", done, len(weights))
         tensor = weights[name]
         assert isinstance(tensor, torch.Tensor)
-        data = memoryview(tensor.to(dtype).contiguous().flatten().view(torch.uint8).numpy())
+        data = tensor.to(dtype).contiguous().flatten().view(torch.uint8).numpy().data
         target.write(data)
         digest.update(data)
     if progress:
