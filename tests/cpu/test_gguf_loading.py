@@ -213,6 +213,10 @@ USUAL = 1 + 0.1 * math.log(4)
             },
             RopeScaling("yarn", 4.0, 128, attention_factor=0.5 * USUAL, beta_fast=16.0),
         ),
+        (
+            {**YARN, "rope.scaling.attn_factor": 0.5, "rope.scaling.yarn_attn_factor": 3.0},
+            RopeScaling("yarn", 4.0, 512, attention_factor=1.5 * USUAL),
+        ),
     ],
 )
 def test_rope_metadata(keys: dict, scaling: RopeScaling, tmp_path: Path) -> None:
@@ -227,6 +231,11 @@ def test_rope_factors(tmp_path: Path) -> None:
         frequency_factors=(1.0, 1.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)
     )
     assert "rope_freqs.weight" not in checkpoint.weights
+    for kind in ("linear", "yarn"):
+        keys = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0}
+        tensors = {"rope_freqs.weight": [1.0] * 7 + [8.0]}
+        scaling = load(make(tmp_path, tensors=tensors, metadata=keys)).config.rope_scaling
+        assert (scaling.kind, scaling.frequency_factors) == (kind, (1.0,) * 7 + (8.0,))
     assert "rope_freqs.weight is F32 of shape" in refusal(
         make(tmp_path, tensors={"rope_freqs.weight": [1.0, 2.0]})
     )

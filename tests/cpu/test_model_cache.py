@@ -19,9 +19,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from harness import needs_native
 from surefoot.cache import size_in_words
 from surefoot.cli.main import app
+from surefoot.config import EngineConfig
+from surefoot.engine.build import build_engine
 from surefoot.errors import SurefootError
+from surefoot.kernels.quant import QuantTensor
 from surefoot.models.loading import load_checkpoint
 from surefoot.models.loading.embedded import EMBEDDED, EmbeddedModel, embedded_path
 from surefoot.models.loading.gguf_container import GgufFile
@@ -69,6 +73,18 @@ def test_converted_once(path: Path, root: Path) -> None:
     assert calls
     assert same(half, {name: tensor.bfloat16() for name, tensor in first.items()})
     assert len(list((root / "converted").iterdir())) == 2
+
+
+@needs_native
+@pytest.mark.parametrize(("dtype", "kept"), [("auto", 0), ("bfloat16", 0), ("float32", 1)])
+def test_float32_means_dense_weights(dtype: str, kept: int, path: Path, root: Path) -> None:
+    """Packed blocks would be multiplied by activations of 8 bits."""
+    config = EngineConfig(str(path), dtype=dtype, threads=1, calibration_seconds=0.0)
+    engine, checkpoint = build_engine(config)
+    assert engine.decoder.backend.name == "native"
+    assert len(list((root / "converted").glob("*"))) == kept
+    packed = isinstance(checkpoint.weights["model.layers.0.mlp.up_proj.weight"], QuantTensor)
+    assert packed == (not kept) == (config.weights_on("native") == "native")
 
 
 def test_nothing_is_cached_without_need(path: Path, tmp_path: Path, root: Path) -> None:
