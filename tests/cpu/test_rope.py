@@ -69,11 +69,13 @@ def test_table_equals_transformers(parameters: dict[str, Any], theta: float) -> 
 
 
 def test_yarn_interpolates_no_further_than_the_last_dimension() -> None:
-    """So long an original context that the slow end of the ramp lies beyond the head."""
+    """So long an original context that the slow end of the ramp lies beyond the head; the fast end
+    lies among the head's frequencies, so that the ramp's slope shows."""
     long = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1 << 21}
+    long["beta_fast"] = 1e4
     turns = (1 << 21) / (2 * math.pi)
     assert 32 * math.log(turns) / (2 * math.log(500.0)) > 32
-    scaling = RopeScaling("yarn", 4.0, 1 << 21)
+    scaling = RopeScaling("yarn", 4.0, 1 << 21, beta_fast=1e4)
     table = rope_table(
         tiny_config("llama", head_dim=32, rope_theta=500.0, rope_scaling=scaling), 512
     )
