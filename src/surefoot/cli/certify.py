@@ -265,9 +265,6 @@ def _setup(llm: LLM, subject: Subject) -> dict[str, Any]:
         import torch
 
         gpu = torch.cuda.get_device_name(backend.device)
-    weights = subject.config.weights
-    if weights == "auto":
-        weights = "native" if backend.name == "native" else "dense"
     return {
         "surefoot": __version__,
         "model": subject.config.model,
@@ -275,7 +272,7 @@ def _setup(llm: LLM, subject: Subject) -> dict[str, Any]:
         "device": str(backend.device),
         "gpu": gpu,
         "dtype": str(backend.dtype).removeprefix("torch."),
-        "weights": weights,
+        "weights": subject.config.weights_on(backend.name),
         "proposer_options": {k: dict(v) for k, v in subject.config.proposer_options.items()},
         "max_draft_tokens": subject.max_drafts,
         "prompts": len(subject.prompts),

@@ -32,13 +32,10 @@ def build_engine(
     """Load ``config.model`` and build an engine around it; ``prepare`` as there."""
     torch.set_num_threads(config.threads or _TORCH_THREADS)
     backend = choose_backend(config)
-    native_weights = config.weights == "native" or (
-        config.weights == "auto" and backend.name == "native"
-    )
     checkpoint = load_checkpoint(
         config.model,
         dtype=backend.dtype,
-        native=native_weights,
+        native=config.weights_on(backend.name) == "native",
         generation_config=config.generation_config,
         progress=progress,
     )

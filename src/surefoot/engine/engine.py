@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,14 +39,26 @@ from surefoot.structured import TextGrammar
 
 DEFAULT_KV_BYTES = 1 << 30
 _END_REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH}
+_ROPE_BYTES = 12
+"""Per position and element of a head: cos and sin of half of them in float32, and what making them
+takes."""
 
 
 def model_length(config: EngineConfig, model: ModelConfig) -> int:
-    """Longest text an engine takes, prompt and output together; refused beyond the context."""
+    """Longest text an engine takes, prompt and output together; refused beyond the context, and
+    where the rotary tables of so many positions would not fit in half of the host's memory."""
     length = config.max_model_len or model.max_positions
     if length > model.max_positions:
         raise SurefootError(
             "max_model_len", f"{length} is beyond the model's context of {model.max_positions}"
+        )
+    per_position = _ROPE_BYTES * model.head_dim
+    fitting = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // per_position
+    if length > fitting:
+        raise SurefootError(
+            "max_model_len",
+            f"rotary tables of {length} positions take {length * per_position / 1e9:.0f} GB here",
+            f"set it to {fitting} or less",
         )
     return length
 
