@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 
 import torch
@@ -12,6 +11,7 @@ from surefoot.config import EngineConfig
 from surefoot.engine.engine import Engine, model_length
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
+from surefoot.kernels.cpu.processor import processor_lines
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.models.loading import Checkpoint, load_checkpoint
@@ -128,8 +128,5 @@ def _dtype(name: str, native: bool) -> torch.dtype:
 
 
 def _has_bf16_instructions() -> bool:
-    if not os.path.exists("/proc/cpuinfo"):
-        return False
-    with open("/proc/cpuinfo") as file:
-        flags = next((line for line in file if line.startswith(("flags", "Features"))), "")
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags.split()))
+    flags = " ".join(processor_lines("flags", "Features")).split()
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from surefoot.cache import USE_ANOTHER, cache_root, replacing
+from surefoot.kernels.cpu.processor import processor_lines
 
 SOURCES = Path(__file__).parent
 FLAGS = [
@@ -82,13 +83,8 @@ def _compiler() -> str:
 
 def _cpu() -> str:
     """What -march=native depends on."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    wanted = ("model name", "flags", "Features", "CPU part")
-    lines = {line for line in text.splitlines() if line.startswith(wanted)}
-    return "\n".join([platform.machine(), *sorted(lines)])
+    lines = processor_lines("model name", "flags", "Features", "CPU part")
+    return "\n".join([platform.machine(), *(sorted(lines) or [platform.processor()])])
 
 
 def _flags() -> list[str]:
