@@ -21,6 +21,8 @@ from surefoot.models.decoder import Decoder
 from surefoot.speculation import registry
 from surefoot.speculation.proposer import Proposer
 
+POSITIONS = 1100
+"""Of the context: texts cross every boundary that a certificate has."""
 SMALL = replace(
     QUICK,
     greedy_jobs=4,
@@ -28,7 +30,7 @@ SMALL = replace(
     sampled_jobs=3,
     sampled_length=10,
     scenarios=SCENARIOS[:1],
-    random_parameters=2,
+    designs=0,
     parameter_length=8,
     seeds=16,
     sampled_positions=2,
@@ -50,7 +52,8 @@ def native_decoder() -> Decoder:
     """One thread: threads that wait for each other on busy cores take ten times as long."""
     from surefoot.kernels.cpu.backend import NativeBackend
 
-    return Decoder(tiny_config(), random_weights(tiny_config()), NativeBackend(torch.float32, 1))
+    config = tiny_config(max_positions=POSITIONS)
+    return Decoder(config, random_weights(config), NativeBackend(torch.float32, 1))
 
 
 def make_judge(subject: Subject) -> Judge:

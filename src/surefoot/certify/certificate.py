@@ -13,11 +13,11 @@ from surefoot.certify.offers import run_offers
 from surefoot.certify.parity import Progress
 from surefoot.certify.selftest import Trial, run_section, run_self_test
 from surefoot.certify.sizes import DEFAULT, Size
-from surefoot.certify.subject import PROBE_NAMES, Subject
+from surefoot.certify.subject import Subject
 
 PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
 EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 2}
-PARITY = ("greedy parity", "sampled parity", "sampling parameters")
+PARITY = ("greedy parity", "sampled parity", "sampling parameters", "long texts")
 SECTIONS = (*PARITY, "distribution")
 EVENTS = {
     "preemptions": "no request was preempted",
@@ -168,7 +168,7 @@ def certify(
         **setup,
         "rounds": RECORDED if subject.recorded else CALLED,
         "proposers": list(subject.proposers),
-        "probes": list(PROBE_NAMES),
+        "probes": list(subject.probes),
     }
     certificate = Certificate(setup, size, noise)
     judge = Judge(subject, noise)

@@ -29,11 +29,13 @@ from surefoot.certify.parity import Progress
 from surefoot.certify.prefill import continuations
 from surefoot.certify.regret import probabilities
 from surefoot.certify.sizes import Size
-from surefoot.certify.subject import PROBE_NAMES
+from surefoot.certify.subject import MIXED, RIGHT
 from surefoot.request import SamplingParams
 
 FALSE_DISCOVERY_RATE = 0.05
 FIRST_SEED = 100_000
+SEED_ORDER = (0, 0), (1, 0), (1, 1 << 40), (0, 1 << 40)
+"""Of every four seeds in a row, what is added."""
 CHOICES = 2
 BATCH = 32
 MAX_DRAFTS = 3
@@ -152,7 +154,7 @@ def _run_cell(
     # the exact distribution.
     off = judge.plain_texts(jobs, prefix_caching=True)
     texts = tuple({(*job.prompt, *out.tokens) for job, out in zip(jobs, off, strict=True)})
-    methods = (PROBE_NAMES[1], PROBE_NAMES[0], *subject.proposers)
+    methods = (MIXED, RIGHT, *subject.proposers)
     tested = [
         replace(job, method=methods[i % len(methods)], max_drafts=MAX_DRAFTS)
         for i, job in enumerate(jobs)
@@ -177,8 +179,10 @@ def _jobs(
     length = min(size.sampled_positions, subject.decoder.config.max_positions - len(prompt))
     jobs = []
     for index in range(size.seeds):
-        # Neighbouring seeds on purpose: they must be as independent as distant ones.
-        seed = first_seed + 1000 * number + index
+        # Neighbouring seeds on purpose, and seeds that differ in their upper half alone: they must
+        # be as independent as distant ones.
+        place, upper = SEED_ORDER[index % 4]
+        seed = first_seed + 1000 * number + index // 4 * 4 + place + upper
         params = SamplingParams(seed=seed, max_tokens=length, ignore_eos=True, **values)
         for choice in range(CHOICES):
             jobs.append(Job(prompt, params, PLAIN, choice=choice, label=f"seed {seed}"))

@@ -1,5 +1,5 @@
-"""Every sampling parameter, alone and in random combinations, mixed in one batch: text, ending and
-logprobs must be those of plain decoding."""
+"""Every sampling parameter, alone and in combinations in which any two values meet, mixed in one
+batch: text, ending and logprobs must be those of plain decoding."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from typing import Any
 from surefoot.certify.compare import Judge
 from surefoot.certify.findings import Section
 from surefoot.certify.jobs import PLAIN, Job, Outcome, run_jobs
-from surefoot.certify.parity import Progress
+from surefoot.certify.near_ties import find_others, refusals
+from surefoot.certify.pairs import count_pairs, pairwise
+from surefoot.certify.parity import Progress, seed_of
 from surefoot.certify.sizes import Size
 from surefoot.certify.structure import STRUCTURES, fits
-from surefoot.certify.subject import PROBE_NAMES
+from surefoot.certify.subject import MIXED, RIGHT, RUNNER_UP
 from surefoot.errors import SurefootError
 from surefoot.request import SamplingParams
 from surefoot.structured import StructuredOutputsParams
 
 SAMPLED = {"temperature": 1.0}
 GREEDY = {"temperature": 0.0}
-MIXED: tuple[dict[str, Any], ...] = (
+BESIDE_GRAMMARS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.2, "top_p": 0.8, "repetition_penalty": 1.2},
     {"temperature": 1.5, "top_k": 20, "logprobs": 2},
     {"temperature": 0.7, "min_p": 0.05, "presence_penalty": 0.5},
@@ -50,18 +52,27 @@ SINGLES: tuple[dict[str, Any], ...] = (
     {**GREEDY, "prompt_logprobs": 2},
     {**SAMPLED, "n": 3},
 )
-RANDOM: dict[str, tuple[Any, ...]] = {
-    "temperature": (0.0, 0.0, 0.3, 0.8, 1.0, 1.5),
-    "top_k": (0, 0, 1, 5, 50),
-    "top_p": (1.0, 1.0, 0.5, 0.95),
-    "min_p": (0.0, 0.0, 0.02, 0.2),
-    "repetition_penalty": (1.0, 1.0, 0.9, 1.2, 1.8),
-    "presence_penalty": (0.0, 0.0, -0.7, 1.2),
-    "frequency_penalty": (0.0, 0.0, -0.3, 0.8),
-    "logprobs": (None, None, 0, 3),
-    "prompt_logprobs": (None, None, None, 1),
-    "ignore_eos": (True, True, False),
+SOME = True
+"""Stands for a value that depends on the model, its vocabulary or the text."""
+GREEDY_FACTORS: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1.0, 0.9, 1.3),
+    "presence_penalty": (0.0, -0.7, 1.2),
+    "frequency_penalty": (0.0, -0.3, 0.8),
+    "logprobs": (None, 0, 3),
+    "prompt_logprobs": (None, 1),
+    "logit_bias": (None, SOME),
+    "stop_token_ids": (None, SOME),
+    "min_tokens": (0, SOME),
+    "ignore_eos": (True, False),
 }
+SAMPLED_FACTORS: dict[str, tuple[Any, ...]] = GREEDY_FACTORS | {
+    "temperature": (0.3, 0.8, 1.5),
+    "top_k": (0, 5, 50),
+    "top_p": (1.0, 0.5, 0.9),
+    "min_p": (0.0, 0.02, 0.2),
+    "n": (1, 2),
+}
+"""Which values are combined; every seed is another one, half of them beyond 32 bits."""
 
 
 def run_parameters(
@@ -88,6 +99,7 @@ def run_parameters(
             break
     progress(section.name, passes + 1, passes + 1)
     section.details["combinations"] = len(jobs)
+    section.details["pairs"] = count_pairs(GREEDY_FACTORS) + count_pairs(SAMPLED_FACTORS)
     section.seconds = time.perf_counter() - started
     return section
 
@@ -132,21 +144,25 @@ def _run_batch(
     subject = judge.subject
     # Requests that a stop string ends early are continued by what plain decoding said anyway.
     texts = tuple((*job.prompt, *out.tokens) for job, out in zip(jobs, wanted, strict=True))
-    methods = [PROBE_NAMES[1], PROBE_NAMES[0], *subject.proposers]
+    others = find_others(judge, jobs, wanted)
+    methods = [MIXED, RUNNER_UP, *subject.proposers, MIXED, RIGHT, *subject.proposers]
     tested = []
     for place, job in enumerate(jobs):
         method = methods[(place + turn) % len(methods)]
         tested.append(replace(job, method=method, arrival=place // 2 * (1 + turn)))
-    engine = subject.engine(
-        max(job.longest for job in tested),
-        (12, 4)[turn],
-        texts=texts,
-        max_num_batched_tokens=(256, 32)[turn],
-        enable_prefix_caching=turn == 1,
-    )
+    longest = max(job.longest for job in tested)
+    options: dict[str, Any] = {"max_num_batched_tokens": 256}
+    if turn:
+        # Room for two requests, so that others are preempted and go on from what they had said.
+        block_size, drafts = 8, subject.max_drafts
+        options = {"max_num_batched_tokens": 32, "enable_prefix_caching": True}
+        options |= {"block_size": block_size}
+        options |= {"kv_blocks": 2 * (-(-(longest + drafts) // block_size) + 1)}
+    engine = subject.engine(longest, (12, 4)[turn], texts=texts, others=others, **options)
     got, activity = run_jobs(engine, tested, subject.tokenizer)
     section.activity.add(activity)
-    section.scenarios.append(("batch of 12", "batch of 4, chunked, prefix hits")[turn])
+    section.refusals.add(refusals(judge, tested, got, texts, others, activity.turned_down))
+    section.scenarios.append(("batch of 12", "batch of 4, chunked, prefix hits, shortage")[turn])
     for job, want, outcome in zip(tested, wanted, got, strict=True):
         where = f"{section.scenarios[-1]}, {job.label}, drafts by {job.method}"
         judge.compare(section, where, job, want, outcome)
@@ -187,36 +203,50 @@ def _check_structures(
 def parameter_jobs(
     judge: Judge, size: Size, structures: Sequence[StructuredOutputsParams] = ()
 ) -> list[Job]:
-    """The single parameters, those that need to know a text, grammars, random combinations."""
-    random = Random(7)
+    """The single parameters, those that need to know a text, grammars, pairwise designs."""
     jobs: list[Job] = []
     for values in SINGLES:
         _add(jobs, judge, size, values)
     for values in _from_text(judge, size):
-        _add(jobs, judge, size, values)
+        _add(jobs, judge, size, values, judge.subject.prompts[0])
     for number, structure in enumerate(structures):
-        for base in (GREEDY, SAMPLED, MIXED[number % len(MIXED)]):
+        for base in (GREEDY, SAMPLED, BESIDE_GRAMMARS[number % len(BESIDE_GRAMMARS)]):
             _add(jobs, judge, size, {**base, "structured_outputs": structure, "ignore_eos": False})
-    for _ in range(size.random_parameters):
-        names = random.sample(sorted(RANDOM), random.randint(3, len(RANDOM)))
-        values = {"temperature": 1.0} | {name: random.choice(RANDOM[name]) for name in names}
-        vocab = judge.subject.decoder.config.vocab_size
-        if random.random() < 0.3:
-            values["logit_bias"] = {random.randrange(vocab): random.choice((-5.0, 2.0))}
-        if random.random() < 0.3:
-            values["stop_token_ids"] = tuple(random.randrange(vocab) for _ in range(4))
-        if random.random() < 0.2:
-            values["min_tokens"] = random.randint(1, size.parameter_length // 2)
-        _add(jobs, judge, size, values)
+    random = Random(7)
+    for design in range(size.designs):
+        for base, factors in ((GREEDY, GREEDY_FACTORS), ({}, SAMPLED_FACTORS)):
+            for row in pairwise(factors, design):
+                _add(jobs, judge, size, {**base, **_concrete(row, judge, size, random)})
     return jobs
 
 
-def _add(jobs: list[Job], judge: Judge, size: Size, values: Mapping[str, Any]) -> None:
+def _concrete(row: Mapping[str, Any], judge: Judge, size: Size, random: Random) -> dict[str, Any]:
+    """A design's row without what is the default anyway, and with values for ``SOME``."""
+    vocab = judge.subject.decoder.config.vocab_size
+    usual = SamplingParams(ignore_eos=True)
+    values = {name: value for name, value in row.items() if value != getattr(usual, name)}
+    if "logit_bias" in values:
+        ids = random.sample(range(vocab), min(vocab, 8))
+        values["logit_bias"] = {token: random.choice((-5.0, 2.0)) for token in ids}
+    if "stop_token_ids" in values:
+        values["stop_token_ids"] = tuple(random.randrange(vocab) for _ in range(2))
+    if "min_tokens" in values:
+        values["min_tokens"] = random.randint(1, size.parameter_length // 2)
+    return values
+
+
+def _add(
+    jobs: list[Job],
+    judge: Judge,
+    size: Size,
+    values: Mapping[str, Any],
+    prompt: tuple[int, ...] | None = None,
+) -> None:
     number = len(jobs)
     prompts = judge.subject.prompts
-    prompt = prompts[number % len(prompts)]
+    prompt = prompt or prompts[number % len(prompts)]
     room = judge.subject.decoder.config.max_positions - len(prompt)
-    defaults = {"ignore_eos": True, "seed": 5000 + number}
+    defaults = {"ignore_eos": True, "seed": seed_of(4000 + number)}
     length = min(size.parameter_length, room)
     params = SamplingParams(**{**defaults, "max_tokens": length, **values})
     label = ", ".join(f"{name}={value!r}" for name, value in values.items())

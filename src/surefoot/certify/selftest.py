@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from surefoot.certify import long_texts
 from surefoot.certify.compare import Judge
 from surefoot.certify.distribution import run_distribution
 from surefoot.certify.findings import Section
@@ -64,6 +65,8 @@ def run_section(
     """A section by its name; ``stop_at_first`` ends it early where something is found."""
     if name == "distribution":
         return run_distribution(judge, size, progress, stop_at_first)
+    if name == long_texts.NAME:
+        return long_texts.run_long_texts(judge, size, progress, stop_at_first)
     if name == "sampling parameters":
         return run_parameters(judge, size, progress, stop_at_first)
     return run_parity(judge, size, name == "sampled parity", progress, stop_at_first)
