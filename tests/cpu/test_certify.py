@@ -23,13 +23,14 @@ from surefoot.certify.certificate import (
     certify,
 )
 from surefoot.certify.compare import Judge
+from surefoot.certify.defect import Defect
+from surefoot.certify.defects import DEFECTS
 from surefoot.certify.findings import Difference, Section
 from surefoot.certify.html import page
 from surefoot.certify.jobs import Job, Outcome, run_jobs
 from surefoot.certify.noise import measure_noise
 from surefoot.certify.parity import run_parity
 from surefoot.certify.prompts import default_prompts
-from surefoot.certify.sabotage import DEFECTS, Defect
 from surefoot.certify.selftest import try_defect
 from surefoot.certify.sizes import DEFAULT, QUICK, SCENARIOS, Size
 from surefoot.certify.subject import Subject

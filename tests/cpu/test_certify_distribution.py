@@ -13,7 +13,7 @@ from certify_setups import make_judge, make_subject, silent
 from harness import needs_native
 from surefoot.certify.distribution import run_distribution
 from surefoot.certify.findings import Section
-from surefoot.certify.sabotage import sample_with
+from surefoot.certify.seams import sample_with
 from surefoot.certify.sizes import QUICK
 from surefoot.engine.engine import Engine
 from surefoot.sampling.sampler import sample_rows

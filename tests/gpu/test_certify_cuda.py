@@ -12,8 +12,9 @@ from device_engines import device_decoder
 from certify_setups import make_judge, silent
 from harness import VOCAB
 from surefoot.certify.certificate import certify
+from surefoot.certify.defect import Defect
+from surefoot.certify.defects import DEFECTS
 from surefoot.certify.prompts import default_prompts
-from surefoot.certify.sabotage import DEFECTS, Defect
 from surefoot.certify.selftest import try_defect
 from surefoot.certify.sizes import QUICK
 from surefoot.certify.subject import Subject

@@ -20,7 +20,8 @@ from surefoot.request import (
 
 PLAIN = "off"
 EVENTS = (
-    "preemptions", "prefix_hits", "cancellations", "chunked", "leaks", "replays", "called", "crowded",
+    "preemptions", "prefix_hits", "cancellations", "chunked", "crowded", "leaks", "replays",
+    "called",
 )  # fmt: skip
 """The plain counters of ``Activity``."""
 CROWD = 16

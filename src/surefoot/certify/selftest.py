@@ -9,11 +9,12 @@ from typing import Any
 
 from surefoot.certify import long_texts
 from surefoot.certify.compare import Judge
+from surefoot.certify.defect import Defect
+from surefoot.certify.defects import DEFECTS
 from surefoot.certify.distribution import run_distribution
 from surefoot.certify.findings import Section
 from surefoot.certify.parameters import run_parameters
 from surefoot.certify.parity import Progress, run_parity
-from surefoot.certify.sabotage import DEFECTS, Defect
 from surefoot.certify.sizes import Size
 
 

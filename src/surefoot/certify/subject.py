@@ -132,9 +132,9 @@ class Subject:
         **options: Any,
     ) -> Engine:
         """A fresh engine for ``batch`` texts of at most ``longest`` tokens. ``options`` override
-        the configuration; ``max_draft_tokens=0`` makes it plain. ``texts`` and ``others`` (of each of
-        them, or none) are what the probes know. ``recorded``: other than the
-        subject's, or for a plain one, whose rounds are called by default."""
+        the configuration; ``max_draft_tokens=0`` makes it plain. ``texts`` and ``others`` (of each
+        of them, or none) are what the probes know. ``recorded``: other than the subject's, or for a
+        plain one, whose rounds are called by default."""
         drafts = options.get("max_draft_tokens", self.max_drafts)
         block_size = options.get("block_size", self.config.block_size)
         values: dict[str, Any] = {
