@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,19 @@ SMALL = replace(
     seeds=16,
     sampled_positions=2,
     offers=8,
+    min_crowded=0,
+    more=0,
 )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What is left to torch is small: threads that wait for each other on busy cores take ten times
+    as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def silent(label: str, done: int, total: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from certify_setups import make_judge, make_subject, silent
+from certify_setups import make_judge, make_subject, one_thread, silent  # noqa: F401
 from harness import needs_native
 from surefoot.certify.distribution import run_distribution
 from surefoot.certify.findings import Section

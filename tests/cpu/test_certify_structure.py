@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from certify_setups import SMALL, make_judge, make_subject, silent
+from certify_setups import SMALL, make_judge, make_subject, one_thread, silent  # noqa: F401
 from harness import VOCAB, needs_native
 from structured_harness import grammars
 from surefoot.certify import parameters

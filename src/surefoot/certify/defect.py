@@ -16,13 +16,15 @@ DEEP = 4
 class Defect:
     """``section``: the section that must find it. ``breaks_plain``: plain decoding has it too, so
     that no comparison with plain decoding can see it. ``needs``: what it takes to show, besides
-    the usual. ``quick``: whether the quick size is sure to find it."""
+    the usual. ``scenario``: of the section, the one to begin with. ``quick``: whether the quick
+    size is sure to find it."""
 
     name: str
     install: Sabotage
     section: str
     breaks_plain: bool = False
     needs: str = ""
+    scenario: str = ""
     quick: bool = True
 
     def lacks(self, subject: Subject) -> str | None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 from surefoot.certify.compare import Judge
 from surefoot.certify.findings import Section
@@ -23,7 +24,7 @@ BOUNDARIES = 256, 512, 1024
 BEFORE = 12
 """Tokens between a prompt's end and its boundary."""
 BATCH = 4
-PASSES = (
+PASSES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("long texts", {"max_num_batched_tokens": 256}),
     ("long texts, chunked, prefix hits", {"max_num_batched_tokens": 64, "block_size": 4}),
 )
@@ -62,6 +63,8 @@ def run_long_texts(
             _run_pass(judge, section, jobs, texts, turn)
             if stop_at_first and section.failed:
                 break
+    else:
+        section.notes.append("no text crosses a boundary: the model's context is too short")
     progress(NAME, len(PASSES) + 1, len(PASSES) + 1)
     section.details["boundaries"] = boundaries(judge.subject.decoder.config, size)
     section.seconds = time.perf_counter() - started

@@ -17,7 +17,7 @@ from surefoot.certify.pairs import count_pairs, pairwise
 from surefoot.certify.parity import Progress, seed_of
 from surefoot.certify.sizes import Size
 from surefoot.certify.structure import STRUCTURES, fits
-from surefoot.certify.subject import MIXED, RIGHT, RUNNER_UP
+from surefoot.certify.subject import MIXED, RIGHT, RUNNER_UP, TREE
 from surefoot.errors import SurefootError
 from surefoot.request import SamplingParams
 from surefoot.structured import StructuredOutputsParams
@@ -52,6 +52,7 @@ SINGLES: tuple[dict[str, Any], ...] = (
     {**GREEDY, "prompt_logprobs": 2},
     {**SAMPLED, "n": 3},
 )
+PASSES = "batch of 12", "batch of 8, chunked, prefix hits, shortage"
 SOME = True
 """Stands for a value that depends on the model, its vocabulary or the text."""
 GREEDY_FACTORS: dict[str, tuple[Any, ...]] = {
@@ -76,22 +77,23 @@ SAMPLED_FACTORS: dict[str, tuple[Any, ...]] = GREEDY_FACTORS | {
 
 
 def run_parameters(
-    judge: Judge, size: Size, progress: Progress, stop_at_first: bool = False
+    judge: Judge, size: Size, progress: Progress, stop_at_first: bool = False, first: str = ""
 ) -> Section:
-    """``stop_at_first``: end with the first batch that shows a defect."""
+    """Both passes, the one named ``first`` before the other. ``stop_at_first``: end with the first
+    pass that shows a defect."""
     section = Section("sampling parameters")
     started = time.perf_counter()
     structures = _structures(judge, section)
     jobs = parameter_jobs(judge, size, structures)
     if judge.subject.tokenizer is None:
         section.notes.append("stop strings were not tested: the model came without a tokenizer")
-    passes = 2
+    passes = len(PASSES)
     progress(section.name, 0, passes + 1)
     wanted = judge.plain_texts(jobs)
     _check_structures(judge, section, jobs, wanted)
     if not stop_at_first:
         judge.anchor(section, *_unstopped(jobs, wanted))
-    for turn in range(passes):
+    for turn in sorted(range(passes), key=lambda turn: PASSES[turn] != first):
         progress(section.name, turn + 1, passes + 1)
         for chosen in _batches(judge, jobs, turn):
             _run_batch(judge, section, *_take(chosen, jobs, wanted), turn)
@@ -145,7 +147,8 @@ def _run_batch(
     # Requests that a stop string ends early are continued by what plain decoding said anyway.
     texts = tuple((*job.prompt, *out.tokens) for job, out in zip(jobs, wanted, strict=True))
     others = find_others(judge, jobs, wanted)
-    methods = [MIXED, RUNNER_UP, *subject.proposers, MIXED, RIGHT, *subject.proposers]
+    trees = (TREE,) if subject.trees else ()
+    methods = [MIXED, RUNNER_UP, *subject.proposers, *trees, MIXED, RIGHT, *subject.proposers]
     tested = []
     for place, job in enumerate(jobs):
         method = methods[(place + turn) % len(methods)]
@@ -153,16 +156,16 @@ def _run_batch(
     longest = max(job.longest for job in tested)
     options: dict[str, Any] = {"max_num_batched_tokens": 256}
     if turn:
-        # Room for two requests, so that others are preempted and go on from what they had said.
-        block_size, drafts = 8, subject.max_drafts
+        # Room for about two requests: others are preempted, and go on from what they had said.
+        block_size, drafts = 4, subject.max_drafts
         options = {"max_num_batched_tokens": 32, "enable_prefix_caching": True}
         options |= {"block_size": block_size}
         options |= {"kv_blocks": 2 * (-(-(longest + drafts) // block_size) + 1)}
-    engine = subject.engine(longest, (12, 4)[turn], texts=texts, others=others, **options)
+    engine = subject.engine(longest, (12, 8)[turn], texts=texts, others=others, **options)
     got, activity = run_jobs(engine, tested, subject.tokenizer)
     section.activity.add(activity)
     section.refusals.add(refusals(judge, tested, got, texts, others, activity.turned_down))
-    section.scenarios.append(("batch of 12", "batch of 4, chunked, prefix hits, shortage")[turn])
+    section.scenarios.append(PASSES[turn])
     for job, want, outcome in zip(tested, wanted, got, strict=True):
         where = f"{section.scenarios[-1]}, {job.label}, drafts by {job.method}"
         judge.compare(section, where, job, want, outcome)

@@ -26,8 +26,10 @@ def run_parity(
     sampled: bool,
     progress: Progress,
     stop_at_first: bool = False,
+    first: str = "",
 ) -> Section:
-    """Run every scenario. ``stop_at_first``: end with the first scenario that shows a defect."""
+    """Run every scenario, the one named ``first`` before the others. ``stop_at_first``: end with
+    the first scenario that shows a defect."""
     section = Section("sampled parity" if sampled else "greedy parity")
     started = time.perf_counter()
     jobs = base_jobs(judge, size, sampled)
@@ -43,7 +45,8 @@ def run_parity(
         judge.anchor(section, jobs, texts)
         if judge.subject.recorded:
             _run_plain_recorded(judge, section, jobs, texts)
-    for number, scenario in enumerate(scenarios, 1):
+    numbered = sorted(enumerate(scenarios, 1), key=lambda item: item[1].name != first)
+    for number, scenario in numbered:
         progress(section.name, number, len(scenarios) + 1)
         run_scenario(judge, section, scenario, number, jobs, texts)
         if stop_at_first and section.failed:

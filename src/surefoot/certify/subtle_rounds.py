@@ -128,15 +128,16 @@ def hide_current_tokens(engine: Engine, speculative: bool) -> None:
     """The third row of a span and those behind it do not see the first."""
 
     def hidden(batch: FlatBatch) -> FlatBatch:
-        if batch.mask is not None:
-            return batch
         slots = batch.row_slot.clamp(min=0)
         start, length = engine.state.computed[slots], engine.state.length[slots]
         place = batch.key_index - start
-        decoding = (batch.row_slot >= 0) & (length - start == 1) & (place < 63)
-        bits = (torch.ones_like(place) << (place.clamp(0, 62) + 1)) - 1
-        mask = torch.where(place >= 2, bits & ~1, bits)
-        return replace(batch, mask=torch.where(decoding, mask, -1))
+        mask = batch.mask
+        if mask is None:
+            decoding = (batch.row_slot >= 0) & (length - start == 1) & (place < 63)
+            bits = (torch.ones_like(place) << (place.clamp(0, 62) + 1)) - 1
+            mask = torch.where(decoding, bits, -1)
+        blind = (mask != -1) & (place >= 2)
+        return replace(batch, mask=torch.where(blind, mask & ~1, mask))
 
     if speculative:
         DecoderProxy(engine.decoder, before=hidden).install(engine)
@@ -197,19 +198,31 @@ def penalise_siblings(engine: Engine, speculative: bool) -> None:
 
 
 DEFECTS = (
-    Defect("accepts a runner-up within 0.05", accept_near_misses, "greedy parity"),
+    Defect(
+        "accepts a runner-up within 0.05",
+        accept_near_misses,
+        "greedy parity",
+        scenario="second likeliest tokens offered",
+    ),
     Defect(
         "accepts one wrong draft in twenty beside more than 16 requests",
         accept_wrong_drafts_in_crowds,
         "greedy parity",
+        scenario="as many requests as the engine runs",
     ),
     Defect(
         f"accepts one wrong draft in twenty from the span's {DEEP}th on",
         accept_wrong_drafts_far_behind,
         "greedy parity",
+        scenario="batch of 16, longest drafts",
         needs=DRAFTS,
     ),
-    Defect("overlooks ends in spans with drafts", overlook_ends, "greedy parity"),
+    Defect(
+        "overlooks ends in spans with drafts",
+        overlook_ends,
+        "greedy parity",
+        scenario="second likeliest tokens offered",
+    ),
     Defect(
         f"shifts the position of drafts by one from position {FAR} on",
         shift_far_positions,
@@ -219,10 +232,19 @@ DEFECTS = (
     Defect(
         "hides the current token from a span's third row on", hide_current_tokens, "greedy parity"
     ),
-    Defect("trusts prefix hits one position too far", trust_prefixes_too_far, "greedy parity"),
+    Defect(
+        "trusts prefix hits one position too far",
+        trust_prefixes_too_far,
+        "greedy parity",
+        scenario="prefix hits",
+    ),
     Defect("writes the rows of padding", write_padding, "greedy parity", needs=RECORDED),
     Defect(
-        "accepts a draft whose parent was refused", accept_orphans, "greedy parity", needs=TREES
+        "accepts a draft whose parent was refused",
+        accept_orphans,
+        "greedy parity",
+        scenario="trees",
+        needs=TREES,
     ),
     Defect(
         "lets penalties see other branches of a tree",

@@ -151,5 +151,6 @@ DEFECTS = (
         "takes the output of resumed requests for prompt",
         forget_prompts_when_resumed,
         "sampling parameters",
+        scenario="batch of 8, chunked, prefix hits, shortage",
     ),
 )
