@@ -82,7 +82,8 @@ def _drafts(certificate: Certificate, subject: Subject, sections: Sections) -> S
         f"Up to {subject.max_drafts} drafts of a request; requests without drafts, with few and "
         "with many in one batch.",
         f"The second likeliest token as a draft: refused {len(refused.gaps):,} times, "
-        f"{refused.near:,} of them near ties.",
+        f"{refused.near:,} of them near ties; and {refused.likelier:,} times a token likelier than "
+        "the sampled one.",
     ]
     if subject.trees:
         return [*done, "Trees, with the right path beside wrong branches."], []

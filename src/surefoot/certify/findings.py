@@ -41,9 +41,11 @@ class Difference:
 
 @dataclass
 class Refusals:
-    """Gaps (logits, above the bound of ties) of the runners-up that were offered and refused."""
+    """Gaps (logits, above the bound of ties) of the runners-up that were offered and refused.
+    ``likelier``: how many others were likelier than the token that was sampled."""
 
     gaps: list[float] = field(default_factory=list)
+    likelier: int = 0
 
     @property
     def near(self) -> int:
@@ -56,11 +58,17 @@ class Refusals:
 
     def add(self, other: Refusals) -> None:
         self.gaps += other.gaps
+        self.likelier += other.likelier
 
     def to_json(self) -> dict[str, Any]:
         within = {str(most): sum(gap <= most for gap in self.gaps) for most in (0.01, NEAR, 0.5)}
         nearest = self.nearest if self.gaps else None
-        return {"refused": len(self.gaps), "within": within, "nearest": nearest}
+        return {
+            "refused": len(self.gaps),
+            "within": within,
+            "nearest": nearest,
+            "likelier": self.likelier,
+        }
 
 
 @dataclass

@@ -60,9 +60,10 @@ def run_long_texts(
             judge.anchor(section, jobs, texts)
         for turn in range(len(PASSES)):
             progress(NAME, turn + 1, len(PASSES) + 1)
-            _run_pass(judge, section, jobs, texts, turn)
-            if stop_at_first and section.failed:
-                break
+            few = 2 if stop_at_first else len(jobs)
+            for at in range(0, len(jobs), few):
+                if not (stop_at_first and section.failed):
+                    _run_pass(judge, section, jobs[at : at + few], texts[at : at + few], turn)
     else:
         section.notes.append("no text crosses a boundary: the model's context is too short")
     progress(NAME, len(PASSES) + 1, len(PASSES) + 1)
@@ -104,14 +105,14 @@ def _run_pass(
     name, options = PASSES[turn]
     others = find_others(judge, jobs, texts)
     known = tuple((*job.prompt, *text.tokens) for job, text in zip(jobs, texts, strict=True))
-    methods = (MIXED, RUNNER_UP), subject.proposers
+    probes, proposers = (MIXED, RUNNER_UP), subject.proposers
     tested, wanted = [], []
-    for place, index in enumerate(place for place in range(len(jobs)) for _ in methods):
-        # Every job by a probe and by a proposer, and by the other probe in the next pass.
-        names = methods[place % 2]
-        method = names[(place // 2 + place // 4 + turn) % len(names)]
-        tested.append(replace(jobs[index], method=method, arrival=turn * 3 * place))
-        wanted.append(texts[index])
+    for place, (job, text) in enumerate(zip(jobs, texts, strict=True)):
+        # First by a probe or a proposer; then, where the prefix is known, by both.
+        own = probes[(place + place // 2 + turn) % 2], proposers[place // 2 % len(proposers)]
+        for method in own if turn else (own[place // 2 % 2],):
+            tested.append(replace(job, method=method, arrival=turn * 3 * len(tested)))
+            wanted.append(text)
     longest = max(job.longest for job in tested)
     engine = subject.engine(
         longest, BATCH, texts=known, others=others, enable_prefix_caching=turn > 0, **options

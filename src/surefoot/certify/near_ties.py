@@ -72,6 +72,8 @@ def refusals(
         gap = others[which].gaps[at]
         row = judge.row(job, got[item.job].tokens[: item.at])
         bound = 0.0 if judge.noise.bit_exact else tie_bound(judge.noise, row)
-        if bound < gap < float("inf") or gap == bound == 0.0:
+        if gap < -bound:
+            found.likelier += 1
+        elif bound < gap < float("inf") or gap == bound == 0.0:
             found.gaps.append(gap - bound)
     return found

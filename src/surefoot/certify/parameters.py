@@ -52,6 +52,8 @@ SINGLES: tuple[dict[str, Any], ...] = (
     {**GREEDY, "prompt_logprobs": 2},
     {**SAMPLED, "n": 3},
 )
+FEW = 24
+"""Jobs after which a self-test looks whether it has found something."""
 PASSES = "batch of 12", "batch of 8, chunked, prefix hits, shortage"
 SOME = True
 """Stands for a value that depends on the model, its vocabulary or the text."""
@@ -95,10 +97,11 @@ def run_parameters(
         judge.anchor(section, *_unstopped(jobs, wanted))
     for turn in sorted(range(passes), key=lambda turn: PASSES[turn] != first):
         progress(section.name, turn + 1, passes + 1)
-        for chosen in _batches(judge, jobs, turn):
+        for chosen in _batches(judge, jobs, turn, FEW if stop_at_first else len(jobs)):
             _run_batch(judge, section, *_take(chosen, jobs, wanted), turn)
-        if stop_at_first and section.failed:
-            break
+            if stop_at_first and section.failed:
+                section.seconds = time.perf_counter() - started
+                return section
     progress(section.name, passes + 1, passes + 1)
     section.details["combinations"] = len(jobs)
     section.details["pairs"] = count_pairs(GREEDY_FACTORS) + count_pairs(SAMPLED_FACTORS)
@@ -106,20 +109,31 @@ def run_parameters(
     return section
 
 
-def _batches(judge: Judge, jobs: Sequence[Job], turn: int) -> list[list[int]]:
-    """Indices of the jobs that run in one engine. One request that needs the host in every round
-    takes its whole batch along, so those that can be recorded run by themselves once."""
+def _batches(judge: Judge, jobs: Sequence[Job], turn: int, most: int) -> list[list[int]]:
+    """Indices of the jobs that run in one engine, about ``most`` of them. One request that needs
+    the host in every round takes its whole batch along, so those that can be recorded run by
+    themselves once."""
     everyone = list(range(len(jobs)))
-    if turn or not judge.subject.recorded:
-        return [everyone]
-    hosted = [
-        index
-        for index in everyone
-        if jobs[index].params.logprobs is not None
-        or jobs[index].params.structured_outputs is not None
-    ]
-    alone = [index for index in everyone if index not in set(hosted)]
-    return [batch for batch in (alone, hosted) if batch]
+    groups = [everyone]
+    if not turn and judge.subject.recorded:
+        hosted = {
+            index
+            for index in everyone
+            if jobs[index].params.logprobs is not None
+            or jobs[index].params.structured_outputs is not None
+        }
+        groups = [[index for index in everyone if index not in hosted], sorted(hosted)]
+    return [part for group in groups for part in _parts(group, jobs, most)]
+
+
+def _parts(indices: Sequence[int], jobs: Sequence[Job], most: int) -> list[list[int]]:
+    """Choices of one prompt stay together."""
+    parts: list[list[int]] = []
+    for index in indices:
+        if not parts or (len(parts[-1]) >= most and jobs[index].leader is None):
+            parts.append([])
+        parts[-1].append(index)
+    return parts
 
 
 def _take(
@@ -152,15 +166,15 @@ def _run_batch(
     tested = []
     for place, job in enumerate(jobs):
         method = methods[(place + turn) % len(methods)]
-        tested.append(replace(job, method=method, arrival=place // 2 * (1 + turn)))
+        tested.append(replace(job, method=method, arrival=place // 2))
     longest = max(job.longest for job in tested)
     options: dict[str, Any] = {"max_num_batched_tokens": 256}
     if turn:
-        # Room for about two requests: others are preempted, and go on from what they had said.
+        # Room for two or three requests: others are preempted, and go on from what they had said.
         block_size, drafts = 4, subject.max_drafts
         options = {"max_num_batched_tokens": 32, "enable_prefix_caching": True}
         options |= {"block_size": block_size}
-        options |= {"kv_blocks": 2 * (-(-(longest + drafts) // block_size) + 1)}
+        options |= {"kv_blocks": 3 * (-(-(longest + drafts) // block_size) + 1) // 2}
     engine = subject.engine(longest, (12, 8)[turn], texts=texts, others=others, **options)
     got, activity = run_jobs(engine, tested, subject.tokenizer)
     section.activity.add(activity)

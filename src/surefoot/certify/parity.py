@@ -111,7 +111,8 @@ def run_scenario(
     most = subject.max_drafts
     drafts = min(scenario.drafts or most, most)
     batch = subject.config.max_num_seqs if scenario.crowd else scenario.batch
-    count = batch if scenario.crowd else max(1, round(len(jobs) * scenario.share))
+    # Of a crowd some end early: others wait to take their places.
+    count = batch * 5 // 4 if scenario.crowd else max(1, round(len(jobs) * scenario.share))
     # Another part of the jobs in each scenario.
     chosen = [(number * 3 + index) % len(jobs) for index in range(count)] * scenario.repeat
     tested: list[Job] = []

@@ -160,14 +160,13 @@ def _with_noise(scores: torch.Tensor, row: Row) -> torch.Tensor:
 def runner_up(
     logits: torch.Tensor, row: Row, token: int, likeliest: bool = False
 ) -> tuple[int, float]:
-    """The token that came second to ``token`` at this position, and how far behind (logits, >= 0;
+    """The token that came second to ``token`` at this position, and how far behind (logits;
     infinite where there was no other). ``likeliest``: by the adjusted logits alone, without filters
-    and noise, so that it may be likelier than the sampled token; 0 is said then."""
+    and noise, so that it may be likelier than the sampled token; it is less than 0 behind then."""
     scores = adjusted(logits, row)
     if not row.params.greedy and not likeliest:
         keep = Filters(scores, row.params).admitted()
         scores = _with_noise(scores, row).masked_fill(~keep, float("-inf"))
     best = scores.topk(2)
     second = int(best.indices[0]) if int(best.indices[0]) != token else int(best.indices[1])
-    gap = float(scores[token] - scores[second])
-    return second, max(0.0, gap)
+    return second, float(scores[token] - scores[second])
