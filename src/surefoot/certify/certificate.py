@@ -123,7 +123,7 @@ class Certificate:
                 ("accepted", size.min_accepted),
             ):
                 count = self.total(counter, (name,))
-                if count < least:
+                if count < least and name not in found:
                     found[name] = f"{count} drafts of {name} were {counter}, {least} needed"
         return found
 

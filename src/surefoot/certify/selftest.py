@@ -37,12 +37,12 @@ class Trial:
 
 
 def choose_defects(
-    subject: Subject, size: Size, defects: Sequence[Defect] = DEFECTS
+    subject: Subject, size: Size, defects: Sequence[Defect] | None = None
 ) -> tuple[list[Defect], list[str]]:
-    """Those that can show in this set-up and that the size is sure to find; and why others are left
-    out, in words."""
+    """Of ``defects`` (None: all that are known), those that can show in this set-up and that the
+    size is sure to find; and why others are left out, in words."""
     chosen, left_out = [], []
-    for defect in defects:
+    for defect in DEFECTS if defects is None else defects:
         missing = defect.lacks(subject)
         if missing is not None:
             left_out.append(f"an engine that {defect.name}: there are no {missing} here")
