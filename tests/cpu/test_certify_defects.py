@@ -41,26 +41,23 @@ def check(defect: Defect, size: Size, bound: Judge) -> None:
 @needs_native
 def test_every_defect_is_found(defect: Defect, size: Size) -> None:
     trees = defect.needs == TREES
-    if defect.needs != RECORDED and (size is CUT or defect.quick):
+    if defect.needs != RECORDED:
         check(defect, size, judge(trees=trees))
 
 
 @EVERY
 @needs_native
 def test_every_defect_is_found_through_recorded_rounds(defect: Defect) -> None:
-    if defect.needs != TREES and defect.quick:
+    if defect.needs != TREES:
         check(defect, QUICK, judge(recorded=True))
 
 
 def test_what_cannot_show_is_not_tried_and_said() -> None:
     subject = make_subject("torch")
-    chosen, left_out = choose_defects(subject, QUICK)
+    chosen, left_out = choose_defects(subject)
     assert len(chosen) + len(left_out) == len(DEFECTS) >= 17
     assert any("there are no trees here" in words for words in left_out)
     assert any("there are no recorded rounds here" in words for words in left_out)
-    late = replace(DEFECTS[0], quick=False)
-    assert choose_defects(subject, QUICK, [late])[0] == []
-    assert choose_defects(subject, DEFAULT, [late])[0] == [late]
 
 
 def test_the_default_size_has_every_scenario_of_the_quick_one() -> None:

@@ -230,7 +230,7 @@ def certify(
     certificate = Certificate(setup, size, noise)
     judge = Judge(subject, noise)
     if self_test:
-        chosen, left_out = choose_defects(subject, size)
+        chosen, left_out = choose_defects(subject)
         certificate.trials = run_self_test(judge, size, progress, chosen)
         certificate.not_covered += [f"Self-test of {words}." for words in left_out]
     for name in SECTIONS:

@@ -16,8 +16,7 @@ DEEP = 4
 class Defect:
     """``section``: the section that must find it. ``breaks_plain``: plain decoding has it too, so
     that no comparison with plain decoding can see it. ``needs``: what it takes to show, besides
-    the usual. ``scenario``: of the section, the one to begin with. ``quick``: whether the quick
-    size is sure to find it."""
+    the usual. ``scenario``: of the section, the one to begin with."""
 
     name: str
     install: Sabotage
@@ -25,7 +24,6 @@ class Defect:
     breaks_plain: bool = False
     needs: str = ""
     scenario: str = ""
-    quick: bool = True
 
     def lacks(self, subject: Subject) -> str | None:
         """What a set-up has not got, so that the defect could not show; None: nothing."""

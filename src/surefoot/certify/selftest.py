@@ -15,7 +15,7 @@ from surefoot.certify.distribution import run_distribution
 from surefoot.certify.findings import Section
 from surefoot.certify.parameters import run_parameters
 from surefoot.certify.parity import Progress, run_parity
-from surefoot.certify.sizes import QUICK, Size
+from surefoot.certify.sizes import Size
 from surefoot.certify.subject import Subject
 
 
@@ -37,17 +37,15 @@ class Trial:
 
 
 def choose_defects(
-    subject: Subject, size: Size, defects: Sequence[Defect] | None = None
+    subject: Subject, defects: Sequence[Defect] | None = None
 ) -> tuple[list[Defect], list[str]]:
-    """Of ``defects`` (None: all that are known), those that can show in this set-up and that the
-    size is sure to find; and why others are left out, in words."""
+    """Of ``defects`` (None: all that are known), those that can show in this set-up; and why others
+    are left out, in words."""
     chosen, left_out = [], []
     for defect in DEFECTS if defects is None else defects:
         missing = defect.lacks(subject)
         if missing is not None:
             left_out.append(f"an engine that {defect.name}: there are no {missing} here")
-        elif size.name == QUICK.name and not defect.quick:
-            left_out.append(f"an engine that {defect.name}: only the default size is sure to find")
         else:
             chosen.append(defect)
     return chosen, left_out

@@ -29,6 +29,7 @@ from surefoot.speculation.proposer import Proposer
 RIGHT, MIXED, GARBAGE, RUNNER_UP, TREE = (
     probe.name for probe in (RightProbe, MixedProbe, GarbageProbe, RunnerUpProbe, TreeProbe)
 )
+TREES_KEY = "trees"
 Sabotage = Callable[[Engine, bool], None]
 """(engine, whether it is the speculative one): breaks the engine in place."""
 
@@ -75,7 +76,7 @@ class Subject:
     tokenizer: Tokenizer | None = None
     sabotage: Sabotage | None = None
     cache: dict[Any, Any] = field(default_factory=dict)
-    """Plain texts by job, shared by the sections and by the self-test."""
+    """Plain texts by job and what came second in them, shared by the sections and the self-test."""
     grammars: Grammars | None = None
     """What structured output is compiled by; of the tokenizer, if there is one."""
     recorded: bool | None = None
@@ -111,10 +112,13 @@ class Subject:
         """Of a request, in one round."""
         return choose_proposers(self.config)[1]
 
-    @cached_property
+    @property
     def trees(self) -> bool:
         """Whether some proposer under test offers trees, whose rows find their keys elsewhere."""
-        return any(self.engine(64, 1, recorded=False).controller.trees)
+        if TREES_KEY not in self.cache:
+            controller = self.engine(64, 1, recorded=False).controller
+            self.cache[TREES_KEY] = any(controller.trees)
+        return self.cache[TREES_KEY]
 
     def broken(self, sabotage: Sabotage, breaks_plain: bool) -> Subject:
         """The same set-up with a known defect."""

@@ -153,7 +153,6 @@ def write_padding(engine: Engine, speculative: bool) -> None:
             batch,
             row_slot=torch.where(padding, first, batch.row_slot),
             key_index=torch.where(padding, key, batch.key_index),
-            spans=None,
         )
 
     if speculative:

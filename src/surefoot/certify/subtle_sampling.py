@@ -109,8 +109,8 @@ def filter_before_penalties(engine: Engine, speculative: bool) -> None:
 def misplace_logprobs(engine: Engine, speculative: bool) -> None:
     def shifted(of_tokens: Any, size: Any, layout: Any, logits: torch.Tensor, *rest: Any) -> Any:
         # The texts are longer by now: what is no span's first row is a draft's.
-        rows = torch.arange(len(logits), device=logits.device)
-        behind = ~torch.isin(rows, layout.first_sample)
+        behind = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+        behind.index_fill_(0, layout.first_sample.clamp(max=len(logits) - 1), False)
         logits = torch.where(behind.unsqueeze(1), logits.roll(1, dims=0), logits)
         return of_tokens(size, layout, logits, *rest)
 
