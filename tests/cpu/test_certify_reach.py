@@ -12,13 +12,13 @@ from certify_setups import SMALL, make_judge, make_subject, native_decoder, one_
 from harness import make_engine, needs_native, tiny_config, tiny_decoder
 from surefoot.certify import certificate as making
 from surefoot.certify.certificate import certify
+from surefoot.certify.combinations import GREEDY_FACTORS, SAMPLED_FACTORS
 from surefoot.certify.coverage import coverage
 from surefoot.certify.findings import Refusals, Section
 from surefoot.certify.jobs import Job, run_jobs
 from surefoot.certify.long_texts import boundaries, long_jobs, run_long_texts
 from surefoot.certify.near_ties import find_others, refusals
 from surefoot.certify.pairs import count_pairs, pairwise
-from surefoot.certify.parameters import GREEDY_FACTORS, SAMPLED_FACTORS
 from surefoot.certify.parity import run_parity, seed_of
 from surefoot.certify.probes import Others, ProbeOptions, RunnerUpProbe, TreeProbe
 from surefoot.certify.sizes import DEFAULT, QUICK, SCENARIOS
