@@ -44,6 +44,9 @@ SINGLES: tuple[dict[str, Any], ...] = (
     {**SAMPLED, "logprobs": 0},
     {**GREEDY, "prompt_logprobs": 2},
     {**SAMPLED, "n": 3},
+    # Filters of what penalties leave.
+    {**SAMPLED, "top_p": 0.5, "repetition_penalty": 1.8},
+    {"temperature": 1.5, "top_p": 0.6, "presence_penalty": 1.5, "frequency_penalty": 1.0},
 )
 SOME = True
 """Stands for a value that depends on the model, its vocabulary or the text."""
@@ -132,11 +135,14 @@ def _from_text(judge: Judge, size: Size) -> list[dict[str, Any]]:
     probe = Job(prompts[0], greedy)
     [text] = judge.plain_texts([probe])
     early, middle = text.tokens[length // 4], text.tokens[length // 2]
+    likely = tuple(dict.fromkeys(text.tokens))
     found: list[dict[str, Any]] = []
     for base in (GREEDY, SAMPLED):
         found += [
             {**base, "stop_token_ids": (middle,)},
             {**base, "stop_token_ids": (early,), "min_tokens": length // 2},
+            # Ends that nearly every row would take, if it might.
+            {**base, "stop_token_ids": likely, "min_tokens": length * 3 // 4},
             {**base, "ignore_eos": False},
             {**base, "ignore_eos": False, "min_tokens": length // 2},
             {**base, "logit_bias": {early: -20.0, middle: 3.0}},
