@@ -28,6 +28,8 @@ SINGLES: tuple[dict[str, Any], ...] = (
     {"temperature": 2.0},
     {**SAMPLED, "top_k": 1},
     {**SAMPLED, "top_k": 20},
+    {"temperature": 2.0, "top_k": 2},
+    {"temperature": 4.0, "top_k": 3},
     {**SAMPLED, "top_p": 0.2},
     {**SAMPLED, "top_p": 0.9},
     {**SAMPLED, "min_p": 0.1},
@@ -141,11 +143,12 @@ def _from_text(judge: Judge, size: Size) -> list[dict[str, Any]]:
         found += [
             {**base, "stop_token_ids": (middle,)},
             {**base, "stop_token_ids": (early,), "min_tokens": length // 2},
-            # Ends that nearly every row would take, if it might.
+            # Ends that nearly every row would take, if it might; and below, tokens.
             {**base, "stop_token_ids": likely, "min_tokens": length * 3 // 4},
             {**base, "ignore_eos": False},
             {**base, "ignore_eos": False, "min_tokens": length // 2},
             {**base, "logit_bias": {early: -20.0, middle: 3.0}},
+            {**base, "logit_bias": dict.fromkeys(likely, -8.0)},
         ]
     tokenizer = judge.subject.tokenizer
     if tokenizer is not None:
