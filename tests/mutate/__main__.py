@@ -42,6 +42,7 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
         PYTHONPATH=str(tree / "src"),
         # Bytecode is looked up by a file's size and second, which a mutation may leave as they are.
         PYTHONDONTWRITEBYTECODE="1",
+        OMP_WAIT_POLICY=os.environ.get("OMP_WAIT_POLICY", "passive"),
     )
     line = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header"]
     line += [f"tests/cpu/{test}" for test in tests]
