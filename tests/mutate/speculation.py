@@ -119,7 +119,7 @@ MUTATIONS = (
         "speculation/offers.py",
         "        unfair = slower[best] > np.where(best > 0, fair, np.inf)",
         "        unfair = slower[best] > np.inf * fair",
-        "test_goodput.py",
+        "test_offers.py",
     ),
     # --- trials -----------------------------------------------------------------------------------
     m(
@@ -187,7 +187,7 @@ MUTATIONS = (
         "speculation/weighing.py",
         "if self._promises[other].rate > self.margin * self._promise_of(self.best).rate:",
         "if self._promises[other].rate < self.margin * self._promise_of(self.best).rate:",
-        "test_planner.py::test_a_useless_drafter_costs_nothing",
+        "test_planner.py::test_repetition_is_used",
     ),
     m(
         "speculation/weighing.py",
@@ -229,13 +229,13 @@ MUTATIONS = (
         "speculation/offers.py",
         "rows[:, wanted:] = 0.0",
         "pass",
-        "test_goodput.py",
+        "test_offers.py",
     ),
     m(
         "speculation/offers.py",
         "        for proposer in self.drafters if steps != wanted else ():",
         "        for proposer in ():",
-        "test_goodput.py",
+        "test_offers.py",
     ),
     # --- acceptance, learnt -----------------------------------------------------------------------
     m(
