@@ -186,6 +186,37 @@ def test_a_round_commits_the_same(name: str) -> None:
     assert ends == {0, 1, 2} and accepted > 20
 
 
+@OTHERS
+def test_rows_go_to_the_likeliest_drafts(name: str) -> None:
+    """As many as a round has left, of the requests that have nothing else to run."""
+    short = 0
+    for seed in seeds(name, 100):
+        dice, pair = Dice(seed), [make_books(name), make_books("torch")]
+        slots = torch.randperm(SLOTS, generator=dice.generator)[: 2 + seed % (SLOTS - 1)]
+        missing = torch.where(dice.share(SLOTS) < 0.3, 3, 1)
+        chances = dice.share(SLOTS, K).sort(dim=1, descending=True).values
+        chances *= torch.arange(K) < dice.draw(0, K + 1, SLOTS).unsqueeze(1)
+        known = missing[slots].clamp(max=2)
+        samples = (missing[slots] == 1).long()
+        room, apart = int(dice.draw(0, K * len(slots) + 2)), int(dice.draw(0, 2))
+        rows, sampled = int(known.sum()) + room, int(samples.sum()) + room - apart
+        alone = chances[slots] * samples.unsqueeze(1)
+        least = alone.flatten().sort(descending=True).values[max(0, room - apart) :]
+        want = (alone > (float(least[0]) if len(least) else 0.0)).sum(dim=1)
+        short += bool(len(least) and least[0] > 0)
+        size = Size(len(slots), rows, max(0, sampled), SamplingStages(), (), verifies=True)
+        for books in pair:
+            state = books.state
+            state.alive[:SLOTS], state.length[:SLOTS] = 1, 9
+            state.computed[:SLOTS] = 9 - missing
+            books.offers.chances[:SLOTS], books.offers.lengths[:SLOTS] = chances, K
+            spans = books.split(slots, torch.full_like(slots, 2), size)
+            assert spans.known.tolist() == known.tolist()
+            assert spans.samples.tolist() == samples.tolist()
+            assert spans.drafts.tolist() == want.tolist()
+    assert short
+
+
 # --- what is learnt ----------------------------------------------------------------------------
 
 

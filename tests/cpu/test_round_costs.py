@@ -7,7 +7,7 @@ import pytest
 
 from surefoot.speculation.beliefs import Beliefs, in_line
 from surefoot.speculation.costs import ExactCosts, Proposing
-from surefoot.speculation.decisions import NOTHING
+from surefoot.speculation.decisions import NOTHING, Action
 from surefoot.speculation.host_costs import HostCosts, HostSample
 from surefoot.speculation.measured_times import RecordedSize, at_context
 from surefoot.speculation.recorded_costs import RecordedCosts
@@ -128,6 +128,16 @@ def test_a_proposer_is_charged_what_it_takes() -> None:
     assert three == pytest.approx(6e-3, rel=0.2)
 
 
+@pytest.mark.parametrize("requests", [1, 8])
+def test_what_proposers_take_comes_on_top_of_verified_rows(requests: int) -> None:
+    proposing = {0: Proposing(1e-4, 2e-6), 1: Proposing(5e-4, 1e-5, longest=3)}
+    costs = ExactCosts(ROWS, [true_seconds(rows) for rows in ROWS], proposing)
+    _, plain = costs.table(requests, 0, NOTHING, 12, 100.0)
+    _, both = costs.table(requests, 0, ((0, 1), 2), 12, 100.0)
+    added = 1e-4 + 2e-6 * requests + 2 * (5e-4 + 1e-5 * requests)
+    assert both - plain == pytest.approx(np.full(13, added))
+
+
 def test_actions_are_all_sets_of_proposers_at_all_depths() -> None:
     found = exact().actions(4)
     assert found[0] == NOTHING and len(found) == len(set(found)) == 8
@@ -198,6 +208,38 @@ def test_prompts_take_rows_of_their_own() -> None:
     assert costs.table(3, 0, DRAFT, 97, 128.0)[1][-1] == pytest.approx(5e-3)
     assert costs.with_prompts(3, NOTHING) == NOTHING
     assert costs.with_prompts(3, ((1,), 2)) == ((0, 1), 3)
+
+
+def test_rounds_with_prompts_leave_the_times_of_others_alone() -> None:
+    """Even where a recorded size would hold all their rows."""
+    times = {size: [(128, size_seconds(size))] for size in sizes()}
+    costs, prompts = RecordedCosts(times, exact()), exact()
+    _, before = costs.table(4, 0, DRAFT, 16, 128.0)
+    for _ in range(50):
+        costs.observe(4, 8, DRAFT, 4, 128.0, 1.0)
+        prompts.observe(4, 8, DRAFT, 4, 128.0, 1.0)
+    assert costs.table(4, 0, DRAFT, 16, 128.0)[1].tolist() == before.tolist()
+    want = prompts.table(4, 8, DRAFT, 4, 128.0)[1].tolist()
+    assert costs.table(4, 8, DRAFT, 4, 128.0)[1].tolist() == want
+
+
+def test_rounds_in_which_drafters_step_are_told_apart() -> None:
+    """What makes these dearer holds for numbers of rows that were never run, and for no others."""
+    look, deep = ((0,), 0), ((1,), 2)
+    every = [RecordedSize(8, rows, rows, action) for action in (look, deep) for rows in (8, 16, 40)]
+    every.append(RecordedSize(8, 8, 8, NOTHING))
+    costs = RecordedCosts({size: [(128, size_seconds(size))] for size in every})
+
+    def dearer(action: Action) -> float:
+        size = RecordedSize(8, 40, 40, action)
+        return float(costs.table(8, 0, action, 32, 128.0)[1][-1]) / size_seconds(size)
+
+    for _ in range(200):
+        costs.observe(8, 0, NOTHING, 0, 128.0, size_seconds(every[-1]))
+        for action, times in ((look, 1.0), (deep, 1.15)):
+            size = RecordedSize(8, 16, 16, action)
+            costs.observe(8, 0, action, 8, 128.0, times * size_seconds(size))
+    assert dearer(deep) > 1.1 and dearer(look) < 1.04
 
 
 def test_costs_follow_the_length_of_texts() -> None:

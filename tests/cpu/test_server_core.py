@@ -4,6 +4,7 @@ rounds, when it waits, and what it says."""
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from harness import Job, make_engine, run_alone, tiny_decoder
 from surefoot.config import EngineConfig
 from surefoot.engine.engine import Engine
+from surefoot.errors import SurefootError
 from surefoot.models.loading.sampling_defaults import SamplingDefaults
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.server import core as core_module
@@ -30,6 +32,7 @@ from surefoot.server.messages import (
     decode_to_front,
     encode,
 )
+from surefoot.structured import StructuredOutputsParams
 
 PROMPT = [5, 6, 7, 8] * 3
 
@@ -144,6 +147,53 @@ def test_the_front_hears_that_an_abort_left_nothing_running() -> None:
     resting = link.sent[-1]
     assert isinstance(resting, Round) and not resting.news
     assert not resting.totals.running and not resting.totals.used_blocks
+
+
+class SlowGrammars:
+    """Compiles as long as the neighbour's text takes."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.in_time = False
+
+    def knows(self, wanted: StructuredOutputsParams) -> bool:
+        return False
+
+    def start(self, wanted: StructuredOutputsParams) -> Any:
+        self.in_time = self.go.wait(60)
+        raise SurefootError("structured_outputs.regex", "is bad")
+
+
+class PatientLink(WrittenLink):
+    """Lets the compiler end when a text has, and waits for what that has to say."""
+
+    def __init__(self, arrivals: Mapping[int, Sequence[Any]], grammars: SlowGrammars) -> None:
+        super().__init__(arrivals)
+        self.grammars = grammars
+        self.woken = threading.Event()
+
+    def receive(self, wait: bool) -> Any:
+        if any(news.finish for round_ in self.rounds for news in round_.news):
+            self.grammars.go.set()
+        if wait and not self._pending and not self.woken.is_set():
+            assert self.woken.wait(60)
+            return None
+        return super().receive(wait)
+
+    def wake(self) -> None:
+        self.woken.set()
+
+
+def test_a_grammar_that_takes_long_holds_up_nobody() -> None:
+    """Its neighbour's text comes to its end before it is compiled."""
+    grammars: Any = SlowGrammars()
+    engine = make_engine(tiny_decoder())
+    engine.grammars = grammars
+    large = add("large", structured_outputs=StructuredOutputsParams(regex="a"), ignore_eos=False)
+    link: Any = PatientLink({0: [large, add("a")]}, grammars)
+    Core(engine, link).run()
+    assert grammars.in_time and link.tokens("a") == alone()
+    assert [m.ids for m in link.sent if isinstance(m, Refused)] == [["large"]]
 
 
 def test_a_refusal_names_the_option_and_takes_no_place() -> None:

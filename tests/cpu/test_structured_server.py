@@ -186,25 +186,3 @@ def test_compiling_is_waited_for_by_its_own_request_only() -> None:
     assert error is not None and error.option == "structured_outputs.regex"
     assert grammars.started == ["x", "bad"], "a grammar was compiled that nobody waits for"
     assert compiler.ready() == []
-
-
-def test_a_large_grammar_beside_a_stream(server: Server) -> None:
-    """A schema of 1,000 properties: the neighbour's tokens keep coming."""
-    properties = {
-        f"p{n}": {"type": "string", "pattern": f"^[a-z]{{1,{n % 40 + 1}}}$"} for n in range(1000)
-    }
-    body = {"prompt": "a", "guided_json": {"type": "object", "properties": properties}}
-    done: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: done.append(server.post("/v1/completions", **body, max_tokens=3))
-    )
-    thread.start()
-    gaps, before = [], time.monotonic()
-    while thread.is_alive():
-        server.complete(prompt="b", max_tokens=1)
-        gaps.append(time.monotonic() - before)
-        before = time.monotonic()
-    thread.join()
-    print(f"{len(gaps)} neighbours, longest wait {max(gaps):.3f} s")
-    assert done[0].status_code in (200, 400), done[0].text
-    assert len(gaps) > 2

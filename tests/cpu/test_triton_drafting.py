@@ -57,7 +57,8 @@ def spans(counts: list[int], padding: int) -> tuple[FlatBatch, torch.Tensor, tor
     start = torch.randint(0, LENGTH - 12, (SLOTS,))
     keys = [start[slot] + i for slot, n in zip(order, counts, strict=True) for i in range(n)]
     owner = [slot for slot, n in zip(order, counts, strict=True) for _ in range(n)]
-    key = torch.stack(keys + [torch.tensor(0)] * padding)
+    # The last one of a block: nothing may be kept of it.
+    key = torch.stack(keys + [torch.tensor(BLOCK - 1)] * padding)
     slot = torch.stack(owner + [torch.tensor(-1)] * padding)
     tables = (1 + torch.randperm(BLOCKS - 1)[: SLOTS * 9].view(SLOTS, 9)).int()
     tables = torch.cat((tables, tables[:, :4] * 0), dim=1)

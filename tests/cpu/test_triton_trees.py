@@ -18,6 +18,7 @@ from surefoot.kernels.triton import attention
 from surefoot.kernels.triton.attention import AttentionPlan
 from surefoot.kernels.triton.backend import TritonBackend
 from test_triton_kernels import attention_case, close_attention
+from triton_interpreter import DEVICE
 
 pytestmark = [
     pytest.mark.skipif(triton_interpreter.ON_GPU, reason="tests/gpu run the same checks compiled"),
@@ -84,6 +85,6 @@ def test_keys_move_as_on_torch(moves: int, head_dim: int, dtype: torch.dtype) ->
         source[row, : len(depth)] += ways[row]
         target[row, : len(depth)] += depth
     assert moves == 4 or set((source - start)[0].tolist()) & set((target - start)[0].tolist())
-    TorchBackend("cpu", torch.float32).move_keys(kv, tables, source, target)
-    TritonBackend("cpu", torch.float32).move_keys(own, tables, source, target)
+    TorchBackend(DEVICE, torch.float32).move_keys(kv, tables, source, target)
+    TritonBackend(DEVICE, torch.float32).move_keys(own, tables, source, target)
     assert torch.equal(own.transpose(2, 3), kv)

@@ -21,5 +21,6 @@ from test_triton_prompts import *  # noqa: F403
 from test_triton_sampling import *  # noqa: F403
 from test_triton_slots import *  # noqa: F403
 from test_triton_tree_rounds import *  # noqa: F403
+from test_triton_trees import *  # noqa: F403
 
 pytestmark = pytest.mark.gpu

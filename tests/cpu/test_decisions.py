@@ -1,0 +1,184 @@
+"""Single decisions of the planner, on costs that are given: what is tried, what that is charged,
+and which chances count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from surefoot.speculation.decisions import NOTHING, Action, Decision, Landed, Situation
+from surefoot.speculation.exploring import Budget, Trial
+from surefoot.speculation.host_costs import HostCosts
+from surefoot.speculation.planner import Planner
+
+LOOK: Action = ((0,), 0)
+DRAFT: Action = ((1,), 2)
+WIDTH = 3
+NEVER = [0.0] * WIDTH
+
+
+class GivenCosts:
+    """A round without drafts and proposers takes a second."""
+
+    noise = 0.01
+
+    def __init__(self, actions: Sequence[Action], draft: float, proposing: float = 0.0) -> None:
+        """``draft`` and ``proposing``: seconds for each draft, and where somebody proposes."""
+        self.all_actions = (NOTHING, *actions)
+        self.draft = draft
+        self.proposing = proposing
+
+    def actions(self, requests: int) -> Sequence[Action]:
+        return self.all_actions
+
+    def with_prompts(self, requests: int, action: Action) -> Action:
+        return action
+
+    def table(
+        self, requests: int, prompt_rows: int, action: Action, most: int, context: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        drafts = np.arange(most + 1)
+        return drafts, 1.0 + bool(action[0]) * self.proposing + self.draft * drafts
+
+    def observe(self, *round_: Any) -> None:
+        pass
+
+
+def situation(*chances: list[float], **changes: Any) -> Situation:
+    values: dict[str, Any] = {
+        "requests": len(chances),
+        "prompt_rows": 0,
+        "chances": np.array(chances, dtype=np.float32),
+        "whose": np.zeros(len(chances), dtype=np.int64),
+        "proposers": (0, 1),
+        "draft_limit": WIDTH,
+        "context": 100.0,
+    }
+    return Situation(**(values | changes))
+
+
+def planner_of(costs: GivenCosts) -> Planner:
+    return Planner(costs, HostCosts(), WIDTH, drafters=(1,))
+
+
+def play(planner: Planner, now: Situation, rounds: int) -> list[Decision]:
+    """Rounds that take what was believed, and accept nothing."""
+    decisions = []
+    for _ in range(rounds):
+        decision = planner.decide(now)
+        decisions.append(decision)
+        seconds = decision.expected.seconds
+        planner.landed(decision, now, Landed(seconds, 1e-4, decision.drafts, 0, now.requests, 0))
+    return decisions
+
+
+def watch_payments(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Trial, float]]:
+    paid, pay = [], planner.budget.pay
+    monkeypatch.setattr(
+        planner.budget, "pay", lambda trial, lost: paid.append((trial, lost)) or pay(trial, lost)
+    )
+    return paid
+
+
+def test_a_trial_verifies_what_fairness_forbids() -> None:
+    """Its neighbour's pace allows one draft; a trial verifies more, and only a trial does."""
+    planner = planner_of(GivenCosts([LOOK], 0.03))
+    decisions = play(planner, situation([0.99, 0.98, 0.97], NEVER), 400)
+    usual = [d.drafts for d in decisions[20:] if not d.explores]
+    tried = [d.drafts for d in decisions if d.explores and d.expected.trial == trial_of(LOOK)]
+    assert max(usual) == 1
+    assert tried and min(tried) > 1
+
+
+def trial_of(action: Action) -> Trial:
+    """To verify more of what ``action``'s proposers offer."""
+    return Trial(True, action[0], action[0])
+
+
+def test_what_a_trial_lost_is_paid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More drafts cost all the time that they take; other proposers what the usual ones would have
+    brought in theirs."""
+    planner = planner_of(GivenCosts([LOOK], 0.03, proposing=0.02))
+    paid = watch_payments(planner, monkeypatch)
+    decisions = play(planner, situation([0.99, 0.98, 0.97], NEVER), 600)
+    more = [lost for trial, lost in paid if trial.verify]
+    taken = [d.drafts for d in decisions if d.expected.trial == trial_of(LOOK) and d.explores]
+    assert len(more) == len(taken) > 1
+    # Beyond the one that is fair.
+    assert more == pytest.approx([0.03 * (drafts - 1) for drafts in taken], abs=0.002)
+    none = [lost for trial, lost in paid if trial == Trial(False, (), (0,))]
+    # Nothing was accepted in any round, so that one without drafts gains their time.
+    assert none and min(none) < 0 and max(map(abs, none)) < 0.06
+
+
+def test_a_trial_of_other_proposers_takes_two_rounds() -> None:
+    """In the second there is something to verify."""
+    planner = planner_of(GivenCosts([LOOK], 5.0))
+    decisions = play(planner, situation(NEVER, NEVER), 300)
+    explored = [at for at, each in enumerate(decisions) if each.explores and each.action == LOOK]
+    pairs = [at for at in explored if at + 1 in explored]
+    assert pairs and not any(at + 2 in explored for at in pairs)
+
+
+def test_credit_is_saved_up_and_owed_within_bounds() -> None:
+    budget, trial = Budget(), Trial(True, (0,), (0,))
+    budget.earn([trial], 1e9)
+    # Two plain rounds are saved at most: one that costs three leaves it without credit ...
+    budget.pay(trial, 3.0)
+    assert all(budget.next([trial]) is None for _ in range(20))
+    # ... and one more may be owed, whatever it lost.
+    budget.pay(trial, 1e9)
+    budget.earn([trial], 1.01 / 0.005)
+    assert budget.next([trial]) == trial
+    # What was gained is bounded like what was saved.
+    budget.pay(trial, -1e9)
+    budget.pay(trial, 2.01)
+    assert all(budget.next([trial]) is None for _ in range(20))
+
+
+def test_trials_take_turns() -> None:
+    """What was tried longest ago is next, some rounds after any other of its kind."""
+    trials = [Trial(False, (index,), ()) for index in range(3)]
+    budget = Budget()
+    tried = [(at, trial) for at in range(60) if (trial := budget.next(trials))]
+    assert [trial for _, trial in tried[:6]] == [*trials, *trials]
+    apart = {later - earlier for (earlier, _), (later, _) in zip(tried, tried[1:], strict=False)}
+    assert apart == {6}
+
+
+def outcome(seconds: float = 1.0) -> Landed:
+    return Landed(seconds, 1e-4, 0, 0, 0, 0)
+
+
+def test_chances_of_another_proposer_are_stale() -> None:
+    """The report is that of a round in which another one proposed, two rounds ago: what the one
+    that proposed since has on offer is expected to be as usual."""
+    planner = planner_of(GivenCosts([DRAFT], 0.01))
+    nothing = situation(NEVER, NEVER, chances=None, whose=None)
+    assert any(planner.decide(nothing).action == DRAFT for _ in range(5))
+    planner.landed(Decision(0, *LOOK), nothing, outcome())
+    decision = planner.decide(situation(NEVER, NEVER))
+    assert decision.drafts == 4
+
+
+def test_a_report_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decisions without news learn nothing from old ones."""
+    planner, now, read = planner_of(GivenCosts([LOOK], 0.01)), situation(NEVER, NEVER), []
+    monkeypatch.setattr(planner.offers, "record", lambda *offers: read.append(offers))
+    for landings in (1, 2):
+        planner.landed(Decision(0, *LOOK), now, outcome())
+        planner.decide(now)
+        planner.decide(now)
+        assert len(read) == landings
+
+
+def test_rounds_with_prompts_teach_nothing_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch with prompts does more than one without."""
+    planner, taught = planner_of(GivenCosts([LOOK], 0.01)), []
+    monkeypatch.setattr(planner.host, "observe", taught.append)
+    for rows, count in ((0, 1), (64, 1), (0, 2)):
+        planner.landed(Decision(0, *LOOK), situation(NEVER, NEVER, prompt_rows=rows), outcome())
+        assert len(taught) == count

@@ -1,0 +1,86 @@
+"""The server: who may ask, what is streamed, and what a client that leaves stops."""
+
+from __future__ import annotations
+
+from .mutation import mutation as m
+
+MUTATIONS = (
+    m(
+        "server/guards.py",
+        "            if not hmac.compare_digest(given, self._expected):",
+        "            if not self._expected.startswith(given):",
+        "test_server_stream.py::test_key_origin_and_size",
+    ),
+    m(
+        "server/guards.py",
+        'if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:',
+        'if scope["type"] == "http" and not scope["path"].startswith(tuple(OPEN_PATHS)):',
+        "test_server_stream.py::test_key_origin_and_size",
+    ),
+    m(
+        "server/guards.py",
+        "            if seen > self.limit:",
+        "            if False:",
+        "test_server_stream.py::test_key_origin_and_size",
+    ),
+    m(
+        "server/answer.py",
+        "    pieces = stream.take(final=choice.finished)",
+        "    pieces = stream.take(final=False)",
+        "test_server_stream.py",
+    ),
+    m(
+        "server/answer.py",
+        "        self._client.add_done_callback(self._gone)",
+        "        pass",
+        "test_server_stream.py",
+    ),
+    m(
+        "server/generation.py",
+        "            request.finish(FinishReason.STOP, self.stream.stopped_by)",
+        "            pass",
+        "test_server_stream.py",
+    ),
+    m(
+        "server/generation.py",
+        "        if stopped:\n            self.core.send(Abort(stopped))",
+        "",
+        "test_server_stream.py",
+    ),
+    m(
+        "server/generation.py",
+        "        if ids and self.dead is None:\n            self.core.send(Abort(ids))",
+        "",
+        "test_server_stream.py",
+    ),
+    m(
+        "server/generation.py",
+        "self.draft_positions += [*range(1, news.accepted + 1), *own]",
+        "self.draft_positions += [*range(news.accepted), *own]",
+        "test_server_units.py", "test_server_stream.py",
+    ),
+    m(
+        "server/generation.py",
+        "        if self.active + count > limit:",
+        "        if self.active > limit:",
+        "test_server_stream.py",
+    ),
+    m(
+        "server/logprobs.py",
+        "    ranked.append((score.token_id, score.logprob, score.rank))",
+        "    ranked.append((score.token_id, score.logprob, len(ranked) + 1))",
+        "test_server.py::test_prompt_logprobs_by_token_id",
+    ),
+    m(
+        "server/logprobs.py",
+        "for rank, (token, value) in enumerate(score.top, start=1)]",
+        "for rank, (token, value) in enumerate(score.top, start=0)]",
+        "test_server.py::test_prompt_logprobs_by_token_id",
+    ),
+    m(
+        "server/logprobs.py",
+        "        self._at += len(self._detokenizer.push(token))",
+        "        self._at += len(self._detokenizer.push(token).encode())",
+        "test_server.py", "test_server_units.py",
+    ),
+)
