@@ -189,6 +189,30 @@ def test_what_was_reserved_for_later_rounds_is_given_back_before_anybody_is_pree
     assert not engine.stats.preemptions
 
 
+def test_what_landed_is_no_longer_in_flight() -> None:
+    """Of what rounds may write beyond the known, nothing is left when all are read."""
+    engine = make_engine(tiny_decoder(), False, max_num_seqs=2, draft_policy="fixed")
+    for index, job in enumerate(jobs(30, 40)):
+        engine.add(engine.make_request(f"r{index}", (2, 3, 4) * 5, job.params))
+    while engine.has_work:
+        engine.step()
+        slots = [request.slot for request in engine.scheduler.running]
+        assert not engine.loop.flights and not engine.loop.reservations.reach[slots].any()
+    assert engine.stats.draft_rows
+
+
+def test_drafts_are_given_up_before_anybody_is_preempted() -> None:
+    """There is room for the tokens of both, not for all that they might be in a round."""
+    engine = make_engine(
+        tiny_decoder(), max_num_seqs=2, block_size=1, kv_blocks=24, enable_prefix_caching=False,
+        proposers=("saboteur",), draft_policy="fixed", max_draft_tokens=8,
+    )  # fmt: skip
+    work = [Job(job.prompt, job.params) for job in jobs(10, 23)]
+    requests = run_jobs(engine, work)
+    assert [len(request.tokens) for request in requests] == [10, 23]
+    assert not engine.stats.preemptions and requests[1].stats.verified
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_requests_that_come_together_enter_as_one_by_one(data: Any) -> None:

@@ -88,13 +88,19 @@ MUTATIONS = (
         "engine/reported.py",
         "            chances = np.concatenate((chances, unknown))",
         "            chances = np.concatenate((chances, np.zeros_like(unknown)))",
-        "test_loop.py",
+        "test_reported.py",
     ),
     m(
         "engine/reported.py",
         "        self._chances[slot] = np.nan",
         "        pass",
-        "test_loop.py",
+        "test_reported.py",
+    ),
+    m(
+        "engine/reported.py",
+        "        known = (slots >= 0) & (rows[:, columns.COUNT] > 0)",
+        "        known = slots >= 0",
+        "test_reported.py",
     ),
     m(
         "engine/batch.py",

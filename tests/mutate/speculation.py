@@ -410,7 +410,7 @@ MUTATIONS = (
         "speculation/round.py",
         "self.capture = sorted({layer for need in self.needs for layer in need.captured_layers})",
         "self.capture = [layer for need in self.needs for layer in need.captured_layers]",
-        "test_round.py", "test_eagle3_use.py",
+        "test_round.py",
     ),
     m(
         "speculation/proposers/eagle3/proposer.py",
