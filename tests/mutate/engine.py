@@ -70,7 +70,8 @@ MUTATIONS = (
         "engine/loop.py",
         "                if reach is None and decision.drafts:",
         "                if False:",
-        "test_landing.py", "test_loop.py",
+        "test_landing.py",
+        "test_loop.py",
     ),
     m(
         "engine/reserving.py",
@@ -141,7 +142,7 @@ MUTATIONS = (
     ),
     m(
         "kv/block_pool.py",
-        'digest = hashlib.blake2b(parent, digest_size=16)',
+        "digest = hashlib.blake2b(parent, digest_size=16)",
         'digest = hashlib.blake2b(b"", digest_size=16)',
         "test_kv.py",
     ),
@@ -184,14 +185,14 @@ MUTATIONS = (
     ),
     m(
         "sampling/noise.py",
-        "(quads, rows[0] & _MASK, rows[1] & _MASK, zero), (rows[2] & _MASK, (rows[2] >> 32) & _MASK)",
-        "(quads, rows[0] & _MASK, zero, zero), (rows[2] & _MASK, (rows[2] >> 32) & _MASK)",
+        "(quads, rows[0] & _MASK, rows[1] & _MASK, zero)",
+        "(quads, rows[0] & _MASK, zero, zero)",
         "test_sampling.py",
     ),
     m(
         "sampling/noise.py",
-        "(quads, rows[0] & _MASK, rows[1] & _MASK, zero), (rows[2] & _MASK, (rows[2] >> 32) & _MASK)",
-        "(quads, rows[0] & _MASK, rows[1] & _MASK, zero), (rows[2] & _MASK, rows[2] & 0)",
+        "zero), (rows[2] & _MASK, (rows[2] >> 32) & _MASK)",
+        "zero), (rows[2] & _MASK, rows[2] & 0)",
         "test_sampling.py",
     ),
     m(
@@ -222,7 +223,8 @@ MUTATIONS = (
         "engine/structured.py",
         "    for node in range(length):\n        path",
         "    for node in range(0):\n        path",
-        "test_trees.py", "test_structured.py",
+        "test_trees.py",
+        "test_structured.py",
     ),
     # --- text -------------------------------------------------------------------------------------
     m(
