@@ -44,8 +44,16 @@ class GivenCosts:
         drafts = np.arange(most + 1)
         return drafts, 1.0 + bool(action[0]) * self.proposing + self.draft * drafts
 
-    def observe(self, *round_: Any) -> None:
-        pass
+    def observe(
+        self,
+        requests: int,
+        prompt_rows: int,
+        action: Action,
+        drafts: int,
+        context: float,
+        seconds: float,
+    ) -> None:
+        """They stay as they are."""
 
 
 def situation(*chances: list[float], **changes: Any) -> Situation:

@@ -14,6 +14,7 @@ from harness import Job, Oracle, make_engine, run_jobs, tiny_decoder
 from surefoot.request import SamplingParams
 from surefoot.speculation import registry
 from surefoot.speculation.proposer import Commits, Needs
+from surefoot.speculation.state import SlotState
 
 # What makes the host wait for the device: reads of values, and shapes that depend on them.
 HOST_READS = {
@@ -126,11 +127,15 @@ class Reader(Oracle):
 
     layers: tuple[int, ...]
 
+    def __init__(self, options: Any, state: SlotState) -> None:
+        super().__init__(options, state)
+        self.given: list[torch.Tensor] = []
+
     def needs(self) -> Needs:
         return replace(super().needs(), captured_layers=self.layers)
 
     def catch_up(self, commits: Commits) -> None:
-        self.__dict__.setdefault("given", []).append(commits.features)
+        self.given.append(commits.features)
 
 
 class Neighbours(Reader):
@@ -153,10 +158,11 @@ def test_proposers_read_the_layers_that_they_named(monkeypatch: pytest.MonkeyPat
         registry.register(kind)
     engine = make_engine(tiny_decoder(), proposers=tuple(k.name for k in kinds), max_num_seqs=2)
     assert engine.round.capture == [0, 1, 2]
-    for proposer in engine.proposers:
-        proposer.__dict__.pop("given", None)  # Those of measurements.
+    readers = [item for item in engine.proposers if isinstance(item, Reader)]
+    for reader in readers:
+        reader.given.clear()  # Those of measurements.
     run_jobs(engine, [Job((2, 3, 4), SamplingParams(temperature=0, max_tokens=6))])
-    neighbours, ends, everything = (item.__dict__["given"] for item in engine.proposers)
+    neighbours, ends, everything = (reader.given for reader in readers)
     hidden = engine.decoder.config.hidden_size
     assert len(neighbours) == len(ends) == len(everything) > 3
     for two, apart, whole in zip(neighbours, ends, everything, strict=True):
