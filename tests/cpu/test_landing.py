@@ -15,6 +15,7 @@ from surefoot.engine.batch import Batch, group
 from surefoot.engine.landing import Landing, read_report
 from surefoot.engine.reserving import AHEAD, Reservations
 from surefoot.engine.rounds import Report
+from surefoot.kv.block_pool import chain_hash
 from surefoot.kv.transaction import KVManager
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams, Status
 from surefoot.speculation.books import ReportColumns
@@ -102,6 +103,20 @@ def test_a_draft_is_its_proposer_s_and_the_rest_the_target_s() -> None:
     assert request.stats.verified_by_proposer == {"b": 2, "a": 1}
     assert landing.ended == [(landing.progress[0], 2)]
     assert lease.committed == request.computed == 7
+    # What can be found is what was written: prompt and drafts in their order.
+    first = chain_hash(b"", (7, 0))
+    second = chain_hash(first, (3, 4))
+    assert lease.hashes == [first, second, chain_hash(second, (5, 6))] and lease.partial == [7]
+
+
+def test_drafts_behind_the_end_of_a_text_are_not_accepted() -> None:
+    """Two were right, and the first of them ends the text."""
+    kv, (request,) = running(1, True, set())
+    row = [1, 2, 1, 2, 0, 0, 0, 8, 9, 3]
+    row += [0] * (COLUMNS.count - len(row))
+    landing = read(torch.tensor([row], dtype=torch.int32), None, [request], kv)
+    assert request.output == [8] and request.proposed_by == ["a"]
+    assert request.stats.accepted == landing.accepted == 1 and request.stats.verified == 2
 
 
 @given(st.lists(st.integers(1, 9), max_size=3), st.integers(0, 3), st.booleans(), st.data())

@@ -99,6 +99,13 @@ def test_a_prompt_finds_the_blocks_of_one_that_is_still_in_flight() -> None:
     assert first.output == again.output
 
 
+def test_choices_of_a_prompt_share_a_seed_that_no_other_has() -> None:
+    engine, params = make_engine(tiny_decoder()), SamplingParams(n=2)
+    first = engine.make_request("first", [3], params)
+    second = engine.make_request("second", [3], params, choice=1, leader=first)
+    assert second.seed == first.seed != engine.make_request("other", [3], params).seed
+
+
 def test_nothing_is_launched_behind_rounds_that_end_everybody() -> None:
     engine = make_engine(tiny_decoder(), True, max_num_seqs=4)
     for name in ("a", "bc"):

@@ -175,13 +175,13 @@ MUTATIONS = (
         "engine/engine.py",
         "seed = leader.seed if leader is not None else secrets.randbelow(MAX_SEED)",
         "seed = leader.seed if leader is not None else 0",
-        "test_llm.py",
+        "test_loop.py::test_choices_of_a_prompt_share_a_seed_that_no_other_has",
     ),
     m(
         "engine/engine.py",
         "seed = leader.seed if leader is not None else secrets.randbelow(MAX_SEED)",
         "seed = secrets.randbelow(MAX_SEED)",
-        "test_llm.py",
+        "test_loop.py::test_choices_of_a_prompt_share_a_seed_that_no_other_has",
     ),
     m(
         "sampling/noise.py",
@@ -267,7 +267,8 @@ MUTATIONS = (
         "engine/output.py",
         "            if self._stops and self.kept > params.min_tokens:",
         "            if self._stops and self.kept >= params.min_tokens:",
-        "test_llm.py",
+        "test_llm.py::test_min_tokens_holds_stop_strings_back",
+        "test_llm.py::test_a_stop_string_within_min_tokens_stops_nothing_later",
     ),
     m(
         "engine/output.py",
