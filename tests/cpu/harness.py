@@ -179,9 +179,11 @@ def run_alone(decoder: Decoder, job: Job) -> Request:
     """The request by itself, without speculation, in one prefill, with ample memory."""
     key = id(decoder), job.prompt, repr(job.params)
     if key not in _plain_runs:
+        # Nobody plans anything: nothing has to be measured.
         engine = make_engine(
-            decoder, max_draft_tokens=0, max_num_batched_tokens=256, enable_prefix_caching=False
-        )
+            decoder, max_draft_tokens=0, max_num_batched_tokens=256, enable_prefix_caching=False,
+            draft_policy="fixed",
+        )  # fmt: skip
         _plain_runs[key] = run_jobs(engine, [Job(job.prompt, job.params)])[0]
     return _plain_runs[key]
 

@@ -150,7 +150,7 @@ class Server:
             raise AssertionError(f"the server does not end: {self.lines}") from None
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = LIMIT) -> None:
     """Poll until ``condition()`` holds; fails the test when it does not in time."""
     end = time.monotonic() + seconds
     while not condition():
@@ -158,7 +158,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-async def wait_for_async(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+async def wait_for_async(condition: Callable[[], Any], seconds: float = LIMIT) -> None:
     """``wait_for`` for an event loop."""
     end = time.monotonic() + seconds
     while not condition():

@@ -81,6 +81,11 @@ class Tally:
     answers: int = 0
     tokens: int = 0
 
+    @property
+    def asked(self) -> int:
+        """Requests that were made, refused ones left out."""
+        return self.counts.total() - 2 * self.counts["refused"]
+
 
 async def send(
     server: Server, body: dict[str, Any], leave_after: int | None = None
@@ -120,10 +125,12 @@ def unchunk(data: bytes) -> bytes:
         at = end + 2 + size + 2
 
 
-async def client(server: Server, cases: list[Case], tally: Tally, seed: int, until: float) -> None:
-    """One user who asks again and again."""
+async def client(
+    server: Server, cases: list[Case], tally: Tally, seed: int, done: Callable[[], float]
+) -> None:
+    """One user who asks again and again, until all is ``done`` (1.0)."""
     draw = random.Random(seed)
-    while time.monotonic() < until:
+    while done() < 1.0:
         kind = draw.choices(["stream", "whole", "leave", "mistake"], [5, 3, 2, 1])[0]
         tally.counts[kind] += 1
         if kind == "mistake":
@@ -173,18 +180,28 @@ def resident(pid: int) -> int:
     return int(line.split()[1]) * 1024
 
 
-async def storm(
-    server: Server, cases: list[Case], clients: int, seconds: float, tally: Tally
-) -> dict[str, tuple[int, int]]:
-    """Run so many clients so long. Returns the memory (after a third, at the end) of each
-    process."""
+def so_long(seconds: float) -> Callable[[], float]:
+    """The part of so many seconds that has passed."""
     started = time.monotonic()
+    return lambda: (time.monotonic() - started) / seconds
+
+
+def so_many(requests: int, tally: Tally) -> Callable[[], float]:
+    """The part of so many requests that was made."""
+    return lambda: tally.asked / requests
+
+
+async def storm(
+    server: Server, cases: list[Case], clients: int, tally: Tally, done: Callable[[], float]
+) -> dict[str, tuple[int, int]]:
+    """Run so many clients until all is ``done``. Returns the memory (after a third, at the end) of
+    each process."""
     tasks = [
-        asyncio.ensure_future(client(server, cases, tally, seed, started + seconds))
-        for seed in range(clients)
+        asyncio.ensure_future(client(server, cases, tally, seed, done)) for seed in range(clients)
     ]
     pids = {"front": server.process.pid, "core": server.core}
-    await asyncio.sleep(seconds / 3)
+    while done() < 1 / 3:
+        await asyncio.sleep(0.05)
     before = {name: resident(pid) for name, pid in pids.items()}
     await asyncio.gather(*tasks)
     return {name: (before[name], resident(pid)) for name, pid in pids.items()}
@@ -296,7 +313,7 @@ def report(server: Server, cases: list[Case], clients: int, seconds: float) -> i
     """Run a storm and print what came of it; 0 if nothing was wrong or left behind."""
     print(*server.lines[:-1], sep="\n")
     tally = Tally()
-    memory = asyncio.run(storm(server, cases, clients, seconds, tally))
+    memory = asyncio.run(storm(server, cases, clients, tally, so_long(seconds)))
     server.wait_idle()
     print(f"{clients} clients, {seconds:g} s: {dict(tally.counts)}")
     print(f"{tally.answers} answers of {tally.tokens} tokens compared, {len(tally.wrong)} wrong")

@@ -4,6 +4,7 @@ and which chances count."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -43,8 +44,16 @@ class GivenCosts:
         drafts = np.arange(most + 1)
         return drafts, 1.0 + bool(action[0]) * self.proposing + self.draft * drafts
 
-    def observe(self, *round_: Any) -> None:
-        pass
+    def observe(
+        self,
+        requests: int,
+        prompt_rows: int,
+        action: Action,
+        drafts: int,
+        context: float,
+        seconds: float,
+    ) -> None:
+        """They stay as they are."""
 
 
 def situation(*chances: list[float], **changes: Any) -> Situation:
@@ -145,7 +154,7 @@ def test_trials_take_turns() -> None:
     budget = Budget()
     tried = [(at, trial) for at in range(60) if (trial := budget.next(trials))]
     assert [trial for _, trial in tried[:6]] == [*trials, *trials]
-    apart = {later - earlier for (earlier, _), (later, _) in zip(tried, tried[1:], strict=False)}
+    apart = {later - earlier for (earlier, _), (later, _) in pairwise(tried)}
     assert apart == {6}
 
 

@@ -31,7 +31,6 @@ from harness import (
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
 
 
-
 @dataclass
 class Tally:
     """What was compared, and which tokens differ where two were about equally likely."""

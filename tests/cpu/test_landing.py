@@ -15,6 +15,7 @@ from surefoot.engine.batch import Batch, group
 from surefoot.engine.landing import Landing, read_report
 from surefoot.engine.reserving import AHEAD, Reservations
 from surefoot.engine.rounds import Report
+from surefoot.kv.block_pool import chain_hash
 from surefoot.kv.transaction import KVManager
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams, Status
 from surefoot.speculation.books import ReportColumns
@@ -102,6 +103,20 @@ def test_a_draft_is_its_proposer_s_and_the_rest_the_target_s() -> None:
     assert request.stats.verified_by_proposer == {"b": 2, "a": 1}
     assert landing.ended == [(landing.progress[0], 2)]
     assert lease.committed == request.computed == 7
+    # What can be found is what was written: prompt and drafts in their order.
+    first = chain_hash(b"", (7, 0))
+    second = chain_hash(first, (3, 4))
+    assert lease.hashes == [first, second, chain_hash(second, (5, 6))] and lease.partial == [7]
+
+
+def test_drafts_behind_the_end_of_a_text_are_not_accepted() -> None:
+    """Two were right, and the first of them ends the text."""
+    kv, (request,) = running(1, True, set())
+    row = [1, 2, 1, 2, 0, 0, 0, 8, 9, 3]
+    row += [0] * (COLUMNS.count - len(row))
+    landing = read(torch.tensor([row], dtype=torch.int32), None, [request], kv)
+    assert request.output == [8] and request.proposed_by == ["a"]
+    assert request.stats.accepted == landing.accepted == 1 and request.stats.verified == 2
 
 
 @given(st.lists(st.integers(1, 9), max_size=3), st.integers(0, 3), st.booleans(), st.data())
@@ -187,6 +202,30 @@ def test_what_was_reserved_for_later_rounds_is_given_back_before_anybody_is_pree
         engine.step()
         engine.check_integrity()
     assert not engine.stats.preemptions
+
+
+def test_what_landed_is_no_longer_in_flight() -> None:
+    """Of what rounds may write beyond the known, nothing is left when all are read."""
+    engine = make_engine(tiny_decoder(), False, max_num_seqs=2, draft_policy="fixed")
+    for index, job in enumerate(jobs(30, 40)):
+        engine.add(engine.make_request(f"r{index}", (2, 3, 4) * 5, job.params))
+    while engine.has_work:
+        engine.step()
+        slots = [request.slot for request in engine.scheduler.running]
+        assert not engine.loop.flights and not engine.loop.reservations.reach[slots].any()
+    assert engine.stats.draft_rows
+
+
+def test_drafts_are_given_up_before_anybody_is_preempted() -> None:
+    """There is room for the tokens of both, not for all that they might be in a round."""
+    engine = make_engine(
+        tiny_decoder(), max_num_seqs=2, block_size=1, kv_blocks=24, enable_prefix_caching=False,
+        proposers=("saboteur",), draft_policy="fixed", max_draft_tokens=8,
+    )  # fmt: skip
+    work = [Job(job.prompt, job.params) for job in jobs(10, 23)]
+    requests = run_jobs(engine, work)
+    assert [len(request.tokens) for request in requests] == [10, 23]
+    assert not engine.stats.preemptions and requests[1].stats.verified
 
 
 @settings(max_examples=40, deadline=None)

@@ -99,6 +99,23 @@ def test_a_prompt_finds_the_blocks_of_one_that_is_still_in_flight() -> None:
     assert first.output == again.output
 
 
+def test_choices_of_a_prompt_share_a_seed_that_no_other_has() -> None:
+    engine, params = make_engine(tiny_decoder()), SamplingParams(n=2)
+    first = engine.make_request("first", [3], params)
+    second = engine.make_request("second", [3], params, choice=1, leader=first)
+    assert second.seed == first.seed != engine.make_request("other", [3], params).seed
+
+
+def test_nothing_is_launched_behind_rounds_that_end_everybody() -> None:
+    engine = make_engine(tiny_decoder(), True, max_num_seqs=4)
+    for name in ("a", "bc"):
+        add(engine, name, 3)
+    while engine.has_work:
+        engine.step()
+    # Each of them commits a token; the first is the prompt's.
+    assert engine.stats.rounds == GREEDY.max_tokens and not engine.loop.flights
+
+
 def check_writes(engine: Engine) -> None:
     """Every row writes a key into a block of its own request, which nobody else holds."""
     forward, state, kv = engine.round.forward, engine.state, engine.kv

@@ -28,7 +28,7 @@ def test_a_promise_is_fair_to_who_has_nothing_on_offer() -> None:
         rows = [[0.99, 0.98, 0.97], neighbour]
         memory = memory_of(rows, LOOKUP)
         tokens, took = memory.promise(2, (LOOKUP,), 0, drafts, seconds, 1.0)
-        ranked = sorted(sum(rows, []), reverse=True)
+        ranked = sorted([*rows[0], *rows[1]], reverse=True)
         assert tokens == pytest.approx(2 + sum(ranked[:best]))
         assert took == pytest.approx(1.0 + 0.03 * best)
 

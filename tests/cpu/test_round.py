@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle3_engines import folder
-from harness import Job, make_engine, run_jobs, tiny_decoder
+from harness import Job, Oracle, make_engine, run_jobs, tiny_decoder
 from surefoot.request import SamplingParams
+from surefoot.speculation import registry
+from surefoot.speculation.proposer import Commits, Needs
+from surefoot.speculation.state import SlotState
 
 # What makes the host wait for the device: reads of values, and shapes that depend on them.
 HOST_READS = {
@@ -113,3 +117,56 @@ def test_the_watch_sees_host_reads() -> None:
         values[values > 0]
         values.nonzero()
     assert len(watch.reads) >= 3
+
+
+# --- layers that proposers read -----------------------------------------------------------------
+
+
+class Reader(Oracle):
+    """Keeps the features that it is given."""
+
+    layers: tuple[int, ...]
+
+    def __init__(self, options: Any, state: SlotState) -> None:
+        super().__init__(options, state)
+        self.given: list[torch.Tensor] = []
+
+    def needs(self) -> Needs:
+        return replace(super().needs(), captured_layers=self.layers)
+
+    def catch_up(self, commits: Commits) -> None:
+        self.given.append(commits.features)
+
+
+class Neighbours(Reader):
+    name, layers = "neighbours", (1, 2)
+
+
+class Ends(Reader):
+    name, layers = "ends", (2, 0)
+
+
+class Everything(Reader):
+    name, layers = "everything", (0, 1, 2)
+
+
+def test_proposers_read_the_layers_that_they_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order, whether these are neighbours or not, and whatever others read."""
+    monkeypatch.setattr(registry, "_PROPOSERS", dict(registry._PROPOSERS))
+    kinds = (Neighbours, Ends, Everything)
+    for kind in kinds:
+        registry.register(kind)
+    engine = make_engine(tiny_decoder(), proposers=tuple(k.name for k in kinds), max_num_seqs=2)
+    assert engine.round.capture == [0, 1, 2]
+    readers = [item for item in engine.proposers if isinstance(item, Reader)]
+    for reader in readers:
+        reader.given.clear()  # Those of measurements.
+    run_jobs(engine, [Job((2, 3, 4), SamplingParams(temperature=0, max_tokens=6))])
+    neighbours, ends, everything = (reader.given for reader in readers)
+    hidden = engine.decoder.config.hidden_size
+    assert len(neighbours) == len(ends) == len(everything) > 3
+    for two, apart, whole in zip(neighbours, ends, everything, strict=True):
+        low, middle, high = whole.split(hidden, dim=1)
+        assert not torch.equal(low, middle) and not torch.equal(middle, high)
+        assert torch.equal(two, torch.cat((middle, high), dim=1))
+        assert torch.equal(apart, torch.cat((high, low), dim=1))

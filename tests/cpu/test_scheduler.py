@@ -187,6 +187,28 @@ def test_choices_wait_for_their_leaders_prefill() -> None:
     assert second.cached == 8
 
 
+def test_choices_that_waited_keep_their_place() -> None:
+    """Among those that wait, and then among those that run."""
+    machine = scheduler()
+    first = request("first", 9, 4)
+    choices = [request(name, 9, 4, leader=first) for name in ("second", "third")]
+    for item in (first, *choices, request("other", 2, 4)):
+        machine.add(item)
+    step(machine)
+    assert names(machine.running) == ["first", "other"]
+    assert names(list(machine.waiting)) == ["second", "third"]
+    step(machine)
+    assert names(machine.running) == ["first", "second", "third", "other"]
+
+
+def test_prompts_that_come_together_share_the_room() -> None:
+    """Neither has a block yet when the other is let in."""
+    machine = scheduler(blocks=4)
+    for name in "ab":
+        machine.add(request(name, 12, 2))
+    assert names(machine.admit(100)) == ["a"]
+
+
 def test_an_ended_leader_does_not_hold_its_choices() -> None:
     machine = scheduler()
     first = request("first", 9, 4)

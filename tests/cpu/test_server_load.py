@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 from server_harness import emoji_model, offline, running_server
-from server_load import Tally, make_cases, storm, throughput
+from server_load import Tally, make_cases, so_many, storm, throughput
 
-SECONDS = float(os.environ.get("SUREFOOT_LOAD_SECONDS", "20"))
+REQUESTS = int(os.environ.get("SUREFOOT_LOAD_REQUESTS", "300"))
 CLIENTS = int(os.environ.get("SUREFOOT_LOAD_CLIENTS", "16"))
 
 
@@ -20,7 +20,7 @@ def test_a_crowd_gets_the_offline_texts_and_leaves_nothing_behind(tmp_path: Path
     cases = make_cases(offline(model, **options), 40, 40)
     tally = Tally()
     with running_server(model, "--max-queue", "12", **options) as server:
-        memory = asyncio.run(storm(server, cases, CLIENTS, SECONDS, tally))
+        memory = asyncio.run(storm(server, cases, CLIENTS, tally, so_many(REQUESTS, tally)))
         assert not tally.wrong, "\n".join(tally.wrong[:3])
         assert min(tally.counts[kind] for kind in ("stream", "whole", "leave", "mistake")) > 5
         server.wait_idle()

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,8 @@ class Keeper:
     def __call__(self) -> Server:
         if self._server is None or self._server.process.poll() is not None:
             # One text at a time.
-            running = running_server(self._model, "--max-queue", str(QUEUE), max_num_seqs=1)
+            options = "--max-queue", str(QUEUE), "--shutdown-timeout", str(2 * LIMIT)
+            running = running_server(self._model, *options, max_num_seqs=1)
             self._server = self._stack.enter_context(running)
         return self._server
 
@@ -179,9 +179,8 @@ def test_a_slow_reader_holds_up_nobody(server: Server) -> None:
 def test_sigterm_lets_requests_finish(server: Server) -> None:
     running = [Background(server, **LONG), Background(server, **LONG)]
     wait_for(lambda: server.metric("surefoot_requests_waiting") == 1)
-    core, started = server.core, time.monotonic()
-    assert server.stop() == 0
-    assert time.monotonic() - started < 25, "it waited for the timeout"
+    core = server.core
+    assert server.stop() == 0, "and not only when the timeout ends, which is beyond ours"
     for request in running:
         answer = request.join()
         assert answer is not None and answer.status_code == 200

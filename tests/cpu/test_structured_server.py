@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -157,7 +156,7 @@ class SlowGrammars:
         return False
 
     def start(self, wanted: StructuredOutputsParams) -> Any:
-        assert self.go.wait(10)
+        assert self.go.wait(60)
         self.started.append(str(wanted.regex))
         if wanted.regex == "bad":
             raise SurefootError("structured_outputs.regex", "is bad")
@@ -180,7 +179,7 @@ def test_compiling_is_waited_for_by_its_own_request_only() -> None:
     assert compiler.ready() == []
     compiler.drop(["left"])
     grammars.go.set()
-    assert all(woken.acquire(timeout=10) for _ in range(3))
+    assert all(woken.acquire(timeout=60) for _ in range(3))
     (first, no_error), (second, error) = compiler.ready()
     assert (first.ids, no_error, second.ids) == (["a"], None, ["b"])
     assert error is not None and error.option == "structured_outputs.regex"

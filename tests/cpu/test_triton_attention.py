@@ -129,10 +129,11 @@ def test_a_row_s_bits_are_its_own(dtype: torch.dtype, shape: AttentionShape) -> 
     )
     close_attention(whole, expected.transpose(0, 1).to(dtype))
     splits = set()
-    for first, rows in [(0, 1), (31, 3), (60, 20), (LENGTH - 1, 1), (97, 10)]:
-        for sms in (1, 13, 1000):
+    places = [(0, 1), (31, 3), (60, 9), (LENGTH - 1, 1), (97, 10)]
+    for (first, rows), left_out in zip(places, (1000, 1, 13, 1000, 1), strict=True):
+        for sms in {1, 13, 1000} - {left_out}:
             company = [
-                (chance.randrange(80), chance.choice([1, 4, 20]))
+                (chance.randrange(80), chance.choice([1, 4, 9]))
                 for _ in range(chance.randint(0, 2))
             ]
             place = chance.randint(0, len(company))

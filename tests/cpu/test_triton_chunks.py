@@ -70,16 +70,19 @@ STEP = CHUNK_KEYS // BLOCK_N
 
 
 @pytest.mark.parametrize("shape", [SHAPE, THREES], ids=str)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(
     spans=st.lists(st.tuples(FIRST, ROWS), min_size=1, max_size=9),
     trees=st.none() | st.lists(st.booleans(), min_size=9, max_size=9),
+    programs=st.sampled_from([5, 12, 66]),
 )
 def test_every_key_of_every_tile_is_worked_on_once(
-    shape: AttentionShape, spans: list[tuple[int, int]], trees: list[bool] | None
+    shape: AttentionShape, spans: list[tuple[int, int]], trees: list[bool] | None, programs: int
 ) -> None:
     trees = None if trees is None else trees[: len(spans)]
-    work = list_chunks(batch_of(spans, 1 << 16, trees), shape)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_attention, "programs_of", lambda *_: programs)
+        work = list_chunks(batch_of(spans, 1 << 16, trees), shape)
     found = work.items.tolist()
     assert found[0][0] < len(found)
     items = found[1 : 1 + found[0][0]]

@@ -57,7 +57,8 @@ MUTATIONS = (
         "server/generation.py",
         "self.draft_positions += [*range(1, news.accepted + 1), *own]",
         "self.draft_positions += [*range(news.accepted), *own]",
-        "test_server_units.py", "test_server_stream.py",
+        "test_server_units.py",
+        "test_server_stream.py",
     ),
     m(
         "server/generation.py",
@@ -81,6 +82,7 @@ MUTATIONS = (
         "server/logprobs.py",
         "        self._at += len(self._detokenizer.push(token))",
         "        self._at += len(self._detokenizer.push(token).encode())",
-        "test_server.py", "test_server_units.py",
+        "test_server.py",
+        "test_server_units.py",
     ),
 )

@@ -242,7 +242,8 @@ MUTATIONS = (
         "speculation/estimator.py",
         "return torch.where(offered, path, 0.0).cummin(dim=1).values",
         "return torch.where(offered, path, 0.0)",
-        "test_trees.py", "test_books.py",
+        "test_trees.py",
+        "test_books.py",
     ),
     m(
         "kernels/cpu/learn.c",
@@ -260,7 +261,8 @@ MUTATIONS = (
         "speculation/estimator.py",
         "        decay = SLOT_DECAY**trials",
         "        decay = SLOT_DECAY",
-        "test_controller.py", "test_books.py",
+        "test_controller.py",
+        "test_books.py",
     ),
     m(
         "speculation/estimator.py",
@@ -379,7 +381,9 @@ MUTATIONS = (
         "speculation/trees.py",
         "batch.key_index - offset + depth,",
         "batch.key_index,",
-        "test_trees.py", "test_tree_rounds.py", "test_triton_tree_rounds.py",
+        "test_trees.py",
+        "test_tree_rounds.py",
+        "test_triton_tree_rounds.py",
     ),
     m(
         "speculation/trees.py",
@@ -392,7 +396,9 @@ MUTATIONS = (
         "kernels/drafting.py",
         "ends = (batch.key_index % block_size == block_size - 1) & (row_slot >= 0)",
         "ends = batch.key_index % block_size == block_size - 1",
-        "test_triton_drafting.py", "test_eagle3_drafter.py", "test_drafter_state.py",
+        "test_triton_drafting.py",
+        "test_eagle3_drafter.py",
+        "test_drafter_state.py",
     ),
     m(
         "kernels/drafting.py",
@@ -410,7 +416,7 @@ MUTATIONS = (
         "speculation/round.py",
         "self.capture = sorted({layer for need in self.needs for layer in need.captured_layers})",
         "self.capture = [layer for need in self.needs for layer in need.captured_layers]",
-        "test_round.py", "test_eagle3_use.py",
+        "test_round.py",
     ),
     m(
         "speculation/proposers/eagle3/proposer.py",

@@ -1,0 +1,77 @@
+"""What the planner is told of the drafts on offer: what the last report says of a slot's request,
+and nothing of who held the slot before."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from surefoot.engine.reported import ReportedOffers
+from surefoot.speculation.books import ReportColumns
+
+WIDTH = 3
+COLUMNS = ReportColumns(WIDTH, trees=False)
+
+
+def report_of(*offers: tuple[int, list[float]]) -> Any:
+    """(Tokens committed, chances) by span, all of proposer 1."""
+    rows = torch.zeros((len(offers) + 1, COLUMNS.count), dtype=torch.int32)
+    for row, (count, chances) in zip(rows, offers, strict=False):
+        row[COLUMNS.COUNT], row[COLUMNS.OFFERER] = count, 1
+        row[COLUMNS.chances : COLUMNS.offer] = torch.tensor(chances).view(torch.int32)
+    return SimpleNamespace(rows=rows)
+
+
+def batch_of(*slots: int, chunks: int = 0, ending: int = 0) -> Any:
+    return SimpleNamespace(
+        group=SimpleNamespace(slots=np.array(slots)), chunks=(5,) * chunks, ending=ending
+    )
+
+
+def known() -> ReportedOffers:
+    """Of slots 0 and 2."""
+    reported = ReportedOffers(4, WIDTH, COLUMNS)
+    report = report_of((1, [0.75, 0.5, 0.25]), (0, [0.9, 0.9, 0.9]), (2, [0.5, 0.0, 0.0]))
+    told = reported.note(report, np.array([0, 1, 2]))
+    assert told.tolist() == [True, False, True]
+    return reported
+
+
+def test_chances_are_those_of_the_last_report() -> None:
+    chances, whose = known().of(batch_of(2, 0))
+    assert chances is not None and whose is not None
+    assert chances.tolist() == [[0.5, 0.0, 0.0], [0.75, 0.5, 0.25]] and whose.tolist() == [1, 1]
+
+
+def test_who_sampled_nothing_or_has_left_is_not_told_of() -> None:
+    reported = known()
+    reported.note(report_of((1, [0.1] * 3), (0, [0.1] * 3)), np.array([-1, 2]))
+    chances, _ = reported.of(batch_of(0, 1, 2, 3))
+    assert chances is not None
+    assert chances[:, 0].tolist()[::2] == [0.75, 0.5] and np.isnan(chances[1::2]).all()
+
+
+def test_of_a_new_request_nothing_is_known() -> None:
+    """Neither of one that took over a slot, nor of one at the end of its prompt: that is not the
+    same as nothing on offer."""
+    reported = known()
+    reported.clear(0)
+    chances, whose = reported.of(batch_of(1, 3, 0, 2, chunks=2, ending=1))
+    assert chances is not None and whose is not None and chances.shape == (3, WIDTH)
+    assert np.isnan(chances[0]).all() and np.isnan(chances[2]).all()
+    assert chances[1].tolist() == [0.5, 0.0, 0.0] and len(whose) == 3
+
+
+def test_what_a_grammar_cuts_is_not_on_offer() -> None:
+    reported = known()
+    reported.cut(0, 1)
+    chances, _ = reported.of(batch_of(0))
+    assert chances is not None and chances.tolist() == [[0.75, 0.0, 0.0]]
+
+
+def test_nothing_is_told_where_nobody_decodes() -> None:
+    assert known().of(batch_of(0, 1, chunks=2, ending=2)) == (None, None)
+    assert ReportedOffers(4, 0, COLUMNS).of(batch_of(0)) == (None, None)
