@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from surefoot.errors import SurefootError
-from surefoot.request import SpeculationParams
+from surefoot.request import Request, SamplingParams, SpeculationParams, TokenLogprobs
 from surefoot.server.errors import field_path
 from surefoot.server.exposition import Exposition
+from surefoot.server.generation import Choice
 from surefoot.server.guards import ApiKey
-from surefoot.server.messages import Add, Ready, decode_to_core, encode
+from surefoot.server.logprobs import prompt_logprobs
+from surefoot.server.messages import Add, News, Ready, decode_to_core, encode
 from surefoot.server.metrics import DraftCounts, Histogram, Metrics
 from surefoot.server.schema import CompletionRequest, read_speculation_header
 from surefoot.server.tool_calls import ToolCall, ToolCallParser
@@ -139,6 +142,30 @@ def test_drafts_are_counted_by_position() -> None:
     counts.count(1, 1)
     counts.count(2, 0)
     assert (counts.rounds, counts.verified, counts.accepted) == (3, [3, 2, 1], [2, 0, 0])
+
+
+def test_places_of_tokens_in_their_drafts() -> None:
+    """From 1; the target's own have none."""
+    request = Request("r", (3,), SamplingParams(), SpeculationParams(), 0, 99)
+    stream: Any = SimpleNamespace(push=lambda tokens, last: None, stopped_by=None)
+    generation: Any = None
+    choice = Choice(0, request, stream, generation)
+    choice.enter(News("r", [5], offered=2), ["ngram"])
+    choice.enter(News("r", [6, 7, 8], 0, 0, verified=3, accepted=2), ["ngram"])
+    assert request.output == [5, 6, 7, 8]
+    assert choice.draft_positions == [None, 1, 2, None]
+    assert request.proposed_by == [None, "ngram", "ngram", None]
+
+
+def test_ranks_of_prompt_tokens() -> None:
+    """The likeliest are numbered from 1; the one that is there has a rank of its own."""
+    texts: Any = SimpleNamespace(text=str)
+    scores = [None, TokenLogprobs(7, -9.0, 41, ((3, -0.5), (4, -1.5))), TokenLogprobs(3, -1.0, 1)]
+    none, first, second = prompt_logprobs(texts, scores)
+    assert none is None and first is not None and second is not None
+    assert {token: entry["rank"] for token, entry in first.items()} == {"3": 1, "4": 2, "7": 41}
+    assert first["7"] == {"logprob": -9.0, "rank": 41, "decoded_token": "7"}
+    assert {token: entry["rank"] for token, entry in second.items()} == {"3": 1}
 
 
 @pytest.mark.parametrize(

@@ -249,13 +249,13 @@ MUTATIONS = (
         "engine/output.py",
         "            at, _, stop = min(found)",
         "            at, _, stop = found[0]",
-        "test_server_stream.py",
+        "test_output.py",
     ),
     m(
         "engine/output.py",
         "(at, -len(stop), stop)",
         "(at, len(stop), stop)",
-        "test_server_stream.py",
+        "test_output.py",
     ),
     m(
         "engine/output.py",

@@ -262,7 +262,6 @@ MUTATIONS = (
         "        decay = SLOT_DECAY**trials",
         "        decay = SLOT_DECAY",
         "test_controller.py",
-        "test_books.py",
     ),
     m(
         "speculation/estimator.py",
