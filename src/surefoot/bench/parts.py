@@ -22,7 +22,7 @@ GROUPS = {
     r"|^(ancestors|node_rows|walk|follow_paths|write_drafts)_kernel",
     "drafter": r"^(entry_inputs|live_rows|shift|synthetic_tokens|(partial|final)_likeliest)_kernel",
     "products": (
-        r"^rows_kernel|^tiles_kernel|^reduce_kernel|^qkv_kernel"
+        r"^(rows|tiles|shares|reduce|qkv)_kernel"
         r"|gemm|gemv|nvjet|cutlass|splitk|xmma"
     ),
 }
