@@ -20,10 +20,12 @@ class EngineConfig:
 
     model: str = DEFAULT_MODEL
     dtype: str = "auto"
-    """``float32``, ``bfloat16``, or ``auto``: bfloat16 where it is fast on this device."""
+    """Of dense weights, activations and KV: ``float32``, ``bfloat16``, or ``auto``, bfloat16 where
+    it is fast on this device."""
     weights: str = "auto"
-    """``native`` keeps GGUF blocks packed, ``dense`` converts them to ``dtype``; ``auto`` takes
-    native where a fast kernel for the file's blocks is at hand."""
+    """``native`` keeps GGUF blocks packed and multiplies them by activations rounded to 8 bits,
+    ``dense`` converts them to ``dtype``; ``auto`` takes native on the compiled kernels, unless
+    ``dtype`` asks for float32."""
     backend: str = "auto"
     """``native`` (compiled CPU kernels), ``triton`` (NVIDIA GPUs), ``torch`` (reference), or
     ``auto``."""
@@ -98,10 +100,22 @@ class EngineConfig:
         ):
             if given and not self.device.startswith("cuda"):
                 raise SurefootError(option, "is for NVIDIA GPUs only", "add --device cuda")
+        if self.weights == "native" and self.dtype == "float32":
+            raise SurefootError(
+                "dtype",
+                "native weights are multiplied by activations rounded to 8 bits, not by float32",
+                "use --weights dense, or another --dtype",
+            )
         if self.weights == "native" and self.backend == "torch":
             raise SurefootError(
                 "weights", "native blocks need the native backend", "drop backend=torch"
             )
+
+    def weights_on(self, backend: str) -> str:
+        """``native`` or ``dense``: what ``weights`` comes to on the backend of this name."""
+        if self.weights != "auto":
+            return self.weights
+        return "native" if backend == "native" and self.dtype != "float32" else "dense"
 
     def _check_drafts(self, most: int) -> None:
         _at_least("max_draft_tokens", most, 0)

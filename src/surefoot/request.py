@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from surefoot.errors import SurefootError
@@ -223,6 +223,19 @@ class SpeculationStats:
             by_proposer = self.accepted_by_proposer
             by_proposer[name] = by_proposer.get(name, 0) + accepted
 
+    def kept(self, sources: Sequence[str | None]) -> SpeculationStats:
+        """Of a text of which only tokens by these proposers (None: the target's own) are left, as
+        a stop string cut it: the drafts behind that were verified, but not accepted."""
+        by_proposer = dict.fromkeys(self.accepted_by_proposer, 0)
+        for name in sources:
+            if name is not None:
+                by_proposer[name] += 1
+        accepted = sum(by_proposer.values())
+        # A round's last token is the target's own, unless the text ends with a draft.
+        cut = bool(sources) and sources[-1] is not None
+        rounds = len(sources) - accepted + cut
+        return replace(self, rounds=rounds, accepted=accepted, accepted_by_proposer=by_proposer)
+
     @property
     def accepted_length(self) -> float:
         """Tokens committed per round, the target's own included."""
@@ -311,6 +324,23 @@ class Request:
         return not wanted or len(self.prompt_logprobs) == len(self.prompt) - 1
 
     @property
+    def end(self) -> FinishReason | None:
+        """Whether the text ends with its last token, and by what: what rounds find out, too."""
+        if self.output and self.output[-1] in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.length >= self.max_length else None
+
+    def settle(self) -> None:
+        """Entering a round's tokens was broken off somewhere: of a token whose logprobs and source
+        are not there as well, nothing is left."""
+        if self.params.logprobs is not None:
+            count = min(len(self.logprobs), len(self.output))
+            del self.logprobs[count:], self.output[count:]
+        del self._proposed_by[len(self.output) :]
+        if self.grammar is not None:
+            self.grammar.restart()
+
+    @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
 
@@ -321,6 +351,6 @@ class Request:
         return tuple(dict.fromkeys((*ends, *(self.params.stop_token_ids or ()))))
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        self.status = Status.FINISHED
         self.finish_reason = reason
         self.stop_reason = stop_reason
+        self.status = Status.FINISHED

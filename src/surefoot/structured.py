@@ -113,6 +113,11 @@ class TextGrammar(Protocol):
         prefix of it."""
         ...
 
+    def restart(self) -> None:
+        """Forget the committed tokens, and whatever was being tried: the next ``sync`` follows all
+        of the text."""
+        ...
+
     def allowed_prefix(self, drafts: Sequence[int]) -> int:
         """How many leading drafts the grammar allows behind the committed tokens, up to and
         including the first end token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,8 @@ from surefoot.models.decoder import Decoder
 from surefoot.speculation import registry
 from surefoot.speculation.proposer import Proposer
 
+POSITIONS = 1100
+"""Of the context: texts cross every boundary that a certificate has."""
 SMALL = replace(
     QUICK,
     greedy_jobs=4,
@@ -28,12 +31,24 @@ SMALL = replace(
     sampled_jobs=3,
     sampled_length=10,
     scenarios=SCENARIOS[:1],
-    random_parameters=2,
+    designs=0,
     parameter_length=8,
     seeds=16,
     sampled_positions=2,
     offers=8,
+    min_crowded=0,
+    more=0,
 )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What is left to torch is small: threads that wait for each other on busy cores take ten times
+    as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def silent(label: str, done: int, total: int) -> None:
@@ -50,7 +65,8 @@ def native_decoder() -> Decoder:
     """One thread: threads that wait for each other on busy cores take ten times as long."""
     from surefoot.kernels.cpu.backend import NativeBackend
 
-    return Decoder(tiny_config(), random_weights(tiny_config()), NativeBackend(torch.float32, 1))
+    config = tiny_config(max_positions=POSITIONS)
+    return Decoder(config, random_weights(config), NativeBackend(torch.float32, 1))
 
 
 def make_judge(subject: Subject) -> Judge:

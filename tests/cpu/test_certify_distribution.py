@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from certify_setups import make_judge, make_subject, silent
+from certify_setups import make_judge, make_subject, one_thread, silent  # noqa: F401
 from harness import needs_native
 from surefoot.certify.distribution import run_distribution
 from surefoot.certify.findings import Section
-from surefoot.certify.sabotage import sample_with
+from surefoot.certify.seams import sample_with
 from surefoot.certify.sizes import QUICK
 from surefoot.engine.engine import Engine
 from surefoot.sampling.sampler import sample_rows

@@ -234,7 +234,7 @@ def test_mistakes_are_named_and_make_no_certificate(
 ) -> None:
     if line.split()[-1] != "/does/not/exist":
         # What the command line alone shows is said before anything is loaded.
-        monkeypatch.setattr("surefoot.cli.certify._load", None)
+        monkeypatch.setattr("surefoot.cli.certifying._load", None)
     result = CliRunner().invoke(app, line.split())
     assert_one_error(result, option)
 
@@ -258,7 +258,7 @@ def assert_one_error(result: Any, option: str) -> None:
 def test_prompts_that_cannot_be_read_are_named(
     text: str, words: str, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("surefoot.cli.certify._load", None)
+    monkeypatch.setattr("surefoot.cli.certifying._load", None)
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
     result = CliRunner().invoke(app, ["certify", "--prompts", str(path), *more.split()])

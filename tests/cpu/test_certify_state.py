@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from certify_setups import register
+from certify_setups import one_thread, register  # noqa: F401
 from eagle3_engines import folder, target
 from harness import VOCAB, random_weights, tiny_config
 from surefoot.certify.certificate import calibration_texts

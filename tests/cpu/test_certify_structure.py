@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from certify_setups import SMALL, make_judge, make_subject, silent
+from certify_setups import SMALL, make_judge, make_subject, one_thread, silent  # noqa: F401
 from harness import VOCAB, needs_native
 from structured_harness import grammars
 from surefoot.certify import parameters
 from surefoot.certify.compare import Judge
+from surefoot.certify.defect import Defect
 from surefoot.certify.findings import Section
 from surefoot.certify.jobs import Job
 from surefoot.certify.parameters import run_parameters
-from surefoot.certify.sabotage import Defect
 from surefoot.certify.selftest import try_defect
 from surefoot.certify.structure import STRUCTURES, Structure, allowed_tokens, fits
 from surefoot.engine.engine import Engine

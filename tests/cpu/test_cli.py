@@ -59,6 +59,7 @@ USAGE_ERRORS = [
     ("generate x --weights packed", "--weights"),
     ("generate x --backend cuda", "--backend"),
     ("generate x --weights native --backend torch", "--weights"),
+    ("generate x --weights native --dtype float32", "--dtype"),
     ("generate x --threads 0", "--threads"),
     ("generate x --max-model-len 0", "--max-model-len"),
     ("generate x --max-num-seqs 0", "--max-num-seqs"),

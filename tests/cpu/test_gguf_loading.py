@@ -90,6 +90,22 @@ def test_every_type(kind: str, arch: str, tmp_path: Path) -> None:
             assert (expected - weights[name]).abs().max() < 0.15 * weights[name].abs().max()
 
 
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1", "Q6_K"])
+@pytest.mark.parametrize("native", [True, False])
+def test_weights_that_are_no_numbers_are_refused(kind: str, native: bool, tmp_path: Path) -> None:
+    """The scale of one block (Q4_1: its offset) is NaN: packed blocks are looked at, too."""
+    config, weights = tiny_weights("llama", **{"vocab_size": 288, **BIG})
+    path = tiny_gguf(tmp_path / "model.gguf", config, weights, kind=kind)
+    tensor = GgufFile(path).tensors["blk.0.ffn_up.weight"]
+    at = tensor.offset + tensor.size // 2 + {"Q4_1": 2, "Q6_K": 208}.get(kind, 0)
+    content = bytearray(path.read_bytes())
+    content[at : at + 2] = b"\x00\x7e"
+    path.write_bytes(content)
+    with pytest.raises(SurefootError, match=r"blk.0.ffn_up.weight in .*model.gguf holds NaN"):
+        dict(load(path, native=native).weights)
+    assert list((tmp_path / "cache").rglob("*.safetensors")) == []
+
+
 def test_container_equals_the_library_reader(tmp_path: Path) -> None:
     path = make(tmp_path, kind="Q8_0", metadata={"x.floats": [0.5, 1e-5], "x.flags": [True, False]})
     ours, theirs = GgufFile(path), gguf.GGUFReader(path)
@@ -197,6 +213,10 @@ USUAL = 1 + 0.1 * math.log(4)
             },
             RopeScaling("yarn", 4.0, 128, attention_factor=0.5 * USUAL, beta_fast=16.0),
         ),
+        (
+            {**YARN, "rope.scaling.attn_factor": 0.5, "rope.scaling.yarn_attn_factor": 3.0},
+            RopeScaling("yarn", 4.0, 512, attention_factor=1.5 * USUAL),
+        ),
     ],
 )
 def test_rope_metadata(keys: dict, scaling: RopeScaling, tmp_path: Path) -> None:
@@ -211,6 +231,11 @@ def test_rope_factors(tmp_path: Path) -> None:
         frequency_factors=(1.0, 1.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)
     )
     assert "rope_freqs.weight" not in checkpoint.weights
+    for kind in ("linear", "yarn"):
+        keys = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0}
+        tensors = {"rope_freqs.weight": [1.0] * 7 + [8.0]}
+        scaling = load(make(tmp_path, tensors=tensors, metadata=keys)).config.rope_scaling
+        assert (scaling.kind, scaling.frequency_factors) == (kind, (1.0,) * 7 + (8.0,))
     assert "rope_freqs.weight is F32 of shape" in refusal(
         make(tmp_path, tensors={"rope_freqs.weight": [1.0, 2.0]})
     )

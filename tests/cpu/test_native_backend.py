@@ -606,9 +606,9 @@ def test_reasons_for_having_no_kernels(tmp_path: Path, monkeypatch: pytest.Monke
 LITTLE = '__attribute__((visibility("default"))) int little(void) { return 7; }'
 
 
-def test_compiled_kernels_go_to_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Where a little library was compiled instead of the kernels, once per time."""
     monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path))
     compiled: list[Path] = []
 
@@ -619,6 +619,12 @@ def test_compiled_kernels_go_to_the_cache(
         build._run_compiler([*command, "-shared", source, "-o", str(library)])
 
     monkeypatch.setattr(build, "_compile", compile_little)
+    return compiled
+
+
+def test_compiled_kernels_go_to_the_cache(
+    tmp_path: Path, compiled: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
     assert build._library().little() == 7
     [entry] = (tmp_path / "native").iterdir()
     assert entry.name == build.current_library()
@@ -632,6 +638,33 @@ def test_compiled_kernels_go_to_the_cache(
     assert record.levelname == "WARNING"
     assert f"cannot be kept in {entry.parent} (File exists)" in record.getMessage()
     assert "set SUREFOOT_CACHE to a folder that can be written" in record.getMessage()
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "hole", "one bit", "no digest"])
+def test_damaged_libraries_are_compiled_again(
+    damage: str, tmp_path: Path, compiled: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loading one would end the process (SIGBUS, SIGSEGV) or leave it without kernels."""
+    build._library()
+    [entry] = (tmp_path / "native").iterdir()
+    whole = entry.read_bytes()
+    middle = len(whole) // 2
+    entry.unlink()  # It is loaded: what was mapped stays as it was.
+    entry.write_bytes(
+        {
+            "empty": b"",
+            "truncated": whole[:middle],
+            "hole": whole[:2000] + bytes(len(whole) - 4000) + whole[-2000:],
+            "one bit": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+            "no digest": whole[: -build.DIGEST_BYTES],
+        }[damage]
+    )
+    assert not build.is_whole(entry)
+    assert build._library().little() == 7 and len(compiled) == 2
+    assert entry.read_bytes() == whole and build.is_whole(entry)
+    [record] = caplog.records
+    assert f"{entry} is damaged" in record.getMessage()
+    assert build._library().little() == 7 and len(compiled) == 2
 
 
 def test_a_forked_child_gets_threads_of_its_own() -> None:

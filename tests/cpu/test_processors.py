@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import builtins
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from surefoot.bench.hardware import cpu_name
 from surefoot.engine.build import _has_bf16_instructions
 from surefoot.kernels.cpu import build
 
@@ -18,19 +17,12 @@ ARM = "BogoMIPS\t: 50.0\nFeatures\t: fp asimd bf16\nCPU part\t: 0xd4f\n"
 
 def pretend(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have ``/proc/cpuinfo`` say ``text``."""
-    read_text, real_open = Path.read_text, builtins.open
+    read_text = Path.read_text
 
     def read(path: Path, *args: Any, **kwargs: Any) -> str:
         return text if str(path) == "/proc/cpuinfo" else read_text(path, *args, **kwargs)
 
-    def opened(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if path == "/proc/cpuinfo":
-            return StringIO(text)
-        return real_open(path, *args, **kwargs)
-
     monkeypatch.setattr(Path, "read_text", read)
-    monkeypatch.setattr(builtins, "open", opened)
-    monkeypatch.setattr("surefoot.engine.build.os.path.exists", lambda path: True)
 
 
 @pytest.mark.parametrize(("text", "flag"), [(INTEL, "avx512_bf16"), (ARM, "bf16")])
@@ -44,3 +36,8 @@ def test_a_processor_s_instructions_are_known(
     pretend(text.replace(flag, "nothing"), monkeypatch)
     assert not _has_bf16_instructions()
     assert build._cpu() != own
+
+
+def test_the_bench_names_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(2 * INTEL, monkeypatch)
+    assert cpu_name() == "Some Xeon"

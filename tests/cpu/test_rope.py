@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,6 +66,34 @@ def test_table_equals_transformers(parameters: dict[str, Any], theta: float) -> 
     cos, sin = reference(parameters, theta)
     assert torch.equal(table.cos, cos)
     assert torch.equal(table.sin, sin)
+
+
+def test_yarn_interpolates_no_further_than_the_last_dimension() -> None:
+    """So long an original context that the slow end of the ramp lies beyond the head; the fast end
+    lies among the head's frequencies, so that the ramp's slope shows."""
+    long = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1 << 21}
+    long["beta_fast"] = 1e4
+    turns = (1 << 21) / (2 * math.pi)
+    assert 32 * math.log(turns) / (2 * math.log(500.0)) > 32
+    scaling = RopeScaling("yarn", 4.0, 1 << 21, beta_fast=1e4)
+    table = rope_table(
+        tiny_config("llama", head_dim=32, rope_theta=500.0, rope_scaling=scaling), 512
+    )
+    cos, sin = reference(long, 500.0)
+    assert torch.equal(table.cos, cos)
+    assert torch.equal(table.sin, sin)
+
+
+@pytest.mark.parametrize(
+    "scaling", [RopeScaling(), RopeScaling("linear", 4.0), RopeScaling("yarn", 4.0, 128)]
+)
+def test_frequency_factors_divide_before_any_scaling(scaling: RopeScaling) -> None:
+    """Twice the periods: what stood at a position stands at twice the position."""
+    config = tiny_config("llama", head_dim=32, rope_scaling=scaling)
+    slower = replace(config, rope_scaling=replace(scaling, frequency_factors=(2.0,) * 16))
+    plain, stretched = rope_table(config, 100), rope_table(slower, 200)
+    torch.testing.assert_close(stretched.cos[::2], plain.cos, atol=1e-5, rtol=0)
+    torch.testing.assert_close(stretched.sin[::2], plain.sin, atol=1e-5, rtol=0)
 
 
 def test_frequency_factors_are_those_of_llama3() -> None:

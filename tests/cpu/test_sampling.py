@@ -23,7 +23,7 @@ from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling.logprobs import unpack
 from surefoot.sampling.noise import gumbel, philox
 from surefoot.sampling.params import SamplingStages, SlotParams
-from surefoot.sampling.sampler import SampleRows, sample_rows
+from surefoot.sampling.sampler import SampleRows, filtered_scores, sample_rows
 
 NATIVE = None if native_unavailable() else NativeBackend(threads=2)
 BACKENDS = [
@@ -306,6 +306,29 @@ def test_acceptance_and_cut_equal_a_loop(data: Any) -> None:
                 code = 2
                 break
         assert (int(counts[row]), int(codes[row])) == (len(committed), code)
+
+
+def test_the_mass_before_a_token_may_not_reach_top_p() -> None:
+    """Where the tokens before have exactly the mass asked for, the next is one too many."""
+    logits = torch.linspace(3, -3, VOCAB).unsqueeze(0)
+    mass = torch.softmax(logits - logits.amax(), dim=-1)
+    before = mass.cumsum(dim=-1) - mass
+    for kept in (1, 4):
+        exact = before[0, kept]
+        for top_p, expected in ((exact, kept), (exact.nextafter(torch.tensor(1.0)), kept + 1)):
+            params = SamplingParams(temperature=1.0, top_p=top_p.item())
+            slots = slot_params(make_request(params, [1]))
+            assert slots.top_p[0] == top_p
+            stages = SamplingStages.of([params])
+            scores = filtered_scores(logits, torch.tensor([0]), slots, stages)
+            assert int(scores.isfinite().sum()) == expected
+
+
+def test_tokens_that_are_as_likely_share_a_rank() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0]]).expand(5, -1)
+    tokens = torch.arange(5)
+    found = unpack(row_logprobs(logits, tokens, 0), tokens.tolist(), 0)
+    assert [item.rank for item in found] == [5, 1, 1, 4, 1]
 
 
 def test_logprobs_are_those_of_the_raw_row() -> None:

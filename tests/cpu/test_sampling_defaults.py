@@ -17,7 +17,7 @@ from server_harness import LOOP, emoji_model, offline, running_server
 from server_scripted import END, READY, ScriptedCore, ask
 from surefoot import LLM, SamplingParams, SurefootError
 from surefoot.bench.subject import Subject, subject_config
-from surefoot.cli import certify
+from surefoot.cli import certifying
 from surefoot.cli.conversation import Conversation
 from surefoot.cli.main import app
 from surefoot.config import EngineConfig
@@ -248,7 +248,7 @@ def test_benchmarks_and_certificates_do_not_read_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = {"model": str(write(emoji_model(tmp_path), top_k="many")), "backend": "torch"}
-    assert certify._load(broken).default_sampling_params() == NEUTRAL
+    assert certifying._load(broken).default_sampling_params() == NEUTRAL
     assert subject_config(Subject(broken), 1, 64, 4).generation_config == "none"
     seen: list[Any] = []
 

@@ -116,7 +116,42 @@ def test_who_decodes_keeps_the_block_of_its_next_token() -> None:
     machine.add(late)
     # Two blocks are free; one of them is the running request's next.
     assert "late" not in step(machine)
-    assert running.preemptions == 0
+    assert running.preemptions == late.preemptions == 0
+
+
+def test_blocks_are_promised_once() -> None:
+    """Not to two that come together, nor again while a prompt waits for its rows."""
+    machine = scheduler(blocks=5, block_size=2)
+    first, second = request("first", 6, 2), request("second", 5, 1)
+    machine.add(first)
+    machine.add(second)
+    assert names(machine.admit(16)) == ["first"]
+    assert machine.admit(16) == []
+    assert names(list(machine.waiting)) == ["second"] and not second.preemptions
+
+
+def test_after_a_restart_all_wait_in_order_of_arrival_and_hold_nothing() -> None:
+    machine = scheduler(seqs=2, cache=True)
+    first, ended, second, third, broken = every = [request(name, 9, 4) for name in "abcde"]
+    for item in every:
+        machine.add(item)
+    step(machine)
+    step(machine)
+    machine.finish(ended, FinishReason.STOP)
+    step(machine)
+    assert names(machine.running) == ["a", "c"]
+    # Broken off in the middle of letting somebody in, and of ending somebody.
+    machine.waiting.popleft()
+    machine.kv.open("d", third.tokens)
+    broken.finish(FinishReason.ABORT)
+    machine.restart()
+    machine.check_integrity()
+    assert names(list(machine.waiting)) == ["a", "c", "d"] and not machine.running
+    assert machine.kv.pool.num_free == machine.kv.pool.capacity and not machine.kv.leases
+    assert [item.preemptions for item in (first, second, third)] == [1, 1, 0]
+    while machine.has_work:
+        step(machine)
+    assert {item.finish_reason for item in (first, second, third)} == {FinishReason.LENGTH}
 
 
 def test_rows_of_a_round_bound_who_is_let_in() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ from surefoot.request import Request, SamplingParams, SpeculationParams, TokenLo
 from surefoot.server.errors import field_path
 from surefoot.server.exposition import Exposition
 from surefoot.server.generation import Choice
+from surefoot.server.guards import ApiKey
 from surefoot.server.logprobs import prompt_logprobs
 from surefoot.server.messages import Add, News, Ready, decode_to_core, encode
 from surefoot.server.metrics import DraftCounts, Histogram, Metrics
@@ -91,6 +93,38 @@ def test_speculation_header(text: str, expected: SpeculationParams | None) -> No
             read_speculation_header(text)
     else:
         assert read_speculation_header(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (b"Bearer secret", 200),
+        (b"Bearer secrets", 401),
+        (b"Bearer secret ", 401),
+        (b"Bearer secre", 401),
+        (b"Bearer ", 401),
+        (b"", 401),
+        (b"bearer secret", 401),
+        (b"Bearer secret\xff", 401),
+        (None, 401),
+    ],
+)
+def test_the_key_must_be_equal(header: bytes | None, status: int) -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+
+    async def receive() -> Any:
+        return {"type": "http.request"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [] if header is None else [(b"authorization", header)]
+    scope = {"type": "http", "path": "/v1/models", "headers": headers, "method": "GET"}
+    asyncio.run(ApiKey(app, "secret")(scope, receive, send))
+    assert sent[0]["status"] == status
 
 
 def test_histogram_bounds_are_inclusive() -> None:

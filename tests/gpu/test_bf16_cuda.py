@@ -156,7 +156,6 @@ def test_the_memory_plan_adds_up(llm: LLM, model: Path) -> None:
     assert plan.kv == engine.kv_blocks * per_block * config.layers
     assert plan.kv_tokens == engine.kv_tokens
     assert plan.full_contexts == 4 * 128 <= plan.kv_tokens
-    assert plan.recorded_rounds > 0
     with pytest.raises(SurefootError, match="gpu_memory_utilization"):
         LLM(str(model), **{**OPTIONS, "gpu_memory_utilization": 1e-4})
 

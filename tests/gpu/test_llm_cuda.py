@@ -41,7 +41,13 @@ def test_texts_are_those_of_the_cpu(device: str, tmp_path: Path) -> None:
 
 
 def test_certify_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {"min_positions": 400, "min_verified": 20, "min_accepted": 1, "min_rejections": 20}
+    few = {
+        "min_positions": 400,
+        "min_verified": 20,
+        "min_accepted": 1,
+        "min_rejections": 20,
+        "min_near": 0,
+    }
     size = replace(SMALL, scenarios=SCENARIOS[:6], greedy_length=40, min_offers=1, **few)
     monkeypatch.setattr("surefoot.certify.sizes.QUICK", size)
     model, where = tiny_hf_model("llama", tmp_path), tmp_path / "result.json"

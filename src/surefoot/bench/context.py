@@ -40,7 +40,7 @@ def everything(
         "engine": {
             **asdict(llm.config),
             "backend": backend.name,
-            "weights": _weights(llm),
+            "weights": llm.config.weights_on(backend.name),
             "dtype": str(backend.dtype).removeprefix("torch."),
             "proposers": [item.name for item in llm.engine.proposers],
             "max_model_len": llm.engine.max_model_len,
@@ -49,10 +49,3 @@ def everything(
         "memory": asdict(llm.engine.memory) if llm.engine.memory else None,
         **to_json(results),
     }
-
-
-def _weights(llm: LLM) -> str:
-    """What ``auto`` came to."""
-    if llm.config.weights != "auto":
-        return llm.config.weights
-    return "native" if llm.engine.decoder.backend.name == "native" else "dense"

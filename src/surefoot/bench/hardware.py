@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from surefoot.kernels.cpu.processor import processor_lines
+
 
 def describe_hardware(device: str = "cpu") -> dict[str, Any]:
     """CPU name, usable cores, memory, system, and the GPU if ``device`` is one; JSON-ready."""
@@ -67,11 +69,7 @@ def gpu_driver() -> str | None:
 
 
 def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    names = [line.partition(":")[2].strip() for line in processor_lines("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
 

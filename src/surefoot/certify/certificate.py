@@ -6,19 +6,25 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from surefoot.certify import long_texts
 from surefoot.certify.compare import Judge
-from surefoot.certify.findings import Section
+from surefoot.certify.coverage import coverage
+from surefoot.certify.findings import NEAR, Refusals, Section
+from surefoot.certify.jobs import CROWD
+from surefoot.certify.more import MORE, run_more
 from surefoot.certify.noise import Noise, measure_noise
 from surefoot.certify.offers import run_offers
 from surefoot.certify.parity import Progress
-from surefoot.certify.selftest import Trial, run_section, run_self_test
+from surefoot.certify.selftest import Trial, choose_defects, run_section, run_self_test
 from surefoot.certify.sizes import DEFAULT, Size
-from surefoot.certify.subject import PROBE_NAMES, Subject
+from surefoot.certify.subject import RUNNER_UP, Subject
 
 PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
 EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 2}
-PARITY = ("greedy parity", "sampled parity", "sampling parameters")
-SECTIONS = (*PARITY, "distribution")
+COMPARING = ("greedy parity", "sampled parity", "sampling parameters", long_texts.NAME)
+PARITY = (*COMPARING, MORE)
+"""The sections that compare token by token."""
+SECTIONS = (*COMPARING, "distribution")
 EVENTS = {
     "preemptions": "no request was preempted",
     "prefix_hits": "no prefix was hit",
@@ -36,13 +42,18 @@ SURE = 0.999
 
 @dataclass
 class Certificate:
-    """``reasons`` say why it is no PASS; ``trials`` is None if no self-test was made."""
+    """``reasons`` say why it is no PASS; ``trials`` is None if no self-test was made. ``covered``
+    and ``not_covered``: what the result is about, in words."""
 
     setup: dict[str, Any]
     size: Size
     noise: Noise
     sections: list[Section] = field(default_factory=list)
     trials: list[Trial] | None = None
+    covered: list[str] = field(default_factory=list)
+    not_covered: list[str] = field(default_factory=list)
+    more: int = 0
+    """Batches of further texts that the counts took."""
     seconds: float = 0.0
 
     @property
@@ -70,30 +81,62 @@ class Certificate:
     def wrong_acceptance_seen(self) -> float:
         """Smallest chance of accepting a wrong draft that the run would have seen for sure
         (99.9 %): each rejection was an opportunity."""
-        rejections = self.total("rejections")
-        return 1.0 - (1 - SURE) ** (1 / rejections) if rejections else 1.0
+        return seen_from(self.total("rejections"))
+
+    @property
+    def refusals(self) -> Refusals:
+        """Of runners-up, over the same sections."""
+        every = Refusals()
+        for section in self.sections:
+            if section.name in PARITY:
+                every.add(section.refusals)
+        return every
+
+    @property
+    def lenient_acceptance_seen(self) -> float | None:
+        """Smallest distance (logits, above the bound of ties) at which a judge that takes the
+        runner-up would have been seen for sure: the nearest one that was offered, and refused."""
+        return self.refusals.nearest if self.refusals.gaps else None
 
     @property
     def disproofs(self) -> list[str]:
         return [f"{s.name}: {problem}" for s in self.sections for problem in s.problems]
 
     @property
-    def gaps(self) -> list[str]:
-        """What was tested too little."""
-        size, found = self.size, []
+    def missing(self) -> dict[str, str]:
+        """Counts that are still too small, in words, by whose drafts would raise them: a
+        proposer's, or "" for anybody's."""
+        size, found = self.size, {}
         if self.parity_positions < size.min_positions:
-            found.append(f"{self.parity_positions} positions compared, {size.min_positions} needed")
+            found[""] = f"{self.parity_positions} positions compared, {size.min_positions} needed"
+        rejections, near = self.total("rejections"), self.refusals.near
+        if rejections < size.min_rejections:
+            found[""] = f"{rejections} spans had a draft rejected, {size.min_rejections} needed"
+        if near < size.min_near:
+            found[RUNNER_UP] = (
+                f"{near} runners-up within {NEAR} of the best token were refused, "
+                f"{size.min_near} needed"
+            )
         for name in self.setup["proposers"]:
             for counter, least in (
                 ("verified", size.min_verified),
                 ("accepted", size.min_accepted),
             ):
                 count = self.total(counter, (name,))
-                if count < least:
-                    found.append(f"{count} drafts of {name} were {counter}, {least} needed")
-        rejections = self.total("rejections")
-        if rejections < size.min_rejections:
-            found.append(f"{rejections} spans had a draft rejected, {size.min_rejections} needed")
+                if count < least and name not in found:
+                    found[name] = f"{count} drafts of {name} were {counter}, {least} needed"
+        return found
+
+    @property
+    def gaps(self) -> list[str]:
+        """What was tested too little."""
+        tried = f", after {self.more} batches of further texts" if self.more else ""
+        found = [words + tried for words in self.missing.values()]
+        if self.setup["requests"] > CROWD and self.total_of("crowded") < self.size.min_crowded:
+            found.append(
+                f"{self.total_of('crowded')} spans had a draft rejected beside more than {CROWD} "
+                f"requests, {self.size.min_crowded} needed"
+            )
         for what, words in EVENTS.items():
             if not self.total_of(what):
                 found.append(words)
@@ -106,6 +149,8 @@ class Certificate:
         for trial in self.trials or ():
             if not trial.caught:
                 found.append(f"self-test: an engine that {trial.defect} was not found out")
+            elif self.setup["rounds"] == RECORDED and not trial.recorded:
+                found.append(f"self-test: an engine that {trial.defect} ran no recorded round")
         return found
 
     @property
@@ -145,9 +190,20 @@ class Certificate:
             "divergences": sum(len(section.divergences) for section in self.sections),
             "noise": noise,
             "wrong_acceptance_seen": self.wrong_acceptance_seen,
+            "wrong_acceptance_in_crowds_seen": seen_from(self.total_of("crowded")),
+            "lenient_acceptance_seen": self.lenient_acceptance_seen,
+            "runners_up": self.refusals.to_json(),
+            "covered": self.covered,
+            "not_covered": self.not_covered,
+            "further_batches": self.more,
             "sections": [section.to_json() for section in self.sections],
             "seconds": round(self.seconds, 1),
         }
+
+
+def seen_from(opportunities: int) -> float:
+    """Smallest chance of an event that so many opportunities would have shown for sure."""
+    return 1.0 - (1 - SURE) ** (1 / opportunities) if opportunities else 1.0
 
 
 def certify(
@@ -167,18 +223,38 @@ def certify(
     setup = {
         **setup,
         "rounds": RECORDED if subject.recorded else CALLED,
+        "requests": subject.config.max_num_seqs,
         "proposers": list(subject.proposers),
-        "probes": list(PROBE_NAMES),
+        "probes": list(subject.probes),
     }
     certificate = Certificate(setup, size, noise)
     judge = Judge(subject, noise)
     if self_test:
-        certificate.trials = run_self_test(judge, size, progress)
+        chosen, left_out = choose_defects(subject)
+        certificate.trials = run_self_test(judge, size, progress, chosen)
+        certificate.not_covered += [f"Self-test of {words}." for words in left_out]
     for name in SECTIONS:
         certificate.sections.append(run_section(name, judge, size, progress))
+    go_on(certificate, judge, progress)
     certificate.sections.append(run_offers(judge, size, progress))
+    certificate.covered, without = coverage(certificate, subject)
+    certificate.not_covered = without + certificate.not_covered
     certificate.seconds = time.perf_counter() - started
     return certificate
+
+
+def go_on(certificate: Certificate, judge: Judge, progress: Progress) -> None:
+    """Compare further texts until the counts are reached, ``Size.more`` batches of them at most, or
+    something is disproved."""
+    size, section = certificate.size, Section(MORE)
+    while certificate.missing and certificate.more < size.more and not certificate.disproofs:
+        if section not in certificate.sections:
+            certificate.sections.append(section)
+        progress(MORE, certificate.more, size.more)
+        run_more(judge, section, size, certificate.more, list(certificate.missing))
+        certificate.more += 1
+    if certificate.more:
+        progress(MORE, size.more, size.more)
 
 
 def calibration_texts(subject: Subject) -> list[list[int]]:

@@ -11,11 +11,9 @@ every number distinct, so that shared noise cannot hide behind a peaked distribu
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -24,16 +22,19 @@ import torch
 from surefoot.certify import statistics
 from surefoot.certify.compare import Judge
 from surefoot.certify.findings import Section
+from surefoot.certify.hypotheses import Draws, Test, tests_of
 from surefoot.certify.jobs import PLAIN, Job, Outcome, run_jobs
 from surefoot.certify.parity import Progress
 from surefoot.certify.prefill import continuations
 from surefoot.certify.regret import probabilities
 from surefoot.certify.sizes import Size
-from surefoot.certify.subject import PROBE_NAMES
+from surefoot.certify.subject import MIXED, RIGHT
 from surefoot.request import SamplingParams
 
 FALSE_DISCOVERY_RATE = 0.05
 FIRST_SEED = 100_000
+SEED_ORDER = (0, 0), (1, 0), (1, 1 << 40), (0, 1 << 40)
+"""Of every four seeds in a row, what is added."""
 CHOICES = 2
 BATCH = 32
 MAX_DRAFTS = 3
@@ -44,27 +45,6 @@ CELLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("temperature 0.8, top-k 50, top-p 0.9", {"temperature": 0.8, "top_k": 50, "top_p": 0.9}),
     ("temperature 1.3, min-p 0.05", {"temperature": 1.3, "min_p": 0.05}),
 )
-
-
-@dataclass(frozen=True)
-class Test:
-    """One hypothesis, with the p-value of its chi-square test."""
-
-    name: str
-    p_value: float
-    samples: int
-    freedom: int
-
-
-@dataclass
-class Draws:
-    """Of one cell, one way: uniform numbers by (seed index, choice, position), and how often each
-    token came first beside its exact chance."""
-
-    uniforms: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    firsts: Counter[int] = field(default_factory=Counter)
-    first_tokens: dict[tuple[int, int], int] = field(default_factory=dict)
-    chances: torch.Tensor | None = None
 
 
 def run_distribution(
@@ -152,7 +132,7 @@ def _run_cell(
     # the exact distribution.
     off = judge.plain_texts(jobs, prefix_caching=True)
     texts = tuple({(*job.prompt, *out.tokens) for job, out in zip(jobs, off, strict=True)})
-    methods = (PROBE_NAMES[1], PROBE_NAMES[0], *subject.proposers)
+    methods = (MIXED, RIGHT, *subject.proposers)
     tested = [
         replace(job, method=methods[i % len(methods)], max_drafts=MAX_DRAFTS)
         for i, job in enumerate(jobs)
@@ -166,7 +146,7 @@ def _run_cell(
     section.positions += sum(len(out.tokens) for out in on)
     exact = _Exact(judge, jobs, [*off, *on])
     draws = {"off": exact.draws(jobs, off, 11), "on": exact.draws(jobs, on, 12)}
-    return _tests(name, draws, size)
+    return tests_of(name, draws, size.sampled_positions)
 
 
 def _jobs(
@@ -177,8 +157,10 @@ def _jobs(
     length = min(size.sampled_positions, subject.decoder.config.max_positions - len(prompt))
     jobs = []
     for index in range(size.seeds):
-        # Neighbouring seeds on purpose: they must be as independent as distant ones.
-        seed = first_seed + 1000 * number + index
+        # Neighbouring seeds on purpose, and seeds that differ in their upper half alone: they must
+        # be as independent as distant ones.
+        place, upper = SEED_ORDER[index % 4]
+        seed = first_seed + 1000 * number + index // 4 * 4 + place + upper
         params = SamplingParams(seed=seed, max_tokens=length, ignore_eos=True, **values)
         for choice in range(CHOICES):
             jobs.append(Job(prompt, params, PLAIN, choice=choice, label=f"seed {seed}"))
@@ -224,73 +206,3 @@ class _Exact:
             draws.firsts[tokens[0]] += 1
             draws.first_tokens[index // CHOICES, job.choice] = tokens[0]
         return draws
-
-
-def _tests(name: str, draws: dict[str, Draws], size: Size) -> list[Test]:
-    found: list[Test] = []
-
-    def enter(what: str, samples: int, result: tuple[float, int]) -> None:
-        if result[1] > 0:
-            found.append(Test(f"{name}: {what}", result[0], samples, result[1]))
-
-    for way, draw in draws.items():
-        values = draw.uniforms
-        assert draw.chances is not None
-        chances = draw.chances.tolist()
-        counts = [draw.firsts[token] for token in range(len(chances))]
-        result = statistics.goodness_of_fit(counts, chances)
-        enter(f"first tokens against the exact chances, {way}", sum(counts), result)
-        for at in range(size.sampled_positions):
-            here = [value for (_, _, position), value in values.items() if position == at]
-            enter(f"token {at} follows its distribution, {way}", len(here), _uniform(here))
-        everything = list(values.values())
-        enter(f"all tokens follow their distribution, {way}", len(everything), _uniform(everything))
-        steps = {"positions": (0, 0, 1), "seeds": (1, 0, 0), "choices": (0, 1, 0)}
-        for (what, step), first in itertools.product(steps.items(), (0, 1)):
-            pairs = _pairs(values, step, first)
-            result = statistics.independent(pairs) if pairs else (1.0, 0)
-            words = f"neighbouring {what} are independent, from {('even', 'odd')[first]} ones"
-            enter(f"{words}, {way}", len(pairs), result)
-    # Equal seeds give equal texts, so each side brings other seeds.
-    on = Counter(t for (seed, _), t in draws["on"].first_tokens.items() if seed % 2)
-    off = Counter(t for (seed, _), t in draws["off"].first_tokens.items() if not seed % 2)
-    tokens = sorted({*on, *off})
-    result = statistics.same_distribution([on[t] for t in tokens], [off[t] for t in tokens])
-    enter("first tokens, on against off", sum(on.values()), result)
-    left, right = _histogram(draws["on"].uniforms, 1), _histogram(draws["off"].uniforms, 0)
-    result = statistics.same_distribution(left, right)
-    enter("all tokens, on against off", int(sum(left)), result)
-    return found
-
-
-def _uniform(values: Sequence[float]) -> tuple[float, int]:
-    return statistics.uniform(values) if values else (1.0, 0)
-
-
-def _pairs(
-    values: dict[tuple[int, int, int], float], step: tuple[int, int, int], first: int
-) -> list[tuple[float, float]]:
-    """Neighbours along ``step``, the first of each pair even (``first`` 0) or odd (1): a defect may
-    tie every other pair only."""
-    pairs = []
-    for (seed, choice, position), value in values.items():
-        # Disjoint pairs, so that the pairs are independent of each other.
-        if any(
-            s and key % 2 != first for key, s in zip((seed, choice, position), step, strict=True)
-        ):
-            continue
-        other = values.get((seed + step[0], choice + step[1], position + step[2]))
-        if other is not None:
-            pairs.append((value, other))
-    return pairs
-
-
-def _histogram(
-    values: dict[tuple[int, int, int], float], parity: int, bins: int = 8
-) -> list[float]:
-    """Of the numbers whose seed is even (0) or odd (1)."""
-    counts = [0.0] * bins
-    for (seed, _, _), value in values.items():
-        if seed % 2 == parity:
-            counts[min(bins - 1, int(value * bins))] += 1
-    return counts

@@ -10,6 +10,8 @@ from surefoot.certify.jobs import Activity
 
 KEPT_DIFFERENCES = 20
 KEPT_PROBLEMS = 50
+NEAR = 0.05
+"""Logits above what noise explains: a runner-up that came so near is a near tie."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,38 @@ class Difference:
 
 
 @dataclass
+class Refusals:
+    """Gaps (logits, above the bound of ties) of the runners-up that were offered and refused.
+    ``likelier``: how many others were likelier than the token that was sampled."""
+
+    gaps: list[float] = field(default_factory=list)
+    likelier: int = 0
+
+    @property
+    def near(self) -> int:
+        """How many came within ``NEAR``."""
+        return sum(gap <= NEAR for gap in self.gaps)
+
+    @property
+    def nearest(self) -> float:
+        return min(self.gaps, default=float("inf"))
+
+    def add(self, other: Refusals) -> None:
+        self.gaps += other.gaps
+        self.likelier += other.likelier
+
+    def to_json(self) -> dict[str, Any]:
+        within = {str(most): sum(gap <= most for gap in self.gaps) for most in (0.01, NEAR, 0.5)}
+        nearest = self.nearest if self.gaps else None
+        return {
+            "refused": len(self.gaps),
+            "within": within,
+            "nearest": nearest,
+            "likelier": self.likelier,
+        }
+
+
+@dataclass
 class Section:
     """``positions``: tokens compared with plain decoding's. ``problems``: everything that
     disproves exactness, in words; ``gaps``: what was tested too little to say anything."""
@@ -51,6 +85,7 @@ class Section:
     gaps: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     activity: Activity = field(default_factory=Activity)
+    refusals: Refusals = field(default_factory=Refusals)
     scenarios: list[str] = field(default_factory=list)
     margins: Counter[int] = field(default_factory=Counter)
     """Plain decoding's positions by log10 of the distance between best and second token."""
@@ -99,6 +134,10 @@ class Section:
             "verified": dict(activity.verified),
             "accepted": dict(activity.accepted),
             "rejections": dict(activity.rejections),
+            "crowded_rejections": activity.crowded,
+            "runners_up": self.refusals.to_json(),
+            "most_requests": activity.most,
+            "furthest_draft": activity.furthest,
             "rounds": dict(activity.rounds),
             "accepted_lengths": {
                 name: dict(sorted(counts.items())) for name, counts in activity.lengths.items()

@@ -11,6 +11,7 @@ from typing import Any
 from surefoot.certify.certificate import PARITY, Certificate
 from surefoot.certify.findings import Difference
 from surefoot.certify.plots import Bar, bars
+from surefoot.certify.terminal import compared
 
 SHOWN = 20
 _COLOURS = {"PASS": "#1a7f37", "FAIL": "#b42318", "INCONCLUSIVE": "#9a6700"}
@@ -35,6 +36,7 @@ def page(certificate: Certificate) -> str:
     parts = [
         _introduction(certificate),
         _counts(certificate),
+        _coverage(certificate),
         _plots(certificate),
         _differences(certificate),
         _distribution(certificate),
@@ -86,12 +88,19 @@ def _counts(certificate: Certificate) -> str:
         "<h2>Counts</h2>"
         + table(("section", "positions", "ties", "divergences", "problems"), rows)
         + table(("drafts by", "verified", "accepted"), drafts)
-        + f"<p>{noise.statement} Accepting a wrong draft in "
-        f"{certificate.wrong_acceptance_seen:.2%} of rejections or more would have been "
-        "seen (99.9 %).</p>"
-        f"<p>Rounds: {certificate.total_of('replays'):,} recorded, "
-        f"{certificate.total_of('called'):,} called.</p>"
+        + f"<p>{noise.statement}</p><p>{escape(compared(certificate))}</p>"
     )
+
+
+def _coverage(certificate: Certificate) -> str:
+    parts = []
+    for heading, sentences in (
+        ("Covered", certificate.covered),
+        ("Not covered", certificate.not_covered),
+    ):
+        items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+        parts.append(f"<h2>{heading}</h2><ul>{items}</ul>")
+    return "".join(parts)
 
 
 def _plots(certificate: Certificate) -> str:

@@ -20,9 +20,12 @@ from surefoot.request import (
 
 PLAIN = "off"
 EVENTS = (
-    "preemptions", "prefix_hits", "cancellations", "chunked", "leaks", "replays", "called",
+    "preemptions", "prefix_hits", "cancellations", "chunked", "crowded", "leaks", "replays",
+    "called",
 )  # fmt: skip
 """The plain counters of ``Activity``."""
+CROWD = 16
+"""More requests than this in one round are a crowd, counted by itself."""
 _ids = itertools.count()
 
 
@@ -57,12 +60,24 @@ class Outcome:
     text: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    seed: int = 0
+    """The request's own, or the one that was drawn for it."""
 
     def cut(self, length: int) -> Outcome:
         """What the same request gives with ``max_tokens`` set to ``length``."""
         if len(self.tokens) <= length:
             return self
         return Outcome(self.tokens[:length], "length", None, None, self.logprobs[:length])
+
+
+@dataclass(frozen=True)
+class TurnedDown:
+    """The first draft of a span that was: of job ``job``, at output position ``at``, in a round
+    that began behind ``start`` output tokens."""
+
+    job: int
+    start: int
+    at: int
 
 
 @dataclass
@@ -76,6 +91,14 @@ class Activity:
     """Spans of which a draft was turned down."""
     lengths: dict[str, Counter[int]] = field(default_factory=dict)
     """Rounds by accepted length."""
+    turned_down: list[TurnedDown] = field(default_factory=list)
+    """Every draft that was, of a run; not added up."""
+    crowded: int = 0
+    """Rejections in rounds of more than ``CROWD`` requests."""
+    most: int = 0
+    """Requests that ran at once."""
+    furthest: int = 0
+    """The last position at which a draft was verified."""
     preemptions: int = 0
     prefix_hits: int = 0
     cancellations: int = 0
@@ -93,6 +116,8 @@ class Activity:
             self.lengths.setdefault(method, Counter()).update(lengths)
         for name in EVENTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.most = max(self.most, other.most)
+        self.furthest = max(self.furthest, other.furthest)
 
 
 def run_jobs(
@@ -104,6 +129,7 @@ def run_jobs(
     """Run all jobs to their end. Stop strings need the tokenizer."""
     requests = _requests(engine, jobs)
     streams = _streams(requests, tokenizer)
+    places = {request.request_id: place for place, request in enumerate(requests)}
     activity = Activity()
     before_run = replace(engine.stats)
     pending = list(range(len(jobs)))
@@ -117,9 +143,12 @@ def run_jobs(
             if job.cancel == step and index not in pending and not requests[index].finished:
                 engine.finish(requests[index], FinishReason.ABORT)
         before = {r.request_id: (r.stats.verified, r.stats.accepted) for r in requests}
-        for item in engine.step():
+        progress = engine.step()
+        activity.most = max(activity.most, len(progress))
+        for item in progress:
             request = item.request
-            _count(activity, request, before[request.request_id], len(item.tokens))
+            place = places[request.request_id]
+            _count(activity, request, before[request.request_id], item.tokens, place, len(progress))
             stream = streams.get(request.request_id)
             if stream is not None:
                 stream.push(item.tokens, last=request.finished)
@@ -166,7 +195,15 @@ def _streams(requests: Sequence[Request], tokenizer: Tokenizer | None) -> dict[s
     return streams
 
 
-def _count(activity: Activity, request: Request, before: tuple[int, int], length: int) -> None:
+def _count(
+    activity: Activity,
+    request: Request,
+    before: tuple[int, int],
+    tokens: Sequence[int],
+    job: int,
+    running: int,
+) -> None:
+    """Enter a round that gave a request ``tokens``, beside ``running`` requests in all."""
     method = request.speculation.method
     if method == PLAIN:
         return
@@ -175,8 +212,15 @@ def _count(activity: Activity, request: Request, before: tuple[int, int], length
     activity.rounds[method] += 1
     activity.verified[method] += verified
     activity.accepted[method] += accepted
-    activity.rejections[method] += accepted < verified and not request.finished
-    activity.lengths.setdefault(method, Counter())[length] += 1
+    activity.lengths.setdefault(method, Counter())[len(tokens)] += 1
+    start = len(request.output) - len(tokens)
+    if verified:
+        furthest = len(request.prompt) + start + verified - 1
+        activity.furthest = max(activity.furthest, furthest)
+    if accepted < verified and not request.finished:
+        activity.rejections[method] += 1
+        activity.crowded += running > CROWD
+        activity.turned_down.append(TurnedDown(job, start, start + accepted))
 
 
 def _outcome(request: Request, stream: TextStream | None) -> Outcome:
@@ -190,6 +234,7 @@ def _outcome(request: Request, stream: TextStream | None) -> Outcome:
             None,
             request.logprobs,
             prompt_logprobs,
+            request.seed,
         )
     output = stream.output()
     return Outcome(
@@ -199,4 +244,5 @@ def _outcome(request: Request, stream: TextStream | None) -> Outcome:
         output.text,
         output.logprobs or [],
         prompt_logprobs,
+        request.seed,
     )

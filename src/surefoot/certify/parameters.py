@@ -1,111 +1,87 @@
-"""Every sampling parameter, alone and in random combinations, mixed in one batch: text, ending and
-logprobs must be those of plain decoding."""
+"""Every sampling parameter, alone and in combinations in which any two values meet, mixed in one
+batch: text, ending and logprobs must be those of plain decoding."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from random import Random
 from typing import Any
 
+from surefoot.certify.combinations import GREEDY_FACTORS, SAMPLED_FACTORS, parameter_jobs
 from surefoot.certify.compare import Judge
 from surefoot.certify.findings import Section
-from surefoot.certify.jobs import PLAIN, Job, Outcome, run_jobs
+from surefoot.certify.jobs import Job, Outcome, run_jobs
+from surefoot.certify.near_ties import find_others, refusals
+from surefoot.certify.pairs import count_pairs
 from surefoot.certify.parity import Progress
 from surefoot.certify.sizes import Size
 from surefoot.certify.structure import STRUCTURES, fits
-from surefoot.certify.subject import PROBE_NAMES
+from surefoot.certify.subject import MIXED, RIGHT, RUNNER_UP, TREE
 from surefoot.errors import SurefootError
-from surefoot.request import SamplingParams
 from surefoot.structured import StructuredOutputsParams
 
-SAMPLED = {"temperature": 1.0}
-GREEDY = {"temperature": 0.0}
-MIXED: tuple[dict[str, Any], ...] = (
-    {"temperature": 1.2, "top_p": 0.8, "repetition_penalty": 1.2},
-    {"temperature": 1.5, "top_k": 20, "logprobs": 2},
-    {"temperature": 0.7, "min_p": 0.05, "presence_penalty": 0.5},
-)
-"""What grammars are combined with."""
-SINGLES: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.05},
-    {"temperature": 2.0},
-    {**SAMPLED, "top_k": 1},
-    {**SAMPLED, "top_k": 20},
-    {**SAMPLED, "top_p": 0.2},
-    {**SAMPLED, "top_p": 0.9},
-    {**SAMPLED, "min_p": 0.1},
-    {**GREEDY, "repetition_penalty": 1.3},
-    {**GREEDY, "repetition_penalty": 0.8},
-    {**SAMPLED, "repetition_penalty": 1.3},
-    {**GREEDY, "presence_penalty": 1.5},
-    {**SAMPLED, "presence_penalty": 1.0},
-    {**GREEDY, "presence_penalty": -1.5},
-    {**GREEDY, "frequency_penalty": 1.0},
-    {**SAMPLED, "frequency_penalty": 1.0},
-    {**GREEDY, "frequency_penalty": -0.5},
-    {**GREEDY, "logprobs": 5},
-    {**SAMPLED, "logprobs": 0},
-    {**GREEDY, "prompt_logprobs": 2},
-    {**SAMPLED, "n": 3},
-)
-RANDOM: dict[str, tuple[Any, ...]] = {
-    "temperature": (0.0, 0.0, 0.3, 0.8, 1.0, 1.5),
-    "top_k": (0, 0, 1, 5, 50),
-    "top_p": (1.0, 1.0, 0.5, 0.95),
-    "min_p": (0.0, 0.0, 0.02, 0.2),
-    "repetition_penalty": (1.0, 1.0, 0.9, 1.2, 1.8),
-    "presence_penalty": (0.0, 0.0, -0.7, 1.2),
-    "frequency_penalty": (0.0, 0.0, -0.3, 0.8),
-    "logprobs": (None, None, 0, 3),
-    "prompt_logprobs": (None, None, None, 1),
-    "ignore_eos": (True, True, False),
-}
+FEW = 24
+"""Jobs after which a self-test looks whether it has found something."""
+PASSES = "batch of 12", "batch of 8, chunked, prefix hits, shortage"
 
 
 def run_parameters(
-    judge: Judge, size: Size, progress: Progress, stop_at_first: bool = False
+    judge: Judge, size: Size, progress: Progress, stop_at_first: bool = False, first: str = ""
 ) -> Section:
-    """``stop_at_first``: end with the first batch that shows a defect."""
+    """Both passes, the one named ``first`` before the other. ``stop_at_first``: end with the first
+    pass that shows a defect."""
     section = Section("sampling parameters")
     started = time.perf_counter()
     structures = _structures(judge, section)
     jobs = parameter_jobs(judge, size, structures)
     if judge.subject.tokenizer is None:
         section.notes.append("stop strings were not tested: the model came without a tokenizer")
-    passes = 2
+    passes = len(PASSES)
     progress(section.name, 0, passes + 1)
     wanted = judge.plain_texts(jobs)
     _check_structures(judge, section, jobs, wanted)
     if not stop_at_first:
         judge.anchor(section, *_unstopped(jobs, wanted))
-    for turn in range(passes):
+    for turn in sorted(range(passes), key=lambda turn: PASSES[turn] != first):
         progress(section.name, turn + 1, passes + 1)
-        for chosen in _batches(judge, jobs, turn):
+        for chosen in _batches(judge, jobs, turn, FEW if stop_at_first else len(jobs)):
             _run_batch(judge, section, *_take(chosen, jobs, wanted), turn)
-        if stop_at_first and section.failed:
-            break
+            if stop_at_first and section.failed:
+                section.seconds = time.perf_counter() - started
+                return section
     progress(section.name, passes + 1, passes + 1)
     section.details["combinations"] = len(jobs)
+    section.details["pairs"] = count_pairs(GREEDY_FACTORS) + count_pairs(SAMPLED_FACTORS)
     section.seconds = time.perf_counter() - started
     return section
 
 
-def _batches(judge: Judge, jobs: Sequence[Job], turn: int) -> list[list[int]]:
-    """Indices of the jobs that run in one engine. One request that needs the host in every round
-    takes its whole batch along, so those that can be recorded run by themselves once."""
+def _batches(judge: Judge, jobs: Sequence[Job], turn: int, most: int) -> list[list[int]]:
+    """Indices of the jobs that run in one engine, about ``most`` of them. One request that needs
+    the host in every round takes its whole batch along, so those that can be recorded run by
+    themselves once."""
     everyone = list(range(len(jobs)))
-    if turn or not judge.subject.recorded:
-        return [everyone]
-    hosted = [
-        index
-        for index in everyone
-        if jobs[index].params.logprobs is not None
-        or jobs[index].params.structured_outputs is not None
-    ]
-    alone = [index for index in everyone if index not in set(hosted)]
-    return [batch for batch in (alone, hosted) if batch]
+    groups = [everyone]
+    if not turn and judge.subject.recorded:
+        hosted = {
+            index
+            for index in everyone
+            if jobs[index].params.logprobs is not None
+            or jobs[index].params.structured_outputs is not None
+        }
+        groups = [[index for index in everyone if index not in hosted], sorted(hosted)]
+    return [part for group in groups for part in _parts(group, jobs, most)]
+
+
+def _parts(indices: Sequence[int], jobs: Sequence[Job], most: int) -> list[list[int]]:
+    """Choices of one prompt stay together."""
+    parts: list[list[int]] = []
+    for index in indices:
+        if not parts or (len(parts[-1]) >= most and jobs[index].leader is None):
+            parts.append([])
+        parts[-1].append(index)
+    return parts
 
 
 def _take(
@@ -132,21 +108,26 @@ def _run_batch(
     subject = judge.subject
     # Requests that a stop string ends early are continued by what plain decoding said anyway.
     texts = tuple((*job.prompt, *out.tokens) for job, out in zip(jobs, wanted, strict=True))
-    methods = [PROBE_NAMES[1], PROBE_NAMES[0], *subject.proposers]
+    others = find_others(judge, jobs, wanted)
+    trees = (TREE,) if subject.trees else ()
+    methods = [MIXED, RUNNER_UP, *subject.proposers, *trees, MIXED, RIGHT, *subject.proposers]
     tested = []
     for place, job in enumerate(jobs):
         method = methods[(place + turn) % len(methods)]
-        tested.append(replace(job, method=method, arrival=place // 2 * (1 + turn)))
-    engine = subject.engine(
-        max(job.longest for job in tested),
-        (12, 4)[turn],
-        texts=texts,
-        max_num_batched_tokens=(256, 32)[turn],
-        enable_prefix_caching=turn == 1,
-    )
+        tested.append(replace(job, method=method, arrival=place // 2))
+    longest = max(job.longest for job in tested)
+    options: dict[str, Any] = {"max_num_batched_tokens": 256}
+    if turn:
+        # Room for two or three requests: others are preempted, and go on from what they had said.
+        block_size, drafts = 4, subject.max_drafts
+        options = {"max_num_batched_tokens": 32, "enable_prefix_caching": True}
+        options |= {"block_size": block_size}
+        options |= {"kv_blocks": 3 * (-(-(longest + drafts) // block_size) + 1) // 2}
+    engine = subject.engine(longest, (12, 8)[turn], texts=texts, others=others, **options)
     got, activity = run_jobs(engine, tested, subject.tokenizer)
     section.activity.add(activity)
-    section.scenarios.append(("batch of 12", "batch of 4, chunked, prefix hits")[turn])
+    section.refusals.add(refusals(judge, tested, got, texts, others, activity.turned_down))
+    section.scenarios.append(PASSES[turn])
     for job, want, outcome in zip(tested, wanted, got, strict=True):
         where = f"{section.scenarios[-1]}, {job.label}, drafts by {job.method}"
         judge.compare(section, where, job, want, outcome)
@@ -182,74 +163,3 @@ def _check_structures(
         text = tokenizer.decode(tokens[:-1] if ended else tokens)
         if not fits(structure, text):
             section.problem(f"plain decoding of {job.label}: {text!r} does not fit")
-
-
-def parameter_jobs(
-    judge: Judge, size: Size, structures: Sequence[StructuredOutputsParams] = ()
-) -> list[Job]:
-    """The single parameters, those that need to know a text, grammars, random combinations."""
-    random = Random(7)
-    jobs: list[Job] = []
-    for values in SINGLES:
-        _add(jobs, judge, size, values)
-    for values in _from_text(judge, size):
-        _add(jobs, judge, size, values)
-    for number, structure in enumerate(structures):
-        for base in (GREEDY, SAMPLED, MIXED[number % len(MIXED)]):
-            _add(jobs, judge, size, {**base, "structured_outputs": structure, "ignore_eos": False})
-    for _ in range(size.random_parameters):
-        names = random.sample(sorted(RANDOM), random.randint(3, len(RANDOM)))
-        values = {"temperature": 1.0} | {name: random.choice(RANDOM[name]) for name in names}
-        vocab = judge.subject.decoder.config.vocab_size
-        if random.random() < 0.3:
-            values["logit_bias"] = {random.randrange(vocab): random.choice((-5.0, 2.0))}
-        if random.random() < 0.3:
-            values["stop_token_ids"] = tuple(random.randrange(vocab) for _ in range(4))
-        if random.random() < 0.2:
-            values["min_tokens"] = random.randint(1, size.parameter_length // 2)
-        _add(jobs, judge, size, values)
-    return jobs
-
-
-def _add(jobs: list[Job], judge: Judge, size: Size, values: Mapping[str, Any]) -> None:
-    number = len(jobs)
-    prompts = judge.subject.prompts
-    prompt = prompts[number % len(prompts)]
-    room = judge.subject.decoder.config.max_positions - len(prompt)
-    defaults = {"ignore_eos": True, "seed": 5000 + number}
-    length = min(size.parameter_length, room)
-    params = SamplingParams(**{**defaults, "max_tokens": length, **values})
-    label = ", ".join(f"{name}={value!r}" for name, value in values.items())
-    for choice in range(params.n):
-        leader = number if choice else None
-        jobs.append(Job(prompt, params, PLAIN, choice=choice, leader=leader, label=label))
-
-
-def _from_text(judge: Judge, size: Size) -> list[dict[str, Any]]:
-    """Parameters that only mean something beside a certain text: what ends it, what is biased."""
-    prompts = judge.subject.prompts
-    room = judge.subject.decoder.config.max_positions - max(map(len, prompts))
-    length = min(size.parameter_length, room)
-    greedy = SamplingParams(temperature=0, seed=1, max_tokens=length, ignore_eos=True)
-    probe = Job(prompts[0], greedy)
-    [text] = judge.plain_texts([probe])
-    early, middle = text.tokens[length // 4], text.tokens[length // 2]
-    found: list[dict[str, Any]] = []
-    for base in (GREEDY, SAMPLED):
-        found += [
-            {**base, "stop_token_ids": (middle,)},
-            {**base, "stop_token_ids": (early,), "min_tokens": length // 2},
-            {**base, "ignore_eos": False},
-            {**base, "ignore_eos": False, "min_tokens": length // 2},
-            {**base, "logit_bias": {early: -20.0, middle: 3.0}},
-        ]
-    tokenizer = judge.subject.tokenizer
-    if tokenizer is not None:
-        words = tokenizer.decode(text.tokens)
-        piece = words[len(words) // 2 :][:3]
-        for base in (GREEDY, SAMPLED):
-            found += [
-                {**base, "stop": (piece,)},
-                {**base, "stop": (piece, "\n\n"), "include_stop_str_in_output": True},
-            ]
-    return found

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
+from surefoot.certify.arranging import arranged
 from surefoot.certify.compare import Judge
 from surefoot.certify.findings import Section
-from surefoot.certify.jobs import PLAIN, Job, Outcome, run_jobs
+from surefoot.certify.jobs import Job, Outcome, run_jobs
+from surefoot.certify.near_ties import find_others, refusals
 from surefoot.certify.sizes import Scenario, Size
-from surefoot.certify.subject import PROBE_NAMES
-from surefoot.request import SamplingParams
+from surefoot.certify.unseeded import run_unseeded
+from surefoot.request import MAX_SEED, SamplingParams
 
 Progress = Callable[[str, int, int], None]
+"""(Label, done, total)."""
 TEMPERATURES = (0.7, 1.0, 1.4)
 BLOCK_SIZES = (16, 4)
 
@@ -24,23 +26,34 @@ def run_parity(
     sampled: bool,
     progress: Progress,
     stop_at_first: bool = False,
+    first: str = "",
 ) -> Section:
-    """Run every scenario. ``stop_at_first``: end with the first scenario that shows a defect."""
+    """Run every scenario, the one named ``first`` before the others. ``stop_at_first``: end with
+    the first scenario that shows a defect."""
     section = Section("sampled parity" if sampled else "greedy parity")
     started = time.perf_counter()
     jobs = base_jobs(judge, size, sampled)
-    scenarios = [item for item in size.scenarios if not (sampled and item.policy == "auto")]
+    scenarios = [
+        item
+        for item in size.scenarios
+        if not (sampled and item.policy == "auto")
+        and (item.drafts_by != "tree" or judge.subject.trees)
+    ]
     progress(section.name, 0, len(scenarios) + 1)
     texts = judge.plain_texts(jobs)
     if not stop_at_first:
         judge.anchor(section, jobs, texts)
         if judge.subject.recorded:
             _run_plain_recorded(judge, section, jobs, texts)
-    for number, scenario in enumerate(scenarios, 1):
+    numbered = sorted(enumerate(scenarios, 1), key=lambda item: item[1].name != first)
+    for number, scenario in numbered:
         progress(section.name, number, len(scenarios) + 1)
         run_scenario(judge, section, scenario, number, jobs, texts)
         if stop_at_first and section.failed:
             break
+    else:
+        if sampled:
+            run_unseeded(judge, section, size)
     progress(section.name, len(scenarios) + 1, len(scenarios) + 1)
     section.seconds = time.perf_counter() - started
     return section
@@ -59,6 +72,12 @@ def _run_plain_recorded(
         judge.compare(section, f"plain, recorded rounds, {job.label}", job, want, outcome)
 
 
+def seed_of(index: int) -> int:
+    """Small seeds, seeds beyond 32 bits, and those near the largest."""
+    spread = 1000 + index, (1 << 32) + index, MAX_SEED - 1000 - index, (index + 1) << 45 | 1000
+    return spread[index % 4]
+
+
 def base_jobs(judge: Judge, size: Size, sampled: bool) -> list[Job]:
     """One job per prompt and round over the prompts, every fourth one ending at its end token."""
     prompts = judge.subject.prompts
@@ -70,7 +89,7 @@ def base_jobs(judge: Judge, size: Size, sampled: bool) -> list[Job]:
         params = SamplingParams(
             temperature=TEMPERATURES[index % len(TEMPERATURES)] if sampled else 0.0,
             top_p=(1.0, 0.9)[index % 2] if sampled else 1.0,
-            seed=1000 + index,
+            seed=seed_of(index),
             max_tokens=length,
             ignore_eos=index % 4 != 3,
         )
@@ -91,13 +110,15 @@ def run_scenario(
     subject = judge.subject
     most = subject.max_drafts
     drafts = min(scenario.drafts or most, most)
-    count = max(1, round(len(jobs) * scenario.share))
+    batch = subject.config.max_num_seqs if scenario.crowd else scenario.batch
+    # Of a crowd some end early: others wait to take their places.
+    count = batch * 5 // 4 if scenario.crowd else max(1, round(len(jobs) * scenario.share))
     # Another part of the jobs in each scenario.
     chosen = [(number * 3 + index) % len(jobs) for index in range(count)] * scenario.repeat
     tested: list[Job] = []
     wanted: list[Outcome] = []
     for place, index in enumerate(chosen):
-        job = _arranged(jobs[index], scenario, place, number, subject.proposers)
+        job = arranged(jobs[index], scenario, place, number, subject, drafts)
         tested.append(job)
         wanted.append(texts[index].cut(job.params.max_tokens or 0))
     longest = max(job.longest for job in tested)
@@ -111,43 +132,20 @@ def run_scenario(
     if scenario.policy == "auto":
         options["calibration_seconds"] = 0.5
     if scenario.chunk is not None:
-        options["max_num_batched_tokens"] = max(scenario.chunk, scenario.batch)
+        options["max_num_batched_tokens"] = max(scenario.chunk, batch)
     if scenario.tight:
         options["kv_blocks"] = 2 * (-(-(longest + drafts) // block_size) + 1)
-    known = tuple((*jobs[index].prompt, *texts[index].tokens) for index in dict.fromkeys(chosen))
-    engine = subject.engine(longest, scenario.batch, texts=known, **options)
+    used = list(dict.fromkeys(chosen))
+    known = tuple((*jobs[index].prompt, *texts[index].tokens) for index in used)
+    every = find_others(judge, jobs, texts)
+    others = [every[index] for index in used]
+    engine = subject.engine(longest, batch, texts=known, others=others, **options)
     got, activity = run_jobs(engine, tested, subject.tokenizer)
     section.activity.add(activity)
+    section.refusals.add(refusals(judge, tested, got, known, others, activity.turned_down))
     section.scenarios.append(scenario.name)
     if activity.leaks:
         section.problem(f"{scenario.name}: {activity.leaks} blocks of KV memory leaked")
     for job, want, outcome in zip(tested, wanted, got, strict=True):
         where = f"{scenario.name}, {job.label}, drafts by {job.method}"
         judge.compare(section, where, job, want, outcome)
-
-
-def _arranged(
-    job: Job, scenario: Scenario, place: int, number: int, proposers: Sequence[str]
-) -> Job:
-    """A job as a scenario runs it: who drafts, when it arrives, how long it is."""
-    # Half of the jobs go to the proposers under test; one in twelve has no drafts at all.
-    probes = (PROBE_NAMES[1], PROBE_NAMES[0], PROBE_NAMES[1], PROBE_NAMES[2], PLAIN, PROBE_NAMES[1])
-    turn = place + number
-    if scenario.policy == "auto":
-        method = "auto" if turn % 3 == 2 else proposers[turn % len(proposers)]
-    elif turn % 2:
-        method = proposers[(turn // 2) % len(proposers)]
-    else:
-        method = probes[(turn // 2) % len(probes)]
-    length = job.params.max_tokens or 1
-    # Odd lengths now and then: requests that end with their first token or inside a span.
-    length = {5: 1, 9: max(1, length // 3), 12: max(1, length - 5)}.get(place % 14, length)
-    return replace(
-        job,
-        method=method,
-        # Garbage is offered for its shape; a few drafts of it show as much as many.
-        max_drafts=2 if method == PROBE_NAMES[2] else None,
-        params=replace(job.params, max_tokens=length),
-        arrival=place * scenario.stagger,
-        cancel=place * scenario.stagger + 3 + 2 * place if scenario.cancel and place % 2 else None,
-    )

@@ -143,11 +143,30 @@ def regret(logits: torch.Tensor, row: Row, token: int, bound: float) -> float:
     filters = Filters(scores, params)
     if not bool(filters.admitted(bound)[token]):
         return float("inf")
-    where = params.seed, row.choice, len(row.prompt) + len(row.output)
-    seed, choice, position = torch.tensor(where, device=scores.device).unsqueeze(1)
-    drawn = gumbel(seed, choice, position, len(scores))[0].double()
-    noisy = scores + params.temperature * drawn
+    noisy = _with_noise(scores, row)
     rivals = noisy[filters.admitted(-bound)]
     if len(rivals) == 0:
         return 0.0
     return max(0.0, float(rivals.max() - noisy[token]))
+
+
+def _with_noise(scores: torch.Tensor, row: Row) -> torch.Tensor:
+    where = row.params.seed, row.choice, len(row.prompt) + len(row.output)
+    seed, choice, position = torch.tensor(where, device=scores.device).unsqueeze(1)
+    drawn = gumbel(seed, choice, position, len(scores))[0].double()
+    return scores + row.params.temperature * drawn
+
+
+def runner_up(
+    logits: torch.Tensor, row: Row, token: int, likeliest: bool = False
+) -> tuple[int, float]:
+    """The token that came second to ``token`` at this position, and how far behind (logits;
+    infinite where there was no other). ``likeliest``: by the adjusted logits alone, without filters
+    and noise, so that it may be likelier than the sampled token; it is less than 0 behind then."""
+    scores = adjusted(logits, row)
+    if not row.params.greedy and not likeliest:
+        keep = Filters(scores, row.params).admitted()
+        scores = _with_noise(scores, row).masked_fill(~keep, float("-inf"))
+    best = scores.topk(2)
+    second = int(best.indices[0]) if int(best.indices[0]) != token else int(best.indices[1])
+    return second, float(scores[token] - scores[second])

@@ -25,6 +25,13 @@ class Scenario:
     stagger: int = 0
     """Steps between arrivals."""
     cancel: bool = False
+    crowd: bool = False
+    """As many requests at once as the configuration allows; ``batch`` does not count."""
+    length: int | None = None
+    """Most tokens of a text."""
+    drafts_by: str = "all"
+    """``all``: proposers and probes in turn; ``runner-up`` or ``tree``: that probe alone;
+    ``mixed``: requests without drafts, with few, with many, and with anybody's, side by side."""
 
 
 SCENARIOS = (
@@ -37,6 +44,10 @@ SCENARIOS = (
     Scenario("pairs, 1 draft", 2, 1, 0.5),
     Scenario("alone, longest drafts", 1, 0, 0.35),
     Scenario("the controller decides", 8, 0, policy="auto", chunk=64),
+    Scenario("second likeliest tokens offered", 8, 3, drafts_by="runner-up"),
+    Scenario("speculation on, off and of any depth", 12, 0, drafts_by="mixed", stagger=1),
+    Scenario("as many requests as the engine runs", 0, 3, crowd=True, length=40),
+    Scenario("trees", 8, 0, drafts_by="tree"),
 )
 
 
@@ -50,8 +61,13 @@ class Size:
     sampled_jobs: int
     sampled_length: int
     scenarios: tuple[Scenario, ...]
-    random_parameters: int
+    designs: int
+    """Pairwise designs over the sampling options."""
     parameter_length: int
+    long_texts: int
+    """Longest text that crosses a boundary of positions, tokens."""
+    long_tokens: int
+    """Tokens behind each boundary."""
     seeds: int
     """Seeds of each cell of the distribution test."""
     sampled_positions: int
@@ -65,7 +81,13 @@ class Size:
     """Of these, accepted."""
     min_rejections: int
     """Spans with a draft turned down, probes included."""
+    min_crowded: int
+    """Of these, in rounds of more than ``jobs.CROWD`` requests, where the engine runs as many."""
+    min_near: int
+    """Runners-up that were offered and refused within ``near_ties.NEAR`` of the best token."""
     min_offers: int
+    more: int = 12
+    """Batches of further texts, at most, where counts are still below these."""
 
 
 DEFAULT = Size(
@@ -75,8 +97,10 @@ DEFAULT = Size(
     sampled_jobs=16,
     sampled_length=64,
     scenarios=SCENARIOS,
-    random_parameters=40,
+    designs=2,
     parameter_length=40,
+    long_texts=33_000,
+    long_tokens=40,
     seeds=96,
     sampled_positions=6,
     offers=48,
@@ -84,6 +108,8 @@ DEFAULT = Size(
     min_verified=500,
     min_accepted=100,
     min_rejections=700,
+    min_crowded=200,
+    min_near=10,
     min_offers=12,
 )
 QUICK = Size(
@@ -92,9 +118,11 @@ QUICK = Size(
     greedy_length=48,
     sampled_jobs=8,
     sampled_length=32,
-    scenarios=SCENARIOS[:6],
-    random_parameters=12,
+    scenarios=(*SCENARIOS[:6], *SCENARIOS[9:]),
+    designs=1,
     parameter_length=24,
+    long_texts=2_500,
+    long_tokens=24,
     seeds=64,
     sampled_positions=4,
     offers=24,
@@ -102,5 +130,7 @@ QUICK = Size(
     min_verified=100,
     min_accepted=20,
     min_rejections=200,
+    min_crowded=60,
+    min_near=3,
     min_offers=8,
 )

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from surefoot.certify.probes import PROBES, ProbeOptions
+from surefoot.certify.probes import (
+    PROBES,
+    GarbageProbe,
+    MixedProbe,
+    Others,
+    ProbeOptions,
+    RightProbe,
+    RunnerUpProbe,
+    TreeProbe,
+)
 from surefoot.config import EngineConfig
 from surefoot.engine.engine import Engine
 from surefoot.errors import SurefootError
@@ -17,7 +26,10 @@ from surefoot.sampling.grammar import Grammars
 from surefoot.speculation.loading import choose_proposers, lower_drafts, names_of
 from surefoot.speculation.proposer import Proposer
 
-PROBE_NAMES = tuple(probe.name for probe in PROBES)
+RIGHT, MIXED, GARBAGE, RUNNER_UP, TREE = (
+    probe.name for probe in (RightProbe, MixedProbe, GarbageProbe, RunnerUpProbe, TreeProbe)
+)
+TREES_KEY = "trees"
 Sabotage = Callable[[Engine, bool], None]
 """(engine, whether it is the speculative one): breaks the engine in place."""
 
@@ -37,17 +49,19 @@ class ProbedEngine(Engine):
         self,
         decoder: Decoder,
         config: EngineConfig,
-        texts: Sequence[tuple[int, ...]],
+        probes: ProbeOptions,
         ahead: bool,
     ) -> None:
-        self._texts = tuple(texts)
+        self._probes = probes
         super().__init__(decoder, config, ahead)
 
     def _load_proposers(self, chosen: Sequence[tuple[type[Proposer], Any]]) -> list[Proposer]:
         loaded = super()._load_proposers(chosen)
         if self.state.max_drafts:
-            options = ProbeOptions(self._texts)
-            loaded += [probe(options, self.state) for probe in PROBES]
+            kinds = list(PROBES)
+            if any(proposer.needs().trees for proposer in loaded):
+                kinds.append(TreeProbe)
+            loaded += [probe(self._probes, self.state) for probe in kinds]
         return loaded
 
 
@@ -62,7 +76,7 @@ class Subject:
     tokenizer: Tokenizer | None = None
     sabotage: Sabotage | None = None
     cache: dict[Any, Any] = field(default_factory=dict)
-    """Plain texts by job, shared by the sections and by the self-test."""
+    """Plain texts by job and what came second in them, shared by the sections and the self-test."""
     grammars: Grammars | None = None
     """What structured output is compiled by; of the tokenizer, if there is one."""
     recorded: bool | None = None
@@ -88,15 +102,23 @@ class Subject:
         """Names of the proposers under test."""
         return names_of(self.config)
 
+    @property
+    def probes(self) -> tuple[str, ...]:
+        """Names of the probes that stand beside them."""
+        return (*(probe.name for probe in PROBES), *((TREE,) if self.trees else ()))
+
     @cached_property
     def max_drafts(self) -> int:
         """Of a request, in one round."""
         return choose_proposers(self.config)[1]
 
-    @cached_property
+    @property
     def trees(self) -> bool:
         """Whether some proposer under test offers trees, whose rows find their keys elsewhere."""
-        return any(self.engine(64, 1, recorded=False).controller.trees)
+        if TREES_KEY not in self.cache:
+            controller = self.engine(64, 1, recorded=False).controller
+            self.cache[TREES_KEY] = any(controller.trees)
+        return self.cache[TREES_KEY]
 
     def broken(self, sabotage: Sabotage, breaks_plain: bool) -> Subject:
         """The same set-up with a known defect."""
@@ -109,12 +131,14 @@ class Subject:
         batch: int,
         *,
         texts: Sequence[tuple[int, ...]] = (),
+        others: Sequence[Others] = (),
         recorded: bool | None = None,
         **options: Any,
     ) -> Engine:
         """A fresh engine for ``batch`` texts of at most ``longest`` tokens. ``options`` override
-        the configuration; ``max_draft_tokens=0`` makes it plain. ``recorded``: other than the
-        subject's, or for a plain one, whose rounds are called by default."""
+        the configuration; ``max_draft_tokens=0`` makes it plain. ``texts`` and ``others`` (of each
+        of them, or none) are what the probes know. ``recorded``: other than the subject's, or for a
+        plain one, whose rounds are called by default."""
         drafts = options.get("max_draft_tokens", self.max_drafts)
         block_size = options.get("block_size", self.config.block_size)
         values: dict[str, Any] = {
@@ -136,7 +160,8 @@ class Subject:
         }
         if recorded is None:
             recorded = bool(self.recorded and drafts)
-        engine = ProbedEngine(self.decoder, replace(self.config, **values), texts, recorded)
+        probes = ProbeOptions(tuple(texts), others=tuple(others))
+        engine = ProbedEngine(self.decoder, replace(self.config, **values), probes, recorded)
         engine.grammars = self.grammars
         if self.sabotage is not None:
             self.sabotage(engine, drafts > 0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from surefoot.certify.certificate import PARITY, PASS, Certificate
+from surefoot.certify.certificate import PARITY, PASS, Certificate, seen_from
+from surefoot.certify.findings import NEAR
+from surefoot.certify.jobs import CROWD
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -19,7 +21,14 @@ def show(certificate: Certificate, console: Console) -> None:
         console.print(part)
         console.print()
     for line in _statements(certificate):
-        console.print(line)
+        console.print(line, markup=False)
+    for heading, sentences in (
+        ("Covered:", certificate.covered),
+        ("Not covered:", certificate.not_covered),
+    ):
+        console.print(heading)
+        for sentence in sentences:
+            console.print(f"  {sentence}", markup=False)
     console.print()
     colour = COLOURS[certificate.result]
     console.print(f"[bold {colour}]{certificate.result}[/]", end="")
@@ -72,16 +81,12 @@ def _proposers(certificate: Certificate) -> RenderableType:
 
 def _statements(certificate: Certificate) -> list[str]:
     noise, size = certificate.noise, certificate.size
-    lines = [
-        noise.statement,
-        f"Compared with plain decoding: {certificate.parity_positions:,} positions "
-        f"(at least {size.min_positions:,} needed). A wrong draft accepted in "
-        f"{certificate.wrong_acceptance_seen:.2%} of rejections or more would have been seen.",
-    ]
-    lines.append(
-        f"Rounds: {certificate.total_of('replays'):,} recorded, "
-        f"{certificate.total_of('called'):,} called with just the rows that they need."
-    )
+    lines = [noise.statement, compared(certificate)]
+    if certificate.more:
+        lines.append(
+            f"Counts were too small at first: {certificate.more} batches of further texts "
+            f"({size.more} at most)."
+        )
     for section in certificate.sections:
         if section.name == "distribution":
             tests = section.details["tests"]
@@ -100,3 +105,22 @@ def _statements(certificate: Certificate) -> list[str]:
         caught = sum(trial.caught for trial in certificate.trials)
         lines.append(f"Self-test: {caught} of {len(certificate.trials)} known defects found.")
     return lines
+
+
+def compared(certificate: Certificate) -> str:
+    """What was compared, and from where on a defect would have been seen."""
+    lenient = certificate.lenient_acceptance_seen
+    near = certificate.refusals.near
+    taken = "no runner-up was offered"
+    if lenient is not None:
+        taken = (
+            f"so would a judge that takes runners-up within {lenient:.2g} of the best token, or "
+            f"within more ({near} of those offered were within {NEAR})"
+        )
+    return (
+        f"Compared with plain decoding: {certificate.parity_positions:,} positions (at least "
+        f"{certificate.size.min_positions:,} needed). A wrong draft accepted in "
+        f"{certificate.wrong_acceptance_seen:.2%} of rejections or more would have been seen "
+        f"({seen_from(certificate.total_of('crowded')):.2%} beside more than {CROWD} requests); "
+        f"{taken}."
+    )

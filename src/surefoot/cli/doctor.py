@@ -184,10 +184,15 @@ def check_compiler() -> Finding:
 def check_kernels() -> Finding:
     """The compiled CPU kernels: compiled now unless they were before, loaded, and called."""
     from surefoot.cache import cache_root
-    from surefoot.kernels.cpu.build import current_library, load_native, native_unavailable
+    from surefoot.kernels.cpu.build import (
+        current_library,
+        is_whole,
+        load_native,
+        native_unavailable,
+    )
 
     name = current_library()
-    kept = name is not None and (cache_root() / "native" / name).exists()
+    kept = name is not None and is_whole(cache_root() / "native" / name)
     start = time.perf_counter()
     library = load_native()
     seconds = time.perf_counter() - start

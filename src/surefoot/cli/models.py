@@ -14,6 +14,7 @@ from surefoot.errors import SurefootError
 
 app = typer.Typer(help="List, fetch and inspect models; prune the cache.", no_args_is_help=True)
 
+_OUTCOMES = {True: "verified", False: "DAMAGED", None: "not verified"}
 _JSON = typer.Option("--json", help="Print JSON.")
 
 
@@ -101,24 +102,42 @@ def inspect(
         str | None,
         typer.Option(help="For a drafter: the model that it should fit.", show_default=False),
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Read all of a model's weights: compare the SHA-256 of its files and converted "
+            "copies, and look for weights that are no numbers.",
+        ),
+    ] = False,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Show what a model, or a drafter of speculation, is made of.
 
-    With --target the exit code is 1 if the drafter does not fit.
+    The exit code is 1 if with --target the drafter does not fit, or if with --verify a file is not
+    what it should be.
     """
+    checks: list[dict[str, Any]] = []
     facts = _inspect_drafter(model, target)
     if facts is None:
         if target is not None:
             raise SurefootError("target", f"{model} is no folder with a drafter")
         facts = _inspect(model)
+        checks = _verify(model) if verify else []
+    elif verify:
+        raise SurefootError(
+            "verify", f"{model} is a drafter", "its weights were read and hold numbers only"
+        )
     if as_json:
-        print(json.dumps(facts))
+        print(json.dumps({**facts, "verified": checks} if verify else facts))
     else:
         width = max(map(len, facts))
         for name, value in facts.items():
             print(f"{name.replace('_', ' '):{width}}  {_readable(value)}")
-    if facts.get("fits_the_target") is False:
+        for check in checks:
+            print(f"{_OUTCOMES[check['good']]:{width}}  {check['path']}: {check['check']}")
+    damaged = any(check["good"] is False for check in checks)
+    if facts.get("fits_the_target") is False or damaged:
         raise typer.Exit(1)
 
 
@@ -139,6 +158,13 @@ def _inspect(model: str) -> dict[str, Any]:
 
     with progress_bars() as progress:
         return inspect_model(model, progress)
+
+
+def _verify(model: str) -> list[dict[str, Any]]:
+    from surefoot.models.loading import verify_model
+
+    with progress_bars() as progress:
+        return verify_model(model, progress)
 
 
 def _readable(value: Any) -> str:

@@ -47,10 +47,20 @@ def engine_options(
             f"list`. (default: {DEFAULT_MODEL})",
         ),
     ] = None,
-    dtype: Annotated[str | None, _engine(help="auto, float32 or bfloat16. (default: auto)")] = None,
+    dtype: Annotated[
+        str | None,
+        _engine(
+            help="auto, float32 or bfloat16, of dense weights, activations and KV. float32 "
+            "computes in float32 throughout, with dense weights. (default: auto)"
+        ),
+    ] = None,
     weights: Annotated[
         str | None,
-        _engine(help="auto, native (GGUF blocks stay packed) or dense. (default: auto)"),
+        _engine(
+            help="auto, native (GGUF blocks stay packed, and activations are rounded to 8 bits: "
+            "fast, but not what the model says in float32) or dense. (default: auto, native on a "
+            "CPU but for --dtype float32)"
+        ),
     ] = None,
     backend: Annotated[
         str | None,

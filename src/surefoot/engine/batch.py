@@ -126,9 +126,10 @@ class Batch:
 
     def beside(self, drafts: int, most: int) -> Batch:
         """With the last prompt chunk so much shorter that known tokens and ``drafts`` are no more
-        than ``most`` rows, as far as its length allows: rounds larger than that are padded, and
-        what it loses comes with the next one."""
-        cut = min(self.rows + drafts - most, self.chunks[-1] - 1) if self.chunks else 0
+        than ``most`` rows: rounds larger than that are padded, and what it loses comes with the
+        next one. An eighth of the prompts' rows at most is put off so."""
+        allowed = min(self.prompt_rows // 8, self.chunks[-1] - 1) if self.chunks else 0
+        cut = min(self.rows + drafts - most, allowed)
         if cut <= 0:
             return self
         # A chunk that does not reach the end of its prompt is the last one.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 
 import torch
@@ -12,6 +11,7 @@ from surefoot.config import EngineConfig
 from surefoot.engine.engine import Engine, model_length
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
+from surefoot.kernels.cpu.processor import processor_lines
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.models.loading import Checkpoint, load_checkpoint
@@ -32,13 +32,10 @@ def build_engine(
     """Load ``config.model`` and build an engine around it; ``prepare`` as there."""
     torch.set_num_threads(config.threads or _TORCH_THREADS)
     backend = choose_backend(config)
-    native_weights = config.weights == "native" or (
-        config.weights == "auto" and backend.name == "native"
-    )
     checkpoint = load_checkpoint(
         config.model,
         dtype=backend.dtype,
-        native=native_weights,
+        native=config.weights_on(backend.name) == "native",
         generation_config=config.generation_config,
         progress=progress,
     )
@@ -131,8 +128,5 @@ def _dtype(name: str, native: bool) -> torch.dtype:
 
 
 def _has_bf16_instructions() -> bool:
-    if not os.path.exists("/proc/cpuinfo"):
-        return False
-    with open("/proc/cpuinfo") as file:
-        flags = next((line for line in file if line.startswith(("flags", "Features"))), "")
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags.split()))
+    flags = " ".join(processor_lines("flags", "Features")).split()
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from surefoot.engine.recording import count_recorded, prepare_rounds
 from surefoot.engine.scheduler import Scheduler
 from surefoot.engine.stats import EngineStats, Progress
 from surefoot.engine.structured import dead_end
+from surefoot.engine.whole import Restored, whole
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
 from surefoot.kv.transaction import KVManager
@@ -37,19 +39,31 @@ from surefoot.structured import TextGrammar
 
 DEFAULT_KV_BYTES = 1 << 30
 _END_REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH}
+_ROPE_BYTES = 12
+"""Per position and element of a head: cos and sin of half of them in float32, and what making them
+takes."""
 
 
 def model_length(config: EngineConfig, model: ModelConfig) -> int:
-    """Longest text an engine takes, prompt and output together; refused beyond the context."""
+    """Longest text an engine takes, prompt and output together; refused beyond the context, and
+    where the rotary tables of so many positions would not fit in half of the host's memory."""
     length = config.max_model_len or model.max_positions
     if length > model.max_positions:
         raise SurefootError(
             "max_model_len", f"{length} is beyond the model's context of {model.max_positions}"
         )
+    per_position = _ROPE_BYTES * model.head_dim
+    fitting = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // per_position
+    if length > fitting:
+        raise SurefootError(
+            "max_model_len",
+            f"rotary tables of {length} positions take {length * per_position / 1e9:.0f} GB here",
+            f"set it to {fitting} or less",
+        )
     return length
 
 
-class Engine:
+class Engine(Restored):
     """Runs requests on a decoder. Single-threaded: call its methods from one thread."""
 
     def __init__(
@@ -224,18 +238,31 @@ class Engine:
             raise SurefootError("structured_outputs", "needs a tokenizer, this engine has none")
         return self.grammars.start(params.structured_outputs)
 
+    @whole
+    def settle(self) -> None:
+        """What every method does if an exception broke off the one before, and nothing else: drop
+        the rounds in flight, and have every request recomputed from its tokens."""
+
+    @whole
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
 
+    @whole
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
         """End a request early (cancelled, or a stop string was found) and free what it holds."""
         self.scheduler.finish(request, reason, stop_reason)
 
+    @whole
     def step(self) -> list[Progress]:
         """Launch what can be launched and read the oldest round. Returns the requests that got
-        tokens, finished ones included."""
+        tokens, finished ones included.
+
+        Whatever it raises, ``KeyboardInterrupt`` included, no request is lost and no text is other
+        than it would have been: what is in flight is dropped, and later steps run again what that
+        held. ``Request.output`` and ``Request.finished`` then may tell of tokens and ends that no
+        step has returned."""
         loop = self.loop
         try:
             while len(loop.flights) < loop.depth and loop.launch():
@@ -243,24 +270,28 @@ class Engine:
             if not loop.flights:
                 return []
             landing = loop.land()
-        except BaseException:
-            loop.drop()
-            raise
         finally:
             self.stats.count_admissions(loop)
         self.stats.count_landing(landing, self.rounds.recorded)
         for progress, end in landing.ended:
-            self._end(progress.request, progress.tokens, end)
+            self._end(progress.request, _END_REASONS[end])
         return landing.progress
 
-    def _end(self, request: Request, tokens: Sequence[int], end: int) -> None:
-        """Finish a request whose round committed ``tokens`` and says so (0: it goes on)."""
-        if not end:
-            return
-        reason, stop = _END_REASONS[end], tokens[-1] if end == 1 else None
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """Finish a request whose text has come to its end."""
+        stop = request.output[-1] if reason is FinishReason.STOP else None
         if problem := dead_end(request):
             reason, stop = FinishReason.ABORT, f"structured_outputs: {problem}"
-        self.finish(request, reason, stop)
+        self.scheduler.finish(request, reason, stop)
+
+    def restore(self) -> None:
+        """After an exception, wherever it came from: requests keep their tokens, and what else is
+        known of them is made anew."""
+        self.loop.drop()
+        for request in list(self.scheduler.waiting):
+            request.settle()
+            if (reason := request.end) is not None:
+                self._end(request, reason)
 
     def check_integrity(self) -> None:
         """Assert that scheduler, KV and slots agree (tests call it after every step)."""

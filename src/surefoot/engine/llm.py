@@ -10,6 +10,7 @@ from surefoot.config import EngineConfig
 from surefoot.engine.build import ProgressCallback, build_engine
 from surefoot.engine.garbage import only_new_garbage
 from surefoot.engine.output import RequestOutput, StreamChunk, TextStream
+from surefoot.engine.turns import Turns
 from surefoot.errors import SurefootError
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
 
@@ -24,6 +25,12 @@ class LLM:
     called with (label, done, total) during downloads and conversions. Conversions that take space
     in the cache folder, what cannot be kept there, and the model's sampling defaults are logged
     (``logging``, "surefoot").
+
+    Calls share one continuous batch. Streams may be read in turn, ``generate`` called while they
+    are open, and all of it from several threads: rounds run one after the other, each for all
+    requests there are, so that whoever waits brings the others' texts on, too. What is not read yet
+    is kept. If a round raises (a proposer of yours, no memory, Ctrl-C), the call that ran it raises
+    that, and its requests end; all others go on, and get the texts that they would have got.
     """
 
     def __init__(
@@ -37,6 +44,7 @@ class LLM:
         self.tokenizer = checkpoint.tokenizer
         self.sampling_defaults = checkpoint.sampling_defaults.values
         self._ids = itertools.count()
+        self._turns = Turns(self.engine)
 
     def default_sampling_params(self) -> SamplingParams:
         """Where ``generate``, ``chat`` and ``stream`` are given no parameters, they take these (and
@@ -68,17 +76,18 @@ class LLM:
         params = _spread("sampling_params", sampling_params, len(many))
         choices = _spread("speculation", speculation, len(many))
         groups = [self._group(*args) for args in zip(many, params, choices, strict=True)]
-        streams = {}
-        for group in groups:
-            for request in group[1]:
-                if request.params.stop_strings:
-                    streams[request.request_id] = TextStream(request, self.tokenizer)
-                self.engine.add(request)
+        requests = [request for _, group in groups for request in group]
+        streams = {
+            request.request_id: TextStream(request, self.tokenizer)
+            for request in requests
+            if request.params.stop_strings
+        }
         try:
             with only_new_garbage():
-                self._run(groups, streams, on_progress)
+                self._turns.take(lambda: self._add(requests))
+                self._run(groups, list(streams.values()), on_progress)
         except BaseException:
-            self._cancel([request for _, group in groups for request in group])
+            self._turns.cancel(requests)
             raise
         unread = [r for _, group in groups for r in group if r.request_id not in streams]
         for stream in TextStream.whole(unread, self.tokenizer):
@@ -118,25 +127,27 @@ class LLM:
         *,
         speculation: Speculation = None,
     ) -> Generator[StreamChunk, None, None]:
-        """Yield text as it is committed. Closing the iterator cancels the request."""
+        """Yield text as it is committed; what others' rounds brought meanwhile comes at once.
+        Closing the iterator cancels the request, and nobody else's."""
         _, group = self._group(prompt, sampling_params, speculation)
-        streams = {request.request_id: TextStream(request, self.tokenizer) for request in group}
-        for request in group:
-            self.engine.add(request)
+        streams = [TextStream(request, self.tokenizer) for request in group]
         try:
-            while any(not request.finished for request in group):
-                for request, tokens in self._step(streams):
-                    stream = streams[request.request_id]
-                    pieces = stream.take(final=request.finished)
-                    yield StreamChunk(
-                        index=request.choice,
-                        text="".join(text for text, _ in pieces),
-                        token_ids=list(tokens),
-                        pieces=pieces,
-                        finish_reason=stream.output().finish_reason,
-                    )
+            self._turns.take(lambda: self._add(group))
+            while not all(stream.ended for stream in streams):
+                yield from self._turns.take(lambda: self._read(streams))
         finally:
-            self._cancel(group)
+            self._turns.cancel(group)
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.engine.add(request)
+
+    def _read(self, streams: Sequence[TextStream]) -> list[StreamChunk]:
+        """What is new, after a round if nothing was."""
+        if not any(stream.behind for stream in streams):
+            self.engine.step()
+        self._follow(streams)
+        return [chunk for stream in streams if (chunk := stream.chunk()) is not None]
 
     def _group(
         self, prompt: Prompt, params: SamplingParams | None, speculation: Speculation
@@ -170,13 +181,24 @@ class LLM:
     def _run(
         self,
         groups: Sequence[tuple[str | None, Sequence[Request]]],
-        streams: Mapping[str, TextStream],
+        streams: Sequence[TextStream],
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
-        """Rounds until all requests have ended."""
+        """Rounds until all requests have ended. ``streams``: of those with stop strings."""
         done = 0
-        while any(not request.finished for _, group in groups for request in group):
-            self._step(streams)
+        requests = [request for _, group in groups for request in group]
+
+        def unfinished() -> bool:
+            return any(not request.finished for request in requests)
+
+        def go_on() -> None:
+            # Others' rounds may have ended the last ones.
+            if unfinished():
+                self.engine.step()
+            self._follow(streams)
+
+        while unfinished() or any(stream.behind for stream in streams):
+            self._turns.take(go_on)
             if on_progress is None:
                 continue
             finished = sum(all(r.finished for r in group) for _, group in groups)
@@ -184,28 +206,13 @@ class LLM:
                 done = finished
                 on_progress(done, len(groups))
 
-    def _step(self, streams: Mapping[str, TextStream]) -> list[tuple[Request, Sequence[int]]]:
-        """One round; feeds texts and ends requests whose stop string occurred."""
-        news = []
-        progress = self.engine.step()
-        if not streams:
-            return news
-        for item in progress:
-            request = item.request
-            stream = streams.get(request.request_id)
-            if stream is None:
-                continue
-            before = stream.kept
-            stream.push(item.tokens, last=request.finished)
-            if stream.stopped_by is not None:
-                self.engine.finish(request, FinishReason.STOP, stream.stopped_by)
-            news.append((request, item.tokens[: stream.kept - before]))
-        return news
-
-    def _cancel(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if not request.finished:
-                self.engine.finish(request, FinishReason.ABORT)
+    def _follow(self, streams: Sequence[TextStream]) -> None:
+        """Read what is new, and end requests whose stop string occurred."""
+        for stream in streams:
+            if stream.behind:
+                stream.follow()
+                if stream.stopped_by is not None:
+                    self.engine.finish(stream.request, FinishReason.STOP, stream.stopped_by)
 
 
 def _output(

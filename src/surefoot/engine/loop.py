@@ -31,6 +31,7 @@ from surefoot.request import Request
 from surefoot.speculation.decisions import Decision, Landed, Situation
 from surefoot.speculation.fixed import FixedPlanner
 from surefoot.speculation.planner import Planner
+from surefoot.speculation.proposer import blamed
 from surefoot.speculation.round import Round
 from surefoot.speculation.size import Size
 
@@ -97,8 +98,9 @@ class Loop:
         # Proposers look for what they know of a prefix hit in its blocks.
         self.reservations.admit(requests)
         for proposer in self.round.proposers:
-            for slot in slots:
-                proposer.admit(slot)
+            with blamed(proposer, "admit"):
+                for slot in slots:
+                    proposer.admit(slot)
         for request in requests:
             self._reported.clear(request.slot)
             self._grammars.forget(request.slot)
@@ -255,14 +257,11 @@ class Loop:
                 self._grammars.note(requests[place].slot, whose, tokens, parents)
 
     def drop(self) -> None:
-        """Forget what is in flight, and have every running request recomputed from the tokens that
-        were read: a round failed, and nobody knows what it left in the slots."""
+        """Forget what is in flight, and have every request recomputed from the tokens that were
+        read: a round failed, and nobody knows what it left in the slots, in blocks of KV and in
+        the host's own books."""
         self.flights.clear()
-        while self.scheduler.running:
-            self.scheduler.preempt()
-        self.reservations.clear()
-        self._batch_set = None
-        self.gathering.forget()
+        self.scheduler.restart()
 
 
 def _prompt_targets(request: Request, rows: int) -> int:

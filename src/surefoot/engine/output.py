@@ -72,7 +72,7 @@ class TextStream:
             tokenizer, skip_special_tokens=params.skip_special_tokens
         )
         self._sources: list[tuple[int, str | None]] = []
-        self._emitted = 0
+        self._emitted = self._chunked = 0
 
     @classmethod
     def whole(cls, requests: Sequence[Request], tokenizer: Tokenizer) -> list[TextStream]:
@@ -89,6 +89,36 @@ class TextStream:
         """Whether the last token ended the text and is no part of it."""
         ended = self.request.finish_reason is FinishReason.STOP
         return ended and not self.request.params.include_stop_str_in_output
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing comes any more."""
+        return self.stopped_by is not None or (self.request.finished and not self.behind)
+
+    @property
+    def behind(self) -> bool:
+        """Whether the request has tokens that were not entered."""
+        return self.stopped_by is None and self.kept < len(self.request.output)
+
+    def follow(self) -> None:
+        """Enter the request's new tokens. Nobody else may be changing it."""
+        self.push(self.request.output[self.kept :], last=self.request.finished)
+
+    def chunk(self) -> StreamChunk | None:
+        """What was entered since the last one; None: nothing."""
+        tokens = self.request.output[self._chunked : self.kept]
+        if not tokens:
+            return None
+        self._chunked = self.kept
+        reason = self.output().finish_reason
+        pieces = self.take(final=reason is not None)
+        return StreamChunk(
+            index=self.request.choice,
+            text="".join(text for text, _ in pieces),
+            token_ids=tokens,
+            pieces=pieces,
+            finish_reason=reason,
+        )
 
     def push(self, tokens: Sequence[int], last: bool) -> None:
         """Enter committed tokens; ``last`` when the request ended with them. Sets ``stopped_by``
@@ -147,6 +177,14 @@ class TextStream:
                     break
         return max(self._emitted, length - held)
 
+    @property
+    def speculation(self) -> SpeculationStats:
+        """What speculation did for the text as it stands."""
+        request, kept = self.request, self.kept
+        if kept == len(request.output):
+            return request.stats
+        return request.stats.kept(request.proposed_by[:kept])
+
     def output(self) -> CompletionOutput:
         """The choice as it stands; tokens after a stop string are cut off."""
         request, kept = self.request, self.kept
@@ -166,5 +204,5 @@ class TextStream:
             logprobs=logprobs,
             cumulative_logprob=None if logprobs is None else sum(x.logprob for x in logprobs),
             proposed_by=request.proposed_by[:kept],
-            speculation=request.stats,
+            speculation=self.speculation,
         )

@@ -130,7 +130,3 @@ class Reservations:
             self.kv.give_back(self.kv.leases[request.request_id])
         self._mirror(requests)
         return self.kv.pool.num_free > before
-
-    def clear(self) -> None:
-        """Nothing is in flight any more."""
-        self.reach[:] = 0

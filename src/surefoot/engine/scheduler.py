@@ -23,7 +23,8 @@ class Scheduler:
         self.changes = 0
         """How often ``running`` changed."""
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._arrivals: dict[str, int] = {}
+        self._arrivals: dict[Request, int] = {}
+        """Of all requests that have not ended, in order."""
         self._next_arrival = 0
 
     @property
@@ -31,7 +32,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        self._arrivals[request.request_id] = self._next_arrival
+        self._arrivals[request] = self._next_arrival
         self._next_arrival += 1
         self.waiting.append(request)
 
@@ -39,12 +40,15 @@ class Scheduler:
         """End a request in any state and free what it holds. Ended ones are left alone."""
         if request.finished:
             return
-        if request.status is Status.RUNNING:
+        running = request.status is Status.RUNNING
+        # First, so that it stays ended whatever fails.
+        request.finish(reason, stop)
+        if self._arrivals.pop(request, None) is None:
+            return  # It never was added.
+        if running:
             self._leave(request)
         else:
             self.waiting.remove(request)
-        del self._arrivals[request.request_id]
-        request.finish(reason, stop)
 
     def admit(self, rows: int) -> list[Request]:
         """Let in waiting requests, in order, while a round has ``rows`` left for their prompts and
@@ -95,6 +99,22 @@ class Scheduler:
         self.waiting.appendleft(request)
         return request
 
+    def restart(self) -> None:
+        """All that have not ended wait again, in order of arrival, and hold nothing; whatever state
+        this was left in."""
+        self.changes += 1
+        self.running.clear()
+        self._free_slots[:] = range(self.max_num_seqs - 1, -1, -1)
+        self.kv.clear()
+        for request in list(self._arrivals):
+            if request.finished:
+                del self._arrivals[request]
+                continue
+            request.preemptions += request.status is Status.RUNNING
+            request.status = Status.WAITING
+            request.slot, request.computed = -1, 0
+        self.waiting = deque(self._arrivals)
+
     def _leave(self, request: Request) -> None:
         self.changes += 1
         self.running.remove(request)
@@ -103,7 +123,7 @@ class Scheduler:
         self.kv.close(request.request_id)
 
     def _arrival(self, request: Request) -> int:
-        return self._arrivals[request.request_id]
+        return self._arrivals[request]
 
     def _missing_blocks(self, request: Request) -> int:
         """Blocks that the known text lacks; one, at least, if it has none for its next token."""
@@ -118,6 +138,7 @@ class Scheduler:
         assert {r.request_id for r in self.running} == set(self.kv.leases)
         assert all(request.status is Status.RUNNING for request in self.running)
         assert all(request.status is Status.WAITING for request in self.waiting)
+        assert {*self.running, *self.waiting} == set(self._arrivals)
         for request in self.running:
             assert request.computed == self.kv.leases[request.request_id].committed
             assert 0 <= request.computed <= request.length

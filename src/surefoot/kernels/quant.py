@@ -36,19 +36,26 @@ class QuantTensor:
     def shape(self) -> tuple[int, int]:
         return self.data.shape[0], self.in_features
 
+    @property
+    def scales(self) -> torch.Tensor:
+        """d, and m of Q4_1, of every block: float16 ``[out_features, blocks, 1 or 2]``."""
+        fields = 2 if self.kind == "Q4_1" else 1
+        return self._blocks[..., : 2 * fields].contiguous().view(torch.float16)
+
+    @property
+    def _blocks(self) -> torch.Tensor:
+        return self.data.view(
+            self.data.shape[0], self.in_features // BLOCK, BYTES_PER_BLOCK[self.kind]
+        )
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The same weights as a dense tensor, computed in fp32 and rounded once to ``dtype``."""
-        rows = self.data.shape[0]
-        blocks = self.data.view(rows, self.in_features // BLOCK, BYTES_PER_BLOCK[self.kind])
-        scale = _half(blocks[..., 0:2])
+        blocks, scales = self._blocks, self.scales.float()
+        scale = scales[..., :1]
         if self.kind == "Q8_0":
             values = blocks[..., 2:].contiguous().view(torch.int8).float() * scale
         else:
             packed = blocks[..., -16:]
             q = torch.cat((packed & 15, packed >> 4), dim=-1).float()
-            values = q * scale + _half(blocks[..., 2:4]) if self.kind == "Q4_1" else (q - 8) * scale
-        return values.reshape(rows, self.in_features).to(dtype)
-
-
-def _half(two_bytes: torch.Tensor) -> torch.Tensor:
-    return two_bytes.contiguous().view(torch.float16).float()
+            values = q * scale + scales[..., 1:] if self.kind == "Q4_1" else (q - 8) * scale
+        return values.reshape(self.shape).to(dtype)

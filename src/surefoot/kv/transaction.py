@@ -95,6 +95,11 @@ class KVManager:
         while (len(blocks) - 1) * self.block_size >= lease.committed:
             self.pool.release(blocks.pop())
 
+    def clear(self) -> None:
+        """No leases any more, and nothing in the prefix cache: a pool as if it were new."""
+        self.leases.clear()
+        self.pool = BlockPool(self.pool.num_blocks)
+
     def transaction(self) -> Transaction:
         return Transaction(self)
 

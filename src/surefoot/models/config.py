@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+# What is taken from a file: far beyond what models have, and far from what hangs or overflows.
+LARGEST = 1 << 24
+"""Of any size, count or position; beyond, float32 does not tell one position from the next."""
+MOST_LAYERS = 1000
+Range = tuple[float, float]
+NUMBERS: Range = (0.0, 1e15)
+NORM_EPSILON: Range = (1e-12, 1.0)
+ROPE_THETA: Range = (2.0, 1e15)
+ROPE_NUMBERS: Range = (0.01, 1e4)
+"""Factors, and YaRN's and Llama 3's other constants."""
+
 
 @dataclass(frozen=True)
 class RopeScaling:

@@ -17,6 +17,9 @@ from surefoot.kernels.backend import AttentionShape, Backend, FlatBatch, LayerWe
 from surefoot.models.config import ModelConfig
 from surefoot.models.rope import rope_table
 
+MOST_NAMED = 10
+"""Tensors in an error."""
+
 
 @dataclass(frozen=True)
 class ForwardResult:
@@ -31,7 +34,7 @@ class Decoder:
     """A target model on a backend.
 
     ``weights`` maps Hugging Face tensor names (``model.layers.0.self_attn.q_proj.weight``) to
-    dense tensors or GGUF blocks. All missing or misshapen tensors are named in one error.
+    dense tensors or GGUF blocks. Missing and misshapen tensors are named in one error.
     """
 
     def __init__(
@@ -163,7 +166,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(config: ModelConfig, weights: Mapping[str, Weight]) -> None:
-    """Refuse a checkpoint with missing or misshapen tensors, naming all of them."""
+    """Refuse a checkpoint with missing or misshapen tensors, naming the first ten of them."""
     # Weights read from files on demand know their shapes without converting anything.
     shape_of = getattr(weights, "shape_of", lambda name: weights[name].shape)
     problems = []
@@ -174,7 +177,9 @@ def check_tensors(config: ModelConfig, weights: Mapping[str, Weight]) -> None:
             problems.append(f"{name} is {found}, expected {shape}")
     if problems:
         raise SurefootError(
-            "model", "the checkpoint does not fit its config: " + "; ".join(problems)
+            "model",
+            f"the checkpoint does not fit its config: {'; '.join(problems[:MOST_NAMED])}"
+            + (f"; and {len(problems) - MOST_NAMED} more" * (len(problems) > MOST_NAMED)),
         )
 
 

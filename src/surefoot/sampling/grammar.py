@@ -173,8 +173,12 @@ class GrammarState:
     def __init__(self, start: Any, end_tokens: Sequence[int]) -> None:
         """``start``: the library's matcher before any text; it is copied, not moved."""
         self._start = start
-        self._matcher = start.deep_copy()
         self._ends = list(end_tokens)
+        self.restart()
+
+    def restart(self) -> None:
+        """See ``TextGrammar.restart``."""
+        self._matcher = self._start.deep_copy()
         self._followed = 0
         self._text: list[int] = []
         """What ``_matcher`` was given."""

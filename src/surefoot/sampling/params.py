@@ -107,13 +107,16 @@ class SlotParams:
         biases = [dict(params.logit_bias or {}) for _, params in every]
         changed = [i for i, r in enumerate(requests) if biases[i] or r.slot in self._biased]
         if changed:
+            # Noted first, and what no longer holds last: biases are never left where nobody looks.
+            self._biased.update(requests[i].slot for i in changed)
             slots = upload([requests[i].slot for i in changed], self.device)
             biases = [biases[i] for i in changed]
             self.bias_ids = _write_rows(self.bias_ids, slots, [list(bias) for bias in biases], -1)
             values = [list(bias.values()) for bias in biases]
             self.bias = _write_rows(self.bias, slots, values, 0)
-            for i, bias in zip(changed, biases, strict=True):
-                (self._biased.add if bias else self._biased.discard)(requests[i].slot)
+            self._biased.difference_update(
+                requests[i].slot for i, bias in zip(changed, biases, strict=True) if not bias
+            )
 
 
 def _write_rows(

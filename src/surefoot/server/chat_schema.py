@@ -183,12 +183,9 @@ def render_messages(
         template = templates.get("tool_use") or templates.get("default") or ""
         if "tools" not in template:
             raise SurefootError("tools", "this model's chat template takes none", "drop them")
-    try:
-        return tokenizer.render_chat(
-            [message.plain(index) for index, message in enumerate(messages)],
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            **(variables or {}),
-        )
-    except RecursionError:
-        raise SurefootError("messages", "are nested too deeply") from None
+    return tokenizer.render_chat(
+        [message.plain(index) for index, message in enumerate(messages)],
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        **(variables or {}),
+    )

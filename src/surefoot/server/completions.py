@@ -100,5 +100,5 @@ def sources(choice: Choice, delta: Delta) -> dict[str, Any]:
         "draft_positions": choice.draft_positions[tokens],
         "text_offset": choice.stream.offsets[tokens],
         "pieces": [list(piece) for piece in delta.pieces],
-        "speculation": speculation([choice.request.stats]),
+        "speculation": speculation([choice.stream.speculation]),
     }

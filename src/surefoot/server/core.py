@@ -263,6 +263,7 @@ def _serve(link: Link) -> int:
         return 1
     except Exception as error:
         traceback.print_exc()
-        link.send(Crashed(f"{type(error).__name__}: {error}"))
+        notes = getattr(error, "__notes__", ())
+        link.send(Crashed("; ".join((f"{type(error).__name__}: {error}", *notes))))
         return 1
     return 0

@@ -100,7 +100,10 @@ class Service:
         more = {"max_tokens": request.limit(), "logprobs": request.width()}
         if request.stream and request.prompt_logprobs is not None:
             raise SurefootError("prompt_logprobs", "cannot be streamed", "drop stream")
-        ids = await self._render(request, request.add_special_tokens)
+        try:
+            ids = await self._render(request, request.add_special_tokens)
+        except SurefootError as error:
+            raise api_error(error, request.names()) from error
         answer_id = f"chatcmpl-{secrets.token_hex(16)}"
         form = ChatFormat(answer_id, self.settings.names[0], request, self.texts)
         return await self._answer(http, request, [ids], form, more)
@@ -108,6 +111,8 @@ class Service:
     async def _render(
         self, request: ChatRequest | TokenizeRequest, add_special_tokens: bool
     ) -> list[int]:
+        """The prompt's ids, in a thread: how long a template takes over its variables cannot be
+        told from their size."""
         tools = request.tools
         if isinstance(request, ChatRequest) and not request.uses_tools:
             tools = None
@@ -122,8 +127,7 @@ class Service:
             )
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-        characters = sum(len(str(message.content)) for message in request.messages or [])
-        return await _aside(characters, ids)
+        return await asyncio.to_thread(ids)
 
     async def _answer(
         self,

@@ -19,7 +19,7 @@ def usage(generation: Generation, hidden: bool = False) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(c.request.cached for c in leaders)},
-        "speculation": speculation([choice.request.stats for choice in generation.choices]),
+        "speculation": speculation([choice.stream.speculation for choice in generation.choices]),
     }
 
 

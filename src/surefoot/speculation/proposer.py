@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -175,6 +176,16 @@ class Proposer(ABC):
         """JSON-ready facts about the drafter in the local folder ``path``, and whether it fits
         ``target``; None if it is none of this kind. Default: there are no files."""
         return None
+
+
+@contextmanager
+def blamed(proposer: Proposer, method: str) -> Iterator[None]:
+    """What ``proposer`` raises in ``method`` goes on as it is, with a note that says so."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised by proposer {proposer.name!r} in {method}()")
+        raise
 
 
 def read_options(proposer: type[Proposer], values: Mapping[str, Any]) -> Any:

@@ -25,7 +25,7 @@ from surefoot.sampling.params import SamplingStages
 from surefoot.sampling.sampler import SampleRows, sample_rows
 from surefoot.speculation.books import book_keeping
 from surefoot.speculation.controller import Controller
-from surefoot.speculation.proposer import Commits, DraftRequest, Drafts, Proposer
+from surefoot.speculation.proposer import Commits, DraftRequest, Drafts, Proposer, blamed
 from surefoot.speculation.scoring import TokenScores
 from surefoot.speculation.size import Size
 from surefoot.speculation.state import SlotState
@@ -255,15 +255,18 @@ class Round:
             need = self.needs[index]
             own = select_layers(features, self.capture, need.captured_layers)
             served = self.controller.allowed[index] if need.has_network else None
-            self.proposers[index].catch_up(replace(commits, features=own, served=served))
+            proposer = self.proposers[index]
+            with blamed(proposer, "catch_up"):
+                proposer.catch_up(replace(commits, features=own, served=served))
 
     def propose(self, index: int, slots: torch.Tensor, size: Size, max_keys: int) -> Drafts:
         """Proposer ``index``'s offers for ``slots`` [B], as far as its context reaches."""
         proposer, limit = self.proposers[index], self.context_limits[index]
         steps = size.steps if index in self.drafters else None
         most = min(max_keys + 1, self.state.history.shape[1])
-        proposer.expect(DraftRequest(size.kind, most, steps or self.state.max_drafts))
-        drafts = proposer.propose(slots)
+        with blamed(proposer, "propose"):
+            proposer.expect(DraftRequest(size.kind, most, steps or self.state.max_drafts))
+            drafts = proposer.propose(slots)
         if limit is None:
             return drafts
         return self.books.within(drafts, limit - self.state.length[slots])

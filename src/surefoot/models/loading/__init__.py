@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     )
     from surefoot.models.loading.tokenizer import IncrementalDetokenizer, Tokenizer
     from surefoot.models.loading.tokenizer_source import load_tokenizer
+    from surefoot.models.loading.verify import verify_model
 
 # Loaded on first use, as a tokenizer needs no torch.
 _HOMES = {
@@ -28,6 +29,7 @@ _HOMES = {
     "prune": "stored",
     "read_model_config": "summary",
     "stored_entries": "stored",
+    "verify_model": "verify",
 }
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "prune",
     "read_model_config",
     "stored_entries",
+    "verify_model",
 ]
 
 

@@ -1,12 +1,14 @@
 """Chat templates: Jinja as Hugging Face renders it (``apply_chat_template``), in a sandbox.
 
-Templates come with checkpoints and are not trusted: they run in Jinja's immutable sandbox over
-plain data. transformers itself is not imported, as that takes a second or more.
+Templates come with checkpoints, and what they work on from clients; neither is trusted: they run in
+Jinja's immutable sandbox over plain data, with limits (``template_sandbox``). transformers itself
+is not imported, as that takes a second or more.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -14,6 +16,7 @@ from typing import Any
 
 from surefoot.errors import SurefootError
 
+LONGEST_TEMPLATE, LONGEST_DATE = 1 << 20, 200
 # Names under which a message's reasoning is passed; templates read the first, some the second.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
@@ -31,20 +34,29 @@ def render_chat_template(
 
     ``messages`` are objects with ``role`` and ``content``; ``tools`` JSON schemas; ``variables``
     whatever else the template reads, ``bos_token`` and such among them. Raises SurefootError for
-    a template that cannot be parsed and for what a template refuses (``raise_exception``).
+    a template that cannot be parsed, that fails, refuses (``raise_exception``) or does too much.
     """
-    from jinja2 import TemplateError
+    from surefoot.models.loading.template_limits import LimitReached
+    from surefoot.models.loading.template_sandbox import render_limited
 
-    given = {key: _plain(value) for key, value in variables.items()}
-    given["messages"] = [_message(message) for message in messages]
-    given["tools"], given["documents"] = _plain(tools), _plain(documents)
-    given["add_generation_prompt"] = add_generation_prompt
     try:
-        return _compile(template).render(given)
-    except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
-        detail = " ".join(str(error).split())
+        given = {key: _plain(value) for key, value in variables.items()}
+        given["messages"] = [_message(message) for message in messages]
+        given["tools"], given["documents"] = _plain(tools), _plain(documents)
+        given["add_generation_prompt"] = add_generation_prompt
+        return render_limited(_compile(template), given)
+    except SurefootError:
+        raise
+    except LimitReached as error:
+        raise SurefootError("messages", f"the model's chat template was stopped: {error}") from None
+    except RecursionError:
         raise SurefootError(
-            "messages", f"the model's chat template refused them: {detail}"
+            "messages", "they, or the model's chat template, are nested too deeply"
+        ) from None
+    except Exception as error:  # templates run over anything, and raise anything
+        detail = " ".join(str(error).split()) or type(error).__name__
+        raise SurefootError(
+            "messages", f"the model's chat template refused them: {detail[:400]}"
         ) from error
 
 
@@ -80,8 +92,13 @@ def _compile(source: str) -> Any:
     from jinja2 import TemplateError, nodes
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import Namespace
+
+    from surefoot.models.loading.template_limits import LimitReached, bounded
+    from surefoot.models.loading.template_sandbox import LimitedEnvironment
+
+    if len(source) > LONGEST_TEMPLATE:
+        raise LimitReached(f"it has {len(source)} characters, more than {LONGEST_TEMPLATE}")
 
     class Generation(Extension):
         """``{% generation %}`` marks the assistant's part for training; here it only groups."""
@@ -101,6 +118,9 @@ def _compile(source: str) -> Any:
                 raise SecurityError(f"a template may not set {name!r} on a namespace")
             super().__setitem__(name, value)
 
+        def __repr__(self) -> str:
+            return "<Namespace>"
+
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
@@ -112,19 +132,23 @@ def _compile(source: str) -> Any:
         sort_keys: bool = False,
     ) -> str:
         # Jinja's own filter escapes HTML characters, which models were not trained on.
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
+        encoder = json.JSONEncoder(
+            ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
+        # Indentation can be much longer than what it is for.
+        return "".join(bounded(encoder.iterencode(value))) if indent else encoder.encode(value)
 
-    environment = ImmutableSandboxedEnvironment(
+    def strftime_now(pattern: str) -> str:
+        if len(pattern) > LONGEST_DATE or re.search(r"%\D?\d{3}", pattern):
+            raise LimitReached("it asks for too long a date")
+        return datetime.now().strftime(pattern)
+
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = tojson
+    environment.limit_filters()
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    environment.globals["strftime_now"] = strftime_now
     environment.globals["namespace"] = GuardedNamespace
     return environment.from_string(source)

@@ -3,7 +3,8 @@
 Dequantizing takes seconds; the result is written once as safetensors and mapped from then on. An
 entry is named after the identity of the GGUF file, the dtype and ``FORMAT``; one that is broken
 is written again. Entries appear by renaming a finished file, so processes may race. The header's
-``__metadata__`` says what an entry was made from, so that one of no more use can be told.
+``__metadata__`` says what an entry was made from, so that one of no more use can be told, and the
+SHA-256 of its data, which is computed on demand only: it takes longer than a start may.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from surefoot.cache import USE_ANOTHER, Progress, cache_root, replacing, size_in
 from surefoot.models.loading.gguf_container import GgufFile
 from surefoot.models.loading.lazy import LazyTensor, LazyWeights
 
-FORMAT = 2
+FORMAT = 3
 SAFETENSORS_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16
 LONGEST_HEADER = 100 << 20
+CHUNK = 1 << 20
+UNKNOWN_DIGEST = "0" * 64
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +87,7 @@ def read_origin(path: Path) -> Origin | None:
     """The origin of the entry at ``path``; None when it has none that can be read."""
     try:
         with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            noted = json.loads(file.read(min(length, LONGEST_HEADER)))["__metadata__"]
+            noted = _read_metadata(file)
         return Origin(
             # A source in the cache is noted from there, so that the cache can be moved.
             source=cache_root() / noted["source"],
@@ -96,6 +98,36 @@ def read_origin(path: Path) -> Origin | None:
         )
     except (OSError, struct.error, ValueError, KeyError, TypeError):
         return None
+
+
+def converted_from(source: Path) -> list[Path]:
+    """The entries that were made from the GGUF file ``source`` as it is now."""
+    found = []
+    for path in sorted((cache_root() / "converted").glob("*.safetensors")):
+        origin = read_origin(path)
+        if origin and not origin.obsolete() and origin.source.resolve() == source.resolve():
+            found.append(path)
+    return found
+
+
+def entry_is_whole(path: Path) -> bool:
+    """Whether the data of the entry at ``path`` have the SHA-256 that its header notes. Reads all
+    of it. Raises OSError when it cannot be read."""
+    with path.open("rb") as file:
+        try:
+            noted = _read_metadata(file)["sha256"]
+        except (struct.error, ValueError, KeyError, TypeError):
+            return False
+        digest = hashlib.sha256()
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest() == noted
+
+
+def _read_metadata(file: BinaryIO) -> dict[str, str]:
+    """``__metadata__`` of a safetensors file, which is then at its data."""
+    (length,) = struct.unpack("<Q", file.read(8))
+    return json.loads(file.read(min(length, LONGEST_HEADER)))["__metadata__"]
 
 
 def _origin(file: GgufFile, dtype: torch.dtype) -> dict[str, str]:
@@ -153,7 +185,7 @@ def _open_entry(path: Path, weights: LazyWeights, dtype: torch.dtype) -> LazyWei
 def _convert(
     path: Path, file: GgufFile, weights: LazyWeights, dtype: torch.dtype, progress: Progress | None
 ) -> None:
-    header = _header(weights, dtype, _origin(file, dtype))
+    header = _header(weights, dtype, {**_origin(file, dtype), "sha256": UNKNOWN_DIGEST})
     counts = [torch.Size(weights.shape_of(name)).numel() for name in weights]
     size = len(header) + sum(counts) * dtype.itemsize
     with replacing(path, size) as target:
@@ -163,7 +195,9 @@ def _convert(
             *(file.path.name, _dtype_name(dtype), size_in_words(size), path.parent),
         )
         target.write(header)
-        _write_tensors(target, weights, dtype, progress)
+        digest = _write_tensors(target, weights, dtype, progress)
+        target.seek(header.index(UNKNOWN_DIGEST.encode()))
+        target.write(digest.encode())
 
 
 def _header(weights: LazyWeights, dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
@@ -185,13 +219,17 @@ def _header(weights: LazyWeights, dtype: torch.dtype, metadata: Mapping[str, str
 
 def _write_tensors(
     target: BinaryIO, weights: LazyWeights, dtype: torch.dtype, progress: Progress | None
-) -> None:
-    """One at a time, so that no more than one is in memory."""
+) -> str:
+    """One at a time, so that no more than one is in memory. Returns the SHA-256 of them all."""
+    digest = hashlib.sha256()
     for done, name in enumerate(weights):
         if progress:
             progress("Converting weights", done, len(weights))
         tensor = weights[name]
         assert isinstance(tensor, torch.Tensor)
-        tensor.to(dtype).contiguous().view(torch.uint8).numpy().tofile(target)
+        data = tensor.to(dtype).contiguous().flatten().view(torch.uint8).numpy().data
+        target.write(data)
+        digest.update(data)
     if progress:
         progress("Converting weights", len(weights), len(weights))
+    return digest.hexdigest()

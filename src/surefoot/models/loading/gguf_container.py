@@ -79,6 +79,15 @@ class GgufFile:
         """An error about this file."""
         return SurefootError("model", f"{self.path} is no usable GGUF file: {problem}")
 
+    def items(self, key: str, kind: type = object) -> list[Any]:
+        """A list of the metadata, [] when absent. Raises SurefootError when it is none, or holds
+        something else than ``kind``."""
+        value = self.metadata.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+            expected = "" if kind is object else f" of {kind.__name__}"
+            raise self.broken(f"{key} is {repr(value)[:80]}, expected a list{expected}")
+        return value
+
     def raw(self, tensor: GgufTensor) -> torch.Tensor:
         """The tensor's bytes, uint8 ``[rows, bytes per row]``, mapped, not copied."""
         # Here, as processes that only read the tokenizer do without torch.

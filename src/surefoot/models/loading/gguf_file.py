@@ -12,7 +12,7 @@ from surefoot.kernels.backend import Weight
 from surefoot.kernels.quant import BYTES_PER_BLOCK, QuantTensor
 from surefoot.models.config import ModelConfig
 from surefoot.models.loading.gguf_container import GgufFile, GgufTensor
-from surefoot.models.loading.lazy import LazyTensor, LazyWeights
+from surefoot.models.loading.lazy import LazyTensor, LazyWeights, finite
 from surefoot.models.registry import by_name
 
 DENSE_KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -104,6 +104,10 @@ def unpermute(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 def _load(file: GgufFile, tensor: GgufTensor, heads: int, dtype: torch.dtype | None) -> Weight:
     """``dtype`` None: keep the blocks."""
+    return finite(_read(file, tensor, heads, dtype), tensor.name, file.path)
+
+
+def _read(file: GgufFile, tensor: GgufTensor, heads: int, dtype: torch.dtype | None) -> Weight:
     raw = file.raw(tensor)
     if tensor.kind in DENSE_KINDS:
         values = raw.flatten().view(DENSE_KINDS[tensor.kind]).view(tensor.shape)

@@ -6,15 +6,18 @@ text is cut before) or ``llama`` (SentencePiece BPE: scores instead of merges, b
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from surefoot.errors import SurefootError
 from surefoot.models.loading.gguf_container import GgufFile
 from surefoot.models.loading.hf_tokenizer import set_ends
-from surefoot.models.loading.tokenizer import Tokenizer, TokenizerSettings
+from surefoot.models.loading.tokenizer import Tokenizer, TokenizerSettings, tokenizer_errors
 
 PREFIX = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+LONGEST_PIECE = 1024
+"""Of a SentencePiece vocabulary: all ways to cut each piece in two are tried."""
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # GPT-4's pattern, with numbers in runs of up to {digits}.
 GPT4_SPLIT = (
@@ -56,12 +59,14 @@ def read_gguf_tokenizer(file: GgufFile) -> Tokenizer:
     ``model`` or ``pre`` that is not known, and for a vocabulary that is missing or broken."""
     metadata = file.metadata
     model = metadata.get(PREFIX + "model")
-    pieces = metadata.get(PREFIX + "tokens")
-    if not isinstance(pieces, list) or not pieces:
+    pieces = file.items(PREFIX + "tokens", str)
+    if not pieces:
         raise file.broken("it has no tokenizer.ggml.tokens")
     if len(set(pieces)) != len(pieces):
         raise file.broken("its vocabulary names a token twice")
-    kinds = metadata.get(PREFIX + "token_type") or [1] * len(pieces)
+    kinds = file.items(PREFIX + "token_type", int) or [1] * len(pieces)
+    if len(kinds) != len(pieces):
+        raise file.broken(f"it has {len(pieces)} tokens and {len(kinds)} tokenizer.ggml.token_type")
     if model == "gpt2":
         backend, begins = _byte_level(file, pieces)
     elif model == "llama":
@@ -72,7 +77,6 @@ def read_gguf_tokenizer(file: GgufFile) -> Tokenizer:
             f"{file.path} has a tokenizer of model {model!r}, which is not supported",
             "supported: gpt2, llama",
         )
-    _add_tokens(backend, pieces, kinds)
     special = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token = metadata.get(f"{PREFIX}{key}_token_id")
@@ -80,9 +84,11 @@ def read_gguf_tokenizer(file: GgufFile) -> Tokenizer:
             special[f"{name}_token"] = pieces[token]
     first = special.get("bos_token") if metadata.get(PREFIX + "add_bos_token", begins) else None
     last = special.get("eos_token") if metadata.get(PREFIX + "add_eos_token", False) else None
-    if first or last:
-        set_ends(backend, first, last)
-    return Tokenizer(backend, TokenizerSettings(special, _templates(metadata)))
+    with tokenizer_errors("model", f"{file.path} has no usable tokenizer"):
+        _add_tokens(backend, pieces, kinds)
+        if first or last:
+            set_ends(backend, first, last)
+        return Tokenizer(backend, TokenizerSettings(special, _templates(metadata)))
 
 
 def _byte_level(file: GgufFile, pieces: list[str]) -> tuple[Any, bool]:
@@ -93,7 +99,7 @@ def _byte_level(file: GgufFile, pieces: list[str]) -> tuple[Any, bool]:
     architecture = str(file.metadata.get("general.architecture"))
     # Files older than ``pre`` leave it out; the Qwen architectures only ever had one tokenizer.
     fallback = "qwen2" if architecture.startswith("qwen") else "default"
-    pre = file.metadata.get(PREFIX + "pre", fallback)
+    pre = str(file.metadata.get(PREFIX + "pre", fallback))
     kind = ALIASES.get(pre, pre)
     if kind not in SPLITS:
         raise SurefootError(
@@ -101,15 +107,13 @@ def _byte_level(file: GgufFile, pieces: list[str]) -> tuple[Any, bool]:
             f"{file.path} names the pre-tokenizer {pre!r}, which is not supported",
             "supported: " + ", ".join(sorted({*SPLITS, *ALIASES})),
         )
-    merges = file.metadata.get(PREFIX + "merges")
-    if not isinstance(merges, list):
+    merges = file.items(PREFIX + "merges", str)
+    if PREFIX + "merges" not in file.metadata:
         raise file.broken("it has no tokenizer.ggml.merges")
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     vocabulary = {piece: token for token, piece in enumerate(pieces)}
-    try:
+    with tokenizer_errors("model", f"the merges of {file.path} do not fit its vocabulary"):
         model = models.BPE(vocabulary, pairs, ignore_merges=kind == "llama-bpe")
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise file.broken(f"its merges do not fit its vocabulary ({error})") from error
     backend = Backend(model)
     cuts = [pre_tokenizers.Split(Regex(split), "isolated") for split in SPLITS[kind]]
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -125,20 +129,25 @@ def _sentencepiece(file: GgufFile, pieces: list[str]) -> tuple[Any, bool]:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, normalizers
 
-    scores = file.metadata.get(PREFIX + "scores")
-    if not isinstance(scores, list) or len(scores) != len(pieces):
+    scores = file.items(PREFIX + "scores", float)
+    if len(scores) != len(pieces) or not all(map(math.isfinite, scores)):
         raise file.broken("it has no tokenizer.ggml.scores of its vocabulary's length")
-    vocabulary = {piece: token for token, piece in enumerate(pieces)}
+    longest = max(map(len, pieces))
+    if longest > LONGEST_PIECE:
+        raise file.broken(f"its vocabulary has a piece of {longest} characters")
     unknown = file.metadata.get(PREFIX + "unknown_token_id", 0)
-    backend = Backend(
-        models.BPE(
+    if not isinstance(unknown, int) or not 0 <= unknown < len(pieces):
+        raise file.broken(f"tokenizer.ggml.unknown_token_id is {unknown!r}, no token of it")
+    vocabulary = {piece: token for token, piece in enumerate(pieces)}
+    with tokenizer_errors("model", f"{file.path} has no usable vocabulary"):
+        model = models.BPE(
             vocabulary,
             merges_of_scores(vocabulary, scores),
             unk_token=pieces[unknown],
             fuse_unk=True,
             byte_fallback=True,
         )
-    )
+    backend = Backend(model)
     prefix = file.metadata.get(PREFIX + "add_space_prefix", True)
     spaces = normalizers.Replace(" ", "▁")
     steps = [normalizers.Prepend("▁"), spaces] if prefix else [spaces]

@@ -12,7 +12,14 @@ from pathlib import Path
 
 from surefoot.errors import SurefootError
 from surefoot.models.architecture import Architecture, Presence
-from surefoot.models.config import ModelConfig, RopeScaling
+from surefoot.models.config import (
+    MOST_LAYERS,
+    NORM_EPSILON,
+    ROPE_NUMBERS,
+    ROPE_THETA,
+    ModelConfig,
+    RopeScaling,
+)
 from surefoot.models.loading.json_reader import JsonReader
 from surefoot.models.registry import by_hf_name
 
@@ -30,7 +37,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
         reader.require("architectures")
         raise reader.wrong("architectures", architectures, "a list of architecture names")
     config = read_decoder_config(reader, by_hf_name(str(architectures[0])))
-    eos, bos = _stop_tokens(reader, folder)
+    eos, bos = _stop_tokens(reader, folder, config.vocab_size)
     return replace(config, bos_token_id=bos, eos_token_ids=eos)
 
 
@@ -50,6 +57,9 @@ def read_decoder_config(reader: JsonReader, architecture: Architecture) -> Model
     kv_heads = reader.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise reader.wrong("num_key_value_heads", kv_heads, f"a divisor of {heads} heads")
+    head_dim = reader.integer("head_dim", architecture.default_head_dim or hidden // heads or None)
+    if head_dim % 2:
+        raise reader.wrong("head_dim", head_dim, "an even number")
     theta, scaling = _read_rope(reader)
     attention_bias = reader.boolean("attention_bias", False)
     mlp_bias = reader.boolean("mlp_bias", False)
@@ -58,12 +68,12 @@ def read_decoder_config(reader: JsonReader, architecture: Architecture) -> Model
         vocab_size=reader.integer("vocab_size"),
         hidden_size=hidden,
         intermediate_size=reader.integer("intermediate_size"),
-        layers=reader.integer("num_hidden_layers"),
+        layers=reader.integer("num_hidden_layers", most=MOST_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=reader.integer("head_dim", architecture.default_head_dim or hidden // heads),
+        head_dim=head_dim,
         max_positions=reader.integer("max_position_embeddings"),
-        norm_eps=reader.number("rms_norm_eps"),
+        norm_eps=reader.number("rms_norm_eps", within=NORM_EPSILON),
         rope_theta=theta,
         rope_scaling=scaling,
         tied_embeddings=reader.boolean("tie_word_embeddings", False),
@@ -93,8 +103,10 @@ def _refuse_unsupported(reader: JsonReader, architecture: Architecture) -> None:
         raise SurefootError(
             "model", f"{reader.path} has hidden_act {activation!r}", "only silu is supported"
         )
-    layers = reader.integer("num_hidden_layers")
+    layers = reader.integer("num_hidden_layers", most=MOST_LAYERS)
     layer_types = reader.data.get("layer_types")
+    if layer_types is not None and not isinstance(layer_types, list):
+        raise reader.wrong("layer_types", layer_types, "a list of names")
     if layer_types is None and architecture.has_sliding_window:
         # transformers' rule: the layers from max_window_layers on slide, where a window is set.
         on = reader.boolean("use_sliding_window", False) and reader.data.get("sliding_window")
@@ -120,7 +132,8 @@ def _read_rope(reader: JsonReader) -> tuple[float, RopeScaling]:
             f"{reader.path} sets RoPE per layer type ({', '.join(nested)})",
             "only one setting for all layers is supported",
         )
-    theta = rope.number("rope_theta", reader.number("rope_theta", DEFAULT_THETA))
+    theta = reader.number("rope_theta", DEFAULT_THETA, ROPE_THETA)
+    theta = rope.number("rope_theta", theta, ROPE_THETA)
     partial = reader.number("partial_rotary_factor", 1.0)
     if rope.number("partial_rotary_factor", partial) != 1:
         raise SurefootError(
@@ -136,41 +149,57 @@ def _read_rope(reader: JsonReader) -> tuple[float, RopeScaling]:
     if kind == "default":
         return theta, RopeScaling()
     if kind == "linear":
-        return theta, RopeScaling(kind, factor=rope.number("factor"))
+        return theta, RopeScaling(kind, factor=rope.number("factor", within=ROPE_NUMBERS))
     # transformers gives a top-level value precedence over one in the section.
     original = rope.integer("original_max_position_embeddings", max_positions)
     original = reader.integer("original_max_position_embeddings", original)
     if kind == "llama3":
         rope.require("factor", "low_freq_factor", "high_freq_factor")
+        low = rope.number("low_freq_factor", within=ROPE_NUMBERS)
+        high = rope.number("high_freq_factor", within=ROPE_NUMBERS)
+        if high <= low:
+            raise rope.wrong("high_freq_factor", high, f"a number above low_freq_factor, {low:g}")
         return theta, RopeScaling(
             kind,
-            factor=rope.number("factor"),
+            factor=rope.number("factor", within=ROPE_NUMBERS),
             original_max_positions=original,
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
         )
     attention = rope.data.get("attention_factor")
     if "factor" not in rope.data:
         rope.require("factor")
+
+    def optional(key: str, default: float) -> float:
+        """In transformers 0 means the default, too."""
+        return rope.number(key, within=ROPE_NUMBERS) if rope.data.get(key) else default
+
     return theta, RopeScaling(
         kind,
         # A factor of null means the ratio of the two lengths (transformers).
-        factor=rope.number("factor", max_positions / original),
+        factor=rope.number("factor", max_positions / original, ROPE_NUMBERS),
         original_max_positions=original,
-        attention_factor=None if attention is None else rope.number("attention_factor"),
-        beta_fast=rope.number("beta_fast", 0.0) or 32.0,
-        beta_slow=rope.number("beta_slow", 0.0) or 1.0,
-        mscale=rope.number("mscale", 0.0),
-        mscale_all_dim=rope.number("mscale_all_dim", 0.0),
+        attention_factor=(
+            None if attention is None else rope.number("attention_factor", within=ROPE_NUMBERS)
+        ),
+        beta_fast=optional("beta_fast", 32.0),
+        beta_slow=optional("beta_slow", 1.0),
+        mscale=optional("mscale", 0.0),
+        mscale_all_dim=optional("mscale_all_dim", 0.0),
         truncate=rope.boolean("truncate", True),
     )
 
 
-def _stop_tokens(reader: JsonReader, folder: Path) -> tuple[tuple[int, ...], int | None]:
+def _stop_tokens(
+    reader: JsonReader, folder: Path, vocab_size: int
+) -> tuple[tuple[int, ...], int | None]:
     """(end-of-text ids of generation_config.json, then config.json's; first-token id)."""
     readers = [reader]
     if (folder / "generation_config.json").is_file():
         readers.insert(0, JsonReader.open(folder / "generation_config.json"))
-    eos = dict.fromkeys(token for item in readers for token in item.token_ids("eos_token_id"))
-    bos = [token for item in readers for token in item.token_ids("bos_token_id")]
-    return tuple(eos), bos[0] if bos else None
+
+    def ids(key: str) -> tuple[int, ...]:
+        found = (token for item in readers for token in item.token_ids(key, vocab_size))
+        return tuple(dict.fromkeys(found))
+
+    return ids("eos_token_id"), next(iter(ids("bos_token_id")), None)

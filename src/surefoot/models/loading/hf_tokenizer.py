@@ -7,7 +7,8 @@ from typing import Any
 
 from surefoot.errors import SurefootError
 from surefoot.models.loading.json_reader import JsonReader
-from surefoot.models.loading.tokenizer import Tokenizer, TokenizerSettings
+from surefoot.models.loading.text_growth import check_growth
+from surefoot.models.loading.tokenizer import Tokenizer, TokenizerSettings, tokenizer_errors
 
 SPECIAL_NAMES = (
     "bos_token",
@@ -35,8 +36,9 @@ def read_hf_tokenizer(folder: Path) -> Tokenizer:
             "model", f"{folder} has no tokenizer.json", "copy the model's tokenizer files there"
         )
     special = _special_tokens(config, _open_json(folder / "special_tokens_map.json"))
-    _add_declared_tokens(backend, config, special)
-    return Tokenizer(backend, TokenizerSettings(special, _templates(folder, config)))
+    with tokenizer_errors("model", f"{folder} has no usable tokenizer"):
+        _add_declared_tokens(backend, config, special)
+        return Tokenizer(backend, TokenizerSettings(special, _templates(folder, config)))
 
 
 def _open_json(path: Path) -> JsonReader:
@@ -46,11 +48,10 @@ def _open_json(path: Path) -> JsonReader:
 def _read_backend(path: Path) -> Any:
     from tokenizers import Tokenizer as Backend
 
-    try:
-        return Backend.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exceptions
-        detail = " ".join(str(error).split())[:200]
-        raise SurefootError("model", f"{path} is no usable tokenizer: {detail}") from error
+    with tokenizer_errors("model", f"{path} is no usable tokenizer"):
+        backend = Backend.from_file(str(path))
+    check_growth(backend, path)
+    return backend
 
 
 def _convert_slow(folder: Path) -> Any:
@@ -85,6 +86,13 @@ def _add_declared_tokens(backend: Any, config: JsonReader, special: dict[str, st
     present = backend.get_added_tokens_decoder()
     declared = config.section("added_tokens_decoder")
     entries = declared.data if declared else {}
+    for key, entry in entries.items():
+        good = isinstance(entry, dict) and isinstance(entry.get("content"), str)
+        flags = [entry.get(name, False) for name in FLAGS] if good else [None]
+        if not (key.isdecimal() and len(key) < 10 and all(type(flag) is bool for flag in flags)):
+            raise config.wrong(
+                f"added_tokens_decoder.{key[:40]}", entry, "a token's id, and its content and flags"
+            )
     for key in sorted(entries, key=int):
         entry = entries[key]
         known = present.get(int(key))
@@ -122,13 +130,22 @@ def _templates(folder: Path, config: JsonReader) -> dict[str, str]:
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
     if files:
-        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+        return {name: _read_template(path) for name, path in files.items()}
     value = config.data.get("chat_template")
     if value is None or isinstance(value, str):
         return {"default": value} if value else {}
     named = isinstance(value, list) and all(
-        isinstance(item, dict) and {"name", "template"} <= item.keys() for item in value
+        isinstance(item, dict)
+        and all(isinstance(item.get(key), str) for key in ("name", "template"))
+        for item in value
     )
     if not named:
         raise config.wrong("chat_template", value, "a template or a list of named ones")
     return {item["name"]: item["template"] for item in value}
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SurefootError("model", f"cannot read {path}: {error}") from error

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from surefoot.cache import own_folder, user_cache
 
+BLOB = re.compile(r"[0-9a-f]{64}")
 VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME")
 
 
@@ -35,6 +37,13 @@ def downloaded(repository: str, file: str = "") -> Path | None:
         return None
     path = folder / "snapshots" / revision / file
     return path if path.exists() else None
+
+
+def blob_digest(path: Path) -> str | None:
+    """The SHA-256 that a file of the hub's cache should have: snapshots are links to ``blobs``,
+    where large files are named after theirs. None for a file that lies elsewhere."""
+    blob = path.resolve()
+    return blob.name if blob.parent.name == "blobs" and BLOB.fullmatch(blob.name) else None
 
 
 def repository_name(folder: Path) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.errors import SurefootError
+from surefoot.models.config import LARGEST, NUMBERS, Range
 
 
 class JsonReader:
@@ -24,6 +25,10 @@ class JsonReader:
         """Read ``path``. Raises SurefootError when it is missing, broken, or not an object."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
+        except RecursionError:
+            raise SurefootError(
+                "model", f"cannot read {path}: it is nested too deeply", "download it again"
+            ) from None
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else f"not valid JSON ({error})"
             raise SurefootError("model", f"cannot read {path}: {reason}") from error
@@ -37,19 +42,19 @@ class JsonReader:
         if absent:
             raise SurefootError("model", f"{self.path} lacks {', '.join(absent)}")
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """An integer above zero. Required unless ``default`` is given."""
+    def integer(self, key: str, default: int | None = None, most: int = LARGEST) -> int:
+        """An integer from 1 to ``most``. Required unless ``default`` is given."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self.wrong(key, value, "a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise self.wrong(key, value, f"a positive integer of at most {most}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number of at least zero. Required unless ``default`` is given."""
+    def number(self, key: str, default: float | None = None, within: Range = NUMBERS) -> float:
+        """A number from ``within``, both ends included. Required unless ``default`` is given."""
         value = self._get(key, default)
         good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not good or not 0 <= value < float("inf"):
-            raise self.wrong(key, value, "a number of at least 0")
+        if not good or not within[0] <= value <= within[1]:
+            raise self.wrong(key, value, f"a number from {within[0]:g} to {within[1]:g}")
         return float(value)
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
@@ -66,12 +71,14 @@ class JsonReader:
             raise self.wrong(key, value, "a string")
         return value
 
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        """A token id or a list of them; absent: none."""
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """A token id below ``vocab_size`` or a list of them; absent, and below 0: none."""
         value = self.data.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(item, bool) or not isinstance(item, int) for item in values):
             raise self.wrong(key, value, "a token id or a list of token ids")
+        if any(item >= vocab_size for item in values):
+            raise self.wrong(key, value, f"token ids below the vocab_size of {vocab_size}")
         return tuple(dict.fromkeys(item for item in values if item >= 0))
 
     def section(self, key: str) -> JsonReader | None:
@@ -83,7 +90,8 @@ class JsonReader:
 
     def wrong(self, key: str, value: object, expected: str) -> SurefootError:
         """The error for a value of the wrong type."""
-        shown = json.dumps(value, default=str)[:80]
+        shown = json.dumps(value, default=str)
+        shown = shown if len(shown) <= 80 else shown[:80] + " ..."
         return SurefootError(
             "model", f"{self.path} has {self.prefix}{key} = {shown}", f"expected {expected}"
         )

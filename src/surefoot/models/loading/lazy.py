@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
+
+from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Weight
+from surefoot.kernels.quant import QuantTensor
 
 
 @dataclass(frozen=True)
@@ -38,3 +43,18 @@ class LazyWeights(Mapping[str, Weight]):
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The tensor's logical shape, without loading it."""
         return self._tensors[name].shape
+
+
+def finite(weight: Weight, name: str, path: Path) -> Weight:
+    """``weight``, which the file at ``path`` calls ``name``. Raises SurefootError when it holds NaN
+    or infinite values, which would make every logit NaN. Reads it once (of blocks their scales)."""
+    values = weight.scales if isinstance(weight, QuantTensor) else weight
+    # NaN is the smallest and the largest of any values that hold one.
+    if values.numel() and not torch.stack(values.aminmax()).isfinite().all():
+        as_type = f" as {str(weight.dtype)[6:]}" if isinstance(weight, torch.Tensor) else ""
+        raise SurefootError(
+            "model",
+            f"{name} in {path} holds NaN or infinite values{as_type}",
+            "download the model again, or use another copy of it",
+        )
+    return weight

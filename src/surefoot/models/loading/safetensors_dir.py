@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from surefoot.errors import SurefootError
+from surefoot.kernels.backend import Weight
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import expected_shapes
 from surefoot.models.loading.json_reader import JsonReader
-from surefoot.models.loading.lazy import LazyTensor, LazyWeights
+from surefoot.models.loading.lazy import LazyTensor, LazyWeights, finite
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -134,5 +135,7 @@ def _lazy(handle: Any, path: Path, stored: str, dtype: torch.dtype) -> LazyTenso
             f"{stored} in {path} has type {part.get_dtype()}, which is not supported",
             "supported: " + ", ".join(DENSE_TYPES),
         )
-    load: Callable[[], torch.Tensor] = lambda: handle.get_tensor(stored).to(dtype)  # noqa: E731
+    load: Callable[[], Weight] = lambda: finite(  # noqa: E731
+        handle.get_tensor(stored).to(dtype), stored, path
+    )
     return LazyTensor(tuple(part.get_shape()), load)

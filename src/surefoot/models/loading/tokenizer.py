@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,21 @@ class TokenizerSettings:
     """Chat templates by name; the usual one is ``default``."""
 
 
+@contextmanager
+def tokenizer_errors(option: str, problem: str) -> Iterator[None]:
+    """Whatever the ``tokenizers`` library raises becomes a SurefootError about ``option``: bare
+    Exceptions, and panics of its Rust code, which are BaseExceptions."""
+    try:
+        yield
+    except SurefootError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        detail = " ".join(str(error).split())[:200]
+        raise SurefootError(option, f"{problem}: {detail}") from error
+
+
 class Tokenizer:
     """A ``tokenizers`` tokenizer with the settings of its checkpoint.
 
@@ -43,12 +59,15 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``. Special tokens written in it (``<|im_start|>``) are parsed as such;
-        ``add_special_tokens`` adds what the tokenizer puts around a text (a BOS, usually)."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        ``add_special_tokens`` adds what the tokenizer puts around a text (a BOS, usually). Raises
+        SurefootError for a text that the tokenizer cannot take."""
+        with tokenizer_errors("prompt", "the model's tokenizer failed on it"):
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of ``ids``, invalid UTF-8 replaced by U+FFFD. Spaces are not cleaned up."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with tokenizer_errors("model", "its tokenizer failed on token ids"):
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def decode_batch(
         self, texts: Sequence[Sequence[int]], skip_special_tokens: bool = False
@@ -56,9 +75,10 @@ class Tokenizer:
         """``decode`` of several texts, on all processors."""
         if not texts:
             return []
-        return self.backend.decode_batch(
-            list(map(list, texts)), skip_special_tokens=skip_special_tokens
-        )
+        with tokenizer_errors("model", "its tokenizer failed on token ids"):
+            return self.backend.decode_batch(
+                list(map(list, texts)), skip_special_tokens=skip_special_tokens
+            )
 
     @property
     def vocab_size(self) -> int:

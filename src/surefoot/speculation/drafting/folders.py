@@ -12,6 +12,7 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.models.loading.hub import hub_cache_for
+from surefoot.models.loading.lazy import finite
 from surefoot.models.loading.safetensors_dir import INDEX, SINGLE, weight_files
 
 PICKLED = "pytorch_model.bin"
@@ -77,9 +78,10 @@ def _stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
         tensors = {}
         for file in weight_files(folder):
             try:
-                tensors.update(load_file(file))
+                loaded = load_file(file)
             except Exception as error:  # safetensors' own type is not exported everywhere
                 raise SurefootError("path", f"{file} cannot be read: {error}") from error
+            tensors.update(_finite(loaded, file))
         return tensors
     file = folder / PICKLED
     if not file.is_file():
@@ -91,7 +93,14 @@ def _stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
         raise SurefootError("path", f"{file} cannot be read: {error}") from error
     if not all(isinstance(tensor, torch.Tensor) for tensor in loaded.values()):
         raise SurefootError("path", f"{file} holds something else than tensors")
-    return loaded
+    return _finite(loaded, file)
+
+
+def _finite(tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, torch.Tensor]:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            finite(tensor, name, file)
+    return dict(tensors)
 
 
 def check_tensors(
