@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from harness import (
@@ -145,6 +145,8 @@ def check_scenario(
     backend: str, scenario: tuple[list[Job], dict[str, Any]], ahead: bool = False
 ) -> None:
     work, options = scenario
+    # What is printed when this one fails.
+    note("\n".join(map(str, [*work, options])))
     decoder = tiny_decoder(backend)
     expected = [run_alone(decoder, job) for job in work]
     if options["proposers"]:
@@ -165,8 +167,8 @@ def compare(backend: str, job: Job, want: Request, got: Request) -> None:
         assert at < min(len(reference), len(got.output)), (job, want.output, got.output)
         assert not tiny_decoder(backend).backend.row_invariant, (job, want.output, got.output)
         gap = score_gap(tiny_decoder(backend), want, at, got.output[at])
-        tally.ties.append(f"{backend}: gap {gap:.2e} at {at} of {job}")
         assert gap < TIE, (job, want.output, got.output, gap)
+        tally.ties.append(f"{backend}: gap {gap:.2e} at {at} of {job}")
     elif not cancelled:
         assert got.finish_reason == want.finish_reason
         assert got.stop_reason == want.stop_reason

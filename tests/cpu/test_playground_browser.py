@@ -18,6 +18,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SETTINGS = {"temperature": "0", "max_tokens": "60", "seed": "7"}
 MARKUP = f"<img src=x onerror=alert(1)> {LOOP}"
 CHAT = "**/v1/chat/completions"
+LONGEST = 60_000
+"""Milliseconds that anything may take, on a machine that others use."""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,8 @@ def open_page(server: Server, browser: Any, bias: dict[str, float]) -> Iterator[
     def opened(width: int = 1100, prepare: Any = None, **options: Any) -> Any:
         context = browser.new_context(viewport={"width": width, "height": 800}, **options)
         contexts.append(context)
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(LONGEST)
+        sync_api.expect.set_options(timeout=LONGEST)
         context.route(CHAT, biased)
         page = context.new_page()
         page.on("request", check_request)

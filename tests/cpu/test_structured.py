@@ -6,8 +6,9 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -21,6 +22,7 @@ from harness import (
     VOCAB,
     Job,
     fresh_logits,
+    make_engine,
     needs_native,
     run_jobs,
     tiny_decoder,
@@ -333,6 +335,42 @@ def allowed_next(request: Any) -> list[int]:
     """A token that the request's grammar allows next."""
     request.grammar.sync(request.output)
     return [t for t in range(VOCAB) if request.grammar.allowed_prefix([t])][:1]
+
+
+class Forbids:
+    """A grammar that allows every text without some token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def sync(self, output: Sequence[int]) -> None:
+        pass
+
+    def allowed_prefix(self, drafts: Sequence[int]) -> int:
+        return next((at for at, token in enumerate(drafts) if token == self.token), len(drafts))
+
+
+@pytest.mark.parametrize(
+    ("parents", "forbidden", "left"),
+    [
+        ([-1, 0, 1, 2], 7, 2), ([-1, 0, 1, 2], 9, 4), ([-1, -1, 0, 1], 6, 1),
+        ([-1, -1, 0, 1], 7, 2), ([-1, -1, 0, 1], 8, 3), ([-1, -1, 0, 1], 9, 4),
+    ],
+)  # fmt: skip
+def test_offers_are_cut_before_the_first_draft_that_is_forbidden(
+    parents: list[int], forbidden: int, left: int
+) -> None:
+    """Chains, and trees on whose other branches more would be allowed: leading drafts are kept."""
+    engine = make_engine(tiny_decoder(), max_num_seqs=2, max_draft_tokens=4)
+    masks, state = engine.loop._grammars, engine.state
+    state.mask_bits = torch.zeros((state.slots * (1 + state.max_drafts), WORDS), dtype=torch.int32)
+    grammar: Any = Forbids(forbidden)
+    grammar.write_masks = lambda drafts, bits: bits.fill(-1)
+    request: Any = SimpleNamespace(slot=1, output=[3], grammar=grammar)
+    masks.note(1, 0, [5, 6, 7, 8], parents)
+    engine.round.books.offers.lengths[1] = 4
+    assert masks.write([request]) == {1: left}
+    assert int(engine.round.books.offers.lengths[1]) == left
 
 
 def test_without_structure_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

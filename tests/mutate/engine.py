@@ -223,8 +223,7 @@ MUTATIONS = (
         "engine/structured.py",
         "    for node in range(length):\n        path",
         "    for node in range(0):\n        path",
-        "test_trees.py",
-        "test_structured.py",
+        "test_structured.py::test_offers_are_cut_before_the_first_draft_that_is_forbidden",
     ),
     # --- text -------------------------------------------------------------------------------------
     m(

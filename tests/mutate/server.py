@@ -60,12 +60,6 @@ MUTATIONS = (
         "test_server_units.py::test_places_of_tokens_in_their_drafts",
     ),
     m(
-        "server/generation.py",
-        "        if self.active + count > limit:",
-        "        if self.active > limit:",
-        "test_server_stream.py::test_a_dead_core_and_a_full_queue_say_when_to_come_back",
-    ),
-    m(
         "server/logprobs.py",
         "    ranked.append((score.token_id, score.logprob, score.rank))",
         "    ranked.append((score.token_id, score.logprob, len(ranked) + 1))",
