@@ -90,7 +90,7 @@ def crowd(count: int = 7) -> list[Job]:
 @pytest.mark.parametrize("kind", ["random", "skilled"])
 def test_every_offer_is_that_of_the_formulas(kind: str, backend: str) -> None:
     """Through chunked prefill, prefix hits, preemption and slots that change hands."""
-    engine = eagle_engine(kind, backend, kv_blocks=20, max_num_batched_tokens=7, max_num_seqs=3)
+    engine = eagle_engine(kind, backend, kv_blocks=24, max_num_batched_tokens=7, max_num_seqs=3)
     offers = Offers(engine)
     requests = run_jobs(engine, crowd())
     assert engine.stats.preemptions and any(request.cached for request in requests)

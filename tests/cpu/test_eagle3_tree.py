@@ -151,7 +151,7 @@ def tree_engine(kind: str, backend: str = "torch", **options: Any) -> Any:
 def test_the_best_branch_is_the_chain_of_the_formulas(backend: str) -> None:
     """Through prefix hits, preemption and accepted paths off the first branch: every tree holds
     the greedy draft that a recomputation of the whole text gives, as its likeliest children."""
-    engine = tree_engine("skilled", backend, kv_blocks=26, max_num_batched_tokens=9, max_num_seqs=3)
+    engine = tree_engine("skilled", backend, kv_blocks=30, max_num_batched_tokens=9, max_num_seqs=3)
     trees: dict[tuple[int, ...], tuple[list[int], list[int]]] = {}
     inner = engine.round.books.learn
 
