@@ -1,0 +1,146 @@
+"""``surefoot train``: texts by the target, and drafters trained on them."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from surefoot.cli.terminal import load, progress_bars
+from surefoot.cli.verb import verb
+from surefoot.config import DEFAULT_MODEL, EngineConfig
+from surefoot.errors import SurefootError
+
+if TYPE_CHECKING:
+    from surefoot.train.generate import Asked
+
+app = typer.Typer(
+    help="Train drafters for a model: first `data`, then a kind of drafter.", no_args_is_help=True
+)
+
+
+def target_group(
+    target: Annotated[
+        str, typer.Option(help="The model, as for `surefoot generate`.")
+    ] = DEFAULT_MODEL,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="auto, float32 or bfloat16. (default: auto)", show_default=False),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="auto, native, triton or torch. (default: auto)", show_default=False),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N. (default: cpu)", show_default=False)
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads. (default: one per core)", show_default=False)
+    ] = None,
+) -> dict[str, Any]:
+    """Fields of ``EngineConfig``, those that were given."""
+    values = {
+        "model": target,
+        "dtype": dtype,
+        "backend": backend,
+        "device": device,
+        "threads": threads,
+    }
+    given = {name: value for name, value in values.items() if value is not None}
+    EngineConfig.from_dict(given)
+    return given
+
+
+@app.command()
+@verb(engine=target_group)
+def data(
+    engine: dict[str, Any],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the token shards.")],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON lines as for `surefoot bench`. Without it the target writes the prompts, "
+            "too, from its chat template.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Generated tokens to reach.")] = 1_000_000,
+    shard_prompts: Annotated[
+        int, typer.Option(help="Prompts answered in one batch, into one file.")
+    ] = 1024,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+    max_prompt: Annotated[int, typer.Option(help="Leave out longer prompts, in tokens.")] = 1024,
+    min_tokens: Annotated[int, typer.Option(help="Leave out shorter answers.")] = 14,
+    greedy: Annotated[float, typer.Option(help="Share of answers at temperature 0.")] = 0.5,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Of the other answers (repeatable). (default: 0.7 and 1.0)", show_default=False
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Another one gives other texts.")] = 0,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests that run at once. (default: 32; 512 on a GPU)", show_default=False
+        ),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Begin no shard after so long; go on later.", show_default=False),
+    ] = None,
+) -> None:
+    """Let the target answer prompts, and keep the tokens to train on.
+
+    Answers that loop, that are short, or that were there before are left out. The same command
+    goes on where one was ended, and with more --tokens it adds to what is there.
+    """
+    from surefoot.train.generate import DataOptions, generate_data
+
+    given = {"temperatures": tuple(temperature)} if temperature else {}
+    options = DataOptions(
+        tokens, shard_prompts, max_tokens, max_prompt, min_tokens, greedy, seed=seed, **given
+    )
+    asked = None if prompts is None else read_asked(prompts)
+    at_once = 512 if engine.get("device", "cpu").startswith("cuda") else 32
+    llm = load(
+        {**engine, "max_num_seqs": max_num_seqs or at_once},
+        proposers=(),
+        generation_config="none",
+    )
+    with progress_bars() as progress:
+        summary = generate_data(
+            llm, out, options, asked, progress, math.inf if minutes is None else 60 * minutes
+        )
+    dropped = ", ".join(f"{count} {reason}" for reason, count in summary.dropped.items())
+    print(
+        f"{out}: {summary.documents} documents in {summary.shards} shards, "
+        f"{summary.generated_tokens} generated and {summary.prompt_tokens} prompt tokens, in "
+        f"{summary.seconds:.0f} s; left out: {dropped or 'nothing'}"
+    )
+    if not summary.complete:
+        print("not complete: the same command goes on", file=sys.stderr)
+    elif summary.generated_tokens < tokens:
+        print(f"all prompts are used, {tokens} tokens were not reached", file=sys.stderr)
+
+
+def read_asked(path: Path) -> list[Asked]:
+    """Prompts of a file; answers that it holds are left out."""
+    from surefoot.bench.prompts import load_prompts
+    from surefoot.train.filters import prompt_key
+    from surefoot.train.generate import Asked
+
+    asked = []
+    for prompt in load_prompts(path):
+        messages = list(prompt.messages)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if prompt.text is None and not messages:
+            raise SurefootError("prompts", f"{path}: {prompt.name} holds answers only")
+        text = prompt.text if prompt.text is not None else str(messages)
+        asked.append(Asked(text, prompt_key(text), messages or None))
+    return asked
