@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import math
 import sys
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -13,13 +17,24 @@ from surefoot.cli.terminal import load, progress_bars
 from surefoot.cli.verb import verb
 from surefoot.config import DEFAULT_MODEL, EngineConfig
 from surefoot.errors import SurefootError
+from surefoot.train.options import TrainOptions
+from surefoot.train.registry import KINDS, Kind
 
 if TYPE_CHECKING:
     from surefoot.train.generate import Asked
+    from surefoot.train.run import EngineCheck
 
+_FAR = 0.03
+"""Relative difference between the accepted length in the engine and offline that is told."""
 app = typer.Typer(
     help="Train drafters for a model: first `data`, then a kind of drafter.", no_args_is_help=True
 )
+
+
+_Minutes = Annotated[
+    float | None,
+    typer.Option(help="Stop after about so long; go on later.", show_default=False),
+]
 
 
 def target_group(
@@ -89,10 +104,7 @@ def data(
             help="Requests that run at once. (default: 32; 512 on a GPU)", show_default=False
         ),
     ] = None,
-    minutes: Annotated[
-        float | None,
-        typer.Option(help="Begin no shard after so long; go on later.", show_default=False),
-    ] = None,
+    minutes: _Minutes = None,
 ) -> None:
     """Let the target answer prompts, and keep the tokens to train on.
 
@@ -113,9 +125,7 @@ def data(
         generation_config="none",
     )
     with progress_bars() as progress:
-        summary = generate_data(
-            llm, out, options, asked, progress, math.inf if minutes is None else 60 * minutes
-        )
+        summary = generate_data(llm, out, options, asked, progress, _seconds(minutes))
     dropped = ", ".join(f"{count} {reason}" for reason, count in summary.dropped.items())
     print(
         f"{out}: {summary.documents} documents in {summary.shards} shards, "
@@ -144,3 +154,138 @@ def read_asked(path: Path) -> list[Asked]:
         text = prompt.text if prompt.text is not None else str(messages)
         asked.append(Asked(text, prompt_key(text), messages or None))
     return asked
+
+
+def options_group(kind: Kind) -> Callable[..., TrainOptions]:
+    """A group (see ``verb``) with an option for each field of the kind's options."""
+    made = kind.options_class()
+    hints = get_type_hints(made)
+
+    def group(**values: Any) -> TrainOptions:
+        return made(**values)
+
+    parameters = [
+        inspect.Parameter(
+            item.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=item.default,
+            annotation=Annotated[
+                hints[item.name],
+                typer.Option(help=item.metadata["help"], show_default=item.default is not None),
+            ],
+        )
+        for item in fields(made)
+    ]
+    group.__dict__["__signature__"] = inspect.Signature(parameters)
+    return group
+
+
+def _recipe_command(name: str, kind: Kind) -> None:
+    @verb(engine=target_group, options=options_group(kind))
+    def command(
+        engine: dict[str, Any],
+        options: TrainOptions,
+        data: Annotated[
+            Path, typer.Option(metavar="DIR", help="Token shards of `surefoot train data`.")
+        ],
+        out: Annotated[Path, typer.Option(metavar="DIR", help="The drafter's folder.")],
+        certify: Annotated[
+            bool, typer.Option("--certify/--no-certify", help="Certify it at the end.")
+        ] = True,
+        minutes: _Minutes = None,
+    ) -> None:
+        train_drafter(name, engine, options, data, out, certify, minutes)
+
+    command.__doc__ = f"""Train a drafter of the kind {kind.label} on what the target wrote.
+
+    Ends with the drafter in --out, a README.md with what was measured, and its files in
+    --out/training. The same command goes on where one was ended. Under torchrun, with
+    --device cuda, each process takes a GPU.
+    """
+    app.command(name)(command)
+
+
+for _name, _kind in KINDS.items():
+    _recipe_command(_name, _kind)
+
+
+def train_drafter(
+    name: str,
+    engine: dict[str, Any],
+    options: TrainOptions,
+    data: Path,
+    out: Path,
+    certify: bool,
+    minutes: float | None,
+) -> None:
+    """Train, export, measure in the engine, certify; exit code 1 if the certificate fails."""
+    from surefoot.train.parallel import device_of, workers
+    from surefoot.train.run import train, write_card
+
+    engine = {**engine, "device": device_of(engine.get("device", "cpu"))}
+    with workers(engine["device"]) as own, progress_bars() as progress:
+        trained = train(name, engine, data, out, options, own, _say, progress, _seconds(minutes))
+        if not own.first:
+            return
+    if not trained.complete:
+        _say("not complete: the same command goes on")
+        return
+    # The engine plans with the memory that is free.
+    gc.collect()
+    if engine["device"].startswith("cuda"):
+        import torch
+
+        torch.cuda.empty_cache()
+    facts, proposer = trained.facts, KINDS[name].proposer
+    if trained.check is not None:
+        facts["engine"] = _in_engine(engine, proposer, out, trained.check)
+    write_card(out, facts)
+    code = 0
+    if certify:
+        code = _certify(engine, proposer, out)
+        facts["certificate"] = {0: "PASS", 1: "FAIL"}.get(code, "INCONCLUSIVE")
+        write_card(out, facts)
+    _say(f"{out} holds the drafter; see README.md there")
+    if code == 1:
+        raise typer.Exit(1)
+
+
+def _in_engine(
+    engine: dict[str, Any], proposer: str, out: Path, check: EngineCheck
+) -> dict[str, Any]:
+    """The accepted length of the engine's rounds beside the expected one."""
+    from surefoot.train.measure import engine_length
+
+    length = engine_length(engine, proposer, str(out), check.prompts, check.max_tokens, check.depth)
+    _say(
+        f"accepted length of {len(check.prompts)} greedy texts in the engine: {length:.3f}, "
+        f"expected offline {check.offline:.3f}"
+    )
+    if abs(length - check.offline) > _FAR * check.offline:
+        _say("these should be the same: look for a difference between training and inference")
+    return {
+        "depth": check.depth,
+        "prompts": len(check.prompts),
+        "length": length,
+        "offline": check.offline,
+    }
+
+
+def _certify(engine: dict[str, Any], proposer: str, out: Path) -> int:
+    from surefoot.cli.certifying import issue
+    from surefoot.train.run import STATE_FOLDER
+
+    folder = out / STATE_FOLDER
+    subject = {**engine, "proposers": (f"{proposer}={out}",)}
+    EngineConfig.from_dict(subject)
+    return issue(
+        subject, None, True, True, folder / "certificate.json", folder / "certificate.html"
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _seconds(minutes: float | None) -> float:
+    return math.inf if minutes is None else 60 * minutes

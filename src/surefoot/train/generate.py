@@ -108,7 +108,7 @@ def generate_data(
     seconds: float = math.inf,
 ) -> DataSummary:
     """Write shards until ``options.tokens`` tokens were generated, the prompts are used up, or
-    ``seconds`` are over (no shard is begun after that). ``prompts`` None: the target writes them."""
+    ``seconds`` are over (no shard is begun after that). ``prompts`` None: by the target, too."""
     model = llm.engine.decoder.config
     used = None if prompts is None else [item.key for item in prompts]
     settings = {

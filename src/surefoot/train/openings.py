@@ -29,8 +29,9 @@ SYSTEM_SHARE = 0.1
 
 
 def opening(tokenizer: Tokenizer, system: str | None) -> list[int]:
-    """Token ids of the template up to the user's first word, under a system text. Raises SurefootError about ``prompts`` where
-    there is no template, or where it changes what the user says."""
+    """Token ids of the template up to the user's first word, under a system text. Raises
+    SurefootError about ``prompts`` where there is no template, or where it changes what the user
+    says."""
     if tokenizer.chat_template is None:
         raise SurefootError(
             "prompts", "are needed: the target has no chat template to write them from"
