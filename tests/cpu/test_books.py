@@ -21,7 +21,6 @@ from harness import (
 )
 from surefoot.config import EngineConfig
 from surefoot.engine.build import choose_backend
-from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
 from surefoot.kernels.cpu import build
 from surefoot.kernels.rounds import RoundSpans, RoundVerdict
@@ -221,14 +220,20 @@ def test_rows_go_to_the_likeliest_drafts(name: str) -> None:
 
 
 def random_drafts(dice: Dice, slots: torch.Tensor, tree: bool, width: int) -> Drafts:
-    """Offers of any width and length, some of them with tokens that are none."""
+    """Offers of any width, length and strides, some of them with tokens that are none."""
     shape = len(slots), int(dice.draw(1, width + 3))
     tokens = dice.draw(0, 2, *shape)
     tokens = torch.where(dice.share(*shape) < 0.05, dice.draw(-1, VOCAB + 2, *shape), tokens)
     order = torch.arange(shape[1])
     parents = (dice.share(*shape) * (order + 1.2)).long() - 1
     lengths = dice.draw(0, shape[1] + 2, shape[0])
-    return Drafts(tokens, lengths, dice.share(*shape) * 1.1, parents if tree else None)
+    confidence = dice.share(*shape) * 1.1
+    if int(dice.draw(0, 2)):
+        tokens, confidence, parents = (
+            x.t().contiguous().t() for x in (tokens, confidence, parents)
+        )
+        lengths = lengths.unsqueeze(1).repeat(1, 2)[:, 0]
+    return Drafts(tokens, lengths, confidence, parents if tree else None)
 
 
 def random_verdict(dice: Dice, pair: list[BookKeeping]) -> tuple[torch.Tensor, RoundVerdict]:
@@ -376,17 +381,6 @@ def check_that_sleepers_learn(books: BookKeeping) -> None:
     for estimator in controller.estimators:
         assert float(estimator.trials[2, 4].sum()) == K
     assert controller.lengths[:, 2].tolist() == [K, 0]
-
-
-@OTHERS
-def test_an_offer_of_another_kind_is_refused(name: str) -> None:
-    books = make_books(name)
-    slots = torch.tensor([0])
-    none = torch.zeros_like(slots)
-    verdict = RoundVerdict(none.view(1, 1), none, none, none, none, none, slots)
-    tree = Drafts(none.view(1, 1), none, torch.zeros(1, 1), none.view(1, 1) - 1)
-    with pytest.raises(SurefootError, match="'p0' offers a tree"):
-        books.finish(slots, Size(1, 1, 1, SamplingStages(), (0,)), none, verdict, lambda *_: tree)
 
 
 @needs_triton

@@ -152,7 +152,6 @@ class BookKeeping(ABC):
                 offers = None
                 if index in size.proposers:
                     offers = propose(index, verdict.going)
-                    self.controller.check(index, offers)
                 self.learn(index, verdict.going, offers)
         self.choose_and_report(slots, drafts, verdict, bool(size.proposers))
 

@@ -15,7 +15,7 @@ from surefoot.errors import SurefootError
 from surefoot.kernels.upload import upload
 from surefoot.request import SpeculationParams
 from surefoot.speculation.estimator import AcceptanceEstimator, OfferRecords
-from surefoot.speculation.proposer import Drafts
+from surefoot.speculation.proposer import Drafts, find_mistake
 from surefoot.speculation.state import SlotState
 from surefoot.speculation.trees import chain_parents
 
@@ -63,10 +63,12 @@ class Controller:
         for estimator in self.estimators:
             estimator.admit(slots)
 
-    def check(self, index: int, drafts: Drafts) -> None:
-        """SurefootError if proposer ``index`` offers trees without having said so, or chains."""
-        if (drafts.parents is not None) != self.trees[index]:
+    def check(self, index: int, slots: torch.Tensor, drafts: Drafts) -> None:
+        """SurefootError if what proposer ``index`` offers for ``slots`` int64 [B] is not what
+        ``Drafts`` says, or a tree without its ``needs()`` having said so, or a chain."""
+        problem = find_mistake(drafts, slots)
+        if problem is None and (drafts.parents is not None) != self.trees[index]:
             kind = "a chain" if drafts.parents is None else "a tree"
-            raise SurefootError(
-                "proposers", f"{self.names[index]!r} offers {kind}", "its needs() say otherwise"
-            )
+            problem = f"{kind}, and its needs() say otherwise"
+        if problem is not None:
+            raise SurefootError("proposers", f"{self.names[index]!r} offers {problem}")

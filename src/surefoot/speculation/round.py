@@ -267,6 +267,8 @@ class Round:
         with blamed(proposer, "propose"):
             proposer.expect(DraftRequest(size.kind, most, steps or self.state.max_drafts))
             drafts = proposer.propose(slots)
+            # Kernels read them by their addresses.
+            self.controller.check(index, slots, drafts)
         if limit is None:
             return drafts
         return self.books.within(drafts, limit - self.state.length[slots])
