@@ -26,7 +26,7 @@ from surefoot.kernels.cpu import build
 from surefoot.kernels.rounds import RoundSpans, RoundVerdict
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
-from surefoot.request import SamplingParams
+from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.books import BookKeeping, book_keeping
 from surefoot.speculation.controller import Controller
@@ -381,6 +381,25 @@ def check_that_sleepers_learn(books: BookKeeping) -> None:
     for estimator in controller.estimators:
         assert float(estimator.trials[2, 4].sum()) == K
     assert controller.lengths[:, 2].tolist() == [K, 0]
+
+
+@OTHERS
+def test_a_proposer_that_was_switched_off_is_not_asked(name: str) -> None:
+    """Whatever the round was sized for."""
+    books = make_books(name, (False, False))
+    slots, asked = torch.tensor([0]), []
+    none = torch.zeros_like(slots)
+    verdict = RoundVerdict(none.view(1, 1), none, none, none, none, none, slots)
+    offer = Drafts(none.view(1, 1), none, torch.zeros(1, 1))
+    del books.controller.active[1]
+
+    def propose(index: int, going: torch.Tensor) -> Drafts:
+        asked.append(index)
+        return offer
+
+    books.controller.admit(slots, [SpeculationParams()])
+    books.finish(slots, Size(1, 1, 1, SamplingStages(), (0, 1)), none, verdict, propose)
+    assert asked == [0] and books.controller.allowed[:, 0].tolist() == [True, False]
 
 
 @needs_triton

@@ -34,6 +34,8 @@ class Controller:
         """``trees``: which of the proposers offer trees."""
         self.state = state
         self.names = tuple(proposers)
+        self.active = dict(enumerate(self.names))
+        """Those that may offer, by index: all but those that failed, and were switched off."""
         self.trees = tuple(trees) or (False,) * len(self.names)
         count, slots, width = len(self.names), state.slots, state.max_drafts
         self.records = OfferRecords(state, count, any(self.trees))
@@ -58,7 +60,10 @@ class Controller:
         self.draft_limit[slots] = upload([min(limit, most) for limit in limits], device)
         if self.names:
             self.lengths.index_fill_(1, slots, 0)
-            allowed = [[c.allows(name) for c in choices] for name in self.names]
+            allowed = [
+                [index in self.active and c.allows(name) for c in choices]
+                for index, name in enumerate(self.names)
+            ]
             self.allowed[:, slots] = upload(allowed, device)
         for estimator in self.estimators:
             estimator.admit(slots)

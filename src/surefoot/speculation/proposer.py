@@ -169,6 +169,9 @@ class Proposer(ABC):
     certificate then checks that no state is stale. False for a proposer that learns from other
     requests or draws its drafts at random."""
 
+    has_raised = False
+    """Whether a method that rounds call ever raised an exception."""
+
     def __init__(self, options: Any, state: SlotState) -> None:
         self.options = options
         self.state = state
@@ -214,10 +217,12 @@ class Proposer(ABC):
 
 @contextmanager
 def blamed(proposer: Proposer, method: str) -> Iterator[None]:
-    """What ``proposer`` raises in ``method`` goes on as it is, with a note that says so."""
+    """What ``proposer`` raises in ``method`` goes on as it is, with a note that says so, and is
+    remembered."""
     try:
         yield
     except Exception as error:
+        proposer.has_raised = True
         error.add_note(f"raised by proposer {proposer.name!r} in {method}()")
         raise
 

@@ -243,7 +243,12 @@ class Round:
     ) -> None:
         """Tell the proposers what was settled; ``features`` [N, …] of all captured layers. Those
         with a network keep it of the requests that allow them."""
-        told = [i for i in self.stateful if size.catches_up or not self.needs[i].has_network]
+        told = [
+            index
+            for index in self.stateful
+            if index in self.controller.active
+            and (size.catches_up or not self.needs[index].has_network)
+        ]
         if not told:
             return
         commits = Commits(
