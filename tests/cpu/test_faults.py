@@ -219,3 +219,39 @@ def test_broken_off_twice(engines: dict[str, Engine]) -> None:
         engine.step()
         engine.check_integrity()
     assert [outcome(request) for request in requests] == plain()
+
+
+@needs_native
+@pytest.mark.parametrize("method", ["admit", "catch_up", "propose"])
+def test_without_a_drafter_that_failed_texts_go_on(method: str) -> None:
+    """It is called no more, and the other proposer drafts on."""
+    engine = engine_of(True)
+    drafter = engine.proposers[1]
+    inner, calls = getattr(drafter, method), 0
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise ZeroDivisionError
+        return inner(*args)
+
+    requests = requests_of(engine)
+    for request in requests:
+        engine.add(request)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter, method, failing)
+        with pytest.raises(ZeroDivisionError):
+            while engine.has_work:
+                engine.step()
+        assert engine.switch_off_failed() == [DRAFTER] and engine.switch_off_failed() == []
+        going = [request for request in requests if not request.finished]
+        verified = sum(request.stats.verified for request in requests)
+        while engine.has_work:
+            engine.step()
+            engine.check_integrity()
+    assert calls == 4
+    assert [outcome(request) for request in requests] == plain()
+    assert sum(request.stats.verified for request in requests) > verified
+    assert len(going) > 1 and not any(request.drafters for request in going)
+    assert not engine.make_request("new", JOBS[0].prompt, JOBS[0].params).drafters

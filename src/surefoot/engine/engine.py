@@ -208,12 +208,12 @@ class Engine(Restored):
     ) -> Request:
         """Check a request against this engine; raises SurefootError naming the option at fault."""
         speculation = speculation or SpeculationParams()
-        names = [proposer.name for proposer in self.proposers]
         room = check_texts(
             prompt, params, self.decoder.config.vocab_size, self.max_model_len, self.kv_tokens
         )
-        check_speculation(speculation, names, self.state.max_drafts)
-        drafters = (name for name in self._drafters if speculation.allows(name))
+        active = self.controller.active.values()
+        check_speculation(speculation, self.controller.names, active, self.state.max_drafts)
+        drafters = (name for name in self._drafters if name in active and speculation.allows(name))
         seed = params.seed
         if seed is None:
             seed = leader.seed if leader is not None else secrets.randbelow(MAX_SEED)
@@ -292,6 +292,23 @@ class Engine(Restored):
             request.settle()
             if (reason := request.end) is not None:
                 self._end(request, reason)
+
+    @whole
+    def switch_off_failed(self) -> list[str]:
+        """Have proposers that raised an exception in a round draft for nobody from now on, and keep
+        nothing. Returns their names; requests go on with what is left, to the same texts."""
+        failed = {
+            index: name
+            for index, name in self.controller.active.items()
+            if self.proposers[index].has_raised
+        }
+        if failed:
+            self.restore()
+        for index, name in failed.items():
+            del self.controller.active[index]
+            for request in self.scheduler.waiting:
+                request.drafters -= {name}
+        return list(failed.values())
 
     def check_integrity(self) -> None:
         """Assert that scheduler, KV and slots agree (tests call it after every step)."""

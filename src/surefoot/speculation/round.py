@@ -243,7 +243,12 @@ class Round:
     ) -> None:
         """Tell the proposers what was settled; ``features`` [N, …] of all captured layers. Those
         with a network keep it of the requests that allow them."""
-        told = [i for i in self.stateful if size.catches_up or not self.needs[i].has_network]
+        told = [
+            index
+            for index in self.stateful
+            if index in self.controller.active
+            and (size.catches_up or not self.needs[index].has_network)
+        ]
         if not told:
             return
         commits = Commits(
@@ -267,6 +272,8 @@ class Round:
         with blamed(proposer, "propose"):
             proposer.expect(DraftRequest(size.kind, most, steps or self.state.max_drafts))
             drafts = proposer.propose(slots)
+            # Kernels read them by their addresses.
+            self.controller.check(index, slots, drafts)
         if limit is None:
             return drafts
         return self.books.within(drafts, limit - self.state.length[slots])
