@@ -33,6 +33,7 @@ from surefoot.server.messages import (
     decode_to_front,
     encode,
 )
+from surefoot.speculation.proposers.ngram import NgramProposer
 from surefoot.structured import StructuredOutputsParams
 
 PROMPT = [5, 6, 7, 8] * 3
@@ -151,13 +152,11 @@ def test_the_front_hears_that_an_abort_left_nothing_running() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("method", ["admit", "expect", "propose"])
+@pytest.mark.parametrize("method", ["admit", "catch_up", "expect", "propose"])
 def test_a_proposer_that_fails_is_switched_off_and_the_texts_go_on(
     monkeypatch: pytest.MonkeyPatch, method: str, ahead: bool
 ) -> None:
-    engine = make_engine(tiny_decoder(), ahead, draft_policy="fixed")
-    [proposer] = engine.proposers
-    inner, calls = getattr(proposer, method), 0
+    inner, calls = getattr(NgramProposer, method), 0
 
     def failing(*args: Any) -> Any:
         nonlocal calls
@@ -166,7 +165,8 @@ def test_a_proposer_that_fails_is_switched_off_and_the_texts_go_on(
             raise KeyError("first\nsecond")
         return inner(*args)
 
-    monkeypatch.setattr(proposer, method, failing)
+    monkeypatch.setattr(NgramProposer, method, failing)
+    engine = make_engine(tiny_decoder(), ahead, draft_policy="fixed")
     first = [add("a", prompt_logprobs=1), add("b", "c", seed=4), add("d", speculation="ngram")]
     link: Any = WrittenLink({0: first, 9: [add("e", speculation="ngram"), add("f")]})
     Core(engine, link).run()
