@@ -37,6 +37,7 @@ class Flags:
     positions: int = 256
     markov: str = "vanilla"
     rank: int = 8
+    top_k: int = 6
     confidence: bool = True
     confidence_with_markov: bool = True
     anchor: bool | None = None
@@ -72,7 +73,7 @@ class Flags:
         return sliding if self.causal is None else self.causal
 
 
-TAPS, GROUP, TOP_K = 2, 8, 6
+TAPS, GROUP = 2, 8
 
 
 def random_tensors(flags: Flags, seed: int = 0, spread: float = 0.3) -> dict[str, torch.Tensor]:
@@ -170,7 +171,7 @@ def config_of(flags: Flags) -> dict[str, Any]:
         own |= {"confidence_head_with_markov": f.confidence_with_markov}
     if f.family == "dflash2":
         own |= {"conv_kernel_size": TAPS, "conv_group_size": GROUP}
-        own |= {"selector_rank": f.rank, "selector_top_k": TOP_K}
+        own |= {"selector_rank": f.rank, "selector_top_k": f.top_k}
     if f.layout == "speculators":
         del own["target_layer_ids"]
         return {
@@ -363,7 +364,7 @@ class Reference:
                     score = t["confidence_head.proj.weight"] @ read
                     confidence = float(torch.sigmoid(score + t["confidence_head.proj.bias"]))
             if f.family == "dflash2":
-                unary, kept = row.topk(TOP_K)
+                unary, kept = row.topk(f.top_k)
                 codes = t["candidate_selector.predecessor_codebook"][previous]
                 codes = codes * (t["candidate_selector.hidden_projection.weight"] @ hidden[i])
                 row = unary + t["candidate_selector.successor_codebook"][kept] @ codes

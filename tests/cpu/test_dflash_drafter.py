@@ -10,12 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dflash_golden import GOLDEN, SLOT, Bench, Rounds
+from dflash_golden import GOLDEN, Bench, Rounds
 from dflash_reference import FULL, SLIDING, Flags, Reference, random_checkpoint
 from harness import needs_native, random_weights, tiny_config
 from surefoot.kernels.reference import key_visibility
 from surefoot.speculation.proposers.dflash.checkpoint import open_checkpoint
-from surefoot.speculation.proposers.dflash.heads import ConfidenceHead, MarkovChain, PathSelector
+from surefoot.speculation.proposers.dflash.heads import (
+    ConfidenceHead,
+    MarkovChain,
+    PathSelector,
+    Rows,
+)
 from test_eagle3_drafter import backend_of, near
 
 BACKENDS = ["torch", pytest.param("native", marks=needs_native)]
@@ -188,8 +193,6 @@ def test_the_selectors_distribution_equals_the_official_one() -> None:
     assert isinstance(selector, PathSelector)
     candidates, unary = golden["sampled.candidates"], golden["r1.unary_logits"]
     assert torch.equal(unary.topk(16, dim=1).indices, candidates)
-    from surefoot.speculation.proposers.dflash.heads import Rows
-
     hidden = golden["r1.final_hidden"][1:].unsqueeze(1)
     nothing = torch.empty(0)
     edges = selector.edges(
@@ -200,4 +203,3 @@ def test_the_selectors_distribution_equals_the_official_one() -> None:
         scores = selector.scores(unary[row][candidates[row]][None], edges[row], previous)
         near((scores / 0.7).softmax(dim=1)[0], golden["sampled.q"][row])
         previous = token[None]
-    assert SLOT == 1
