@@ -235,9 +235,9 @@ class PaddedRounds(Rounds):
 
     def depths(self, spans: int) -> list[int]:
         """How far drafters may draft in rounds of so many spans, rising: as far as some number of
-        rows holds it all, or as far as they can. Trees are not cut short: their nodes are no steps.
+        rows holds it all, or as far as they can. Trees are not cut short, and blocks need not be.
         """
-        if any(self.round.controller.trees):
+        if any(self.round.controller.trees) or self.round.whole.issuperset(self.round.drafters):
             return [self.longest]
         whole = (rows // spans - 1 for rows in self.rows(spans) if rows % spans == 0)
         return sorted({steps for steps in whole if 0 < steps < self.longest} | {self.longest})
