@@ -53,7 +53,9 @@ def tensors_of(kind: str) -> dict[str, torch.Tensor]:
     mask = embedding[flags.mask] * scale[flags.mask] * tensors["norm.weight"]
     tensors["candidate_selector.predecessor_codebook"] = normed
     tensors["candidate_selector.successor_codebook"] = embedding.clone()
-    tensors["candidate_selector.hidden_projection.weight"] = (mask / mask.pow(2).sum()).repeat(32, 1)
+    tensors["candidate_selector.hidden_projection.weight"] = (mask / mask.pow(2).sum()).repeat(
+        32, 1
+    )
     return tensors
 
 

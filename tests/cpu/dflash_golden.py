@@ -4,8 +4,9 @@ order."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
@@ -14,6 +15,8 @@ from harness import random_weights, tiny_config
 from surefoot.kernels.backend import Backend, FlatBatch
 from surefoot.models.decoder import Decoder
 from surefoot.speculation.proposer import Commits, Drafts
+from surefoot.speculation.proposers.dflash import proposer
+from surefoot.speculation.proposers.dflash.checkpoint import DFlashCheckpoint, open_checkpoint
 from surefoot.speculation.proposers.dflash.network import DFlashNetwork
 from surefoot.speculation.proposers.dflash.proposer import DFlashOptions, DFlashProposer
 from surefoot.speculation.state import SlotState
@@ -25,6 +28,7 @@ SLOT = 1
 
 def golden_target(backend: Backend, tensors: dict[str, torch.Tensor], layers: int = 12) -> Decoder:
     """A target of which only embedding and head matter."""
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     embedding = tensors["model.embed_tokens.weight"]
     vocab, hidden = embedding.shape
     head = tensors.get("lm_head.weight")
@@ -39,17 +43,22 @@ def golden_target(backend: Backend, tensors: dict[str, torch.Tensor], layers: in
     return Decoder(config, weights, backend)
 
 
+def open_aligned(path: str) -> DFlashCheckpoint:
+    """Tensors mapped from a file need not be aligned as a device's would be."""
+    checkpoint = open_checkpoint(path)
+    tensors = {name: tensor.clone() for name, tensor in checkpoint.tensors.items()}
+    return replace(checkpoint, tensors=tensors)
+
+
 class Bench:
     """A drafter in ``folder``, and a request in slot 1."""
 
-    def __init__(
-        self, folder: Path, backend: Backend, tensors: dict[str, torch.Tensor], **options: Any
-    ) -> None:
+    def __init__(self, folder: Path, backend: Backend, tensors: dict[str, torch.Tensor]) -> None:
         target = golden_target(backend, tensors)
         self.state = state = SlotState(2, 60, 15, BLOCK, target.config.vocab_size, backend.device)
-        chosen = DFlashOptions(path=str(folder), **options)
-        self.proposer = DFlashProposer(chosen, state)
-        self.proposer.load(target)
+        self.proposer = DFlashProposer(DFlashOptions(path=str(folder)), state)
+        with patch.object(proposer, "open_checkpoint", open_aligned):
+            self.proposer.load(target)
         self.proposer.allocate(40)
         width = state.block_tables.shape[1]
         order = torch.randperm(width, generator=torch.Generator().manual_seed(2)) + 5
@@ -91,11 +100,12 @@ class Bench:
 class Rounds:
     """A golden case, round by round."""
 
-    def __init__(self, name: str, backend: Backend, draft: str = "draft", **options: Any) -> None:
+    def __init__(self, name: str, backend: Backend) -> None:
         folder = GOLDEN / name
         self.case = json.loads((folder / "case.json").read_text())
         self.arrays = load_file(folder / "rounds.safetensors")
-        self.bench = Bench(folder / draft, backend, load_file(folder / "target.safetensors"), **options)
+        target = load_file(folder / "target.safetensors")
+        self.bench = Bench(folder / "draft", backend, target)
         self.text: list[int] = self.arrays["prompt_ids"].tolist()
         self.done = 0
 

@@ -129,7 +129,7 @@ class Written:
 
 @ROUNDS
 def test_requests_that_do_not_allow_it_pay_no_catch_up(ahead: bool) -> None:
-    names = {"proposers": ("ngram", "dflash"), "enable_prefix_caching": False}
+    names: dict[str, Any] = {"proposers": ("ngram", "dflash"), "enable_prefix_caching": False}
     engine, prompt = engine_of("random", ahead=ahead, **names), tuple(range(3, 20))
     written = Written(engine)
     others = [Job(prompt, GREEDY, speculation(name)) for name in ("off", "ngram", "off")]
@@ -144,7 +144,7 @@ def test_drafts_never_rest_on_what_was_not_written(ahead: bool) -> None:
     """Prefix hits from one kind of request to another, preemption, blocks that change hands."""
     methods = ("off", "auto", "ngram", "dflash", "auto; 0", "auto", "off", "dflash")
     jobs = mixed_crowd(methods, 14, 26, 3)
-    options = {"kv_blocks": 26, "max_num_batched_tokens": 7, "max_num_seqs": 3}
+    options: dict[str, Any] = {"kv_blocks": 26, "max_num_batched_tokens": 7, "max_num_seqs": 3}
     engine = engine_of("random", ahead=ahead, proposers=("ngram", "dflash"), **options)
     index, offers = engine.controller.names.index("dflash"), Offers(engine)
     learn = engine.round.books.learn

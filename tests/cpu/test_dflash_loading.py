@@ -138,7 +138,9 @@ READINGS: dict[str, tuple[Flags, dict[str, Any], dict[str, Any]]] = {
     "outputs are one less than entries": (
         Flags(), {"dflash_config__target_layer_ids": [0, 7]}, {"layer_ids": (1, 8)}
     ),
-    "the embeddings": (Flags(), {"dflash_config__target_layer_ids": [-1, 7]}, {"layer_ids": (0, 8)}),
+    "the embeddings": (
+        Flags(), {"dflash_config__target_layer_ids": [-1, 7]}, {"layer_ids": (0, 8)}
+    ),
     "speculators' are entries": (
         Flags(layout="speculators"), {"aux_hidden_state_layer_ids": [1, 8]}, {"layer_ids": (1, 8)}
     ),
@@ -206,14 +208,14 @@ REFUSED: dict[str, tuple[Flags, dict[str, Any], str]] = {
     "places that disagree": (
         DSPARK, {"markov_rank": 9}, r"contradicts itself: dflash_config\.markov_rank = 8, markov_"
     ),
-    "unknown, nested": (Flags(), {"dflash_config__causal_head": True}, r"dflash_config\.causal_head"),
+    "unknown, nested": (Flags(), {"dflash_config__causal_head": True}, r"_config\.causal_head"),
     "unknown, flat": (Flags(), {"attention_sink_bias": True}, "attention_sink_bias, which is not"),
     "scaled values": (Flags(), {"attention_value_scale": 2.0}, "attention_value_scale"),
     "unknown of speculators": (BARE, {"mystery": 3}, "mystery, which is not known"),
     "interleaved RoPE": (Flags(), {"is_neox_style": False}, "half-split"),
     "interleaved, in other words": (Flags(), {"rope_is_neox_style": False}, "half-split"),
     "another architecture": (Flags(), {"model_type": "gemma4"}, "'gemma4'"),
-    "another kind of layer": (Flags(), {"layer_types": [FULL, "linear_attention"]}, "linear_attent"),
+    "another kind of layer": (Flags(), {"layer_types": [FULL, "linear_attention"]}, "linear"),
     "a kind of speculators'": (BARE, {"speculators_model_type": "mtp"}, "'mtp' drafter"),
     "no layers": (BARE, {"transformer_layer_config": None}, "lacks transformer_layer_config"),
     "no mask": (Flags(), {"dflash_config__mask_token_id": None}, "lacks mask_token_id"),
@@ -225,17 +227,19 @@ REFUSED: dict[str, tuple[Flags, dict[str, Any], str]] = {
     "mixed families": (
         Flags("dflash2"), {"dflash_config__markov_rank": 4}, "mixes DFlash 2 with another"
     ),
-    "half of DFlash 2": (Flags("dflash2"), {"dflash_config__selector_rank": None}, "lacks selector_"),
-    "groups that do not fit": (Flags("dflash2"), {"dflash_config__conv_group_size": 5}, "group_size 5"),
-    "selecting from a part": (
-        Flags("dflash2", "speculators"), {"draft_vocab_size": 20}, "selector over a draft vocabulary"
+    "half of DFlash 2": (Flags("dflash2"), {"dflash_config__selector_rank": None}, "lacks select"),
+    "groups that do not fit": (
+        Flags("dflash2"), {"dflash_config__conv_group_size": 5}, "conv_group_size 5"
     ),
-    "a long block": (Flags(), {"block_size": 64}, "block_size of 64; 2 to 63"),
+    "selecting from a part": (
+        Flags("dflash2", "speculators"), {"draft_vocab_size": 20}, "over a draft vocabulary"
+    ),
+    "a long block": (Flags(), {"block_size": 64}, "block_size of 64; known: 2 to 63"),
     "layers in disorder": (Flags(), {"dflash_config__target_layer_ids": [7, 0]}, "ascending"),
     "DeepSeek with windows": (
         Flags(layout="deepseek"), {"layer_types": [SLIDING, FULL]}, "causal or sliding"
     ),
-    "DeepSeek in one direction": (Flags(layout="deepseek"), {"is_causal": True}, "causal or sliding"),
+    "DeepSeek in one direction": (Flags(layout="deepseek"), {"is_causal": True}, "causal or slid"),
 }  # fmt: skip
 
 
@@ -255,7 +259,7 @@ def decoder() -> Decoder:
 MISFITS: dict[str, tuple[Flags, dict[str, torch.Tensor] | None, str]] = {
     "missing": (DSPARK, without("markov_head.markov_w1.weight"), "markov_w1.weight is missing"),
     "another head": (
-        DSPARK, {**random_tensors(DSPARK), "prefix_gru.weight": torch.zeros(2)}, "prefix_gru.weight is"
+        DSPARK, {**random_tensors(DSPARK), "prefix_gru.weight": torch.zeros(2)}, "prefix_gru"
     ),
     "fused projections": (
         Flags(), {**random_tensors(Flags()), "layers.0.self_attn.g_proj.weight": torch.zeros(2, 2)},

@@ -6,15 +6,17 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from dflash_engines import KINDS, folder
 from dflash_reference import Flags, random_checkpoint
 from eagle3_engines import target
-from harness import VOCAB
+from harness import VOCAB, tiny_config
 from surefoot import LLM, SamplingParams
 from surefoot.certify.certificate import calibration_texts
 from surefoot.certify.compare import Judge
@@ -25,7 +27,13 @@ from surefoot.certify.sizes import QUICK
 from surefoot.certify.subject import Subject
 from surefoot.cli.main import app
 from surefoot.config import EngineConfig
+from surefoot.kernels.backend import AttentionShape
+from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.loading import read_model_config
+from surefoot.speculation.drafting.pools import DrafterPools
+from surefoot.speculation.proposers.dflash.checkpoint import DUMMIES, dummy_config
+from surefoot.speculation.proposers.dflash.proposer import DFlashOptions, DFlashProposer
+from surefoot.speculation.state import SlotState
 from tiny_models import tiny_hf_model
 
 TORCH = ["--backend", "torch", "--dtype", "float32", "--threads", "1", "--max-num-seqs", "4"]
@@ -40,8 +48,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drafter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("drafter")
     vocab = read_model_config(str(model)).vocab_size
-    sizes = {"hidden": 64, "target_hidden": 64, "vocab": vocab, "draft_vocab": vocab}
-    random_checkpoint(path, Flags("dspark", "deepseek", **sizes))
+    flags = Flags("dspark", "deepseek", hidden=64, target_hidden=64, vocab=vocab, draft_vocab=vocab)
+    random_checkpoint(path, flags)
     return path
 
 
@@ -129,3 +137,27 @@ def test_the_certificate_finds_no_stale_state(kind: str) -> None:
     details = section.details["dflash"]
     assert details["checked"] >= QUICK.min_offers
     assert {"prefix hit", "preemption"} <= set(details["situations"])
+
+
+@pytest.mark.parametrize("name", DUMMIES)
+def test_what_it_takes_at_64_requests_beside_its_weights(name: str) -> None:
+    """Of Qwen3-4B's shapes: scratch is shared between requests and rows, and stays below 0.3 GB;
+    as much for twice the requests is far from twice as much."""
+    shape = tiny_config(
+        vocab_size=151936, hidden_size=2560, intermediate_size=9728, heads=32, kv_heads=8,
+        head_dim=128, layers=36, max_positions=40960,
+    )  # fmt: skip
+    config, backend = dummy_config(name, shape), TorchBackend("cpu", torch.bfloat16)
+    network: Any = SimpleNamespace(
+        config=config, backend=backend, layers=5, shape=AttentionShape(32, 8, 128, 1.0), behind=0,
+        block=config.block_size, weight_bytes=0, captured_layers=(), max_positions=40960,
+    )  # fmt: skip
+    found = []
+    for requests in (64, 128):
+        state = SlotState(requests, 64, 15, 16, 151936, backend.device)
+        proposer = DFlashProposer(DFlashOptions(path=name), state)
+        proposer.network = network
+        proposer.pools = DrafterPools(network, state, proposer.scratch_keys)
+        assert proposer.needs().kv_bytes_per_token == 5 * 2 * 8 * 128 * 2
+        found.append(proposer.needs().fixed_bytes)
+    assert 64 * 16 * 20480 < found[0] < 300_000_000 and found[1] < 1.6 * found[0]

@@ -57,8 +57,8 @@ class FlatBatch:
     first_key: int = 0
     """0, or 1 where key 0 of every request holds nothing and nobody sees it."""
     oldest: torch.Tensor | None = None
-    """int64 [N]: index of the first key that each row sees, at least ``first_key`` (a window); None:
-    ``first_key``. Only where every row has a mask of its own."""
+    """int64 [N]: index of the first key that each row sees, a window's; None: ``first_key``. Only
+    where every row has a mask of its own."""
     all_masked: bool = False
     """Known on the host: no row is causal for want of a mask."""
     spans: SpanTable | None = None

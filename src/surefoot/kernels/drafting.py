@@ -132,7 +132,12 @@ class Drafting(ABC):
 
     @abstractmethod
     def attention(
-        self, weights: LayerWeights, inputs: torch.Tensor, batch: FlatBatch, kv: Any, rope: RopeTable
+        self,
+        weights: LayerWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: Any,
+        rope: RopeTable,
     ) -> torch.Tensor:
         """Of ``Backend.layer`` the attention alone, its output projection included: ``inputs`` [N,
         any width] -> [N, hidden]. Writes the rows' keys and values."""

@@ -103,8 +103,8 @@ def rope_and_write(
     write keys and values of the batch's rows to ``kv``, and return the queries.
 
     ``qkv`` [N, (heads + 2 * kv_heads) * head_dim] bf16 or fp32, whose rows may be strided; ``kv``
-    as above, of the same dtype. Returns [N, heads, head_dim]; padding rows write nothing, and their queries
-    are unspecified.
+    as above, of the same dtype. Returns [N, heads, head_dim]; padding rows write nothing, and their
+    queries are unspecified.
     """
     rows = qkv.shape[0]
     q = qkv.new_empty((rows, shape.heads, shape.head_dim))

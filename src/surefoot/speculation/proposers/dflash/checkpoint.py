@@ -62,9 +62,8 @@ def open_checkpoint(path: str) -> DFlashCheckpoint:
     """As ``open_config``, with the tensors."""
     folder, config = open_config(path)
     with errors_about(OPTION):
-        stored = {
-            name.removeprefix("logit_head."): tensor for name, tensor in read_tensors(folder).items()
-        }
+        stored = read_tensors(folder)
+        stored = {name.removeprefix("logit_head."): tensor for name, tensor in stored.items()}
         if (folder / _MASK_FILE).is_file():
             stored[MASK] = read_tensor_file(folder / _MASK_FILE).flatten()
         layer, draft_vocab = config.layer, config.draft_vocab_size
@@ -182,13 +181,14 @@ def checkpoint_facts(path: str, target: ModelConfig | None) -> dict[str, Any] | 
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
     layers, markov = config.layers, config.markov
+    window = max(layer.window for layer in layers)
     variants = {
         f"{markov.kind if markov else 'no'} Markov head": markov is not None,
         "confidence head": config.confidence,
         "convolutions and a path selector": config.selector is not None,
         "the current token's row drafts": config.anchor_predicts,
         "causal layers": any(layer.causal for layer in layers),
-        f"windows of {max(layer.window for layer in layers)}": any(layer.window for layer in layers),
+        f"windows of {window}": window > 0,
         "own mask embedding": MASK in checkpoint.tensors,
         "biases": config.layer.attention_bias,
     }
@@ -208,4 +208,3 @@ def drafts_of(path: str) -> int:
         family, block = DUMMIES[path]
         return block if family == "DSpark" else block - 1
     return open_config(path)[1].most_drafts
-

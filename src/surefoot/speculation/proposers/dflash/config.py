@@ -56,8 +56,7 @@ class MarkovShape:
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """``layer``: sizes and constants of the drafter's layers; its ``vocab_size`` is the target's.
-    """
+    """``layer``: sizes and constants of the layers; its ``vocab_size`` is the target's."""
 
     layout: str
     """Who writes such files: ``z-lab``, ``deepseek``, ``specforge``, ``speculators``; ``gguf``,

@@ -7,7 +7,6 @@ agree. Whatever would change the drafter's results and is not known here is refu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,64 +24,24 @@ from surefoot.speculation.proposers.dflash.config import (
     Selector,
     Visibility,
 )
-
-NESTED = "speculators_model_type"
-KINDS = ("dflash", "dspark", "dflash2")
-SECTIONS = ("dflash_config", "dspark_config")
-USUAL_BLOCK = 16
-_TAPS, _ENTRIES = "target_layer_ids", "aux_hidden_state_layer_ids"
-_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_OWN_KEYS = {
-    *_DFLASH2,
-    _TAPS,
-    "block_size",
-    "mask_token_id",
-    "target_hidden_size",
-    "projector_type",
-    "markov_rank",
-    "markov_head_type",
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-    "confidence_head_alpha",
-    "sample_from_anchor",
-    "causal",
-    "is_causal",
-    "use_swa",
-    "swa_window_size",
-    "input_embedding_scale",
-    "output_multiplier",
-    "final_logit_softcapping",
-    # Of training alone.
-    "attention_mode",
-    "num_anchors",
-    "num_target_layers",
-    "num_speculative_tokens",
-}
-_TOP_KEYS = {*_OWN_KEYS, *SECTIONS, "rms_norm_eps", "draft_vocab_size", "is_neox_style"}
-_TOP_KEYS |= {"rope_is_neox_style"}
-_NESTED_KEYS = {
-    *_OWN_KEYS,
+from surefoot.speculation.proposers.dflash.keys import (
+    BUNDLE,
+    DFLASH2,
+    ENTRIES,
     NESTED,
-    _ENTRIES,
-    "speculators_version",
-    "speculators_config",
-    "sliding_window_non_causal",
-    "transformer_layer_config",
-    "draft_vocab_size",
-    "architectures",
-    "model_type",
-    "auto_map",
-    "dtype",
-    "torch_dtype",
-    "embed_requires_grad",
-    "tie_word_embeddings",
-    "transformers_version",
-}
-# Flat configs carry whatever their base class saves; names like these would be part of the network.
-_TELLING = ("norm", "draft", "scale", "softcap", "aux", "mask", "target", "markov", "confidence")
-_TELLING += ("selector", "conv_", "block", "anchor", "causal", "sink", "projector", "dspark")
-_TELLING += ("dflash", "neox", "swa")
-_BUNDLE = ("dspark_block_size", "dspark_target_layer_ids", "dspark_markov_rank")
+    NESTED_KEYS,
+    OWN_KEYS,
+    SECTIONS,
+    TAPS,
+    TELLING,
+    TOP_KEYS,
+    Places,
+    refuse_other_networks,
+    refuse_unknown,
+)
+
+KINDS = ("dflash", "dspark", "dflash2")
+USUAL_BLOCK = 16
 
 
 def is_dflash(folder: Path) -> bool:
@@ -92,7 +51,7 @@ def is_dflash(folder: Path) -> bool:
     data = JsonReader.open(folder / "config.json").data
     if NESTED in data:
         return data[NESTED] in KINDS
-    return any(data.get(key) for key in (*SECTIONS, _TAPS, *_BUNDLE))
+    return any(data.get(key) for key in (*SECTIONS, TAPS, *BUNDLE))
 
 
 def read_config(folder: Path) -> DFlashConfig:
@@ -104,58 +63,20 @@ def read_config(folder: Path) -> DFlashConfig:
     return _checked(reader, _read_flat(reader))
 
 
-class _Places:
-    """Keys that may stand in a section or at top level: the first place counts, and no other may
-    contradict it."""
-
-    def __init__(self, readers: Sequence[JsonReader]) -> None:
-        self.readers = readers
-
-    def of(self, key: str) -> JsonReader:
-        """The reader that has the key; the top level's if none has."""
-        found = [reader for reader in self.readers if reader.data.get(key) is not None]
-        if any(reader.data[key] != found[0].data[key] for reader in found):
-            values = ", ".join(f"{item.prefix}{key} = {item.data[key]!r}" for item in found)
-            raise SurefootError("model", f"{found[0].path} contradicts itself: {values}")
-        return found[0] if found else self.readers[-1]
-
-    def get(self, key: str) -> Any:
-        return self.of(key).data.get(key)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        return self.of(key).integer(key, default)
-
-    def count(self, key: str, default: int) -> int:
-        """As ``integer``, or 0."""
-        given = self.get(key)
-        if given is None:
-            return default
-        return 0 if given == 0 and not isinstance(given, bool) else self.integer(key)
-
-    def number(self, key: str, default: float) -> float:
-        return self.of(key).number(key, default)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        return self.of(key).boolean(key, default)
-
-    def text(self, key: str, default: str) -> str:
-        return self.of(key).text(key, default)
-
-
 def _read_flat(reader: JsonReader) -> DFlashConfig:
-    for key in _BUNDLE:
+    for key in BUNDLE:
         if key in reader.data:
             raise SurefootError(
                 "model",
                 f"{reader.path} sets {key}",
                 "drafters that are part of a DeepSeek-V4 checkpoint are not supported",
             )
-    _refuse_unknown(reader, _TOP_KEYS, _TELLING)
-    _refuse_other_networks(reader)
+    refuse_unknown(reader, TOP_KEYS, TELLING)
+    refuse_other_networks(reader)
     sections = [found for name in SECTIONS if (found := reader.section(name)) is not None]
     for section in sections:
-        _refuse_unknown(section, _OWN_KEYS)
-    places = _Places([*sections, reader])
+        refuse_unknown(section, OWN_KEYS)
+    places = Places([*sections, reader])
     projects, projector = places.get("projector_type"), places.text("projector_type", "dflash")
     if projector not in ("dflash", "dspark", "dflash2"):
         raise SurefootError(
@@ -168,7 +89,7 @@ def _read_flat(reader: JsonReader) -> DFlashConfig:
     layer = read_decoder_config(reader, QWEN3, windows=True)
     layout = "deepseek" if not sections else "specforge" if projects else "z-lab"
     alpha = places.number("confidence_head_alpha", 0.0)
-    ids = _layer_ids(places.of(_TAPS), _TAPS, least=-1)
+    ids = _layer_ids(places.of(TAPS), TAPS, least=-1)
     return DFlashConfig(
         layout=layout,
         layer=layer,
@@ -193,13 +114,13 @@ def _read_nested(reader: JsonReader) -> DFlashConfig:
     kind = reader.text(NESTED)
     if kind not in KINDS:
         raise SurefootError("model", f"{reader.path} holds a {kind!r} drafter, not of this family")
-    _refuse_unknown(reader, _NESTED_KEYS)
+    refuse_unknown(reader, NESTED_KEYS)
     inner = reader.section("transformer_layer_config")
     if inner is None:
         raise SurefootError("model", f"{reader.path} lacks transformer_layer_config")
-    _refuse_other_networks(inner)
+    refuse_other_networks(inner)
     layer = read_decoder_config(inner, QWEN3, windows=True)
-    places, dspark = _Places([reader]), kind == "dspark"
+    places, dspark = Places([reader]), kind == "dspark"
     told = reader.section("speculators_config")
     verifier = told.section("verifier") if told is not None else None
     both = reader.boolean("sliding_window_non_causal", kind == "dflash2")
@@ -210,7 +131,7 @@ def _read_nested(reader: JsonReader) -> DFlashConfig:
         draft_vocab_size=reader.integer("draft_vocab_size", layer.vocab_size),
         target_hidden_size=reader.integer("target_hidden_size", layer.hidden_size),
         block_size=reader.integer("block_size", 8),
-        layer_ids=_layer_ids(reader, _ENTRIES, least=0),
+        layer_ids=_layer_ids(reader, ENTRIES, least=0),
         mask_token_id=_mask_token(places),
         # Files that their class writes always have the key; others are served without.
         anchor_predicts=reader.boolean("sample_from_anchor", False),
@@ -228,7 +149,7 @@ def _read_nested(reader: JsonReader) -> DFlashConfig:
     )
 
 
-def _markov(places: _Places, default: int) -> MarkovShape | None:
+def _markov(places: Places, default: int) -> MarkovShape | None:
     rank = places.count("markov_rank", default)
     kind = places.text("markov_head_type", "vanilla")
     if rank and kind not in MARKOV_KINDS:
@@ -238,15 +159,15 @@ def _markov(places: _Places, default: int) -> MarkovShape | None:
     return MarkovShape(kind, rank) if rank else None
 
 
-def _dflash2(places: _Places) -> dict[str, Any]:
-    found = [key for key in _DFLASH2 if places.get(key) is not None]
+def _dflash2(places: Places) -> dict[str, Any]:
+    found = [key for key in DFLASH2 if places.get(key) is not None]
     if not found:
         return {}
-    taps, group, rank, top_k = (places.integer(key) for key in _DFLASH2)
+    taps, group, rank, top_k = (places.integer(key) for key in DFLASH2)
     return {"convolutions": Convolutions(taps, group), "selector": Selector(rank, top_k)}
 
 
-def _mask_token(places: _Places) -> int:
+def _mask_token(places: Places) -> int:
     token = places.get("mask_token_id")
     if isinstance(token, bool) or not isinstance(token, int) or token < 0:
         reader = places.of("mask_token_id")
@@ -284,9 +205,7 @@ def _window(reader: JsonReader) -> int:
     return reader.integer("sliding_window")
 
 
-def _visibilities(
-    reader: JsonReader, places: _Places, always_both: bool
-) -> tuple[Visibility, ...]:
+def _visibilities(reader: JsonReader, places: Places, always_both: bool) -> tuple[Visibility, ...]:
     types = _layer_types(reader)
     if places.boolean("use_swa", False) and SLIDING not in types:
         types = [SLIDING] * len(types)
@@ -306,34 +225,6 @@ def _visibilities(
     )
 
 
-def _refuse_unknown(
-    reader: JsonReader, known: set[str], telling: Sequence[str] | None = None
-) -> None:
-    """``telling``: only keys with one of these parts can matter."""
-    for key, value in reader.data.items():
-        if not value or key in known:
-            continue
-        if telling is None or any(part in key for part in telling):
-            raise SurefootError(
-                "model",
-                f"{reader.path} sets {reader.prefix}{key}, which is not known",
-                "drafters that need it would draft wrongly",
-            )
-
-
-def _refuse_other_networks(reader: JsonReader) -> None:
-    kind = reader.text("model_type", "qwen3")
-    if kind != "qwen3":
-        raise SurefootError(
-            "model", f"{reader.path} has layers of model_type {kind!r}", "only qwen3 is supported"
-        )
-    for key in ("is_neox_style", "rope_is_neox_style"):
-        if not reader.boolean(key, True):
-            raise SurefootError(
-                "model", f"{reader.path} has {key} false", "only half-split RoPE is supported"
-            )
-
-
 def _checked(reader: JsonReader, config: DFlashConfig) -> DFlashConfig:
     layer, vocab = config.layer, config.layer.vocab_size
 
@@ -341,7 +232,7 @@ def _checked(reader: JsonReader, config: DFlashConfig) -> DFlashConfig:
         return SurefootError("model", f"{reader.path} {problem}", fix)
 
     if not 2 <= config.block_size <= MOST_BLOCK_ROWS:
-        raise refuse(f"has a block_size of {config.block_size}", f"2 to {MOST_BLOCK_ROWS} are known")
+        raise refuse(f"has a block_size of {config.block_size}", f"known: 2 to {MOST_BLOCK_ROWS}")
     if config.mask_token_id >= vocab:
         raise refuse(f"has mask_token_id {config.mask_token_id} in a vocabulary of {vocab}")
     if config.draft_vocab_size > vocab:

@@ -56,6 +56,8 @@ class DFlashNetwork(Network):
         self.fc = backend.pack_linear([tensors["fc.weight"]])
         self.hidden_norm = backend.pack_norm(tensors["hidden_norm.weight"])
         self.norm = backend.pack_norm(tensors["norm.weight"])
+        one = torch.zeros(1, dtype=torch.int64, device=backend.device)
+        self._activations = backend.embed(self.table, one).dtype
         self.stack = [
             pack_layer(backend, tensors, f"layers.{index}.", config.layer, self.shape)
             for index in range(self.layers)
@@ -69,8 +71,7 @@ class DFlashNetwork(Network):
         ]
         self.mask_embedding = None
         if MASK in tensors:
-            embedded = backend.embed(self.table, torch.zeros(1, dtype=torch.int64).to(backend.device))
-            self.mask_embedding = tensors[MASK].to(backend.device, embedded.dtype)
+            self.mask_embedding = tensors[MASK].to(backend.device, self._activations)
         self._masks = {
             each: _mask_bits(each, self.block).to(backend.device) for each in set(config.layers)
         }
@@ -98,11 +99,9 @@ class DFlashNetwork(Network):
 
     def _pack_convolutions(self, tensors: Any, prefix: str) -> tuple[Convolution, Convolution]:
         backend = self.backend
-        one = torch.zeros(1, dtype=torch.int64, device=backend.device)
-        kind = backend.embed(self.table, one).dtype
 
         def packed(name: str) -> Convolution:
-            base = tensors[f"{prefix}{name}.base_kernel"].to(backend.device, kind)
+            base = tensors[f"{prefix}{name}.base_kernel"].to(backend.device, self._activations)
             dynamic = tensors[f"{prefix}{name}.kernel_projection.weight"]
             return Convolution(base, backend.pack_linear([dynamic]))
 
@@ -220,5 +219,3 @@ def layer_bytes(layer: ModelConfig, rows: int, itemsize: int) -> int:
     attention = 2 * q + 2 * kv
     mlp = 3 * layer.intermediate_size
     return rows * itemsize * (3 * layer.hidden_size + max(attention, mlp))
-
-

@@ -78,14 +78,15 @@ class DFlashProposer(NetworkProposer):
 
     @property
     def pass_bytes(self) -> int:
-        """Activations of a block for every request, and the logits of some of its rows."""
+        """Activations of a block for every request, and what heads make of some of its rows."""
         config, requests = self.network.config, self.state.slots
-        itemsize = max(self.network.backend.dtype.itemsize, 2)
-        vocab = config.draft_vocab_size
-        logits = 4 * vocab * max(MOST_LOGIT_ROWS, requests)
-        conditioned = 4 * vocab * requests if config.markov is not None else 0
-        activations = layer_bytes(config.layer, requests * config.block_size, itemsize)
-        return activations + logits + conditioned
+        rows, itemsize = max(MOST_LOGIT_ROWS, requests), self.network.backend.dtype.itemsize
+        heads = 4 * config.draft_vocab_size * rows
+        if config.markov is not None:
+            heads += 4 * config.draft_vocab_size * requests
+        if config.selector is not None:
+            heads += 3 * 4 * config.selector.top_k * config.selector.rank * rows
+        return heads + layer_bytes(config.layer, requests * config.block_size, itemsize)
 
     def catch_up(self, commits: Commits) -> None:
         network, batch = self.network, commits.batch
@@ -126,9 +127,7 @@ class DFlashProposer(NetworkProposer):
         if self.confidence is not None and normed is not None:
             before = torch.cat((live.tokens.unsqueeze(0), tokens[:-1]))
             chances = self.confidence(normed, before)
-        return Drafts(
-            tokens.t().contiguous(), self._whole[depth, :count], chances.t().contiguous()
-        )
+        return Drafts(tokens.t().contiguous(), self._whole[depth, :count], chances.t().contiguous())
 
     @classmethod
     def inspect(cls, path: str, target: ModelConfig | None) -> dict[str, Any] | None:
