@@ -50,14 +50,14 @@ class OnTheDevice(Rounds):
 
 @pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2"])
 def test_drafts_equal_the_official_ones(name: str) -> None:
-    with OnDevice():
-        rounds = OnTheDevice(name, TritonBackend("cuda", torch.float32))
-        for number in range(len(rounds)):
+    rounds = OnTheDevice(name, TritonBackend("cuda", torch.float32))
+    for number in range(len(rounds)):
+        with OnDevice():
             drafts = rounds.begin(number)
-            assert drafts.tokens[0].tolist() == rounds.array(number, "draft_tokens").tolist()
-            if name == "dspark":
-                near(drafts.confidence[0].cpu(), rounds.array(number, "confidence"))
-            rounds.end(number)
+        assert drafts.tokens[0].tolist() == rounds.array(number, "draft_tokens").tolist()
+        if name == "dspark":
+            near(drafts.confidence[0].cpu(), rounds.array(number, "confidence"))
+        rounds.end(number)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

@@ -61,5 +61,8 @@ class FlatBatch:
     where every row has a mask of its own."""
     all_masked: bool = False
     """Known on the host: no row is causal for want of a mask."""
+    both_ways: bool = False
+    """Known on the host: every row sees all of its span, and all before it. ``mask`` says so, too.
+    """
     spans: SpanTable | None = None
     """The same rows by span, or None: backends that need it work it out from ``row_slot``."""

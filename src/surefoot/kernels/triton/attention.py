@@ -161,6 +161,6 @@ def trees_attended(
 ) -> torch.Tensor:
     """[N, heads, head_dim] in which only the rows of trees have been computed: other kernels do the
     chains of the batch, and the same bits come out with trees beside them and without."""
-    if batch.mask is None:
+    if batch.mask is None or batch.both_ways:
         return torch.empty_like(q)
     return span_attention(q, kv, batch, shape, only_trees=True)

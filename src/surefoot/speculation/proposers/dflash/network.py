@@ -158,7 +158,10 @@ class DFlashNetwork(Network):
                 oldest = batch.key_index - (kind.window - 1)
             oldest = oldest.clamp(min=self.first_key)
         mask = self._masks[kind][:rows].repeat(blocks)
-        return replace(batch, mask=mask, oldest=oldest, all_masked=True)
+        return replace(
+            batch, mask=mask, oldest=oldest, all_masked=True,
+            both_ways=not kind.causal and oldest is None,
+        )  # fmt: skip
 
     def _convolved(
         self, index: int, x: torch.Tensor, batch: FlatBatch, pool: Any, rows: int
