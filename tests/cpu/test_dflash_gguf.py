@@ -1,4 +1,4 @@
-"""Drafters of the DFlash family as GGUF files: they give what the folders give that they came from."""
+"""Drafters of the DFlash family as GGUF files: the same as the folders that they came from."""
 
 from __future__ import annotations
 
