@@ -86,15 +86,15 @@ MUTATIONS = (
     ),
     # --- block ------------------------------------------------------------------------------------
     m(
-        "speculation/drafting/pools.py",
+        "kernels/drafting.py",
         "tokens[:, 0] = live.tokens",
         "tokens[:, -1] = live.tokens",
         GOLDEN,
     ),
     m(
-        "speculation/drafting/pools.py",
-        "positions=live.positions[:rows].t().reshape(-1),",
-        "positions=live.positions[:rows].reshape(-1),",
+        "kernels/drafting.py",
+        "live.positions[:rows].t().flatten(),",
+        "live.positions[:rows].flatten(),",
         ENGINE,
     ),
     m(
@@ -208,7 +208,19 @@ MUTATIONS = (
         DFLASH + "heads.py",
         "if picker.chained:",
         "if False:",
-        ENGINE,
+        DRAFTER,
+    ),
+    m(
+        "kernels/triton/blocks.py",
+        "there = inside & (within >= tap)",
+        "there = inside & (row >= tap)",
+        "test_triton_drafting.py",
+    ),
+    m(
+        "speculation/drafting/network.py",
+        "return target.head_linear if torch.equal(found, expected) else packed",
+        "return packed",
+        LOADING,
     ),
     # --- the round --------------------------------------------------------------------------------
     m(
