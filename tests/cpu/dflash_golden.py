@@ -100,12 +100,12 @@ class Bench:
 class Rounds:
     """A golden case, round by round."""
 
-    def __init__(self, name: str, backend: Backend) -> None:
+    def __init__(self, name: str, backend: Backend, draft: Path | None = None) -> None:
         folder = GOLDEN / name
         self.case = json.loads((folder / "case.json").read_text())
         self.arrays = load_file(folder / "rounds.safetensors")
         target = load_file(folder / "target.safetensors")
-        self.bench = Bench(folder / "draft", backend, target)
+        self.bench = Bench(draft or folder / "draft", backend, target)
         self.text: list[int] = self.arrays["prompt_ids"].tolist()
         self.done = 0
 

@@ -10,10 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dflash_golden import GOLDEN, Bench, Rounds
-from dflash_reference import FULL, SLIDING, Flags, Reference, random_checkpoint
+from dflash_golden import GOLDEN, SLOT, Bench, Rounds
+from dflash_reference import (
+    FULL,
+    SLIDING,
+    Flags,
+    Reference,
+    random_checkpoint,
+    random_tensors,
+)
 from harness import needs_native, random_weights, tiny_config
 from surefoot.kernels.reference import key_visibility
+from surefoot.sampling.params import SamplingStages
+from surefoot.speculation.proposer import DraftRequest
 from surefoot.speculation.proposers.dflash.checkpoint import open_checkpoint
 from surefoot.speculation.proposers.dflash.heads import (
     ConfidenceHead,
@@ -80,6 +89,23 @@ def test_variants_equal_their_formulas(name: str, backend: str, tmp_path: Path) 
         assert drafts.tokens[0].tolist() == expected
         assert drafts.lengths.tolist() == [flags.drafts] == [bench.proposer.longest]
         near(drafts.confidence[0], torch.tensor(chances))
+
+
+def test_rows_that_say_the_same_draft_other_tokens_under_penalties(tmp_path: Path) -> None:
+    """Each draft counts as text for the ones behind it."""
+    tensors = random_tensors(Flags())
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name].zero_()
+    random_checkpoint(tmp_path, Flags(), tensors)
+    embedding = random_weights(tiny_config())["model.embed_tokens.weight"]
+    bench = Bench(tmp_path, backend_of("torch"), {"model.embed_tokens.weight": embedding})
+    bench.enter([5, 6, 7])
+    bench.catch_up(0, torch.randn(2, 64), 2)
+    assert len(set(bench.propose().tokens[0].tolist())) == 1
+    bench.state.params.frequency[SLOT] = 50.0
+    bench.proposer.expect(DraftRequest(SamplingStages(penalties=True)))
+    assert len(set(bench.propose().tokens[0].tolist())) == 4
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2"])

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eagle3_engines
+from certify_setups import one_thread  # noqa: F401
 from dflash_engines import (
     KINDS,
     by_formulas,
@@ -24,12 +25,14 @@ from dflash_engines import (
 from dflash_reference import random_checkpoint
 from eagle3_engines import target
 from harness import Job, make_engine, needs_native, run_alone, run_jobs
+from structured_harness import structured_engine
 from surefoot.engine.engine import Engine
 from surefoot.kernels.backend import FlatBatch
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.proposer import DraftCost
 from surefoot.speculation.proposers.dflash.proposer import DFlashProposer
+from surefoot.structured import StructuredOutputsParams
 from test_drafter_state import ROUNDS, speculation
 from test_drafter_state import crowd as mixed_crowd
 from test_eagle3_engine import GREEDY, Offers, compare, crowd, some
@@ -88,10 +91,10 @@ def test_skilled_drafters_are_accepted_and_others_do_no_harm(kind: str) -> None:
 
 def test_fewer_drafts_are_the_first_of_the_whole_block() -> None:
     """A block whose rows see each other is never shortened."""
-    engine = engine_of("random", own={"draft_tokens": 2})
+    engine = engine_of("random DFlash 2", own={"draft_tokens": 1})
     offers = Offers(engine)
     run_jobs(engine, crowd(2))
-    assert check("random", offers, drafts=2, every=6) > 4
+    assert check("random DFlash 2", offers, drafts=1, every=4) > 8
 
 
 def test_a_full_prefix_hit_recomputes_nothing() -> None:
@@ -211,6 +214,23 @@ def test_it_drafts_under_the_requests_own_parameters(kind: str, extra: dict[str,
         for found, expected in zip(request.logprobs, alone.logprobs, strict=True):
             assert found.rank == expected.rank
             assert found.logprob == pytest.approx(expected.logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["skilled DSpark", "skilled DFlash 2"])
+def test_a_grammar_beside_it_changes_no_text(kind: str) -> None:
+    """A request that follows a grammar drafts, too; its neighbour stays free."""
+    structure = StructuredOutputsParams(regex="(a|b|c|1|ab){12,20}")
+    params = SamplingParams(temperature=0.8, seed=4, max_tokens=24, structured_outputs=structure)
+    jobs = [Job((5, 6, 7, 8), params), Job((5, 6, 7), replace(GREEDY, max_tokens=20))]
+    engine = structured_engine(
+        target(), proposers=("dflash",), draft_policy="fixed", max_num_seqs=2,
+        proposer_options={"dflash": {"path": folder(kind)}},
+    )  # fmt: skip
+    alone = structured_engine(target(), max_draft_tokens=0)
+    found = run_jobs(engine, jobs)
+    for job, request in zip(jobs, found, strict=True):
+        assert request.output == run_jobs(alone, [job])[0].output
+    assert found[0].stats.verified > 3 < found[1].stats.verified
 
 
 def test_near_the_drafters_context_drafts_end_and_service_goes_on(tmp_path: Path) -> None:

@@ -290,6 +290,26 @@ def test_what_does_not_fit_is_refused_by_name(name: str, decoder: Decoder, tmp_p
     assert caught.value.option == "dflash.path"
 
 
+def test_copies_of_the_targets_embedding_and_head_are_not_kept(
+    decoder: Decoder, tmp_path: Path
+) -> None:
+    """As DeepSeek's files carry them: neither is loaded a second time, nor counted."""
+    embedding = random_weights(decoder.config)["model.embed_tokens.weight"]
+    tensors = random_tensors(DSPARK)
+    bare = random_checkpoint(tmp_path, DSPARK, tensors)
+    plain = DFlashNetwork(open_checkpoint(str(tmp_path)), decoder)
+    both = {**bare, "embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}
+    random_checkpoint(tmp_path, DSPARK, both)
+    network = DFlashNetwork(open_checkpoint(str(tmp_path)), decoder)
+    assert network.table is decoder.table and network.head is decoder.head_linear
+    assert network.weight_bytes == plain.weight_bytes
+    both["lm_head.weight"][47, 31] += 1
+    random_checkpoint(tmp_path, DSPARK, both)
+    network = DFlashNetwork(open_checkpoint(str(tmp_path)), decoder)
+    assert network.head is not decoder.head_linear
+    assert network.weight_bytes == plain.weight_bytes + 48 * 32 * 4
+
+
 def test_heads_of_early_exports_are_found(tmp_path: Path) -> None:
     tensors = random_tensors(DSPARK)
     nested = {

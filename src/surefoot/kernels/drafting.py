@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -70,6 +70,18 @@ class LiveRows:
     tables: torch.Tensor
     """int32 [B, pages]: the request's own blocks as far as they hold settled positions, then the
     slot's scratch blocks."""
+
+
+class BlockRows(NamedTuple):
+    """Where the rows of a block of each of B requests stand, int64 [B * rows] each, request by
+    request; and the spans that they are, int64 [B] each."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    keys: torch.Tensor
+    owners: torch.Tensor
+    first_rows: torch.Tensor
+    counts: torch.Tensor
 
 
 class Drafting(ABC):
@@ -275,6 +287,21 @@ class Drafting(ABC):
             keys=keys,
             positions=(keys - behind).clamp(0, last_position),
             tables=torch.where(beyond < 0, tables, own.to(torch.int32)),
+        )
+
+    def block_rows(self, live: LiveRows, rows: int, filler: int) -> BlockRows:
+        """``rows`` rows a request: the live row, and behind it rows of the token ``filler``. All of
+        them are among ``live.keys``."""
+        each = torch.arange(len(live.tokens), device=live.tokens.device)
+        tokens = torch.full_like(live.keys[:rows].t(), filler)
+        tokens[:, 0] = live.tokens
+        return BlockRows(
+            tokens.flatten(),
+            live.positions[:rows].t().flatten(),
+            live.keys[:rows].t().flatten(),
+            each.repeat_interleave(rows, output_size=len(each) * rows),
+            each * rows,
+            torch.full_like(each, rows),
         )
 
     def likeliest(

@@ -47,7 +47,7 @@ def find(name: str) -> type[Proposer]:
 
 
 def inspect_drafter(path: str, target: ModelConfig | None = None) -> dict[str, Any] | None:
-    """JSON-ready facts about the drafter in a local folder; None if it holds none that is known.
+    """JSON-ready facts about the drafter in a local folder or file; None for what is none.
 
     ``target``: also say whether it fits. Raises SurefootError for a broken one."""
     for name in DRAFTERS:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.drafting import Drafting, EntryWeights, LiveRows, Scratch
-from surefoot.kernels.triton import picks
+from surefoot.kernels.triton import blocks, picks
 from surefoot.kernels.triton.attend import attend, work_of
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.lookup import ngram_lookup
@@ -149,6 +149,8 @@ class TritonDrafting(Drafting):
     ngram_lookup = staticmethod(ngram_lookup)
     likeliest = staticmethod(picks.likeliest)
     draw = staticmethod(picks.draw)
+    block_rows = staticmethod(blocks.block_rows)
+    convolve = staticmethod(blocks.convolve)
 
     def write_keys(
         self,
@@ -196,7 +198,7 @@ class TritonDrafting(Drafting):
     def add_linear(
         self, logits: torch.Tensor, linear: TritonLinear, x: torch.Tensor
     ) -> torch.Tensor:
-        return linear.wide(x.to(self.backend.dtype).contiguous()).add_(logits)
+        return linear.wide(x.to(self.backend.dtype).contiguous(), logits)
 
     def layer_and_head(
         self,

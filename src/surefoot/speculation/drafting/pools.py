@@ -83,18 +83,16 @@ class DrafterPools:
     def block(self, live: LiveRows, rows: int, filler: int) -> FlatBatch:
         """``rows`` rows a request: the live row, and behind it rows of the token ``filler``. Who
         sees what is yet to be said."""
-        count = len(live.tokens)
-        each = self._each[:count]
-        tokens = torch.full((count, rows), filler, dtype=torch.int64, device=each.device)
-        tokens[:, 0] = live.tokens
+        found = self.network.backend.drafting.block_rows(live, rows, filler)
+        row = self._each[: len(live.tokens)]
         return FlatBatch(
-            tokens=tokens.flatten(),
-            positions=live.positions[:rows].t().reshape(-1),
-            key_index=live.keys[:rows].t().reshape(-1),
-            row_slot=each.repeat_interleave(rows, output_size=count * rows),
+            tokens=found.tokens,
+            positions=found.positions,
+            key_index=found.keys,
+            row_slot=found.owners,
             block_tables=live.tables,
             span_start=live.keys[0],
             max_keys=live.tables.shape[1] * self.state.block_size,
             first_key=self.network.first_key,
-            spans=SpanTable(each * rows, torch.full_like(each, rows), each, max_rows=rows),
+            spans=SpanTable(found.first_rows, found.counts, row, max_rows=rows),
         )

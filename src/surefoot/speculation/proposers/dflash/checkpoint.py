@@ -35,6 +35,13 @@ from surefoot.speculation.proposers.dflash.config import (
     Selector,
     Visibility,
 )
+from surefoot.speculation.proposers.dflash.gguf import (
+    is_dflash_gguf,
+    is_gguf,
+    open_gguf,
+    read_gguf_config,
+    read_gguf_tensors,
+)
 from surefoot.speculation.proposers.dflash.layouts import is_dflash, read_config
 
 OPTION = "dflash.path"
@@ -51,9 +58,12 @@ DFlashCheckpoint = DrafterCheckpoint[DFlashConfig]
 
 
 def open_config(path: str) -> tuple[Path, DFlashConfig]:
-    """The folder, or the repository ``org/name`` of the Hugging Face hub, and its config. Raises
-    SurefootError about ``dflash.path``."""
+    """The folder, the GGUF file, or the repository ``org/name`` of the Hugging Face hub, and its
+    config. Raises SurefootError about ``dflash.path``."""
     with errors_about(OPTION):
+        if is_gguf(path):
+            file = Path(path).expanduser()
+            return file, read_gguf_config(open_gguf(file))
         folder = find_folder(path)
         return folder, read_config(folder)
 
@@ -62,9 +72,9 @@ def open_checkpoint(path: str) -> DFlashCheckpoint:
     """As ``open_config``, with the tensors."""
     folder, config = open_config(path)
     with errors_about(OPTION):
-        stored = read_tensors(folder)
+        stored = read_gguf_tensors(open_gguf(folder)) if is_gguf(path) else read_tensors(folder)
         stored = {name.removeprefix("logit_head."): tensor for name, tensor in stored.items()}
-        if (folder / _MASK_FILE).is_file():
+        if not is_gguf(path) and (folder / _MASK_FILE).is_file():
             stored[MASK] = read_tensor_file(folder / _MASK_FILE).flatten()
         layer, draft_vocab = config.layer, config.draft_vocab_size
         optional = vocabulary_shapes(layer.vocab_size, layer.hidden_size, draft_vocab)
@@ -173,10 +183,11 @@ def dummy_config(name: str, target: ModelConfig) -> DFlashConfig:
 
 
 def checkpoint_facts(path: str, target: ModelConfig | None) -> dict[str, Any] | None:
-    """JSON-ready facts about the local folder, and with ``target`` whether it fits; None if it
-    holds no drafter of this family. Raises SurefootError for one that is broken."""
+    """JSON-ready facts about the local folder or file, and with ``target`` whether it fits; None if
+    it holds no drafter of this family. Raises SurefootError for one that is broken."""
     folder = Path(path).expanduser()
-    if not folder.is_dir() or not is_dflash(folder):
+    known = is_dflash_gguf(folder) if is_gguf(path) else folder.is_dir() and is_dflash(folder)
+    if not known:
         return None
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
