@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from surefoot.bench.prompts import BenchPrompt
 from surefoot.cli import certifying, conversation, terminal
 from surefoot.cli.main import app
-from surefoot.cli.options import read_logit_bias, read_proposer_options, read_size
+from surefoot.cli.values import read_logit_bias, read_proposer_options, read_size
 from surefoot.errors import SurefootError
 from tiny_models import tiny_hf_model
 
