@@ -18,7 +18,7 @@ export OMP_WAIT_POLICY ?= passive
 # A Python with a CUDA build of torch, triton and pytest-xdist.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test test-gpu lint format clean FORCE
+.PHONY: demo test test-gpu coverage lint format clean FORCE
 
 demo: $(VENV)/.installed
 	@$(BIN)/surefoot bench --show-drafts --no-json $(DEMO)
@@ -30,6 +30,14 @@ test: lint
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q -n 12 tests/gpu
 
+# The share of the lines that the tests run, of those that need no GPU (pyproject.toml says which).
+# Takes about twice as long as the tests do.
+coverage: $(VENV)/.installed-dev
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -n 2 tests/cpu
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests tools
 	$(BIN)/ruff format --check src tests tools
@@ -40,7 +48,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format src tests tools
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An interpreter or a torch that is asked for by name is compared with what is there.

@@ -62,6 +62,10 @@ class ScriptedCore:
                 ]
                 self._messages.put_nowait(Round(news, Totals()))
 
+    def say(self, message: ToFront) -> None:
+        """Between rounds."""
+        self._messages.put_nowait(message)
+
     def die(self) -> None:
         """As if the process had ended."""
         self._messages.put_nowait(None)

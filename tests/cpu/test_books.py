@@ -21,13 +21,12 @@ from harness import (
 )
 from surefoot.config import EngineConfig
 from surefoot.engine.build import choose_backend
-from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
 from surefoot.kernels.cpu import build
 from surefoot.kernels.rounds import RoundSpans, RoundVerdict
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
-from surefoot.request import SamplingParams
+from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.books import BookKeeping, book_keeping
 from surefoot.speculation.controller import Controller
@@ -221,14 +220,20 @@ def test_rows_go_to_the_likeliest_drafts(name: str) -> None:
 
 
 def random_drafts(dice: Dice, slots: torch.Tensor, tree: bool, width: int) -> Drafts:
-    """Offers of any width and length, some of them with tokens that are none."""
+    """Offers of any width, length and strides, some of them with tokens that are none."""
     shape = len(slots), int(dice.draw(1, width + 3))
     tokens = dice.draw(0, 2, *shape)
     tokens = torch.where(dice.share(*shape) < 0.05, dice.draw(-1, VOCAB + 2, *shape), tokens)
     order = torch.arange(shape[1])
     parents = (dice.share(*shape) * (order + 1.2)).long() - 1
     lengths = dice.draw(0, shape[1] + 2, shape[0])
-    return Drafts(tokens, lengths, dice.share(*shape) * 1.1, parents if tree else None)
+    confidence = dice.share(*shape) * 1.1
+    if int(dice.draw(0, 2)):
+        tokens, confidence, parents = (
+            x.t().contiguous().t() for x in (tokens, confidence, parents)
+        )
+        lengths = lengths.unsqueeze(1).repeat(1, 2)[:, 0]
+    return Drafts(tokens, lengths, confidence, parents if tree else None)
 
 
 def random_verdict(dice: Dice, pair: list[BookKeeping]) -> tuple[torch.Tensor, RoundVerdict]:
@@ -379,14 +384,22 @@ def check_that_sleepers_learn(books: BookKeeping) -> None:
 
 
 @OTHERS
-def test_an_offer_of_another_kind_is_refused(name: str) -> None:
-    books = make_books(name)
-    slots = torch.tensor([0])
+def test_a_proposer_that_was_switched_off_is_not_asked(name: str) -> None:
+    """Whatever the round was sized for."""
+    books = make_books(name, (False, False))
+    slots, asked = torch.tensor([0]), []
     none = torch.zeros_like(slots)
     verdict = RoundVerdict(none.view(1, 1), none, none, none, none, none, slots)
-    tree = Drafts(none.view(1, 1), none, torch.zeros(1, 1), none.view(1, 1) - 1)
-    with pytest.raises(SurefootError, match="'p0' offers a tree"):
-        books.finish(slots, Size(1, 1, 1, SamplingStages(), (0,)), none, verdict, lambda *_: tree)
+    offer = Drafts(none.view(1, 1), none, torch.zeros(1, 1))
+    del books.controller.active[1]
+
+    def propose(index: int, going: torch.Tensor) -> Drafts:
+        asked.append(index)
+        return offer
+
+    books.controller.admit(slots, [SpeculationParams()])
+    books.finish(slots, Size(1, 1, 1, SamplingStages(), (0, 1)), none, verdict, propose)
+    assert asked == [0] and books.controller.allowed[:, 0].tolist() == [True, False]
 
 
 @needs_triton

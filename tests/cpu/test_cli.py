@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -14,9 +15,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from surefoot.cli import conversation, terminal
+from surefoot.bench.prompts import BenchPrompt
+from surefoot.cli import certifying, conversation, terminal
 from surefoot.cli.main import app
-from surefoot.cli.options import read_logit_bias, read_proposer_options, read_size
+from surefoot.cli.values import read_logit_bias, read_proposer_options, read_size
 from surefoot.errors import SurefootError
 from tiny_models import tiny_hf_model
 
@@ -182,6 +184,15 @@ def test_generate_honours_sampling_options(model: Path) -> None:
     assert 7 not in result["outputs"][0]["token_ids"]
 
 
+def test_generate_prints_every_choice(model: Path) -> None:
+    line = ["generate", "the cat", "-m", model, *QUICK, "--max-tokens", "12"]
+    line += ["--temperature", "2", "--seed", "5", "--n", "2"]
+    first, second = json.loads(run(*line, "--json").stdout)["outputs"]
+    assert first["text"] != second["text"]
+    texts = f"--- 1 of 2\n{first['text']}\n--- 2 of 2\n{second['text']}\n"
+    assert run(*line).stdout == texts
+
+
 def test_generate_marks_drafts(model: Path) -> None:
     # A bias makes the model repeat one token, so that drafts are right.
     line = ["generate", "ab ab", "-m", model, *QUICK, "--max-tokens", "20", "--ignore-eos"]
@@ -292,6 +303,46 @@ def test_chat_carries_the_conversation_on(model: Path) -> None:
         talk.set_speculation("magic")
 
 
+class Terminal(io.StringIO):
+    """As standard input; what is typed comes through ``input``."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_conversation_in_a_terminal(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Mistakes and Ctrl-C cost a line, not the conversation, which Ctrl-D ends."""
+    typed: Any = iter(
+        ["/temperature hot", KeyboardInterrupt, "/system Be brief.", "/max-tokens 3", " ",
+         "the cat", "/max-tokens", "/speculation off", "/drafts", EOFError]
+    )  # fmt: skip
+    asked: list[Any] = []
+    ask = conversation.Conversation.ask
+
+    def type_in(prompt: str) -> str:
+        item = next(typed)
+        if isinstance(item, str):
+            return item
+        raise item
+
+    def watched(talk: conversation.Conversation, line: str, interruptible: bool) -> None:
+        ask(talk, line, interruptible=interruptible)
+        asked.append((line, talk.system, interruptible))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr("builtins.input", type_in)
+    monkeypatch.setattr(conversation.Conversation, "ask", watched)
+    app(["chat", "-m", str(model), *QUICK, "--stats"], standalone_mode=False)
+    shown = capsys.readouterr()
+    assert asked == [("the cat", "Be brief.", True)] and not list(typed)
+    assert "error: /temperature: " in shown.err
+    for part in ("Type a question", "(/exit or Ctrl-D leaves)", "3 tokens in", " (stopped)"):
+        assert part in shown.out
+
+
 def test_ctrl_c_stops_an_answer_only(model: Path) -> None:
     llm = terminal.load({"model": str(model), "backend": "torch", "dtype": "float32"})
     talk = conversation.Conversation(llm, {"temperature": 0.0, "ignore_eos": True})
@@ -346,3 +397,17 @@ def no_leftover_colour(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
     yield
+
+
+def test_a_certificate_runs_the_prompts_that_it_is_given(model: Path) -> None:
+    options = {"model": str(model), "backend": "torch", "dtype": "float32"}
+    llm = terminal.load(options)
+    talk = ({"role": "user", "content": "the dog"},)
+    chosen = [BenchPrompt("a", "all", text="the cat"), BenchPrompt("b", "all", messages=talk)]
+    subject = certifying._subject(llm, options, chosen)
+    text, rendered, *patterns = subject.prompts
+    assert text == tuple(llm.tokenizer.encode("the cat", add_special_tokens=True))
+    assert rendered == tuple(llm.render_chat(talk)) and patterns
+    long = BenchPrompt("c", "all", text="the cat sat " * 400)
+    with pytest.raises(SurefootError, match=r"c has \d+ tokens; use 1 to 256"):
+        certifying._subject(llm, options, [long])

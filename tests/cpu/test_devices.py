@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -48,3 +49,17 @@ def test_devices_that_are_not_there(name: str, chosen: list[int]) -> None:
 def test_a_gpu_runs_more_at_once(given: dict[str, Any], seqs: int, tokens: int) -> None:
     config = EngineConfig.from_dict(given)
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (seqs, tokens)
+
+
+@pytest.mark.parametrize("option", ["backend", "weights"])
+def test_native_kernels_are_refused_on_a_gpu(option: str, chosen: list[int]) -> None:
+    config = SimpleNamespace(device="cuda", backend="auto", weights="auto")
+    setattr(config, option, "native")
+    with pytest.raises(SurefootError, match=f"{option}: native kernels run on a CPU only"):
+        choose_backend(cast(EngineConfig, config))
+    assert chosen == []
+
+
+def test_a_gpu_s_kernels_need_a_gpu() -> None:
+    with pytest.raises(SurefootError, match="backend: triton needs an NVIDIA GPU"):
+        choose_backend(EngineConfig(device="cpu", backend="triton"))

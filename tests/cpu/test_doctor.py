@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from surefoot import cache
 from surefoot.bench import hardware
-from surefoot.cli import doctor
-from surefoot.cli.doctor import Finding
+from surefoot.cli import checks, doctor
+from surefoot.cli.checks import Finding
 from surefoot.cli.main import app
 from surefoot.kernels.cpu import build
 from surefoot.models.loading import embedded
@@ -145,7 +145,7 @@ def test_cache_that_is_a_file(root: Path) -> None:
 
 def test_full_disk(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "free")
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage(50))
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage(50))
     code, found = run()
     assert (
         code == 0 and found["cache"].status == "warn" and "50 bytes free" in found["cache"].detail
@@ -167,7 +167,7 @@ def test_model_that_is_not_here(tiny: Path, root: Path, monkeypatch: pytest.Monk
     code, found = run()
     assert code == 0 and found["model"].status == "warn"
     assert "models fetch smollm2-135m" in found["model"].fix
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
     code, found = run()
     assert code == 1 and found["model"].status == "fail" and "ensurepip" in found["model"].fix
     (root / "wheels").mkdir()
@@ -256,12 +256,12 @@ def test_gpu_without_triton(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(hardware, "describe_gpu", lambda device: facts)
-    monkeypatch.setattr(doctor, "_try_triton", fail)
+    monkeypatch.setattr(checks, "_try_triton", fail)
     code, found = run()
     assert code == 0 and found["GPU"].status == "warn"
     assert "RuntimeError: Failed to find C compiler" in found["GPU"].detail
     assert "apt-get install gcc" in found["GPU"].fix
-    monkeypatch.setattr(doctor, "_try_triton", lambda: 1.0)
+    monkeypatch.setattr(checks, "_try_triton", lambda: 1.0)
     found = run()[1]["GPU"]
     assert found.status == "ok" and "2 × H100, 80.0 GiB" in found.detail
 

@@ -19,6 +19,7 @@ from surefoot.engine.cuda_graphs import RecordedRounds
 from surefoot.engine.engine import Engine
 from surefoot.engine.landing import Landing
 from surefoot.request import Request, SamplingParams
+from surefoot.speculation.decisions import Decision, Situation
 
 DRAFTER = "eagle3"
 APART = 300
@@ -219,3 +220,72 @@ def test_broken_off_twice(engines: dict[str, Engine]) -> None:
         engine.step()
         engine.check_integrity()
     assert [outcome(request) for request in requests] == plain()
+
+
+def watch_proposers(engine: Engine) -> set[tuple[int, ...]]:
+    """Who may propose in the rounds from now on."""
+    found, decide = set(), engine.planner.decide
+
+    def watched(situation: Situation) -> Decision:
+        found.add(situation.proposers)
+        return decide(situation)
+
+    engine.planner.decide = watched  # type: ignore[method-assign]
+    return found
+
+
+@needs_native
+@pytest.mark.parametrize("method", ["admit", "catch_up", "propose"])
+def test_without_a_drafter_that_failed_texts_go_on(method: str) -> None:
+    """It is called no more, and the other proposer drafts on."""
+    engine = engine_of(True)
+    drafter = engine.proposers[1]
+    inner, calls = getattr(drafter, method), 0
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise ZeroDivisionError
+        return inner(*args)
+
+    requests = requests_of(engine)
+    for request in requests:
+        engine.add(request)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter, method, failing)
+        with pytest.raises(ZeroDivisionError):
+            while engine.has_work:
+                engine.step()
+        assert engine.switch_off_failed() == [DRAFTER] and engine.switch_off_failed() == []
+        found = watch_proposers(engine)
+        going = [request for request in requests if not request.finished]
+        verified = sum(request.stats.verified for request in requests)
+        while engine.has_work:
+            engine.step()
+            engine.check_integrity()
+    assert calls == 4 and found == {(0,)}
+    assert [outcome(request) for request in requests] == plain()
+    assert sum(request.stats.verified for request in requests) > verified
+    assert len(going) > 1 and not any(request.drafters for request in going)
+    assert not engine.make_request("new", JOBS[0].prompt, JOBS[0].params).drafters
+
+
+@needs_native
+def test_a_drafter_is_switched_off_beside_rounds_in_flight() -> None:
+    engine = engine_of(True)
+    requests = requests_of(engine)
+    for request in requests[:2]:
+        engine.add(request)
+    while not (engine.loop.flights and all(request.output for request in requests[:2])):
+        engine.step()
+    engine.proposers[1].has_raised = True
+    assert engine.switch_off_failed() == [DRAFTER]
+    engine.check_integrity()
+    found = watch_proposers(engine)
+    for request in requests[2:]:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    assert [outcome(request) for request in requests] == plain() and found == {(0,)}

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surefoot.config import EngineConfig
-from surefoot.engine.engine import model_length
+from surefoot.engine.pool_size import model_length
 from surefoot.errors import SurefootError
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import check_tensors

@@ -20,6 +20,7 @@ NAMES = [path.relative_to(SOURCES).as_posix() for path in FILES]
 FLOORS = [
     {"errors"},
     {"cache", "structured"},
+    {"params"},
     {"config", "request"},
     {"kernels"},
     {"models"},

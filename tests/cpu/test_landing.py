@@ -43,7 +43,7 @@ def running(count: int, caching: bool, finished: set[int]) -> tuple[KVManager, l
 
 
 def read(rows: torch.Tensor, scores: Any, requests: list[Request], kv: KVManager) -> Landing:
-    batch = Batch(group(requests, kv, ("a", "b"), 2), (), 0)
+    batch = Batch(group(requests, kv, {0: "a", 1: "b"}, 2), (), 0)
     report = Report(rows, scores, [], lambda: None, lambda: None)
     return read_report(report, batch, kv, ("a", "b"), COLUMNS, 2)
 
@@ -127,7 +127,7 @@ def test_prompts_leave_room_for_drafts(
     drafts, most = data.draw(st.integers(0, 12)), data.draw(st.integers(1, 90))
     ending = len(chunks) - (not whole) if chunks else 0
     kv, requests = running(len(chunks) + decoding, False, set())
-    batch = Batch(group(requests, kv, (), 0), tuple(chunks), ending)
+    batch = Batch(group(requests, kv, {}, 0), tuple(chunks), ending)
     shorter = batch.beside(drafts, most)
     assert shorter.group is batch.group and shorter.chunks[:-1] == batch.chunks[:-1]
     put_off = batch.rows - shorter.rows

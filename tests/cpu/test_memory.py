@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from harness import Job, make_engine, run_jobs, tiny_decoder
 from surefoot.config import EngineConfig
-from surefoot.engine.memory import OTHER, MemoryPlan, divide
+from surefoot.engine.memory import OTHER, Allocations, MemoryPlan, divide, plan_memory
 from surefoot.errors import SurefootError
+from surefoot.kernels.backend import FlatBatch
 from surefoot.request import SamplingParams
 from surefoot.speculation.proposer import Needs
 
@@ -87,3 +90,49 @@ def test_requests_that_never_fit_the_pool_are_refused_and_others_run(ahead: bool
     assert caught.value.option == "prompt"
     jobs = [Job(prompt, params(10)), Job(prompt[:4], params(16))]
     assert [len(request.output) for request in run_jobs(engine, jobs)] == [10, 16]
+
+
+def test_the_largest_round_is_run_before_memory_is_shared_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a made-up GPU that others hold 10 of 80 GiB of."""
+    decoder, rows = tiny_decoder(), []
+    forward, logits = decoder.forward, decoder.logits
+    held = SimpleNamespace(now=9 * GIB, peak=0)
+
+    def watched(batch: FlatBatch, kv: Any, layers: Any) -> Any:
+        rows.append((len(batch.tokens), len(kv), layers))
+        held.peak = held.now + 3 * GIB
+        return forward(batch, kv, layers)
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return logits(hidden)
+
+    monkeypatch.setattr(decoder, "forward", watched)
+    monkeypatch.setattr(decoder, "logits", counted)
+    for name, value in {
+        "synchronize": None,
+        "empty_cache": None,
+        "reset_peak_memory_stats": None,
+        "mem_get_info": (61 * GIB, 80 * GIB),
+        "memory_reserved": 9 * GIB,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: held.now)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: held.peak)
+    taken = Allocations(torch.device("cuda"))
+    for part, size in TAKEN.items():
+        held.now = sum(taken.parts.values()) + size
+        taken.enter(part)
+    assert taken.parts == TAKEN and taken.reserved() == 9 * GIB
+    config = EngineConfig(device="cuda", max_num_seqs=4, max_num_batched_tokens=32)
+    needs = [Needs(longest_draft=3, captured_layers=(1,)), Needs(longest_draft=3)]
+    found = plan_memory(decoder, config, 3, taken, needs)
+    # Every request verifies 3 drafts beside the prompts, and all those rows are sampled.
+    assert rows == [(32 + 4 * 3, decoder.config.layers, [1]), 4 * 4]
+    assert found.rounds == 3 * GIB and found.kv == plan_of(3 * GIB, ours=70 * GIB).kv
+
+
+def plan_of(rounds: int, ours: int) -> MemoryPlan:
+    return divide(80 * GIB, ours, EngineConfig(device="cuda"), TAKEN, [], rounds)

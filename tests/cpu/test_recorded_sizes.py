@@ -35,11 +35,13 @@ CHAIN = {"path": folder("skilled"), "draft_tokens": 3, "top_k": 1}
 TREE = {"path": folder("skilled"), "draft_tokens": 7, "top_k": 3, "depth": 3}
 
 
-def padded_engine(proposers: tuple[str, ...], own: dict[str, Any], policy: str) -> Engine:
+def padded_engine(
+    proposers: tuple[str, ...], own: dict[str, Any], policy: str, max_num_seqs: int = 20
+) -> Engine:
     options: dict[str, Any] = {"proposers": proposers, "draft_policy": policy}
     if "eagle3" in proposers:
         options["proposer_options"] = {"eagle3": own}
-    return make_engine(target(), True, max_num_seqs=20, kv_blocks=400, **options)
+    return make_engine(target(), True, max_num_seqs=max_num_seqs, kv_blocks=400, **options)
 
 
 def recorded_sizes(rounds: RecordedRounds) -> set[Size]:

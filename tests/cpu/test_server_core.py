@@ -28,10 +28,12 @@ from surefoot.server.messages import (
     Round,
     Start,
     Stop,
+    SwitchedOff,
     decode_to_core,
     decode_to_front,
     encode,
 )
+from surefoot.speculation.proposers.ngram import NgramProposer
 from surefoot.structured import StructuredOutputsParams
 
 PROMPT = [5, 6, 7, 8] * 3
@@ -147,6 +149,47 @@ def test_the_front_hears_that_an_abort_left_nothing_running() -> None:
     resting = link.sent[-1]
     assert isinstance(resting, Round) and not resting.news
     assert not resting.totals.running and not resting.totals.used_blocks
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("method", ["admit", "catch_up", "expect", "propose"])
+def test_a_proposer_that_fails_is_switched_off_and_the_texts_go_on(
+    monkeypatch: pytest.MonkeyPatch, method: str, ahead: bool
+) -> None:
+    inner, calls = getattr(NgramProposer, method), 0
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise KeyError("first\nsecond")
+        return inner(*args)
+
+    monkeypatch.setattr(NgramProposer, method, failing)
+    engine = make_engine(tiny_decoder(), ahead, draft_policy="fixed")
+    first = [add("a", prompt_logprobs=1), add("b", "c", seed=4), add("d", speculation="ngram")]
+    link: Any = WrittenLink({0: first, 9: [add("e", speculation="ngram"), add("f")]})
+    Core(engine, link).run()
+    for name in "adf":
+        assert link.tokens(name) == alone(), name
+    assert link.tokens("b") == alone(seed=4) and len(link.tokens("c")) == 20
+    scores = [n.prompt_logprobs for r in link.rounds for n in r.news if n.prompt_logprobs]
+    assert [len(each) for each in scores] == [len(PROMPT) - 1]
+    [off] = [m for m in link.sent if isinstance(m, SwitchedOff)]
+    told = "propose" if method == "expect" else method
+    assert off.proposers == ["ngram"] and calls == 3
+    assert off.error == f"KeyError: 'first\\nsecond'; raised by proposer 'ngram' in {told}()"
+    [refused] = [m for m in link.sent if isinstance(m, Refused)]
+    assert refused.ids == ["e"] and "failed, and was switched off" in refused.problem
+    assert refused.fix == "use one of auto, off"
+
+
+def test_what_no_proposer_raises_ends_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(tiny_decoder(), draft_policy="fixed")
+    monkeypatch.setattr(engine.loop, "land", lambda: {}["landed"])
+    link: Any = WrittenLink({0: [add("a")]})
+    with pytest.raises(KeyError, match="landed"):
+        Core(engine, link).run()
 
 
 class SlowGrammars:

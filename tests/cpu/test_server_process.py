@@ -30,6 +30,7 @@ from server_harness import (
 )
 from surefoot.cli.main import app
 from surefoot.config import EngineConfig
+from surefoot.errors import SurefootError
 from surefoot.server.serve import ServerConfig
 
 LONG: dict[str, Any] = {"prompt": [5, 6, 7, 8] * 4, "max_tokens": 200, "ignore_eos": True}
@@ -271,6 +272,27 @@ def test_options_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
         shutdown_timeout=7,
         access_log=True,
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "option"),
+    [
+        ({"port": 1 << 16}, "port"),
+        ({"port": -1}, "port"),
+        ({"max_queue": -1}, "max_queue"),
+        ({"max_body_bytes": 0}, "max_body_bytes"),
+        ({"request_timeout": 0.0}, "request_timeout"),
+        ({"shutdown_timeout": -0.1}, "shutdown_timeout"),
+        ({"shutdown_timeout": float("nan")}, "shutdown_timeout"),
+        ({"api_key": ""}, "api_key"),
+        ({"api_key": "k\u00e9y"}, "api_key"),
+        ({"api_key": "a\nb"}, "api_key"),
+    ],
+)
+def test_settings_that_no_server_can_have(given: dict[str, Any], option: str) -> None:
+    with pytest.raises(SurefootError) as caught:
+        ServerConfig(**given)
+    assert caught.value.option == option
 
 
 def test_mistakes_at_the_start_are_one_line(model: Path) -> None:

@@ -19,6 +19,7 @@ from server_harness import sse, wait_for_async, write_emoji_tokenizer
 from server_scripted import END, Groups, ScriptedCore, ask, scripted_front
 from surefoot.models.loading.hf_tokenizer import read_hf_tokenizer
 from surefoot.models.loading.tokenizer import Tokenizer
+from surefoot.server.messages import SwitchedOff
 from tiny_models import write_tokenizer
 
 
@@ -390,3 +391,25 @@ def test_a_dead_core_and_a_full_queue_say_when_to_come_back(tokenizer: Tokenizer
                     assert answer.json()["error"]["code"] == "engine_died"
 
     asyncio.run(run())
+
+
+def test_a_proposer_that_was_switched_off_is_told_of(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def use(client: httpx.AsyncClient, core: ScriptedCore) -> list[Any]:
+        pages = []
+        for _ in range(2):
+            answer = await client.post("/v1/completions", json={"prompt": [3], "max_tokens": 2})
+            assert answer.status_code == (await client.get("/health")).status_code == 200
+            card = (await client.get("/v1/models/scripted")).json()
+            pages.append((card["speculation"]["methods"], (await client.get("/metrics")).text))
+            core.say(SwitchedOff(["ngram"], "KeyError: 'x'"))
+        return pages
+
+    pages = ask(tokenizer, [[5], [6]], use)
+    series = 'surefoot_proposer_active{model_name="scripted",proposer="ngram"}'
+    for (methods, page), active in zip(pages, (1, 0), strict=True):
+        assert methods == ["auto", "off", "ngram"][: 2 + active]
+        assert f"{series} {active}.0\n" in page
+    [line] = [record.getMessage() for record in caplog.records if "ngram" in record.getMessage()]
+    assert line == "proposer ngram is switched off, as it failed: KeyError: 'x'"

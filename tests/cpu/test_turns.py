@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from surefoot import LLM, SamplingParams, SurefootError
 from surefoot.engine.output import StreamChunk
-from surefoot.speculation.proposer import Proposer
+from surefoot.speculation.proposer import Drafts, Proposer
 from tiny_models import tiny_hf_model
 
 PROMPTS = ["the cat sat on the mat and the cat", "dog ate the hat", "the hat sat on the dog"]
@@ -222,6 +224,55 @@ def test_what_a_proposer_raises_while_it_catches_up_names_it(
     with pytest.raises(ZeroDivisionError) as caught:
         llm.generate(PROMPTS[1], params(1))
     assert caught.value.__notes__ == ["raised by proposer 'careless' in catch_up()"]
+
+
+def spoilt(**parts: Callable[[torch.Tensor], Any]) -> Callable[[Drafts], Any]:
+    """An offer with other parts, each made of its tokens."""
+    return lambda drafts: replace(drafts, **{k: make(drafts.tokens) for k, make in parts.items()})
+
+
+WIDE = {
+    "tokens": lambda x: x[:, :1].repeat(1, 64),
+    "confidence": lambda x: torch.zeros(len(x), 64),
+}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (lambda drafts: None, "NoneType instead of Drafts"),
+        (lambda drafts: tuple(vars(drafts).values()), "tuple instead of Drafts"),
+        (spoilt(tokens=torch.Tensor.tolist), "tokens that are list, not a tensor"),
+        (spoilt(tokens=torch.Tensor.int), r"tokens int32 \[1, 8\] on cpu, not int64 \[1, 8\]"),
+        (spoilt(tokens=lambda x: x[0]), r"tokens int64 \[8\] on cpu, not int64 \[1, K\] on cpu"),
+        (
+            spoilt(tokens=lambda x: x.repeat(2, 1)),
+            r"tokens int64 \[2, 8\] on cpu, not .* \[1, 8",
+        ),
+        (spoilt(tokens=lambda x: x.to("meta")), "tokens .* on meta, not .* on cpu"),
+        (spoilt(tokens=lambda x: x[:, :5]), r"confidence float32 \[1, 8\] on cpu, not .* \[1, 5\]"),
+        (spoilt(lengths=lambda x: x[:, 0].float()), "lengths float32"),
+        (
+            spoilt(lengths=lambda x: x[:, :1]),
+            r"lengths int64 \[1, 1\] on cpu, not int64 \[1\]",
+        ),
+        (spoilt(confidence=torch.Tensor.double), "confidence float64 .* not float32"),
+        (spoilt(parents=lambda x: x[:, :3]), r"parents int64 \[1, 3\] on cpu, not int64 \[1, 8\]"),
+        (spoilt(parents=torch.zeros_like), "a tree, and its needs"),
+        (spoilt(**WIDE), "64 drafts at once, more than 63"),
+    ],
+)
+def test_an_offer_that_kernels_would_misread_is_refused_by_name(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Drafts], Any], problem: str
+) -> None:
+    [proposer] = llm.engine.proposers
+    propose = proposer.propose
+    with monkeypatch.context() as patch:
+        patch.setattr(proposer, "propose", lambda slots: spoil(propose(slots)))
+        with pytest.raises(SurefootError, match=f"'ngram' offers {problem}") as caught:
+            llm.generate(PROMPTS[1], params(1))
+        assert caught.value.__notes__ == ["raised by proposer 'ngram' in propose()"]
+    llm.engine.check_integrity()
 
 
 def test_a_proposer_that_calls_its_engine_is_refused(

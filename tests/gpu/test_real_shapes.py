@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from surefoot.bench.kernels_cuda import BLOCK, QWEN3_4B, make_batch
+from surefoot.bench.cuda_shapes import BLOCK, QWEN3_4B, make_batch
 from surefoot.kernels import reference as ops
 from surefoot.kernels.attention import torch_paged
 from surefoot.kernels.backend import AttentionShape, FlatBatch, RopeTable

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from surefoot.bench.kernels_cuda import BLOCK, QWEN3_4B, make_batch, seconds
+from surefoot.bench.cuda_shapes import BLOCK, QWEN3_4B, make_batch, seconds
 from surefoot.kernels.triton.matmul_plan import MatmulPlan
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surefoot.cli.bench_kinds import SWEEP, TRAFFIC, choose_kind, read_count
+from surefoot.cli.bench_report import INTRODUCTION, print_report, print_texts
 from surefoot.cli.options import engine_options, option, speculation_option
 from surefoot.cli.sweep import run_sweep
 from surefoot.cli.terminal import DraftPainter, load, progress_bars
@@ -26,13 +27,6 @@ if TYPE_CHECKING:
     from surefoot.bench.prompts import BenchPrompt
     from surefoot.bench.report import Summary
     from surefoot.engine.llm import LLM
-
-INTRODUCTION = """\
-Speculation: something cheap guesses the next few tokens, and the model checks all guesses in one
-go. Only what it would have written anyway is kept, so the text is exactly the model's own. Each
-prompt now runs without speculation and with it, in turn, several times; these are the texts of the
-first time, confirmed guesses marked, and the speeds follow."""
-
 
 SHORT = 96
 """Tokens of an answer: short ones make many pairs of runs, which tell more than few long ones."""
@@ -231,51 +225,3 @@ def _run(
 
         results = measure(llm, prompts, settings, show, count)
     return results, summaries(results), watch.stop()
-
-
-def print_texts(measured: Measured, painter: DraftPainter) -> None:
-    """The texts of a batch's first speculative run, and how its drafts fared."""
-    from surefoot.bench.report import summarise
-
-    run = measured.pairs[0].speculative
-    for prompt, pieces in zip(measured.prompts, run.pieces, strict=True):
-        words = " ".join(prompt.last_words.split())
-        print(f"\n── {prompt.name}: {words[:70]}{'…' if len(words) > 70 else ''}\n")
-        for text, source in pieces:
-            painter.write(text, source)
-        painter.close()
-        print()
-    line = summarise([measured])
-    same = "the same text" if line.identical else "a DIFFERENT text"
-    drafts = f"{line.accepted} of {line.verified} drafts verified were right"
-    print(
-        f"\n   {same} as without speculation; {drafts if line.verified else 'no drafts verified'}",
-        flush=True,
-    )
-
-
-def print_report(lines: list[Summary], workload: str, busyness: MachineLoad) -> None:
-    """The table, and what it says in words."""
-    from rich.console import Console
-
-    from surefoot.bench.table import build_table, speed_sentence
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 120
-    print()
-    console.print(build_table(lines))
-    overall = lines[-1]
-    same = "and every text is identical." if overall.identical else "but TEXTS DIFFER:"
-    for sentence in (
-        "",
-        "spec.: with speculation; tokens/round: what one pass of the model gave on average.",
-        workload,
-        *([busyness.note()] if busyness.busy else []),
-        f"With speculation: {speed_sentence(overall)}, {same}",
-        *(
-            f"  {item.prompt}, {item.way} run {item.repeat + 1}: from token {item.position} on"
-            for item in overall.differences
-        ),
-    ):
-        console.print(sentence, markup=False)

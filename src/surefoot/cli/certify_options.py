@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from surefoot.cli.drafters import with_drafters
-from surefoot.cli.options import read_proposer_options
+from surefoot.cli.values import read_proposer_options
 from surefoot.config import DEFAULT_MODEL, EngineConfig
 
 

@@ -16,9 +16,9 @@ from surefoot.cli.options import (
     refuse_idle_speculation,
     sampling_options,
     speculation_option,
-    structure_options,
     with_temperature,
 )
+from surefoot.cli.structure_options import structure_options
 from surefoot.cli.terminal import DraftPainter, load, printable, progress_bars
 from surefoot.cli.verb import verb
 from surefoot.errors import SurefootError

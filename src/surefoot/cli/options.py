@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from surefoot.cli.drafters import with_drafters
+from surefoot.cli.values import read_logit_bias, read_proposer_options, read_size
 from surefoot.config import DEFAULT_MODEL, EngineConfig
 from surefoot.errors import SurefootError
 from surefoot.request import SamplingParams
-from surefoot.structured import StructuredOutputsParams
-
-_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def option(*names: str, panel: str, **settings: Any) -> Any:
@@ -30,10 +25,6 @@ def _engine(*names: str, **settings: Any) -> Any:
 
 def _sampling(*names: str, **settings: Any) -> Any:
     return option(*names, panel="Sampling", **settings)
-
-
-def _structure(*names: str, **settings: Any) -> Any:
-    return option(*names, panel="Structured output", **settings)
 
 
 @with_drafters
@@ -216,46 +207,6 @@ def generation_config_option(
     return generation_config
 
 
-def structure_options(
-    json_schema: Annotated[
-        Path | None,
-        _structure(metavar="FILE", help="The text is JSON that fits the schema in this file."),
-    ] = None,
-    regex: Annotated[
-        str | None, _structure(help="The text as a whole matches this regular expression.")
-    ] = None,
-    choice: Annotated[
-        list[str] | None, _structure(metavar="TEXT", help="The text is one of these (repeatable).")
-    ] = None,
-    grammar: Annotated[
-        Path | None, _structure(metavar="FILE", help="The text fits this grammar (Lark or GBNF).")
-    ] = None,
-) -> StructuredOutputsParams | None:
-    """What the text has to fit."""
-    given: list[tuple[str, str, Any]] = []
-    if json_schema is not None:
-        given.append(("json_schema", "json", _read("json_schema", json_schema)))
-    if regex is not None:
-        given.append(("regex", "regex", regex))
-    if choice:
-        given.append(("choice", "choice", choice))
-    if grammar is not None:
-        given.append(("grammar", "grammar", _read("grammar", grammar)))
-    if len(given) > 1:
-        raise SurefootError(given[1][0], f"does not go with {given[0][0]}", "drop one of them")
-    if not given:
-        return None
-    [(_, kind, value)] = given
-    return StructuredOutputsParams(**{kind: value})
-
-
-def _read(option: str, path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SurefootError(option, f"cannot be read: {error}") from None
-
-
 def speculation_option(
     speculation: Annotated[
         str,
@@ -274,50 +225,3 @@ def refuse_idle_speculation(speculation: str, engine: dict[str, Any]) -> None:
     for name in ("proposers", "proposer_options", "draft_policy", "max_draft_tokens"):
         if speculation == "off" and name in engine:
             raise SurefootError(name, "does nothing with --speculation off", "drop one of them")
-
-
-def read_size(text: str, option: str = "kv_cache_memory") -> int:
-    """``1048576``, ``512MiB`` or ``1.5 GiB`` in bytes. ``option`` is named in errors."""
-    number = text.rstrip("KMGiBkmgb ")
-    unit = text[len(number) :].strip().upper()
-    try:
-        size = float(number) * _UNITS[unit]
-    except (KeyError, ValueError):
-        raise SurefootError(
-            option, f"{text!r} is no size", "use bytes, or a number with MiB or GiB"
-        ) from None
-    if not 1 <= size < 1 << 63:
-        raise SurefootError(option, f"{text!r} is out of range")
-    return int(size)
-
-
-def read_proposer_options(items: list[str]) -> dict[str, dict[str, Any]]:
-    """``["name.option=4"]`` as ``{"name": {"option": 4}}``; values are JSON, or else text."""
-    options: dict[str, dict[str, Any]] = {}
-    for item in items:
-        key, equals, value = item.partition("=")
-        name, dot, option = key.partition(".")
-        if not (equals and dot and name and option):
-            raise SurefootError("proposer_options", f"{item!r} is not NAME.OPTION=VALUE")
-        if option in options.setdefault(name, {}):
-            raise SurefootError("proposer_options", f"{key} is given twice")
-        try:
-            options[name][option] = json.loads(value)
-        except ValueError:
-            options[name][option] = value
-    return options
-
-
-def read_logit_bias(items: list[str]) -> dict[int, float]:
-    """``["42=-1.5"]`` as ``{42: -1.5}``."""
-    bias: dict[int, float] = {}
-    for item in items:
-        token, _, value = item.partition("=")
-        try:
-            key, number = int(token), float(value)
-        except ValueError:
-            raise SurefootError("logit_bias", f"{item!r} is not ID=BIAS") from None
-        if key in bias:
-            raise SurefootError("logit_bias", f"token id {key} is given twice")
-        bias[key] = number
-    return bias

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from surefoot.cli.options import engine_options, generation_config_option, option, read_size
+from surefoot.cli.options import engine_options, generation_config_option, option
 from surefoot.cli.terminal import progress_bars
+from surefoot.cli.values import read_size
 from surefoot.cli.verb import verb
 from surefoot.config import EngineConfig
 from surefoot.errors import SurefootError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from surefoot.errors import SurefootError
 from surefoot.request import SamplingParams, SpeculationParams
@@ -42,14 +42,20 @@ def check_texts(
 
 
 def check_speculation(
-    speculation: SpeculationParams, loaded: Sequence[str], max_draft_tokens: int
+    speculation: SpeculationParams,
+    loaded: Collection[str],
+    active: Collection[str],
+    max_draft_tokens: int,
 ) -> None:
-    """Refuse a method that is not among the ``loaded``, and more drafts than there may be."""
-    known = (*RESERVED, *loaded)
+    """Refuse a method that is not among the ``active`` of the ``loaded``, and more drafts than
+    there may be."""
+    known = (*RESERVED, *active)
     if speculation.method not in known:
+        failed = speculation.method in loaded
+        problem = "failed, and was switched off" if failed else "is not loaded"
         raise SurefootError(
             "speculation.method",
-            f"{speculation.method!r} is not loaded",
+            f"{speculation.method!r} {problem}",
             f"use one of {', '.join(known)}",
         )
     if (speculation.max_draft_tokens or 0) > max_draft_tokens:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,9 +41,9 @@ def slots_of(requests: Sequence[Request]) -> np.ndarray:
 
 
 def group(
-    requests: Sequence[Request], kv: KVManager, names: Sequence[str], max_drafts: int
+    requests: Sequence[Request], kv: KVManager, names: Mapping[int, str], max_drafts: int
 ) -> Group:
-    """``names``: of the loaded proposers; ``max_drafts``: the engine's limit."""
+    """``names``: of the proposers that may offer, by index; ``max_drafts``: the engine's limit."""
     # Requests that come together often share these.
     params = {id(request.params): request.params for request in requests}.values()
     choices = {id(request.speculation): request.speculation for request in requests}.values()
@@ -57,7 +57,9 @@ def group(
         leases=tuple(kv.leases[request.request_id] for request in requests),
         slots=slots_of(requests),
         kind=SamplingStages.of(params),
-        proposers=tuple(i for i, name in enumerate(names) if any(c.allows(name) for c in choices)),
+        proposers=tuple(
+            index for index, name in names.items() if any(c.allows(name) for c in choices)
+        ),
         draft_limit=max(limits, default=0),
         logprobs=width_for(max(scored)) if scored else None,
         scored=tuple(

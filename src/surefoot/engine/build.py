@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 
 from surefoot.config import EngineConfig
-from surefoot.engine.engine import Engine, model_length
+from surefoot.engine.engine import Engine
+from surefoot.engine.pool_size import model_length
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
 from surefoot.kernels.cpu.processor import processor_lines

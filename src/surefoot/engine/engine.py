@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,7 +10,8 @@ from typing import Any
 from surefoot.config import EngineConfig
 from surefoot.engine.admission import check_speculation, check_texts
 from surefoot.engine.loop import Loop
-from surefoot.engine.memory import Allocations, MemoryPlan, plan_memory
+from surefoot.engine.memory import Allocations
+from surefoot.engine.pool_size import model_length, size_pool
 from surefoot.engine.recording import count_recorded, prepare_rounds
 from surefoot.engine.scheduler import Scheduler
 from surefoot.engine.stats import EngineStats, Progress
@@ -20,7 +20,6 @@ from surefoot.engine.whole import Restored, whole
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
 from surefoot.kv.transaction import KVManager
-from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
 from surefoot.request import (
     MAX_SEED,
@@ -37,30 +36,7 @@ from surefoot.speculation.round import Round
 from surefoot.speculation.state import SlotState
 from surefoot.structured import TextGrammar
 
-DEFAULT_KV_BYTES = 1 << 30
 _END_REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH}
-_ROPE_BYTES = 12
-"""Per position and element of a head: cos and sin of half of them in float32, and what making them
-takes."""
-
-
-def model_length(config: EngineConfig, model: ModelConfig) -> int:
-    """Longest text an engine takes, prompt and output together; refused beyond the context, and
-    where the rotary tables of so many positions would not fit in half of the host's memory."""
-    length = config.max_model_len or model.max_positions
-    if length > model.max_positions:
-        raise SurefootError(
-            "max_model_len", f"{length} is beyond the model's context of {model.max_positions}"
-        )
-    per_position = _ROPE_BYTES * model.head_dim
-    fitting = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // per_position
-    if length > fitting:
-        raise SurefootError(
-            "max_model_len",
-            f"rotary tables of {length} positions take {length * per_position / 1e9:.0f} GB here",
-            f"set it to {fitting} or less",
-        )
-    return length
 
 
 class Engine(Restored):
@@ -83,7 +59,6 @@ class Engine(Restored):
         """What compiles structured output; it takes a tokenizer, which ``build_engine`` has."""
         backend: Backend = decoder.backend
         self.max_model_len = model_length(config, decoder.config)
-        self.memory: MemoryPlan | None = None
         on_gpu = backend.device.type == "cuda"
         self._taken = Allocations(backend.device)
         self._taken.enter("weights")
@@ -100,10 +75,13 @@ class Engine(Restored):
         self._taken.enter("slots")
         self.proposers = self._load_proposers(chosen)
         self._taken.enter("drafters")
-        needs = zip(self.proposers, (item.needs() for item in self.proposers), strict=True)
-        self._drafters = [item.name for item, need in needs if need.kv_bytes_per_token]
+        needs = [item.needs() for item in self.proposers]
+        pairs = zip(self.proposers, needs, strict=True)
+        self._drafters = [item.name for item, need in pairs if need.kv_bytes_per_token]
         """Proposers with KV of their own."""
-        self.kv_blocks = self._pool_size(backend)
+        self.kv_blocks, self.memory = size_pool(
+            decoder, config, self.state, self.max_model_len, needs, self._taken
+        )
         for proposer in self.proposers:
             proposer.allocate(self.kv_blocks)
         kv_pools = backend.allocate_kv(
@@ -112,7 +90,7 @@ class Engine(Restored):
         self.kv = KVManager(self.kv_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(self.kv, config.max_num_seqs)
         names = [proposer.name for proposer in self.proposers]
-        trees = [proposer.needs().trees for proposer in self.proposers]
+        trees = [need.trees for need in needs]
         self.controller = Controller(self.state, names, trees)
         self.round = Round(
             decoder, kv_pools, self.state, self.proposers, self.controller, config.max_num_seqs
@@ -129,35 +107,6 @@ class Engine(Restored):
             self.round, self.rounds, self.scheduler, self.kv, self.planner,
             config.max_num_batched_tokens, depth=2 if ahead else 1,
         )  # fmt: skip
-
-    def _pool_size(self, backend: Backend) -> int:
-        """Blocks in the KV pool, the unused block 0 included."""
-        config, model = self.config, self.decoder.config
-        if config.kv_blocks is not None:
-            return config.kv_blocks + 1
-        needs = [proposer.needs() for proposer in self.proposers]
-        per_block = backend.kv_bytes_per_block(config.block_size, self.decoder.shape)
-        per_block *= model.layers
-        per_block += config.block_size * sum(need.kv_bytes_per_token for need in needs)
-        memory = config.kv_cache_memory
-        if backend.device.type == "cuda":
-            self.memory = plan_memory(
-                self.decoder, config, self.state.max_drafts, self._taken, needs
-            )
-            memory = memory or self.memory.kv
-        blocks = (memory or DEFAULT_KV_BYTES) // per_block
-        span = self.max_model_len + self.state.max_drafts
-        enough = config.max_num_seqs * -(-span // config.block_size) + 1
-        blocks = min(blocks, enough)
-        if blocks < 2:
-            raise SurefootError(
-                "kv_cache_memory", "holds not even one block", "give it more memory"
-            )
-        if self.memory is not None:
-            tokens = (blocks - 1) * config.block_size
-            most = config.max_num_seqs * self.max_model_len
-            self.memory = self.memory.with_kv(blocks * per_block, tokens, most)
-        return blocks
 
     def _load_proposers(self, chosen: Sequence[tuple[type[Proposer], Any]]) -> list[Proposer]:
         loaded = []
@@ -208,12 +157,12 @@ class Engine(Restored):
     ) -> Request:
         """Check a request against this engine; raises SurefootError naming the option at fault."""
         speculation = speculation or SpeculationParams()
-        names = [proposer.name for proposer in self.proposers]
         room = check_texts(
             prompt, params, self.decoder.config.vocab_size, self.max_model_len, self.kv_tokens
         )
-        check_speculation(speculation, names, self.state.max_drafts)
-        drafters = (name for name in self._drafters if speculation.allows(name))
+        active = self.controller.active.values()
+        check_speculation(speculation, self.controller.names, active, self.state.max_drafts)
+        drafters = (name for name in self._drafters if name in active and speculation.allows(name))
         seed = params.seed
         if seed is None:
             seed = leader.seed if leader is not None else secrets.randbelow(MAX_SEED)
@@ -292,6 +241,23 @@ class Engine(Restored):
             request.settle()
             if (reason := request.end) is not None:
                 self._end(request, reason)
+
+    @whole
+    def switch_off_failed(self) -> list[str]:
+        """Have proposers that raised an exception in a round draft for nobody from now on, and keep
+        nothing. Returns their names; requests go on with what is left, to the same texts."""
+        failed = {
+            index: name
+            for index, name in self.controller.active.items()
+            if self.proposers[index].has_raised
+        }
+        if failed:
+            self.restore()
+        for index, name in failed.items():
+            del self.controller.active[index]
+            for request in self.scheduler.waiting:
+                request.drafters -= {name}
+        return list(failed.values())
 
     def check_integrity(self) -> None:
         """Assert that scheduler, KV and slots agree (tests call it after every step)."""

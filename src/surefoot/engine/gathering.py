@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from surefoot.engine.batch import Batch, Group, group, join
 from surefoot.engine.scheduler import Scheduler
@@ -17,15 +17,15 @@ class Gathering:
         self,
         scheduler: Scheduler,
         kv: KVManager,
-        names: Sequence[str],
+        names: Mapping[int, str],
         max_drafts: int,
         most_rows: int,
         longest_chunk: Callable[[int], int],
         admit: Callable[[Sequence[Request]], None],
     ) -> None:
-        """``names`` of the loaded proposers, ``max_drafts`` of a request. ``most_rows``: known rows
-        of a round. ``longest_chunk``: requests that decode -> the most rows of prompts beside them.
-        ``admit`` is told who was let in."""
+        """``names`` of the proposers that may offer, by index; it may lose some. ``max_drafts`` of
+        a request, ``most_rows``: known rows of a round. ``longest_chunk``: requests that decode ->
+        the most rows of prompts beside them. ``admit`` is told who was let in."""
         self.scheduler = scheduler
         self.kv = kv
         self.names = names

@@ -81,7 +81,7 @@ class Loop:
         self.reservations = Reservations(kv, state, state.max_drafts if trees else 0)
         self._grammars = GrammarMasks(round_.books.offers, self.controller)
         self.gathering = Gathering(
-            scheduler, kv, self.controller.names, state.max_drafts, most_rows,
+            scheduler, kv, self.controller.active, state.max_drafts, most_rows,
             rounds.longest_chunk, self._admit,
         )  # fmt: skip
         self._batch_set: Batch | None = None
@@ -97,7 +97,8 @@ class Loop:
         self.round.books.offers.clear(index)
         # Proposers look for what they know of a prefix hit in its blocks.
         self.reservations.admit(requests)
-        for proposer in self.round.proposers:
+        for index in self.controller.active:
+            proposer = self.round.proposers[index]
             with blamed(proposer, "admit"):
                 for slot in slots:
                     proposer.admit(slot)

@@ -164,7 +164,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
             "max_model_len": service.front.ready.max_model_len,
             "deterministic": service.front.ready.deterministic,
             "speculation": {
-                "methods": ["auto", "off", *service.front.ready.proposers],
+                "methods": service.front.methods,
                 "max_draft_tokens": service.front.ready.max_draft_tokens,
             },
         }

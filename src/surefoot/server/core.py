@@ -12,9 +12,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
@@ -40,8 +40,11 @@ from surefoot.server.messages import (
     Round,
     Start,
     Stop,
+    SwitchedOff,
     Totals,
 )
+
+Result = TypeVar("Result")
 
 
 class Link:
@@ -106,13 +109,27 @@ class Core:
                 self._add(add, error)
             if self.engine.has_work:
                 resting = False
-                progress = self.engine.step()
-                self.link.send(Round([self._news(item) for item in progress], self._totals()))
+                progress = self._attempt(self.engine.step)
+                if progress is not None:
+                    self.link.send(Round([self._news(item) for item in progress], self._totals()))
                 continue
             if not resting:
                 resting = True
                 self.link.send(Round([], self._totals()))
-            preparing = preparing and self.engine.prepare()
+            preparing = preparing and self._attempt(self.engine.prepare) is not False
+
+    def _attempt(self, work: Callable[[], Result]) -> Result | None:
+        """None where a proposer failed: it is switched off, and what was broken off runs again
+        without it. Proposers run before a round is read, so no news is lost."""
+        try:
+            return work()
+        except Exception as error:
+            names = self.engine.switch_off_failed()
+            if not names:
+                raise
+            traceback.print_exc()
+            self.link.send(SwitchedOff(names, _in_words(error)))
+            return None
 
     def _handle(self, message: messages.ToCore) -> bool:
         """Returns whether to go on."""
@@ -263,7 +280,11 @@ def _serve(link: Link) -> int:
         return 1
     except Exception as error:
         traceback.print_exc()
-        notes = getattr(error, "__notes__", ())
-        link.send(Crashed("; ".join((f"{type(error).__name__}: {error}", *notes))))
+        link.send(Crashed(_in_words(error)))
         return 1
     return 0
+
+
+def _in_words(error: Exception) -> str:
+    words = "; ".join((f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
+    return " ".join(words.splitlines())

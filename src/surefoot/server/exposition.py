@@ -94,6 +94,14 @@ class _Exporter(Collector):
 
     def _speculation(self) -> Iterator[Metric]:
         drafts = self.metrics.drafts
+        if drafts:
+            about = "1, or 0 once it failed and was switched off."
+            family = GaugeMetricFamily(
+                "surefoot_proposer_active", about, labels=["model_name", "proposer"]
+            )
+            for name in drafts:
+                family.add_metric([self.model, name], name not in self.metrics.switched_off)
+            yield family
         by_name: dict[str, list] = {"rounds": [], "verified": [], "accepted": []}
         by_position: dict[str, list] = {"verified": [], "accepted": []}
         for name, counts in drafts.items():

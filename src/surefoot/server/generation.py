@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,8 +20,20 @@ from surefoot.request import (
     TokenLogprobs,
 )
 from surefoot.server.core_process import CoreDied, CoreProcess
-from surefoot.server.messages import Abort, Accepted, Add, Failed, News, Ready, Refused, Round
+from surefoot.server.messages import (
+    Abort,
+    Accepted,
+    Add,
+    Failed,
+    News,
+    Ready,
+    Refused,
+    Round,
+    SwitchedOff,
+)
 from surefoot.server.metrics import Metrics
+
+logger = logging.getLogger("surefoot.server")
 
 
 class Overloaded(Exception):
@@ -134,6 +147,12 @@ class Front:
         """Choices that run or wait."""
         return len(self._choices)
 
+    @property
+    def methods(self) -> list[str]:
+        """What a request's ``speculation.method`` may be."""
+        loaded = self.ready.proposers
+        return ["auto", "off", *(x for x in loaded if x not in self.metrics.switched_off)]
+
     async def submit(
         self,
         prompts: Sequence[Sequence[int]],
@@ -214,6 +233,12 @@ class Front:
                 elif isinstance(message, Refused):
                     error = SurefootError(message.option, message.problem, message.fix)
                     self._answered(message.ids, error)
+                elif isinstance(message, SwitchedOff):
+                    self.metrics.switched_off.update(message.proposers)
+                    names = ", ".join(message.proposers)
+                    logger.warning(
+                        "proposer %s is switched off, as it failed: %s", names, message.error
+                    )
                 elif isinstance(message, Failed):
                     raise CoreDied(f"{message.option}: {message.problem}")
         except Exception as error:

@@ -98,6 +98,13 @@ class Refused(_Message):
     fix: str
 
 
+class SwitchedOff(_Message):
+    """Proposers that failed, which propose nothing any more; the engine goes on."""
+
+    proposers: list[str]
+    error: str
+
+
 class Crashed(_Message):
     """The engine failed; the core ends after this."""
 
@@ -151,7 +158,7 @@ class Round(_Message):
 
 
 ToCore = Start | Add | Abort | Stop
-ToFront = Loading | Logged | Ready | Failed | Accepted | Refused | Round | Crashed
+ToFront = Loading | Logged | Ready | Failed | Accepted | Refused | Round | SwitchedOff | Crashed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode

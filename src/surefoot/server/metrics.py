@@ -74,6 +74,8 @@ class Metrics:
         self.prompt_lengths = Histogram(LENGTH_BOUNDS)
         self.generation_lengths = Histogram(LENGTH_BOUNDS)
         self.drafts = {name: DraftCounts() for name in ready.proposers}
+        self.switched_off: set[str] = set()
+        """Proposers that failed."""
         self._typical = 1.0
 
     def typical_seconds(self) -> float:

@@ -150,9 +150,9 @@ class BookKeeping(ABC):
         if size.proposers:
             for index in range(len(self.controller.names)):
                 offers = None
-                if index in size.proposers:
+                # A round that was sized, or recorded, before a proposer was switched off names it.
+                if index in size.proposers and index in self.controller.active:
                     offers = propose(index, verdict.going)
-                    self.controller.check(index, offers)
                 self.learn(index, verdict.going, offers)
         self.choose_and_report(slots, drafts, verdict, bool(size.proposers))
 

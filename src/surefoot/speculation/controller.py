@@ -15,7 +15,7 @@ from surefoot.errors import SurefootError
 from surefoot.kernels.upload import upload
 from surefoot.request import SpeculationParams
 from surefoot.speculation.estimator import AcceptanceEstimator, OfferRecords
-from surefoot.speculation.proposer import Drafts
+from surefoot.speculation.proposer import Drafts, find_mistake
 from surefoot.speculation.state import SlotState
 from surefoot.speculation.trees import chain_parents
 
@@ -34,6 +34,8 @@ class Controller:
         """``trees``: which of the proposers offer trees."""
         self.state = state
         self.names = tuple(proposers)
+        self.active = dict(enumerate(self.names))
+        """Those that may offer, by index: all but those that failed, and were switched off."""
         self.trees = tuple(trees) or (False,) * len(self.names)
         count, slots, width = len(self.names), state.slots, state.max_drafts
         self.records = OfferRecords(state, count, any(self.trees))
@@ -58,15 +60,20 @@ class Controller:
         self.draft_limit[slots] = upload([min(limit, most) for limit in limits], device)
         if self.names:
             self.lengths.index_fill_(1, slots, 0)
-            allowed = [[c.allows(name) for c in choices] for name in self.names]
+            allowed = [
+                [index in self.active and c.allows(name) for c in choices]
+                for index, name in enumerate(self.names)
+            ]
             self.allowed[:, slots] = upload(allowed, device)
         for estimator in self.estimators:
             estimator.admit(slots)
 
-    def check(self, index: int, drafts: Drafts) -> None:
-        """SurefootError if proposer ``index`` offers trees without having said so, or chains."""
-        if (drafts.parents is not None) != self.trees[index]:
+    def check(self, index: int, slots: torch.Tensor, drafts: Drafts) -> None:
+        """SurefootError if what proposer ``index`` offers for ``slots`` int64 [B] is not what
+        ``Drafts`` says, or a tree without its ``needs()`` having said so, or a chain."""
+        problem = find_mistake(drafts, slots)
+        if problem is None and (drafts.parents is not None) != self.trees[index]:
             kind = "a chain" if drafts.parents is None else "a tree"
-            raise SurefootError(
-                "proposers", f"{self.names[index]!r} offers {kind}", "its needs() say otherwise"
-            )
+            problem = f"{kind}, and its needs() say otherwise"
+        if problem is not None:
+            raise SurefootError("proposers", f"{self.names[index]!r} offers {problem}")

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from surefoot.config import MOST_DRAFTS
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import FlatBatch
 from surefoot.models.config import ModelConfig
@@ -64,11 +65,11 @@ class Needs:
 
 @dataclass(frozen=True)
 class Drafts:
-    """Offers for B slots. Tokens beyond ``lengths`` are ignored; ids outside the vocabulary end
-    an offer early."""
+    """Offers for B slots, on the device of these. Tokens beyond ``lengths`` are ignored; ids
+    outside the vocabulary end an offer early, and so does the engine's ``max_draft_tokens``."""
 
     tokens: torch.Tensor
-    """int64 [B, K]."""
+    """int64 [B, K], K at most ``MOST_DRAFTS``."""
     lengths: torch.Tensor
     """int64 [B]."""
     confidence: torch.Tensor
@@ -78,6 +79,39 @@ class Drafts:
     """int64 [B, K] for a tree: index of each draft's parent, -1 for the current token. Parents come
     first, more promising drafts before others, and siblings differ: any number of leading drafts
     is a tree that can be verified. None: a chain."""
+
+
+def find_mistake(drafts: object, slots: torch.Tensor) -> str | None:
+    """In what way an offer for ``slots`` int64 [B] is none, in words that follow "offers"; None:
+    it is one. Reads no element: nothing waits for the device."""
+    if not isinstance(drafts, Drafts):
+        return f"{type(drafts).__name__} instead of Drafts"
+    batch, device = len(slots), slots.device
+    shape = getattr(drafts.tokens, "shape", ())
+    width = shape[1] if len(shape) == 2 else -1
+    for name, part, dtype, wanted in (
+        ("tokens", drafts.tokens, torch.int64, (batch, width)),
+        ("lengths", drafts.lengths, torch.int64, (batch,)),
+        ("confidence", drafts.confidence, torch.float32, (batch, width)),
+        ("parents", drafts.parents, torch.int64, (batch, width)),
+    ):
+        if part is None and name == "parents":
+            continue
+        if not isinstance(part, torch.Tensor):
+            return f"{name} that are {type(part).__name__}, not a tensor"
+        if part.dtype != dtype or part.shape != wanted or part.device != device:
+            sizes = str(list(wanted)).replace("-1", "K")
+            return (
+                f"{name} {_kind(part.dtype)} {list(part.shape)} on {part.device}, "
+                f"not {_kind(dtype)} {sizes} on {device}"
+            )
+    if width > MOST_DRAFTS:
+        return f"{width} drafts at once, more than {MOST_DRAFTS}"
+    return None
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -135,6 +169,9 @@ class Proposer(ABC):
     certificate then checks that no state is stale. False for a proposer that learns from other
     requests or draws its drafts at random."""
 
+    has_raised = False
+    """Whether a method that rounds call ever raised an exception."""
+
     def __init__(self, options: Any, state: SlotState) -> None:
         self.options = options
         self.state = state
@@ -180,10 +217,12 @@ class Proposer(ABC):
 
 @contextmanager
 def blamed(proposer: Proposer, method: str) -> Iterator[None]:
-    """What ``proposer`` raises in ``method`` goes on as it is, with a note that says so."""
+    """What ``proposer`` raises in ``method`` goes on as it is, with a note that says so, and is
+    remembered."""
     try:
         yield
     except Exception as error:
+        proposer.has_raised = True
         error.add_note(f"raised by proposer {proposer.name!r} in {method}()")
         raise
 

@@ -25,7 +25,14 @@ from surefoot.sampling.params import SamplingStages
 from surefoot.sampling.sampler import SampleRows, sample_rows
 from surefoot.speculation.books import book_keeping
 from surefoot.speculation.controller import Controller
-from surefoot.speculation.proposer import Commits, DraftRequest, Drafts, Proposer, blamed
+from surefoot.speculation.proposer import (
+    Commits,
+    DraftCost,
+    DraftRequest,
+    Drafts,
+    Proposer,
+    blamed,
+)
 from surefoot.speculation.scoring import TokenScores
 from surefoot.speculation.size import Size
 from surefoot.speculation.state import SlotState
@@ -89,6 +96,13 @@ class Round:
         }
         """Most drafts of the proposers whose drafting costs a network's time, by index."""
         self.longest = max(self.drafters.values(), default=0)
+        self.whole = {
+            index
+            for index, need in enumerate(self.needs)
+            if need.trees or need.cost is DraftCost.PER_BLOCK
+        }
+        """Those of them whose offers cost the same however far they draft, or cannot be cut short:
+        a tree's nodes are no steps."""
         self.books = book_keeping(decoder.backend, state, controller, spans)
         self.scores = TokenScores(decoder, state, spans)
         self.replace_sampled: ReplaceSampled | None = None
@@ -243,7 +257,12 @@ class Round:
     ) -> None:
         """Tell the proposers what was settled; ``features`` [N, …] of all captured layers. Those
         with a network keep it of the requests that allow them."""
-        told = [i for i in self.stateful if size.catches_up or not self.needs[i].has_network]
+        told = [
+            index
+            for index in self.stateful
+            if index in self.controller.active
+            and (size.catches_up or not self.needs[index].has_network)
+        ]
         if not told:
             return
         commits = Commits(
@@ -267,6 +286,8 @@ class Round:
         with blamed(proposer, "propose"):
             proposer.expect(DraftRequest(size.kind, most, steps or self.state.max_drafts))
             drafts = proposer.propose(slots)
+            # Kernels read them by their addresses.
+            self.controller.check(index, slots, drafts)
         if limit is None:
             return drafts
         return self.books.within(drafts, limit - self.state.length[slots])

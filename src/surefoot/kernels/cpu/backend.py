@@ -25,30 +25,19 @@ from surefoot.kernels.backend import (
 from surefoot.kernels.cpu import sampling
 from surefoot.kernels.cpu.build import load_native, native_unavailable
 from surefoot.kernels.cpu.drafting import NativeDrafting
+from surefoot.kernels.cpu.kv import NativeKV, allocate, bytes_per_block, move_keys
 from surefoot.kernels.cpu.linear import (
     DENSE_KINDS,
     KINDS,
-    LANES,
     NativeLinear,
     input_of,
     pack_part,
 )
 from surefoot.kernels.cpu.prepare import PreparedBatch, prepare_batch, prepare_layer
-from surefoot.kernels.cpu.structs import BAD_INDEX, ContextStruct, KVStruct
+from surefoot.kernels.cpu.structs import BAD_INDEX, ContextStruct
 from surefoot.kernels.draws import Adjustments, Draws, TokenMasks
 
 SERIAL_BELOW = 1 << 19
-
-
-class NativeKV:
-    """Keys and values of one layer (``native.h`` has the layout)."""
-
-    def __init__(self, data: torch.Tensor, block_size: int, shape: AttentionShape) -> None:
-        self.data = data
-        self.shape = shape
-        self.block_size = block_size
-        self.struct = KVStruct(data.data_ptr(), block_size, -(-block_size // LANES))
-        self.address = ctypes.addressof(self.struct)
 
 
 class NativeBackend(Backend):
@@ -135,17 +124,11 @@ class NativeBackend(Backend):
     ) -> list[NativeKV]:
         """One ``NativeKV`` per layer. ValueError for a head_dim that is not a multiple of 16 up to
         256."""
-        if shape.head_dim % LANES or not 0 < shape.head_dim <= 256:
-            raise ValueError(f"head_dim {shape.head_dim} is not a multiple of 16 up to 256")
-        size = blocks * self.kv_bytes_per_block(block_size, shape)
-        return [
-            NativeKV(torch.zeros(size, dtype=torch.uint8), block_size, shape) for _ in range(layers)
-        ]
+        return allocate(layers, blocks, block_size, shape, self.dtype)
 
     def kv_bytes_per_block(self, block_size: int, shape: AttentionShape) -> int:
         """Blocks are stored in tiles of 16 keys, so other sizes are rounded up to that."""
-        keys = -(-block_size // LANES) * LANES
-        return 2 * keys * shape.kv_heads * shape.head_dim * self.dtype.itemsize
+        return bytes_per_block(block_size, shape, self.dtype)
 
     def embed(self, table: NativeLinear, tokens: torch.Tensor) -> torch.Tensor:
         """tokens int64 [N] -> float32 [N, hidden]. IndexError for a token outside the table."""
@@ -196,20 +179,7 @@ class NativeBackend(Backend):
         self, kv: NativeKV, tables: torch.Tensor, source: torch.Tensor, target: torch.Tensor
     ) -> None:
         """See ``Backend.move_keys``."""
-        tables, source, target = tables.contiguous(), source.contiguous(), target.contiguous()
-        if tables.dtype is not torch.int32:
-            raise ValueError(f"tables are {tables.dtype}, expected int32")
-        self.library.sf_move_keys(
-            kv.address,
-            kv.shape.kv_heads,
-            kv.shape.head_dim,
-            self.dtype.itemsize,
-            tables.data_ptr(),
-            tables.shape[1],
-            source.data_ptr(),
-            target.data_ptr(),
-            *source.shape,
-        )
+        move_keys(self.library, kv, self.dtype, tables, source, target)
 
     def prepared_batch(self, batch: FlatBatch) -> PreparedBatch:
         """The batch as the C code reads it; kept for the next layer over the same one."""

@@ -9,7 +9,6 @@ and prints look at the clock.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,26 +16,22 @@ from jinja2 import nodes, pass_context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from surefoot.models.loading.template_limits import (
-    ENTRY,
-    MOST_BITS,
-    MOST_WIDTH,
-    LimitReached,
-    Work,
-    bounded,
-    running,
+from surefoot.models.loading.template_checks import (
+    WIDE_FILTERS,
+    add,
+    check_method,
+    check_percent,
+    check_width,
+    multiply,
+    power,
+    remainder,
+    replaced,
+    sized,
 )
+from surefoot.models.loading.template_limits import LimitReached, Work, bounded, running
 
 REMOVED = ("pprint", "urlize", "wordwrap", "xmlattr")
 """Filters for web pages and people, whose size is hard to tell beforehand."""
-WIDE_FILTERS = ("batch", "center", "indent", "round", "slice", "tojson")
-WIDE_METHODS = ("center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill")
-"""Their numbers say how wide or how many."""
-# Where a format string may hold a width, perhaps at other places too: after a mark of ``%``, and
-# within braces. A width may also be a value, for a star and for braces within braces.
-_PERCENT_WIDTH = re.compile(r"(?:[%)#+.-]|%[#0 +-]*)(\d+)")
-_BRACED = re.compile(r"[{}]([^{}]*)(?=\})")
-_BRACED_TWICE = re.compile(r"\{[^{}]*\{")
 
 
 def render_limited(template: Any, variables: Mapping[str, Any]) -> str:
@@ -57,110 +52,11 @@ def _ticking(items: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
-def _sized(value: Any) -> Any:
-    """A literal or a text joined with ``~``."""
-    size = running.work.size(value)
-    if isinstance(value, str):
-        running.work.made_text(size)
-    return value
-
-
 @pass_context
 def _printed(context: Any, value: Any) -> Any:
     # Taking a context, it is not called for constants while a template is compiled.
     running.work.printing(value)
     return value
-
-
-def _check_width(*values: Any) -> None:
-    for value in values:
-        if isinstance(value, int) and abs(value) > MOST_WIDTH:
-            raise LimitReached(f"it asks for a width or count above {MOST_WIDTH}")
-
-
-def _check_percent(text: str, values: Iterable[Any]) -> None:
-    """``text % values``."""
-    _check_places(text, text.count("%"), _PERCENT_WIDTH.findall(text), "*" in text, [*values])
-
-
-def _check_braces(text: str, values: Iterable[Any]) -> None:
-    """``text.format(*values)``."""
-    numbers = re.findall(r"\d+", " ".join(_BRACED.findall(text)))
-    nested = _BRACED_TWICE.search(text) is not None
-    _check_places(text, text.count("{"), numbers, nested, [*values])
-
-
-def _check_places(
-    text: str, places: int, widths: list[str], value_widths: bool, values: list[Any]
-) -> None:
-    """Each of the places may be filled with the widest of what there is."""
-    sizes = [running.work.size(value) for value in values] + [int(width[:9]) for width in widths]
-    if value_widths:
-        sizes += [abs(value) for value in values if isinstance(value, int)]
-    running.work.made_text(len(text) + places * max(sizes, default=0))
-
-
-def _replaced(text: str, old: Any, new: Any) -> None:
-    if isinstance(old, str) and isinstance(new, str):
-        running.work.made_text(len(text) + text.count(old) * len(new))
-
-
-def _check_method(owner: Any, name: str, values: list[Any]) -> None:
-    """A method of a text or number, which can make much of little."""
-    if name in ("format", "format_map"):
-        mappings = [value for value in values if name == "format_map" and isinstance(value, dict)]
-        inner = [item for mapping in mappings for item in mapping.values()] or values
-        _check_braces(owner, inner)
-        return
-    if name in WIDE_METHODS:
-        _check_width(*values)
-    if name == "replace" and len(values) >= 2:
-        _replaced(owner, *values[:2])
-    elif name == "join" and values and isinstance(values[0], (list, tuple, dict, str)):
-        count = len(values[0])
-        running.work.made_text(running.work.size(values[0]) + count * len(owner))
-    elif name == "expandtabs":
-        tabs = owner.count("\t" if isinstance(owner, str) else b"\t")
-        widths = [value for value in values if isinstance(value, int)]
-        running.work.made_text(len(owner) + tabs * max([8, *widths]))
-    elif name == "translate":
-        raise LimitReached("it calls translate, which is not supported")
-
-
-def _check_bits(bits: int) -> None:
-    if bits > MOST_BITS:
-        raise LimitReached(f"it makes a number of more than {MOST_BITS} bits")
-
-
-def _power(left: Any, right: Any) -> Any:
-    if isinstance(left, int) and isinstance(right, int):
-        _check_bits(left.bit_length() * right)
-    return left**right
-
-
-def _product(left: Any, right: Any) -> Any:
-    for value, count in ((left, right), (right, left)):
-        if isinstance(value, (str, bytes, list, tuple)) and isinstance(count, int):
-            empty = ENTRY if isinstance(value, (list, tuple)) else 0
-            running.work.made_text(max(count, 0) * (running.work.size(value) + empty))
-    if isinstance(left, int) and isinstance(right, int):
-        _check_bits(left.bit_length() + right.bit_length())
-    return left * right
-
-
-def _remainder(left: Any, right: Any) -> Any:
-    if isinstance(left, (str, bytes)):
-        values = [*right] if isinstance(right, tuple) else [right]
-        for mapping in [value for value in values if isinstance(value, dict)]:
-            values += mapping.values()
-        text = left if isinstance(left, str) else left.decode("latin-1")
-        _check_percent(text, values)
-    return left % right
-
-
-def _sum(left: Any, right: Any) -> Any:
-    result = left + right
-    return _sized(result) if isinstance(result, (str, bytes, list, tuple)) else result
 
 
 class _Checks(NodeTransformer):
@@ -212,11 +108,11 @@ def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             value = [*bounded(value)] if name == "join" else bounded(value)
         values = (*rest, *named.values())
         if name in WIDE_FILTERS:
-            _check_width(*values)
+            check_width(*values)
         if name == "replace" and len(values) >= 2:
-            _replaced(str(value), *values[:2])
+            replaced(str(value), *values[:2])
         elif name == "format":
-            _check_percent(str(value), values)
+            check_percent(str(value), values)
         elif name == "indent" and values:
             width = values[0] if isinstance(values[0], int) else work.size(values[0])
             work.made_text(work.size(value) + str(value).count("\n") * width)
@@ -240,12 +136,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         # Nothing is computed while a template is compiled, when nothing is counted.
         super().__init__(optimized=False, finalize=_printed, **options)
-        self.binop_table.update({"+": _sum, "*": _product, "**": _power, "%": _remainder})
+        self.binop_table.update({"+": add, "*": multiply, "**": power, "%": remainder})
         del self.globals["lipsum"]
         for name in REMOVED:
             del self.filters[name]
-        self.filters.update(_ticking=_ticking, _sized=_sized)
-        self._checked: set[Callable[..., Any]] = {_ticking, _sized}
+        self.filters.update(_ticking=_ticking, _sized=sized)
+        self._checked: set[Callable[..., Any]] = {_ticking, sized}
         self.limit_filters()
 
     def limit_filters(self) -> None:
@@ -269,7 +165,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 args = ([*args[0]], *args[1:])
             # Jinja's own arguments, _loop_vars and _block_vars, are not passed on.
             given = [value for key, value in named.items() if not key.startswith("_")]
-            _check_method(owner, name, [*args, *given])
+            check_method(owner, name, [*args, *given])
         result = super().call(__context, __obj, *args, **named)
         if __obj is dict or name == "fromkeys":
             work.size(result)

@@ -1,0 +1,187 @@
+"""What a user may ask of a text: how its tokens are chosen, and who may draft. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from surefoot.errors import SurefootError
+from surefoot.structured import StructuredOutputsParams
+
+MAX_SEED = 2**63 - 1
+MAX_LOGPROBS = 50
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen; names and meanings are those of vLLM.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 or -1, ``top_p`` 1 and ``min_p`` 0 filter nothing;
+    min_p is applied first, then top_k, then top_p, each keeping ties at its border.
+    ``max_tokens`` None means up to the end of the context. ``seed`` None draws a fresh seed.
+    ``stop`` strings end the text before their first occurrence (after it with
+    ``include_stop_str_in_output``). ``min_tokens`` keeps end tokens and stop token ids from being
+    sampled, and stop strings from ending the text, that long. ``logprobs`` k gives the k most
+    likely tokens and the sampled one at each position, before grammar masks, penalties and
+    filters; ``prompt_logprobs`` likewise for the prompt. ``structured_outputs`` (or a mapping with
+    its fields) is the grammar that the text has to fit.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+
+    def __post_init__(self) -> None:
+        if self.structured_outputs is not None:
+            self._check_structure()
+        _whole(self, "n", 1, 128)
+        _number(self, "temperature", 0, 100)
+        _number(self, "top_p", 0, 1, open_low=True)
+        _whole(self, "top_k", -1, None)
+        _number(self, "min_p", 0, 1)
+        _number(self, "repetition_penalty", 0, 100, open_low=True)
+        _number(self, "presence_penalty", -2, 2)
+        _number(self, "frequency_penalty", -2, 2)
+        if self.seed is not None:
+            _whole(self, "seed", 0, MAX_SEED)
+        if self.max_tokens is not None:
+            _whole(self, "max_tokens", 1, None)
+        _whole(self, "min_tokens", 0, self.max_tokens)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(self, name, 0, MAX_LOGPROBS)
+        for token, bias in (self.logit_bias or {}).items():
+            if not isinstance(token, int) or not 0 <= token <= MAX_SEED:
+                raise SurefootError("logit_bias", f"{token!r} is no token id", "use whole numbers")
+            if not isinstance(bias, int | float) or not -100 <= bias <= 100:
+                raise SurefootError("logit_bias", f"bias {bias!r} is outside -100 to 100")
+        if any(not isinstance(text, str) or not text for text in self.stop_strings):
+            raise SurefootError("stop", "stop strings must be non-empty text")
+        for token in self.stop_token_ids or ():
+            if not isinstance(token, int) or not 0 <= token <= MAX_SEED:
+                raise SurefootError("stop_token_ids", f"{token!r} is no token id")
+
+    def _check_structure(self) -> None:
+        structure = StructuredOutputsParams.of(self.structured_outputs)
+        object.__setattr__(self, "structured_outputs", structure)
+        # Where a grammar leaves nothing but the end, these would leave nothing at all.
+        for name in ("min_tokens", "ignore_eos"):
+            if getattr(self, name):
+                raise SurefootError(
+                    name, "does not go with structured output", "the grammar says where a text ends"
+                )
+
+    @classmethod
+    def with_defaults(
+        cls, given: Mapping[str, Any], defaults: Mapping[str, Any], room: int
+    ) -> SamplingParams:
+        """The fields in ``given``, and for the others ``defaults``.
+
+        ``room``: how many tokens the context has left after the prompt. A default of
+        ``max_tokens`` is adapted to it and to ``min_tokens``, as a request must not fail for what
+        it did not ask; a value in ``given`` is not.
+        """
+        values = {**defaults, **given}
+        if "max_tokens" in defaults and "max_tokens" not in given:
+            wanted = max(defaults["max_tokens"], given.get("min_tokens", 0))
+            # Without room the prompt is at fault, and the engine will say so.
+            values["max_tokens"] = min(wanted, room) if room > 0 else None
+        return cls(**values)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def penalised(self) -> bool:
+        penalties = (self.presence_penalty, self.frequency_penalty)
+        return self.repetition_penalty != 1 or any(penalties)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Build from named values; unknown names are an error that lists the known ones."""
+        known = [item.name for item in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise SurefootError(name, "is no sampling parameter", f"known: {', '.join(known)}")
+        return cls(**values)
+
+
+def _number(params: Any, name: str, low: float, high: float, open_low: bool = False) -> None:
+    value = getattr(params, name)
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value > high or value < low or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise SurefootError(name, f"{value!r} is out of range", f"use {bracket}{low}, {high}]")
+
+
+def _whole(params: Any, name: str, low: int, high: int | None) -> None:
+    value = getattr(params, name)
+    good = isinstance(value, int) and not isinstance(value, bool)
+    # Beyond 64 bits nothing is a number any more to a tensor or a message between processes.
+    if not good or not low <= value <= (MAX_SEED if high is None else high):
+        limit = f"from {low}" + (f" to {high}" if high is not None else "")
+        raise SurefootError(name, f"{value!r} is out of range", f"use a whole number {limit}")
+
+
+@dataclass(frozen=True)
+class SpeculationParams:
+    """Which proposer may draft for a request, and how much.
+
+    ``method``: ``auto`` (the controller chooses), ``off``, or the name of a loaded proposer.
+    ``max_draft_tokens`` bounds the drafts verified in one round. Neither changes the text.
+    """
+
+    method: str = "auto"
+    max_draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.method, str) or not self.method:
+            raise SurefootError("speculation.method", f"{self.method!r} is no name")
+        if self.max_draft_tokens is not None:
+            _whole(self, "max_draft_tokens", 0, None)
+
+    def allows(self, proposer: str) -> bool:
+        """Whether the proposer may draft for the request."""
+        return self.method in ("auto", proposer) and self.max_draft_tokens != 0
+
+    @classmethod
+    def of(cls, value: SpeculationParams | Mapping[str, Any] | str | None) -> SpeculationParams:
+        """From an instance, a method's name, a mapping with the fields' names, or None (auto)."""
+        if value is None:
+            return cls()
+        if isinstance(value, SpeculationParams):
+            return value
+        if isinstance(value, str):
+            return cls(method=value)
+        for name in value:
+            if name not in ("method", "max_draft_tokens"):
+                raise SurefootError(
+                    f"speculation.{name}", "is no option", "known: method, max_draft_tokens"
+                )
+        return cls(**value)

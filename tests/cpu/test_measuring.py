@@ -1,0 +1,72 @@
+"""What an engine on a GPU records and measures when it starts, by a made-up clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from surefoot.engine import timing
+from surefoot.engine.cuda_graphs import RecordedRounds
+from surefoot.engine.measuring import measure_recorded
+from surefoot.speculation.decisions import NOTHING
+from surefoot.speculation.size import DRAWN, GREEDY, Size
+from test_recorded_sizes import CHAIN, padded_engine, recorded_sizes
+
+EVERYTHING = (0, 1)
+
+
+class Clocked(RecordedRounds):
+    """Nothing is recorded, and rounds take what ``seconds_of`` says."""
+
+    def graph(self, size: Size) -> torch.cuda.CUDAGraph:
+        self.graphs[size] = None  # type: ignore[assignment]
+        return self.graphs[size]
+
+    def time(self, size: Size, prepare: Callable[[], None], repeats: int = 4) -> float:
+        self.graph(size)
+        prepare()
+        state, busy = self.round.state, self.round.slots != self.round.state.padding_slot
+        assert int(busy.sum()) == (1 if size.has_prompts else size.spans)
+        return seconds_of(size, int(state.length[0]) * (not size.has_prompts))
+
+
+def seconds_of(size: Size, context: int) -> float:
+    proposing = 0.2 * (1 in size.proposers) + 0.4 * (size.steps or 0)
+    return 1e-3 * (2.0 + 0.1 * size.rows + 0.01 * context + proposing)
+
+
+@pytest.fixture(scope="module")
+def rounds() -> Iterator[Clocked]:
+    """Of a drafter and a lookup."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        patch.setattr(torch.cuda, "Stream", lambda device: None)
+        patch.setattr(timing, "CONTEXTS", (32, 96))
+        engine = padded_engine(("eagle3", "ngram"), CHAIN, "fixed", max_num_seqs=4)
+        yield Clocked(engine.round, 64)
+
+
+def test_every_size_is_recorded_and_those_of_drawn_text_wait(rounds: Clocked) -> None:
+    costs = measure_recorded(rounds, 400)
+    assert set(rounds.graphs) == recorded_sizes(rounds)
+    assert set(rounds.wanted) == {replace(size, kind=DRAWN) for size in rounds.graphs}
+    assert rounds.choose == costs.size_for
+
+
+def test_costs_are_those_that_were_measured(rounds: Clocked) -> None:
+    costs = measure_recorded(rounds, 400)
+    for context in (32, 64, 96):
+        for action in ((EVERYTHING, 3), ((1,), 0), NOTHING):
+            for spans in (1, 2, 4):
+                rows, seconds = costs.table(spans, 0, action, 3 * spans, context)
+                assert rows[0] == 0
+                size = Size(spans, spans, spans, GREEDY, *action)
+                # Between what was measured it goes by steps.
+                assert seconds[0] == pytest.approx(seconds_of(size, context), rel=0.02)
+    # Prompts cost by their rows, and drafting beside them is what it saves not to.
+    for action, extra in ((NOTHING, 0.0), ((EVERYTHING, 3), 1.4e-3)):
+        _, [one] = costs.table(1, 63, action, 0, 128)
+        assert one == pytest.approx(seconds_of(Size(1, 64, 1, GREEDY, ()), 0) + extra, rel=0.02)
