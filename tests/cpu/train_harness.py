@@ -68,7 +68,5 @@ def recipe_of(folder: Path, lengths: Sequence[tuple[int, int]], **options: Any) 
 
 def trainer_of(recipe: Eagle3Recipe, folder: Path, workers: Workers | None = None) -> Trainer:
     folder.mkdir(parents=True, exist_ok=True)
-    depth = recipe.depth
-    return Trainer(
-        recipe, recipe.options, depth, folder, workers or Workers(), lambda text: None, lambda *_: None
-    )
+    own, quiet = workers or Workers(), lambda *_: None
+    return Trainer(recipe, recipe.options, recipe.depth, folder, own, quiet, quiet)
