@@ -173,6 +173,10 @@ def test_one_command_from_a_model_to_a_served_drafter(tmp_path: Path) -> None:
     (out / "model.safetensors").unlink()
     run("eagle3", *recipe)
     assert (out / "model.safetensors").read_bytes() == before, "a finished run is exported again"
+    spark = [*recipe[:6], "--block", "4", "--markov-rank", "8", "--layers", "1"]
+    run("dspark", *spark, "--data", str(data), "--out", str(tmp_path / "spark"), "--no-certify")
+    engine = json.loads((tmp_path / "spark" / "training" / "facts.json").read_text())["engine"]
+    assert engine["length"] == pytest.approx(engine["offline"], rel=0.03)
     refused = CliRunner().invoke(app, ["train", "eagle3", *recipe, *common, "--seed", "1"])
     assert refused.exit_code == 2 and "seed = 0, not 1" in refused.output
 

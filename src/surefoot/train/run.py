@@ -81,7 +81,7 @@ def train(
         f"{len(corpus)} documents, {int(corpus.generated.sum())} generated of {len(corpus.ids)} "
         "tokens; " + ", ".join(f"{name} {value}" for name, value in recipe.facts().items())
     )
-    trainer = Trainer(recipe, options, recipe.depth, state, workers, quiet, progress)
+    trainer = Trainer(recipe, state, workers, quiet, progress)
     outcome = trainer.run(seconds)
     if not outcome.complete or not workers.first:
         return Trained(outcome.complete, {})

@@ -15,7 +15,6 @@ from surefoot.errors import SurefootError
 from surefoot.train.corpus import Corpus, Plan
 from surefoot.train.curves import Curves
 from surefoot.train.measure import measure, score
-from surefoot.train.options import TrainOptions
 from surefoot.train.parallel import Workers
 from surefoot.train.recipe import Recipe
 from surefoot.train.saving import BEST, STATE, read, save
@@ -46,15 +45,14 @@ class Trainer:
     def __init__(
         self,
         recipe: Recipe,
-        options: TrainOptions,
-        depth: int,
         folder: Path,
         workers: Workers,
         report: Report,
         progress: Progress,
     ) -> None:
-        """``folder``: of the run's state and curves. ``depth``: drafts of ``recipe.draft``."""
-        self.recipe, self.options, self.depth = recipe, options, depth
+        """``folder``: of the run's state and curves."""
+        self.recipe, self.options = recipe, recipe.options
+        options = self.options
         self.folder, self.workers = folder, workers
         self.report, self.progress = report, progress
         corpus: Corpus = recipe.corpus
@@ -159,7 +157,7 @@ class Trainer:
         divisor = self.recipe.divisor(documents, self.options.weighting)
         for pack in packs[self.workers.rank :: self.workers.count]:
             batch = self.recipe.corpus.batch(pack, self.device)
-            loss, counts = self.recipe.loss(batch, divisor)
+            loss, counts = self.recipe.loss(batch, divisor, self.step)
             loss.backward()
             totals += counts
         for value in self.parameters:
@@ -213,7 +211,7 @@ class Trainer:
         corpus = self.recipe.corpus
         packs = corpus.pack(self.held_out, self.options.batch_tokens)
         batches = (corpus.batch(pack, self.device) for pack in packs)
-        return measure(self.recipe.draft, batches, self.depth)
+        return measure(self.recipe.draft, batches, self.recipe.depth)
 
     def _take_best(self) -> dict[str, Any]:
         best = read(self.folder / BEST, self.device)
