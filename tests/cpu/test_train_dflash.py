@@ -80,6 +80,19 @@ def test_what_is_exported_drafts_as_in_training(kind: str, tmp_path: Path) -> No
         begin, end = (int(batch.starts[document + step]) for step in (0, 1))
         expected = served_block(served, batch.ids[begin:end], features[begin:end], anchor - begin)
         torch.testing.assert_close(block, expected, atol=2e-4, rtol=1e-3)
+    drafted, compared = recipe.draft(batch).tokens, 0
+    for anchor, block in zip(anchors.tolist(), blocks, strict=True):
+        for draft, row in enumerate(block[checkpoint.config.first_row :]):
+            if drafted[anchor - 1, draft] >= 0:
+                logits = row @ recipe.head.T
+                if kind == "dspark":
+                    read = recipe.network.before(batch.ids[anchor + draft].view(1))
+                    after = recipe.network.weight("markov_head.markov_w2.weight")
+                    assert read is not None
+                    logits = logits + (read @ after.T)[0]
+                assert drafted[anchor - 1, draft] == logits.argmax()
+                compared += 1
+    assert compared >= 14
     if kind == "dflash":
         return
     hidden, previous = blocks[:, 1], batch.ids[anchors + 1]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from surefoot import SurefootError
-from surefoot.cli import train as train_cli
+from surefoot.cli import training
 from surefoot.cli.main import app
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
@@ -209,9 +209,9 @@ def test_the_certificate_is_in_the_card(
         import typer
 
         with pytest.raises(typer.Exit):
-            train_cli.train_drafter("eagle3", {"model": "t"}, options, *where, True, None)
+            training.train_drafter("eagle3", {"model": "t"}, options, *where, True, 9.0)
     else:
-        train_cli.train_drafter("eagle3", {"model": "t"}, options, *where, True, None)
+        training.train_drafter("eagle3", {"model": "t"}, options, *where, True, 9.0)
     assert asked[0]["proposers"] == (f"eagle3={tmp_path}",)
     card = (tmp_path / "README.md").read_text()
     assert f"`surefoot certify --quick`: {told}" in card and "| 1.90 |" in card
