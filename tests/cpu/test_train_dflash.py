@@ -22,6 +22,7 @@ from surefoot.train.dflash.loss import BlockRows, block_loss
 from surefoot.train.dflash.options import DFlashTrainOptions, DSparkTrainOptions
 from surefoot.train.dflash.recipe import DFlashRecipe
 from surefoot.train.loss import Teacher
+from test_train_loss import toy
 from train_harness import batch_of, tiny_target, trainer_of, write_documents
 
 DOCUMENTS = [(1, 12), (37, 12), (5, 3)]
@@ -183,6 +184,8 @@ def test_rows_that_count_and_how_much(tmp_path: Path) -> None:
     rows, _, (block, draft) = recipe._rows(batch, anchors)
     assert rows.labels.tolist() == batch.ids[[6, 7, 7]].tolist()
     assert list(zip(block, draft, strict=True)) == [(0, 0), (0, 1), (1, 0)]
+    # Of two turns the second does not go on from the first: behind 5 only 6, not 9.
+    assert recipe.valid(toy(), np.array([3, 5, 9])).sum(axis=1).tolist() == [3, 1, 2]
     weights = np.exp(-np.arange(4) / 4)
     assert recipe.decay.tolist() == pytest.approx(weights / weights.sum())
 
@@ -197,6 +200,9 @@ def test_anchors_depend_on_step_and_document_alone(tmp_path: Path) -> None:
     assert drawn.tolist() == alone.tolist() != recipe.draw(together, 8)[0].tolist()
     # 10 and 11 current tokens: 4.4 and 4.4, the next whole ones.
     assert recipe.divisor([0, 1], "token") == len(drawn)
+    alike = recipe_of(tmp_path, "dspark", anchors=0.4, weighting="document")
+    _, share = alike.draw(together, 7)
+    assert share.sum() == pytest.approx(alike.divisor([0, 1], "document")) == 2
 
 
 @pytest.mark.parametrize("objective", [(1.0, 0.0), (0.1, 0.9)])
