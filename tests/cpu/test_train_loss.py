@@ -240,4 +240,11 @@ def test_measures_of_a_batch() -> None:
     assert results["agreement"] == pytest.approx(2 / 5)
     assert results["on_policy"]["greedy"] == pytest.approx(4 / 5)
     assert results["sampled_length"] == pytest.approx(1 + (3 * 0.75 + 2 * 0.5) / 5)
-    assert results["marginal"] == [0.5, 0.5]
+    assert results["marginal"] == [0.5, 0.5] and results["confidence"] is None
+    told = np.where(tokens >= 0, 0.75, 9.0).astype(np.float32)
+    told[2, 0] = 0.25
+    sure = Measurement(2)
+    sure.add(batch, Drafted(tokens, overlap, best, told))
+    # Eight drafts can be judged.
+    expected = {"told": (0.25 + 7 * 0.75) / 8, "found": 0.5, "apart": 0.25}
+    assert sure.results()["confidence"] == pytest.approx(expected)

@@ -75,11 +75,8 @@ class DFlashRecipe(Recipe):
         rows, teacher, chosen = self._rows(batch, anchors)
         weights = (share[chosen[0]] * self.decay[chosen[1]] / divisor).astype(np.float32)
         weight = self._put(weights)
-        after = None
-        if self.config.markov is not None:
-            after = self.network.weight(f"{AFTER}.weight")
         loss, overlap, counts = block_loss(
-            rows, self.head, after, teacher, weight, self.options.objective
+            rows, self.head, self._after(), teacher, weight, self.options.objective
         )
         if self.config.confidence:
             logits = self.network.confidence(rows.hidden, rows.before)
@@ -90,26 +87,37 @@ class DFlashRecipe(Recipe):
     def draft(self, batch: Batch) -> Drafted:
         anchors = batch.pairs.nonzero()[0] + 1
         rows, teacher, (block, draft) = self._rows(batch, anchors)
-        after = None
-        if self.config.markov is not None:
-            after = self.network.weight(f"{AFTER}.weight").to(self.compute)
-        best, same = [], []
-        for start in range(0, len(block), SLICE):
-            part = slice(start, start + SLICE)
-            before = None if rows.before is None else rows.before[part]
-            q = torch.softmax(biased_logits(rows.hidden[part], before, self.head, after), -1)
-            best.append(q.argmax(-1))
-            p = teacher.logprobs[rows.places[part]].float().exp_()
-            same.append(torch.minimum(p, q).sum(-1))
+        place = anchors[block] - 1, draft
         tokens = np.full((len(batch), self.depth), -1, dtype=np.int64)
-        overlap = np.zeros(tokens.shape, dtype=np.float32)
-        if best:
-            place = anchors[block] - 1, draft
-            tokens[place] = torch.cat(best).cpu().numpy()
-            overlap[place] = torch.cat(same).cpu().numpy()
+        overlap, chance = (np.zeros(tokens.shape, dtype=np.float32) for _ in range(2))
+        tokens[place], overlap[place], chance[place] = self._judge(rows, teacher)
         likeliest = np.full(len(batch), -1, dtype=np.int64)
         likeliest[_asked(batch)] = teacher.best.cpu().numpy()
-        return Drafted(tokens, overlap, likeliest)
+        return Drafted(tokens, overlap, likeliest, chance if self.config.confidence else None)
+
+    def _judge(
+        self, rows: BlockRows, teacher: Teacher
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For each row the likeliest token, the overlap with the target's distribution, and the
+        confidence (0 without a head for it); on the host, [R] each."""
+        after = self._after()
+        matrix = None if after is None else after.to(self.compute)
+        count, device = len(rows.places), self.target.device
+        best = torch.empty(count, dtype=torch.int64, device=device)
+        overlap, chance = (torch.zeros(count, device=device) for _ in range(2))
+        for start in range(0, count, SLICE):
+            part = slice(start, start + SLICE)
+            before = None if rows.before is None else rows.before[part]
+            q = torch.softmax(biased_logits(rows.hidden[part], before, self.head, matrix), -1)
+            p = teacher.logprobs[rows.places[part]].float().exp_()
+            best[part], overlap[part] = q.argmax(-1), torch.minimum(p, q).sum(-1)
+            if self.config.confidence:
+                chance[part] = self.network.confidence(rows.hidden[part], before).sigmoid()
+        return best.cpu().numpy(), overlap.cpu().numpy(), chance.cpu().numpy()
+
+    def _after(self) -> torch.Tensor | None:
+        """float32 [vocab, rank]: the Markov head's second matrix."""
+        return None if self.config.markov is None else self.network.weight(f"{AFTER}.weight")
 
     def draw(self, batch: Batch, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Anchors of a step, int64 [M] rising, and float32 [M] their weights: drawn for each
