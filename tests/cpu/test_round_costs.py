@@ -336,6 +336,16 @@ def test_samples_tell_the_parts_of_the_host_apart() -> None:
         assert costs.seconds(requests, drafting) == pytest.approx(want, rel=0.15)
 
 
+def test_rounds_of_one_request_do_not_tell_what_many_that_draft_cost() -> None:
+    costs, noise = HostCosts(), np.random.default_rng(0)
+    for drafting, rounds in ((1, 100), (0, 250), (1, 100)):
+        for _ in range(rounds):
+            seconds = (4e-4 + 3e-4 * drafting) * float(np.exp(noise.normal(0, 0.3)))
+            costs.observe(HostSample(1, drafting, 0, seconds))
+    assert costs.seconds(1, 1) == pytest.approx(7e-4, rel=0.2)
+    assert costs.seconds(64, 64) < 2e-3
+
+
 @pytest.mark.parametrize("factor", [10.0, 0.1])
 def test_the_host_is_believed_as_it_is_now(factor: float) -> None:
     costs = HostCosts(samples())

@@ -6,6 +6,8 @@ What computes the chunks is written in Gluon, which has no interpreter: tests/gp
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -75,14 +77,20 @@ STEP = CHUNK_KEYS // BLOCK_N
     spans=st.lists(st.tuples(FIRST, ROWS), min_size=1, max_size=9),
     trees=st.none() | st.lists(st.booleans(), min_size=9, max_size=9),
     programs=st.sampled_from([5, 12, 66]),
+    both_ways=st.booleans(),
 )
 def test_every_key_of_every_tile_is_worked_on_once(
-    shape: AttentionShape, spans: list[tuple[int, int]], trees: list[bool] | None, programs: int
+    shape: AttentionShape,
+    spans: list[tuple[int, int]],
+    trees: list[bool] | None,
+    programs: int,
+    both_ways: bool,
 ) -> None:
-    trees = None if trees is None else trees[: len(spans)]
+    trees = None if trees is None or both_ways else trees[: len(spans)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk_attention, "programs_of", lambda *_: programs)
-        work = list_chunks(batch_of(spans, 1 << 16, trees), shape)
+        batch = replace(batch_of(spans, 1 << 16, trees), both_ways=both_ways)
+        work = list_chunks(batch, shape)
     found = work.items.tolist()
     assert found[0][0] < len(found)
     items = found[1 : 1 + found[0][0]]
@@ -93,9 +101,10 @@ def test_every_key_of_every_tile_is_worked_on_once(
             rows, slot = min(TILE_ROWS, count - at), len(spans) - 1 - index
             own = sorted((item for item in items if item[0] == row + at), key=lambda i: i[6])
             tiles += len(own)
-            expected = [row + at, rows, first + at, slot, first + count]
+            sees = first + count - 1 if both_ways else first + at
+            expected = [row + at, rows, sees, slot, first + count]
             assert all(item[:5] == expected and item[8] == first for item in own)
-            last = -(-(first + at + rows) // BLOCK_N)
+            last = -(-(first + (count if both_ways else at + rows)) // BLOCK_N)
             if row + at not in split:
                 assert [item[5:8] for item in own] == [[-1, 0, last]]
                 continue

@@ -14,7 +14,7 @@ import triton_interpreter  # isort: skip
 
 from surefoot.bench.synthetic import ALWAYS, conditional_thresholds, tokens_at
 from surefoot.kernels.batch import FlatBatch
-from surefoot.kernels.drafting import EntryWeights, Scratch
+from surefoot.kernels.drafting import EntryWeights, LiveRows, Scratch
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.triton.acceptance import tokens_at as kernel
 from surefoot.kernels.triton.drafting import TritonDrafting
@@ -128,6 +128,31 @@ def test_live_rows(steps: int) -> None:
             own = key // BLOCK <= settled
             mine = range(BLOCKS + slot * size, BLOCKS + (slot + 1) * size)
             assert block == tables[slot, key // BLOCK] if own else block in mine
+
+
+def test_block_rows() -> None:
+    torch.manual_seed(3)
+    keys = torch.randint(0, LENGTH, (6, 3))
+    tables = torch.zeros((3, 2), dtype=torch.int32)
+    live = LiveRows(torch.randint(0, 30, (3,)), None, keys, keys + 100, tables)
+    for rows in (1, 3, 5):
+        found, expected = (each.block_rows(live, rows, 29) for each in (TRITON, TORCH))
+        for name, tensor in expected._asdict().items():
+            assert torch.equal(getattr(found, name), tensor), name
+        assert expected.tokens.view(3, rows)[:, 0].tolist() == live.tokens.tolist()
+
+
+@pytest.mark.parametrize("taps", [1, 2, 3])
+def test_convolutions(taps: int) -> None:
+    """Blocks do not see each other; coefficients may lie apart."""
+    torch.manual_seed(4)
+    y, base = torch.randn(3 * 5, WIDTH), torch.randn(taps, WIDTH)
+    both = torch.randn(3 * 5, 2, taps, WIDTH // 8)
+    for dynamic in both.unbind(1):
+        found, expected = (each.convolve(y, base, dynamic, 5) for each in (TRITON, TORCH))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        alone = TORCH.convolve(y[5:10], base, dynamic[5:10], 5)
+        torch.testing.assert_close(expected[5:10], alone)
 
 
 @pytest.mark.parametrize("width", [7, 48, 5000])

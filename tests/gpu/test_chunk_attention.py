@@ -16,7 +16,13 @@ from test_prompt_attention import batch_of, exact, pool
 from test_real_shapes import relative
 
 from surefoot.kernels.backend import AttentionShape
-from surefoot.kernels.triton.chunk_attention import chunk_attention, chunk_work_of, list_chunks
+from surefoot.kernels.triton.attend import attend, work_of
+from surefoot.kernels.triton.chunk_attention import (
+    ChunkWork,
+    chunk_attention,
+    chunk_work_of,
+    list_chunks,
+)
 from surefoot.kernels.triton.launch import hopper
 from surefoot.kernels.triton.prompt_attention import CHUNK_KEYS, list_tiles, prompt_attention
 
@@ -77,6 +83,26 @@ def test_chunks_equal_the_twin_and_prompts_to_the_bit(
             assert (found[nothing] == 0).all()
             found, expected = found[~nothing], expected[~nothing]
         assert relative(found, expected) < 6e-3, spans
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("count", [1, 11, 130])
+def test_blocks_in_both_directions_equal_the_twin(shape: AttentionShape, count: int) -> None:
+    longest = random.choice([300, 5 * CHUNK_KEYS])
+    spans = [(random.randint(0, longest), random.choice([2, 7, 16, 31, 63])) for _ in range(count)]
+    spans.append((CHUNK_KEYS - 1, 16))
+    kv, tables = pool(spans, shape, 16)
+    batch = batch_of(spans, tables)
+    rows = torch.tensor([n for _, n in spans])
+    bits = ((torch.ones_like(rows) << rows) - 1).repeat_interleave(rows)
+    mask = torch.cat([bits, torch.zeros(len(batch.tokens) - len(bits), dtype=torch.int64)])
+    batch = replace(batch, mask=mask, all_masked=True, both_ways=True)
+    q = torch.randn(len(batch.tokens), shape.heads, shape.head_dim, dtype=torch.bfloat16)
+    work = work_of(batch, shape, kv)
+    assert isinstance(work, ChunkWork)
+    found = attend(q, kv, batch, shape, work)[: len(bits)]
+    expected = exact(q, kv, batch, shape)[: len(bits)]
+    assert relative(found, expected) < 6e-3, spans
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=str)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from . import engine, server, speculation
+from . import dflash, engine, server, speculation
 
-MUTATIONS = (*speculation.MUTATIONS, *engine.MUTATIONS, *server.MUTATIONS)
+MUTATIONS = (*speculation.MUTATIONS, *dflash.MUTATIONS, *engine.MUTATIONS, *server.MUTATIONS)

@@ -121,7 +121,7 @@ def inspect(
     facts = _inspect_drafter(model, target)
     if facts is None:
         if target is not None:
-            raise SurefootError("target", f"{model} is no folder with a drafter")
+            raise SurefootError("target", f"{model} is no folder or GGUF file with a drafter")
         facts = _inspect(model)
         checks = _verify(model) if verify else []
     elif verify:
@@ -142,7 +142,7 @@ def inspect(
 
 
 def _inspect_drafter(path: str, target: str | None) -> dict[str, Any] | None:
-    if not Path(path).expanduser().is_dir():
+    if not Path(path).expanduser().is_dir() and not path.lower().endswith(".gguf"):
         return None
     from surefoot.models.loading import read_model_config
     from surefoot.speculation.registry import inspect_drafter

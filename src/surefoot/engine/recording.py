@@ -89,7 +89,7 @@ def _proposing(round_: Round, times: dict[int, list[float]]) -> dict[int, Propos
             max(one - more, 1e-7) / steps,
             more / steps,
             longest,
-            (longest,) if longest and round_.controller.trees[index] else (),
+            (longest,) if longest and index in round_.whole else (),
         )
     return found
 

@@ -14,6 +14,10 @@ from surefoot.speculation.recorded_costs import RecordedSize
 from surefoot.speculation.round import Round
 from surefoot.speculation.size import Size
 
+BLOCK_DEPTHS = 3, 8
+"""How far drafters that draft whole blocks may draft, besides all the way."""
+MANY_HEAD_ROWS = 128
+"""Rows from which on a head's time depends on their number."""
 PROMPT_DRAFTS = 8
 """Drafts of a request, on average, that rounds with prompts have room for."""
 FEW_SCORED = 4
@@ -235,11 +239,15 @@ class PaddedRounds(Rounds):
 
     def depths(self, spans: int) -> list[int]:
         """How far drafters may draft in rounds of so many spans, rising: as far as some number of
-        rows holds it all, or as far as they can. Trees are not cut short: their nodes are no steps.
+        rows holds it all, or as far as they can. Trees are not cut short. Of blocks only the head
+        depends on it, which reads its weights for however few rows: in rounds of many spans there
+        are two shorter ones.
         """
         if any(self.round.controller.trees):
             return [self.longest]
-        whole = (rows // spans - 1 for rows in self.rows(spans) if rows % spans == 0)
+        whole = {rows // spans - 1 for rows in self.rows(spans) if rows % spans == 0}
+        if self.round.whole.issuperset(self.round.drafters):
+            whole &= set(BLOCK_DEPTHS) if spans * self.longest > MANY_HEAD_ROWS else set()
         return sorted({steps for steps in whole if 0 < steps < self.longest} | {self.longest})
 
 

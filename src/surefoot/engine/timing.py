@@ -56,6 +56,7 @@ def made_up_requests(round_: Round, blocks: int, context: int) -> Iterator[SetBa
     ]
     context = max(1, min(context, _farthest(round_)))
     _give_blocks(round_, blocks, context)
+    _write_texts(round_)
     try:
         yield lambda requests, chunk: _set_batch(round_, requests, chunk, context)
     finally:
@@ -82,6 +83,13 @@ def _give_blocks(round_: Round, blocks: int, context: int) -> None:
     state.block_tables[:requests, :width] = 1 + ids.view(requests, width).int()
 
 
+def _write_texts(round_: Round) -> None:
+    """Any tokens: equal rows would take less power, and so less time, than those of real texts."""
+    history = round_.state.history
+    generator = torch.Generator(history.device).manual_seed(0)
+    history.random_(0, round_.state.vocab_size, generator=generator)
+
+
 def _set_batch(round_: Round, requests: int, chunk: int, context: int) -> None:
     state, offers = round_.state, round_.books.offers
     busy = slice(0, min(requests, state.padding_slot))
@@ -94,7 +102,7 @@ def _set_batch(round_: Round, requests: int, chunk: int, context: int) -> None:
     state.computed[busy] = context - 1
     state.limit[busy] = _longest(round_)
     offers.lengths[busy] = state.max_drafts
-    offers.tokens[busy] = 0
+    offers.tokens[busy] = state.history[busy, : state.max_drafts]
     # Later drafts are less likely, so that rows go to all requests alike.
     steps = torch.arange(1, state.max_drafts + 1, device=state.device)
     offers.chances[busy] = 0.5**steps * (context + steps <= _longest(round_))

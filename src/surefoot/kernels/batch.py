@@ -56,5 +56,13 @@ class FlatBatch:
     """int64 [N] or None."""
     first_key: int = 0
     """0, or 1 where key 0 of every request holds nothing and nobody sees it."""
+    oldest: torch.Tensor | None = None
+    """int64 [N]: index of the first key that each row sees, a window's; None: ``first_key``. Only
+    where every row has a mask of its own."""
+    all_masked: bool = False
+    """Known on the host: no row is causal for want of a mask."""
+    both_ways: bool = False
+    """Known on the host: every row sees all of its span, and all before it. ``mask`` says so, too.
+    """
     spans: SpanTable | None = None
     """The same rows by span, or None: backends that need it work it out from ``row_slot``."""

@@ -6,17 +6,19 @@ is a backend's own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.draws import Draws
 from surefoot.kernels.lookup import Matches, ngram_lookup
+from surefoot.kernels.reference import silu_mul
 
 if TYPE_CHECKING:
-    from surefoot.kernels.backend import Backend, LayerWeights, RopeTable
+    from surefoot.kernels.backend import AttentionShape, Backend, LayerWeights, RopeTable
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,18 @@ class EntryWeights:
     embedding_norm: torch.Tensor
     hidden_norm: torch.Tensor
     eps: float
+
+
+@dataclass(frozen=True)
+class ContextWeights:
+    """The keys' and values' part of several layers that all read the same inputs."""
+
+    kv: Any
+    """Packed linear: keys, then values, layer by layer."""
+    k_norms: Sequence[torch.Tensor | None]
+    """By layer, as ``pack_norm`` gave them."""
+    eps: float
+    shape: AttentionShape
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,18 @@ class LiveRows:
     tables: torch.Tensor
     """int32 [B, pages]: the request's own blocks as far as they hold settled positions, then the
     slot's scratch blocks."""
+
+
+class BlockRows(NamedTuple):
+    """Where the rows of a block of each of B requests stand, int64 [B * rows] each, request by
+    request; and the spans that they are, int64 [B] each."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    keys: torch.Tensor
+    owners: torch.Tensor
+    first_rows: torch.Tensor
+    counts: torch.Tensor
 
 
 class Drafting(ABC):
@@ -87,6 +113,72 @@ class Drafting(ABC):
         rope: RopeTable,
     ) -> None:
         """Of a block only the rows' keys and values, from ``inputs`` as in ``Backend.layer``."""
+
+    @abstractmethod
+    def store_keys(
+        self,
+        projected: torch.Tensor,
+        shape: AttentionShape,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        batch: FlatBatch,
+        kv: Any,
+        rope: RopeTable,
+    ) -> None:
+        """Write the rows' keys, normed and rotated, and values: ``projected`` [N, 2 * kv_heads *
+        head_dim], keys first. Rows may be strided, and may be overwritten."""
+
+    def write_context(
+        self,
+        weights: ContextWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: Sequence[Any],
+        rope: RopeTable,
+    ) -> None:
+        """The rows' keys and values in every layer, from ``inputs`` [N, hidden], into a pool each:
+        one product for all."""
+        projected = self.backend.linear(weights.kv, inputs).chunk(len(kv), dim=1)
+        for part, k_norm, pool in zip(projected, weights.k_norms, kv, strict=True):
+            self.store_keys(part, weights.shape, k_norm, weights.eps, batch, pool, rope)
+
+    @abstractmethod
+    def attention(
+        self,
+        weights: LayerWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: Any,
+        rope: RopeTable,
+    ) -> torch.Tensor:
+        """Of ``Backend.layer`` the attention alone, its output projection included: ``inputs`` [N,
+        any width] -> [N, hidden]. Writes the rows' keys and values."""
+
+    def mlp(self, weights: LayerWeights, inputs: torch.Tensor) -> torch.Tensor:
+        """Of ``Backend.layer`` the MLP alone: ``inputs`` [N, hidden], normed -> [N, hidden]."""
+        backend = self.backend
+        return backend.linear(weights.down, silu_mul(backend.linear(weights.gate_up, inputs)))
+
+    def convolve(
+        self, y: torch.Tensor, base: torch.Tensor, dynamic: torch.Tensor, block: int
+    ) -> torch.Tensor:
+        """A causal convolution over the rows of each block, y [B * block, hidden]: row i becomes
+        the sum over taps t of ``(base[t] + dynamic[i, t]) * y[i - t]``, without neighbours before
+        a block's first row. ``base`` [taps, hidden]; ``dynamic`` [B * block, taps, groups], each
+        for neighbouring channels."""
+        rows = y.view(-1, block, y.shape[1])
+        taps, groups = dynamic.shape[1:]
+        per_group = y.shape[1] // groups
+        weights = dynamic.repeat_interleave(per_group, dim=2) + base
+        weights = weights.view(-1, block, taps, y.shape[1])
+        mixed = weights[:, :, 0] * rows
+        for tap in range(1, min(taps, block)):
+            mixed[:, tap:] += weights[:, tap:, tap] * rows[:, :-tap]
+        return mixed.view_as(y)
+
+    def add_linear(self, logits: torch.Tensor, linear: Any, x: torch.Tensor) -> torch.Tensor:
+        """float32 logits [B, n] plus a packed linear of x [B, in]: float32 [B, n]."""
+        return logits + self.backend.linear(linear, x).float()
 
     def layer_and_head(
         self,
@@ -195,6 +287,21 @@ class Drafting(ABC):
             keys=keys,
             positions=(keys - behind).clamp(0, last_position),
             tables=torch.where(beyond < 0, tables, own.to(torch.int32)),
+        )
+
+    def block_rows(self, live: LiveRows, rows: int, filler: int) -> BlockRows:
+        """``rows`` rows a request: the live row, and behind it rows of the token ``filler``. All of
+        them are among ``live.keys``."""
+        each = torch.arange(len(live.tokens), device=live.tokens.device)
+        tokens = torch.full_like(live.keys[:rows].t(), filler)
+        tokens[:, 0] = live.tokens
+        return BlockRows(
+            tokens.flatten(),
+            live.positions[:rows].t().flatten(),
+            live.keys[:rows].t().flatten(),
+            each.repeat_interleave(rows, output_size=len(each) * rows),
+            each * rows,
+            torch.full_like(each, rows),
         )
 
     def likeliest(

@@ -52,4 +52,6 @@ def key_visibility(batch: FlatBatch, keys: int) -> torch.Tensor:
     bit = (batch.mask.unsqueeze(1) >> offset.clamp(0, 63)) & 1
     causal = (batch.mask == -1).unsqueeze(1) & (index <= batch.key_index.unsqueeze(1))
     in_tree = (batch.mask != -1).unsqueeze(1) & ((offset < 0) | (in_span & (bit == 1)))
+    if batch.oldest is not None:
+        in_tree = in_tree & (index >= batch.oldest.unsqueeze(1))
     return (causal | in_tree) & (index >= batch.first_key)

@@ -82,10 +82,23 @@ class TorchBackend(Backend):
         rope: RopeTable,
         inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        shape = weights.shape
         if inputs is None:
             assert weights.input_norm is not None
             inputs = ops.rms_norm(x, weights.input_norm, weights.eps)
+        x = x + self.attention(weights, inputs, batch, kv, rope)
+        hidden = ops.rms_norm(x, weights.post_norm, weights.eps)
+        return x + weights.down(ops.silu_mul(weights.gate_up(hidden)))
+
+    @staticmethod
+    def attention(
+        weights: LayerWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: torch.Tensor,
+        rope: RopeTable,
+    ) -> torch.Tensor:
+        """As ``Drafting.attention``."""
+        shape = weights.shape
         qkv = weights.qkv(inputs)
         qkv = qkv.unflatten(-1, (shape.heads + 2 * shape.kv_heads, shape.head_dim))
         q, k, v = qkv.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
@@ -95,9 +108,7 @@ class TorchBackend(Backend):
         q = ops.apply_rope(q, batch.positions, rope)
         k = ops.apply_rope(k, batch.positions, rope)
         write_kv(kv, k, v, batch)
-        x = x + weights.o(span_attention(q, kv, batch, shape).flatten(1))
-        hidden = ops.rms_norm(x, weights.post_norm, weights.eps)
-        return x + weights.down(ops.silu_mul(weights.gate_up(hidden)))
+        return weights.o(span_attention(q, kv, batch, shape).flatten(1))
 
     def move_keys(
         self, kv: torch.Tensor, tables: torch.Tensor, source: torch.Tensor, target: torch.Tensor
@@ -126,8 +137,30 @@ class TorchDrafting(Drafting):
         kv: torch.Tensor,
         rope: RopeTable,
     ) -> None:
-        shape = weights.shape
-        k, v = weights.kv(inputs).unflatten(-1, (2, shape.kv_heads, shape.head_dim)).unbind(1)
-        if weights.k_norm is not None:
-            k = ops.rms_norm(k, weights.k_norm, weights.eps)
+        projected = weights.kv(inputs)
+        self.store_keys(projected, weights.shape, weights.k_norm, weights.eps, batch, kv, rope)
+
+    def store_keys(
+        self,
+        projected: torch.Tensor,
+        shape: AttentionShape,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        batch: FlatBatch,
+        kv: torch.Tensor,
+        rope: RopeTable,
+    ) -> None:
+        k, v = projected.unflatten(-1, (2, shape.kv_heads, shape.head_dim)).unbind(1)
+        if k_norm is not None:
+            k = ops.rms_norm(k, k_norm, eps)
         write_kv(kv, ops.apply_rope(k, batch.positions, rope), v, batch)
+
+    def attention(
+        self,
+        weights: LayerWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: torch.Tensor,
+        rope: RopeTable,
+    ) -> torch.Tensor:
+        return TorchBackend.attention(weights, inputs, batch, kv, rope)

@@ -43,7 +43,7 @@ class Proposing:
     """Most steps of one that pays by steps; 0: it pays once, however long its drafts."""
     depths: tuple[int, ...] = ()
     """How far it may draft, if not any number of steps up to the longest: a tree's nodes are no
-    steps."""
+    steps, and a block costs the same for any number."""
 
 
 class ExactCosts:

@@ -10,8 +10,9 @@ import numpy as np
 
 from surefoot.speculation.beliefs import Beliefs
 
-_GUESS = [2e-4, 1e-6, 4e-6, 2e-5]
-"""Seconds for a round, a request, one that drafts, and one that ends; without any measurement."""
+_GUESS = [2e-4, 1e-4, 1e-6, 4e-6, 2e-5]
+"""Seconds for a round, for one in which anybody drafts, a request, one that drafts, and one that
+ends; without any measurement."""
 _UNCERTAIN = 1.0
 _DRIFT = 1e-5
 _FIRST_NOISE = 0.2
@@ -36,7 +37,9 @@ class HostSample:
 
 
 class HostCosts:
-    """Seconds = h0 + h1 * requests + h2 * drafting requests + h3 * ends, all above 0.
+    """Seconds = h0 + h1 * (anybody drafts) + h2 * requests + h3 * drafting requests + h4 * ends,
+    all above 0. Reading any drafts costs more than each one's: without a part of its own, what
+    rounds of one request tell of it would count 64 times with 64.
 
     What is learnt is the logarithm of each part: by how much all of a round's time is off, each
     part is corrected by as much as it has of it.
@@ -58,13 +61,15 @@ class HostCosts:
 
     def _start(self) -> None:
         self._coefficients = self._guess
-        covariance, drift = np.eye(4) * _UNCERTAIN**2, np.full(4, _DRIFT)
-        self._beliefs = Beliefs(np.zeros(4), covariance, drift, _FIRST_NOISE)
+        count = len(self._guess)
+        covariance, drift = np.eye(count) * _UNCERTAIN**2, np.full(count, _DRIFT)
+        self._beliefs = Beliefs(np.zeros(count), covariance, drift, _FIRST_NOISE)
 
     def seconds(self, requests: int, drafting: float) -> float:
         """Of a round with as many ends as usual."""
-        whole, request, draft, end = self._coefficients
-        return whole + requests * (request + end * self._ends) + draft * drafting
+        whole, any_draft, request, draft, end = self._coefficients
+        drafts = any_draft * min(drafting, 1.0) + draft * drafting
+        return whole + requests * (request + end * self._ends) + drafts
 
     def observe(self, sample: HostSample) -> None:
         """A round took the host so long."""
@@ -77,7 +82,7 @@ class HostCosts:
 
     def _learn(self, sample: HostSample) -> bool:
         """Returns whether such rounds were known better than one measurement tells."""
-        counts = 1.0, sample.requests, sample.drafting, sample.ends
+        counts = 1, min(sample.drafting, 1), sample.requests, sample.drafting, sample.ends
         parts = [each * count for each, count in zip(self._coefficients, counts, strict=True)]
         total = sum(parts)
         off = math.log(sample.seconds / total)

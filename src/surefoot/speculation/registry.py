@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from surefoot.speculation.proposer import Proposer
 
 DEFAULT = ("ngram",)
-DRAFTERS = {"eagle3": "EAGLE-3"}
+DRAFTERS = {"eagle3": "EAGLE-3", "dflash": "DFlash, DSpark or DFlash 2"}
 """Proposers with a network of their own, which their option ``path`` names; and what people call
 them."""
 _PROPOSERS: dict[str, str | type[Proposer]] = {
+    "dflash": "surefoot.speculation.proposers.dflash.proposer:DFlashProposer",
     "eagle3": "surefoot.speculation.proposers.eagle3.proposer:Eagle3Proposer",
     "ngram": "surefoot.speculation.proposers.ngram:NgramProposer",
 }
@@ -46,7 +47,7 @@ def find(name: str) -> type[Proposer]:
 
 
 def inspect_drafter(path: str, target: ModelConfig | None = None) -> dict[str, Any] | None:
-    """JSON-ready facts about the drafter in a local folder; None if it holds none that is known.
+    """JSON-ready facts about the drafter in a local folder or file; None for what is none.
 
     ``target``: also say whether it fits. Raises SurefootError for a broken one."""
     for name in DRAFTERS:

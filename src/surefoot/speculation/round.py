@@ -25,7 +25,14 @@ from surefoot.sampling.params import SamplingStages
 from surefoot.sampling.sampler import SampleRows, sample_rows
 from surefoot.speculation.books import book_keeping
 from surefoot.speculation.controller import Controller
-from surefoot.speculation.proposer import Commits, DraftRequest, Drafts, Proposer, blamed
+from surefoot.speculation.proposer import (
+    Commits,
+    DraftCost,
+    DraftRequest,
+    Drafts,
+    Proposer,
+    blamed,
+)
 from surefoot.speculation.scoring import TokenScores
 from surefoot.speculation.size import Size
 from surefoot.speculation.state import SlotState
@@ -89,6 +96,13 @@ class Round:
         }
         """Most drafts of the proposers whose drafting costs a network's time, by index."""
         self.longest = max(self.drafters.values(), default=0)
+        self.whole = {
+            index
+            for index, need in enumerate(self.needs)
+            if need.trees or need.cost is DraftCost.PER_BLOCK
+        }
+        """Those of them whose offers cost the same however far they draft, or cannot be cut short:
+        a tree's nodes are no steps."""
         self.books = book_keeping(decoder.backend, state, controller, spans)
         self.scores = TokenScores(decoder, state, spans)
         self.replace_sampled: ReplaceSampled | None = None

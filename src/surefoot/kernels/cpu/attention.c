@@ -89,12 +89,13 @@ typedef struct {
     int64_t limit; /* keys from here on are invisible */
     int64_t start; /* first key of the span; limit without a mask */
     uint64_t mask;
-    int64_t first; /* 0, or 1: key 0 is invisible */
+    int64_t first; /* keys before this one are invisible */
 } row_view;
 
 static row_view view_of(const sf_batch *batch, int64_t row) {
     uint64_t mask = batch->mask ? (uint64_t)batch->mask[row] : ~0ull;
     row_view view = {batch->key_index[row] + 1, batch->key_index[row] + 1, 0, batch->first_key};
+    if (batch->oldest && batch->oldest[row] > view.first) view.first = batch->oldest[row];
     if (mask == ~0ull) return view; /* no mask: causal */
     view.start = batch->span_start[batch->row_slot[row]];
     view.mask = mask;
@@ -177,9 +178,15 @@ static mix_run *const mix_tiles[2][SF_GROUP + 1] = {{0, SF_EACH_M(MIX_F32)},
                                                     {0, SF_EACH_M(MIX_BF16)}};
 static total_run *const add_up[SF_GROUP + 1] = {0, SF_EACH_M(TOTAL)};
 
+/* The scores of all keys before `first` become `value`. */
+static void hide(float *s, int64_t stride, const tile_list *list, int64_t first, float value) {
+    for (int64_t t = 0, key = 0; t < list->tiles && key < first; key += list->size[t++])
+        for (int64_t i = 0; i < list->size[t] && key + i < first; i++) s[t * stride + i] = value;
+}
+
 /* The softmax's numerators of one vector in place, s [tiles][stride]; invisible keys get 0. */
 static void exponentiate(float *s, int64_t stride, const tile_list *list, const row_view *view) {
-    if (view->first) s[0] = -__builtin_inff();
+    hide(s, stride, list, view->first, -__builtin_inff());
     int64_t whole = view->start / SF_LANES < list->whole ? view->start / SF_LANES : list->whole;
     vf low = vf_set1(-__builtin_inff()), best = low;
     for (int64_t t = 0; t < whole; t++) best = vf_max(best, vf_load(s + t * stride));
@@ -195,7 +202,7 @@ static void exponentiate(float *s, int64_t stride, const tile_list *list, const 
         vf p = vf_exp(vf_sub(vf_load(s + t * stride), largest));
         vf_store(s + t * stride, vf_select(seen, p, vf_zero()));
     }
-    if (view->first) s[0] = 0.0f;
+    hide(s, stride, list, view->first, 0.0f);
 }
 
 typedef struct {

@@ -199,6 +199,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             [pointer, int64, int64, int64, pointer, int64, pointer, pointer, int64, int64],
         ),
         "sf_write_keys": (int32, [pointer, pointer, pointer, pointer, pointer, int32]),
+        "sf_store_keys": (None, [pointer, pointer, pointer, pointer, int64, int32]),
         "sf_head": (
             int32,
             [pointer, pointer, ctypes.c_float, pointer, pointer, int64, pointer, pointer, int32],

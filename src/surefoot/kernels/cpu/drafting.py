@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import torch
 
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.cpu.linear import DENSE_KINDS, KINDS, input_of
-from surefoot.kernels.cpu.prepare import prepare_keys
+from surefoot.kernels.cpu.prepare import keys_struct, prepare_attention, prepare_keys
 from surefoot.kernels.drafting import Drafting
 from surefoot.kernels.lookup import Matches
 
 if TYPE_CHECKING:
-    from surefoot.kernels.backend import LayerWeights, RopeTable
+    from surefoot.kernels.backend import AttentionShape, LayerWeights, RopeTable
     from surefoot.kernels.cpu.backend import NativeBackend, NativeKV
 
 
@@ -72,3 +73,52 @@ class NativeDrafting(Drafting):
             backend.thread_count,
         ):
             raise MemoryError("no memory for the keys of a layer")
+
+    def store_keys(
+        self,
+        projected: torch.Tensor,
+        shape: AttentionShape,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        batch: FlatBatch,
+        kv: NativeKV,
+        rope: RopeTable,
+    ) -> None:
+        backend = self.backend
+        struct = keys_struct(shape, k_norm, eps, rope, KINDS[DENSE_KINDS[backend.dtype]])
+        if projected.dtype is not torch.float32 or projected.stride(1) != 1:
+            projected = projected.float().contiguous()
+        backend.library.sf_store_keys(
+            ctypes.addressof(struct),
+            backend.prepared_batch(batch).address,
+            kv.address,
+            projected.data_ptr(),
+            projected.stride(0),
+            backend.thread_count,
+        )
+
+    def attention(
+        self,
+        weights: LayerWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: NativeKV,
+        rope: RopeTable,
+    ) -> torch.Tensor:
+        """MemoryError when scratch memory cannot be had."""
+        backend, prepared = self.backend, weights.o.prepared
+        if prepared is None or prepared.weights is not weights or prepared.rope is not rope:
+            prepared = prepare_attention(weights, rope, KINDS[DENSE_KINDS[backend.dtype]])
+        inputs = input_of(inputs, weights.qkv)
+        out = torch.zeros(len(inputs), weights.o.shape[0])
+        if backend.library.sf_layer(
+            backend.context_address,
+            prepared.address,
+            backend.prepared_batch(batch).address,
+            kv.address,
+            inputs.data_ptr(),
+            out.data_ptr(),
+            backend.thread_count,
+        ):
+            raise MemoryError("no memory for a layer's attention")
+        return out

@@ -5,6 +5,7 @@
 #include "act.h"
 #include "team.h"
 
+#define STORE_ROWS 16 /* fewer rows of keys do not pay for waking other threads */
 #define COLUMNS 256 /* of a row, handed to one thread; a multiple of SF_BLOCK */
 
 /* Reserve `bytes` at the cursor, on a cache line. */
@@ -76,12 +77,12 @@ static void rotate(float *x, const float *cos, const float *sin, int half, float
 
 /* Per row and head: norms and rotation of q and k in place, and the write of k and v. */
 static void prepare_heads(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv,
-                          float *qkv) {
+                          float *qkv, int64_t stride) {
     int64_t heads = w->heads + 2 * w->kv_heads, half = w->head_dim / 2, item, last;
     sf_share(batch->rows * heads, &item, &last);
     for (; item < last; item++) {
         int64_t row = item / heads, head = item % heads;
-        float *x = qkv + item * w->head_dim;
+        float *x = qkv + row * stride + head * w->head_dim;
         if (batch->row_slot[row] < 0) continue;
         if (head >= w->heads + w->kv_heads) {
             sf_write_row(w, batch, kv, row, (int)(head - w->heads - w->kv_heads), NULL, x);
@@ -138,7 +139,7 @@ static void layer_task(void *argument) {
     sf_wait(&j->barrier);
     sf_gemm(&w->qkv, &j->acts[0], (sf_out){j->qkv, w->qkv.outputs, 0, NULL}, &j->work[0], sf_team);
     sf_wait(&j->barrier);
-    prepare_heads(w, j->batch, j->kv, j->qkv);
+    prepare_heads(w, j->batch, j->kv, j->qkv, w->qkv.outputs);
     sf_wait(&j->barrier);
     sf_attend(w, j->batch, j->kv, j->qkv, w->qkv.outputs, j->attended, w->o.inputs,
               j->scratch + j->per_thread * (size_t)sf_me, &j->work[1]);
@@ -146,6 +147,7 @@ static void layer_task(void *argument) {
     put_rows(j->attended, w->o.inputs, 0, &j->acts[1]);
     sf_wait(&j->barrier);
     sf_gemm(&w->o, &j->acts[1], (sf_out){j->x, w->hidden, 1, NULL}, &j->work[2], sf_team);
+    if (!w->gate_up.segments) return;
     sf_wait(&j->barrier);
     norm_rows(j->x, w->post_norm, w->eps, &j->acts[2], buffer);
     sf_wait(&j->barrier);
@@ -157,8 +159,8 @@ static void layer_task(void *argument) {
     sf_gemm(&w->down, &j->acts[3], (sf_out){j->x, w->hidden, 1, NULL}, &j->work[4], sf_team);
 }
 
-/* x [rows, hidden] becomes the layer's output; `inputs` [rows, qkv.inputs] may be NULL. Returns
- * SF_OK or SF_NO_MEMORY. */
+/* x [rows, hidden] becomes the layer's output; `inputs` [rows, qkv.inputs] may be NULL. Of a layer
+ * without an MLP, x plus its attention. Returns SF_OK or SF_NO_MEMORY. */
 SF_EXPORT int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_batch *batch,
                        const sf_kv *kv, const float *inputs, float *x, int threads) {
     int64_t rows = batch->rows;
@@ -166,7 +168,8 @@ SF_EXPORT int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_
     const sf_linear *linear[4] = {&w->qkv, &w->o, &w->gate_up, &w->down};
     size_t cursor = 0, place[4][2], per_thread = sf_attention_scratch(w, batch, kv);
     sf_acts acts[4];
-    if (4 * multiplications(&w->down, rows) < context->serial_below) threads = 1;
+    if (4 * multiplications(w->down.segments ? &w->down : &w->o, rows) < context->serial_below)
+        threads = 1;
     for (int i = 0; i < 4; i++) acts[i] = reserve_acts(&cursor, linear[i], rows, place[i]);
     size_t qkv_at = reserve(&cursor, (size_t)(rows * w->qkv.outputs) * 4);
     size_t attended_at = reserve(&cursor, (size_t)(rows * w->o.inputs) * 4);
@@ -192,7 +195,7 @@ static void keys_task(void *argument) {
     sf_wait(&j->barrier);
     sf_gemm(&w->qkv, &j->acts[0], (sf_out){j->qkv, w->qkv.outputs, 0, NULL}, &j->work[0], sf_team);
     sf_wait(&j->barrier);
-    prepare_heads(w, j->batch, j->kv, j->qkv);
+    prepare_heads(w, j->batch, j->kv, j->qkv, w->qkv.outputs);
 }
 
 /* Keys and values of the rows from `inputs` [rows, qkv.inputs], and nothing else of a layer: w has
@@ -210,6 +213,27 @@ SF_EXPORT int sf_write_keys(sf_context *context, const sf_layer_weights *w, cons
     job.qkv = (float *)(context->memory + qkv_at);
     sf_run(threads, keys_task, &job);
     return SF_OK;
+}
+
+typedef struct {
+    const sf_layer_weights *w;
+    const sf_batch *batch;
+    const sf_kv *kv;
+    float *projected;
+    int64_t stride;
+} store_job;
+
+static void store_task(void *argument) {
+    store_job *j = argument;
+    prepare_heads(j->w, j->batch, j->kv, j->projected, j->stride);
+}
+
+/* The rest of sf_write_keys where k and v [rows, stride] have been computed; overwrites them. */
+SF_EXPORT void sf_store_keys(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv,
+                             float *projected, int64_t stride, int threads) {
+    store_job job = {w, batch, kv, projected, stride};
+    if (batch->rows < STORE_ROWS) threads = 1;
+    sf_run(threads, store_task, &job);
 }
 
 typedef struct {

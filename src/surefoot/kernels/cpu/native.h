@@ -54,7 +54,8 @@ typedef struct {
     const int64_t *positions, *key_index, *row_slot, *span_start;
     const int64_t *mask; /* or NULL */
     const int32_t *tables;
-    int64_t first_key; /* 0, or 1: nobody sees key 0 */
+    int64_t first_key;     /* 0, or 1: nobody sees key 0 */
+    const int64_t *oldest; /* the first key that each row sees, or NULL */
 } sf_batch;
 
 /* One layer's paged keys and values: per block, per kv head, tiles of 16 keys, each

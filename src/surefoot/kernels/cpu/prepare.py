@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from surefoot.kernels.backend import FlatBatch, LayerWeights, RopeTable
-from surefoot.kernels.cpu.structs import BatchStruct, LayerStruct
+from surefoot.kernels.backend import AttentionShape, FlatBatch, LayerWeights, RopeTable
+from surefoot.kernels.cpu.structs import BatchStruct, LayerStruct, LinearStruct
 
 
 @dataclass
@@ -84,20 +84,36 @@ def prepare_keys(weights: LayerWeights, rope: RopeTable, kv_kind: int) -> Prepar
     shape, linear = weights.shape, weights.kv
     if linear.shape[0] != 2 * shape.kv_heads * shape.head_dim:
         raise ValueError(f"kv is {linear.shape}, expected {2 * shape.kv_heads * shape.head_dim}")
-    struct = LayerStruct(
+    struct = keys_struct(shape, weights.k_norm, weights.eps, rope, kv_kind)
+    struct.qkv = linear.struct
+    prepared = PreparedLayer(weights, rope, struct, ctypes.addressof(struct))
+    linear.prepared = prepared
+    return prepared
+
+
+def keys_struct(
+    shape: AttentionShape, k_norm: torch.Tensor | None, eps: float, rope: RopeTable, kv_kind: int
+) -> LayerStruct:
+    """What writing keys and values needs to know of a layer."""
+    return LayerStruct(
         heads=0,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         kv_kind=kv_kind,
-        eps=weights.eps,
-        k_norm=None if weights.k_norm is None else weights.k_norm.data_ptr(),
+        eps=eps,
+        k_norm=None if k_norm is None else k_norm.data_ptr(),
         cos=rope.cos.data_ptr(),
         sin=rope.sin.data_ptr(),
-        qkv=linear.struct,
     )
-    prepared = PreparedLayer(weights, rope, struct, ctypes.addressof(struct))
-    linear.prepared = prepared
-    return prepared
+
+
+def prepare_attention(weights: LayerWeights, rope: RopeTable, kv_kind: int) -> PreparedLayer:
+    """A layer of which only the attention is wanted; kept with ``weights.o``."""
+    whole = prepare_layer(weights, rope, kv_kind)
+    weights.qkv.prepared = None
+    whole.struct.gate_up = whole.struct.down = LinearStruct()
+    weights.o.prepared = whole
+    return whole
 
 
 def prepare_batch(batch: FlatBatch) -> PreparedBatch:
@@ -112,6 +128,9 @@ def prepare_batch(batch: FlatBatch) -> PreparedBatch:
     if batch.mask is not None:
         tensors.append(batch.mask)
         names.append("mask")
+    if batch.oldest is not None:
+        tensors.append(batch.oldest)
+        names.append("oldest")
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.dtype != torch.int64 or not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous int64, is {tensor.dtype}")
@@ -122,5 +141,6 @@ def prepare_batch(batch: FlatBatch) -> PreparedBatch:
         None if batch.mask is None else batch.mask.data_ptr(),
         batch.block_tables.data_ptr(),
         batch.first_key,
+        None if batch.oldest is None else batch.oldest.data_ptr(),
     )
     return PreparedBatch(batch, struct, ctypes.addressof(struct), tensors)

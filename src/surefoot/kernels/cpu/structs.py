@@ -47,6 +47,7 @@ class BatchStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("positions", "key_index", "row_slot")),
         *((name, ctypes.c_void_p) for name in ("span_start", "mask", "tables")),
         ("first_key", ctypes.c_int64),
+        ("oldest", ctypes.c_void_p),
     ]
 
 

@@ -14,11 +14,14 @@ Work = torch.Tensor | ChunkWork | None
 
 def work_of(batch: FlatBatch, shape: AttentionShape, kv: torch.Tensor) -> Work:
     """What all layers of a forward share: a list of tiles where there are prompts, of chunks for
-    shorter spans, None where neither kernel takes such heads.
+    shorter spans and for blocks in both directions, None where neither kernel takes such heads, or
+    all rows have other masks.
 
     Tiles and chunks give a row the same bits, so the load may decide between them; which shapes
     they take it must not.
     """
+    if batch.all_masked:
+        return chunk_work_of(batch, shape, kv) if batch.both_ways else None
     tiles = tiles_of(batch, shape, kv)
     return chunk_work_of(batch, shape, kv) if tiles is None else tiles
 

@@ -141,9 +141,9 @@ def span_attention(
         q, kv, out, part, sums, spans.first_row, spans.rows, spans.slot, entries,
         batch.block_tables, batch.block_tables.stride(0), batch.span_start, batch.key_index,
         batch.mask, kv.stride(0), scale, plan.splits, parts, plan.tiles, batch.first_key,
-        shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3], width,
+        batch.oldest, shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3], width,
         plan.block_m, plan.chunk, split, not plan.tiles, 1 if plan.tiles else searched,
-        masked, only_trees,
+        masked, only_trees, batch.oldest is not None,
         num_warps=plan.num_warps, num_stages=plan.num_stages, **pdl(q.device),
     )  # fmt: skip
     if split:
@@ -161,6 +161,6 @@ def trees_attended(
 ) -> torch.Tensor:
     """[N, heads, head_dim] in which only the rows of trees have been computed: other kernels do the
     chains of the batch, and the same bits come out with trees beside them and without."""
-    if batch.mask is None:
+    if batch.mask is None or batch.both_ways:
         return torch.empty_like(q)
     return span_attention(q, kv, batch, shape, only_trees=True)

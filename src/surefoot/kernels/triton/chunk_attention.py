@@ -52,10 +52,10 @@ class ChunkWork:
 
     items: torch.Tensor
     """int32 [1 + n, 16], with room for all: first their number; then of each, the longest first:
-    flat row, rows, index of the first row's key, slot, index past the span's last key, which
-    partial result it begins with (-1: none, it has all keys; -2: none, its rows see none of them),
-    its first step of ``BLOCK_N`` keys and the one past its last, and the index of the span's first
-    key."""
+    flat row, rows, index of the last key that the first row sees (others see one more each, as far
+    as the span goes), slot, index past the span's last key, which partial result it begins with
+    (-1: none, it has all keys; -2: none, its rows see none of them), its first step of ``BLOCK_N``
+    keys and the one past its last, and the index of the span's first key."""
     tiles: torch.Tensor
     """int32 [n, 4], of the tiles that are split: flat row, rows (0: no such tile), first partial
     result, and their number."""
@@ -75,7 +75,7 @@ def chunk_list_kernel(
     first_row_ptr, rows_ptr, slot_ptr, key_index_ptr, mask_ptr, items_ptr, tiles_ptr, spans,
     programs, units, capacity, splits,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, SPANS: tl.constexpr,
-    LARGE_SHARE: tl.constexpr, MASKED: tl.constexpr, PDL: tl.constexpr,
+    LARGE_SHARE: tl.constexpr, MASKED: tl.constexpr, BOTH_WAYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program an item, and one a tile that is split; each works out its own place."""
     # Kernels behind this one may read the list before they wait: they start when it is there.
@@ -121,7 +121,10 @@ def chunk_list_kernel(
         end = tl.sum(tl.where(own, starts + counts, 0), axis=0)
         start = tl.sum(tl.where(own, starts, 0), axis=0)
         key = start + tile * ROWS
-        last = tl.minimum(key + ROWS, end)
+        count = tl.minimum(ROWS, end - key)
+        if BOTH_WAYS:
+            key = end - 1
+        last = tl.minimum(key + count, end)
         steps = (last + BLOCK_N - 1) // BLOCK_N
         low = chunk * (CHUNK // BLOCK_N)
         high = tl.minimum(low + own_run * (CHUNK // BLOCK_N), steps)
@@ -131,7 +134,7 @@ def chunk_list_kernel(
         part = tl.where(low < steps, part, -2)
         entry = items_ptr + 16 + place * 16
         tl.store(entry, tl.sum(tl.where(own, firsts, 0), axis=0) + tile * ROWS)
-        tl.store(entry + 1, last - key)
+        tl.store(entry + 1, count)
         tl.store(entry + 2, key)
         tl.store(entry + 3, tl.load(slot_ptr + span).to(tl.int32))
         tl.store(entry + 4, end)
@@ -152,7 +155,10 @@ def chunk_list_kernel(
         tl.store(entry, tl.sum(tl.where(own, firsts, 0), axis=0) + tile * ROWS)
         tl.store(entry + 1, count)
         tl.store(entry + 2, tl.sum(tl.where(own, first_parts + tile * chunks, 0), axis=0))
-        tl.store(entry + 3, (key + count + CHUNK - 1) // CHUNK)
+        last = key + count
+        if BOTH_WAYS:
+            last = tl.sum(tl.where(own, starts + counts, 0), axis=0)
+        tl.store(entry + 3, (last + CHUNK - 1) // CHUNK)
 
 
 def packed_heads(shape: AttentionShape) -> tuple[int, int]:
@@ -199,7 +205,8 @@ def list_chunks(batch: FlatBatch, shape: AttentionShape) -> ChunkWork:
         spans.first_row, spans.rows, spans.slot, batch.key_index, batch.mask, items, listed,
         entries, programs, units, parts, splits,
         per_tile, CHUNK_KEYS, BLOCK_N, next_power_of_2(entries, 32), LARGE_SHARE,
-        batch.mask is not None, num_warps=1, **pdl(batch.key_index.device),
+        batch.mask is not None and not batch.both_ways, batch.both_ways,
+        num_warps=1, **pdl(batch.key_index.device),
     )  # fmt: skip
     return ChunkWork(items, listed, part_rows, parts)
 

@@ -68,7 +68,7 @@ def load_partition(
         info += gl.where(field == 6, low, 0) + gl.where(field == 7, part, 0)
         pages = tables_ptr + slot * table_stride
         kv_head = unit * USED // (HEADS // KV_HEADS)
-        last_page = (key + count - 1) // PAGE
+        last_page = (gl.minimum(key + count, end) - 1) // PAGE
         # Old keys may be on their way while the product before this kernel ends.
         if (low + 1) * BLOCK_N > start:
             await_inputs()

@@ -14,15 +14,16 @@ import triton.language as tl
 
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.drafting import Drafting, EntryWeights, LiveRows, Scratch
-from surefoot.kernels.triton import picks
-from surefoot.kernels.triton.attend import work_of
+from surefoot.kernels.triton import blocks, picks
+from surefoot.kernels.triton.attend import attend, work_of
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.lookup import ngram_lookup
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
+from surefoot.kernels.triton.qkv import queries
 from surefoot.kernels.triton.rope_kv import rope_and_write
 
 if TYPE_CHECKING:
-    from surefoot.kernels.backend import LayerWeights, RopeTable
+    from surefoot.kernels.backend import AttentionShape, LayerWeights, RopeTable
     from surefoot.kernels.triton.backend import TritonBackend
     from surefoot.kernels.triton.products import TritonLinear
 
@@ -148,6 +149,8 @@ class TritonDrafting(Drafting):
     ngram_lookup = staticmethod(ngram_lookup)
     likeliest = staticmethod(picks.likeliest)
     draw = staticmethod(picks.draw)
+    block_rows = staticmethod(blocks.block_rows)
+    convolve = staticmethod(blocks.convolve)
 
     def write_keys(
         self,
@@ -157,10 +160,45 @@ class TritonDrafting(Drafting):
         kv: torch.Tensor,
         rope: RopeTable,
     ) -> None:
-        norms = None if weights.k_norm is None else (weights.k_norm, weights.k_norm)
         projected = weights.kv(inputs.to(self.backend.dtype).contiguous())
-        shape = replace(weights.shape, heads=0)
-        rope_and_write(projected, kv, batch, shape, rope, norms, weights.eps)
+        self.store_keys(projected, weights.shape, weights.k_norm, weights.eps, batch, kv, rope)
+
+    def store_keys(
+        self,
+        projected: torch.Tensor,
+        shape: AttentionShape,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        batch: FlatBatch,
+        kv: torch.Tensor,
+        rope: RopeTable,
+    ) -> None:
+        norms = None if k_norm is None else (k_norm, k_norm)
+        rope_and_write(projected, kv, batch, replace(shape, heads=0), rope, norms, eps)
+
+    def attention(
+        self,
+        weights: LayerWeights,
+        inputs: torch.Tensor,
+        batch: FlatBatch,
+        kv: torch.Tensor,
+        rope: RopeTable,
+    ) -> torch.Tensor:
+        shape, norms = weights.shape, None
+        if weights.q_norm is not None and weights.k_norm is not None:
+            norms = (weights.q_norm, weights.k_norm)
+        inputs = inputs.to(self.backend.dtype).contiguous()
+        q = queries(weights.qkv, inputs, kv, batch, shape, rope, norms, weights.eps)
+        attended = attend(q, kv, batch, shape, work_of(batch, shape, kv))
+        return weights.o(attended.flatten(1))
+
+    def mlp(self, weights: LayerWeights, inputs: torch.Tensor) -> torch.Tensor:
+        return weights.down(weights.gate_up.gated(inputs.to(self.backend.dtype).contiguous()))
+
+    def add_linear(
+        self, logits: torch.Tensor, linear: TritonLinear, x: torch.Tensor
+    ) -> torch.Tensor:
+        return linear.wide(x.to(self.backend.dtype).contiguous(), logits)
 
     def layer_and_head(
         self,

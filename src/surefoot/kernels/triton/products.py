@@ -143,7 +143,8 @@ class TritonLinear:
             return add_rms_norm(y, residual, *norm)
         return sum_add_rms_norm(part, self.bias, residual, *norm)
 
-    def wide(self, x: torch.Tensor) -> torch.Tensor:
-        """The product as float32, not rounded to the backend's dtype on the way."""
+    def wide(self, x: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+        """The product as float32, not rounded to the backend's dtype on the way, plus ``added``,
+        float32 [N, out], contiguous."""
         plan = self.plan(x, plain=False)
-        return matmul(x, self.weight, self.bias, dtype=torch.float32, plan=plan)
+        return matmul(x, self.weight, self.bias, added, dtype=torch.float32, plan=plan)

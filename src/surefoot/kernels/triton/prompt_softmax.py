@@ -158,7 +158,8 @@ def attend_partition(
         count = read_field(info_s, 1)
         key = read_field(info_s, 2)
         unit = read_field(info_s, 3)
-        known = read_field(info_s, 5) - (tiles - 1) * BLOCK_N
+        end = read_field(info_s, 5)
+        known = end - (tiles - 1) * BLOCK_N
         low = read_field(info_s, 6) if PARTS else 0
         part = read_field(info_s, 7) if PARTS else -1
         if PARTS:
@@ -167,7 +168,9 @@ def attend_partition(
             parts = (part, base, stride, count * PACK, part_ptr, sums_ptr)
         else:
             parts = None
+        # Of a block in both directions, every row sees its last key.
         last_key = key + first + gl.arange(0, ROWS, layout=score_rows) // PACK
+        last_key = gl.minimum(last_key, end - 1)
 
         stage = step % STAGES
         no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)

@@ -27,7 +27,7 @@ def rotate(low, high, cos, sin):
 
 @jit
 def rope_kv_kernel(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr,
+    qkv_ptr, row_stride, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr,
     position_ptr, key_index_ptr, row_slot_ptr, tables_ptr, table_stride, value_offset, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr,
@@ -64,7 +64,7 @@ def rope_kv_kernel(
     if slot < 0:
         return
 
-    source = qkv_ptr + row * total * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
+    source = qkv_ptr + row * row_stride + head[:, None] * HEAD_DIM + column[None, :]
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     if NORM:
@@ -102,9 +102,9 @@ def rope_and_write(
     """Norm (where ``norms`` holds the q and k weights [head_dim]) and rotate queries and keys,
     write keys and values of the batch's rows to ``kv``, and return the queries.
 
-    ``qkv`` [N, (heads + 2 * kv_heads) * head_dim] bf16 or fp32, contiguous; ``kv`` as above, of
-    the same dtype. Returns [N, heads, head_dim]; padding rows write nothing, and their queries
-    are unspecified.
+    ``qkv`` [N, (heads + 2 * kv_heads) * head_dim] bf16 or fp32, whose rows may be strided; ``kv``
+    as above, of the same dtype. Returns [N, heads, head_dim]; padding rows write nothing, and their
+    queries are unspecified.
     """
     rows = qkv.shape[0]
     q = qkv.new_empty((rows, shape.heads, shape.head_dim))
@@ -112,7 +112,7 @@ def rope_and_write(
     tile = min(8, next_power_of_2(total))
     q_norm, k_norm = norms if norms is not None else (None, None)
     rope_kv_kernel[(rows, cdiv(total, tile))](
-        qkv, q_norm, k_norm, rope.cos, rope.sin, q, kv,
+        qkv, qkv.stride(0), q_norm, k_norm, rope.cos, rope.sin, q, kv,
         batch.positions, batch.key_index, batch.row_slot,
         batch.block_tables, batch.block_tables.stride(0), kv.stride(0), eps,
         shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3],

@@ -63,17 +63,18 @@ def result_of(whole, total):
 @jit(
     do_not_specialize=["spans", "splits", "parts", "tiles", "first_key"],
     do_not_specialize_on_alignment=[
-        "first_row_ptr", "rows_ptr", "slot_ptr", "start_ptr", "key_index_ptr", "mask_ptr"
+        "first_row_ptr", "rows_ptr", "slot_ptr", "start_ptr", "key_index_ptr", "mask_ptr",
+        "oldest_ptr",
     ],
 )  # fmt: skip
 def attention_kernel(
     q_ptr, kv_ptr, out_ptr, part_ptr, sums_ptr, first_row_ptr, rows_ptr, slot_ptr, spans,
     tables_ptr, table_stride, start_ptr, key_index_ptr, mask_ptr, value_offset, scale,
-    splits, parts, tiles, first_key,
+    splits, parts, tiles, first_key, oldest_ptr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
     SPLIT: tl.constexpr, SEARCH: tl.constexpr, SPANS: tl.constexpr, MASKED: tl.constexpr,
-    ONLY_TREES: tl.constexpr, PDL: tl.constexpr,
+    ONLY_TREES: tl.constexpr, WINDOWED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     release_next(PDL)
     group: tl.constexpr = HEADS // KV_HEADS
@@ -119,6 +120,8 @@ def attention_kernel(
         bits = tl.load(mask_ptr + row, mask=valid, other=0)
         start = tl.load(start_ptr + slot)
         length = tl.maximum(start + count, length)
+    if WINDOWED:
+        oldest = tl.load(oldest_ptr + row, mask=valid, other=0)
 
     length = length.to(tl.int32)
     low = 0
@@ -165,6 +168,8 @@ def attention_kernel(
         else:
             visible = causal
         visible = visible & (known & (key >= first_key))[None, :]
+        if WINDOWED:
+            visible = visible & (key[None, :] >= oldest[:, None])
         scores = tl.where(visible, scores, float("-inf"))
         best = tl.max(scores, axis=1)
         # A row may see none of these keys.

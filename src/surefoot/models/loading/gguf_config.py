@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from surefoot.errors import SurefootError
-from surefoot.models.architecture import Architecture, Presence
+from surefoot.models.architecture import Presence
 from surefoot.models.config import (
     LARGEST,
     MOST_LAYERS,
@@ -65,8 +65,8 @@ REFUSED_KEYS: dict[str, tuple[Any, ...]] = {
 def read_gguf_config(file: GgufFile) -> ModelConfig:
     """The config of a file of architecture llama, qwen2 or qwen3. Raises SurefootError naming
     the key that is missing, mistyped or asks for something unsupported."""
-    reader = _Metadata(file)
-    architecture = reader.architecture
+    reader = Metadata(file)
+    architecture = by_gguf_name(reader.name)
     if file.metadata.get("split.count", 1) not in (0, 1):
         raise SurefootError(
             "model",
@@ -113,7 +113,7 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
     )
 
 
-def _read_scaling(file: GgufFile, reader: _Metadata, head_dim: int) -> RopeScaling:
+def _read_scaling(file: GgufFile, reader: Metadata, head_dim: int) -> RopeScaling:
     factors: tuple[float, ...] = ()
     tensor = file.tensors.get("rope_freqs.weight")
     if tensor is not None:
@@ -161,7 +161,7 @@ def _has_bias(file: GgufFile, presence: Presence, part: str) -> bool:
     return stored if presence is Presence.CONFIG else presence is Presence.ALWAYS
 
 
-def _end_tokens(file: GgufFile, reader: _Metadata, vocab_size: int) -> tuple[int, ...]:
+def _end_tokens(file: GgufFile, reader: Metadata, vocab_size: int) -> tuple[int, ...]:
     """eos, eot and eom of the metadata, then special tokens whose text ends a turn."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     named = [reader.token(key, vocab_size) for key in keys]
@@ -173,16 +173,15 @@ def _end_tokens(file: GgufFile, reader: _Metadata, vocab_size: int) -> tuple[int
     return tuple(dict.fromkeys(ids))
 
 
-class _Metadata:
-    """Typed reads of the keys under the file's architecture."""
+class Metadata:
+    """Typed reads of the keys under the file's architecture, ``name``."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
         name = file.metadata.get("general.architecture")
         if not isinstance(name, str):
             raise file.broken("it has no general.architecture")
-        self.architecture: Architecture = by_gguf_name(name)
-        self.prefix = name + "."
+        self.name, self.prefix = name, name + "."
 
     def find(self, key: str) -> Any:
         return self.file.metadata.get(self.prefix + key)

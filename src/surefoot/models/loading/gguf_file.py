@@ -69,7 +69,7 @@ def open_gguf_weights(
             raise file.broken(f"{tensor.name} has {tensor.shape[0]} rows for {heads} heads")
         keep = native and tensor.kind in BYTES_PER_BLOCK and len(tensor.shape) == 2
         target = None if keep else dtype
-        tensors[name] = LazyTensor(tensor.shape, partial(_load, file, tensor, heads, target))
+        tensors[name] = LazyTensor(tensor.shape, partial(read_tensor, file, tensor, heads, target))
     if unsupported:
         raise SurefootError(
             "model",
@@ -102,8 +102,11 @@ def unpermute(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return paired.transpose(1, 2).reshape(rows.shape)
 
 
-def _load(file: GgufFile, tensor: GgufTensor, heads: int, dtype: torch.dtype | None) -> Weight:
-    """``dtype`` None: keep the blocks."""
+def read_tensor(
+    file: GgufFile, tensor: GgufTensor, heads: int, dtype: torch.dtype | None
+) -> Weight:
+    """A tensor of one of ``KINDS``. ``heads``: of a matrix of queries or keys whose rows the format
+    reorders, otherwise 0. ``dtype`` None: keep the blocks. SurefootError for what is no number."""
     return finite(_read(file, tensor, heads, dtype), tensor.name, file.path)
 
 

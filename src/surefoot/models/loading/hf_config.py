@@ -26,6 +26,7 @@ from surefoot.models.registry import by_hf_name
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 # What transformers assumes for a config without rope_theta.
 DEFAULT_THETA = 10000.0
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_hf_config(folder: Path) -> ModelConfig:
@@ -41,8 +42,11 @@ def read_hf_config(folder: Path) -> ModelConfig:
     return replace(config, bos_token_id=bos, eos_token_ids=eos)
 
 
-def read_decoder_config(reader: JsonReader, architecture: Architecture) -> ModelConfig:
-    """Sizes and constants of decoder layers, without special tokens; errors as above."""
+def read_decoder_config(
+    reader: JsonReader, architecture: Architecture, windows: bool = False
+) -> ModelConfig:
+    """Sizes and constants of decoder layers, without special tokens; errors as above.
+    ``windows``: the caller reads the layers' types by itself (see ``layer_types``)."""
     reader.require(
         "vocab_size",
         "hidden_size",
@@ -52,7 +56,9 @@ def read_decoder_config(reader: JsonReader, architecture: Architecture) -> Model
         "max_position_embeddings",
         "rms_norm_eps",
     )
-    _refuse_unsupported(reader, architecture)
+    _refuse_unsupported(reader)
+    if not windows:
+        _refuse_windows(reader, architecture)
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
     kv_heads = reader.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -89,7 +95,7 @@ def settle(presence: Presence, in_checkpoint: bool) -> bool:
     return in_checkpoint if presence is Presence.CONFIG else presence is Presence.ALWAYS
 
 
-def _refuse_unsupported(reader: JsonReader, architecture: Architecture) -> None:
+def _refuse_unsupported(reader: JsonReader) -> None:
     quantization = reader.section("quantization_config")
     if quantization is not None:
         method = quantization.text("quant_method", "unnamed")
@@ -103,16 +109,27 @@ def _refuse_unsupported(reader: JsonReader, architecture: Architecture) -> None:
         raise SurefootError(
             "model", f"{reader.path} has hidden_act {activation!r}", "only silu is supported"
         )
+
+
+def layer_types(reader: JsonReader, slide_by_count: bool) -> list[str]:
+    """The type of each layer, by transformers' rule where the file has none: all attend to
+    everything but, with ``slide_by_count``, those from ``max_window_layers`` on where a window is
+    set and ``use_sliding_window`` is true."""
     layers = reader.integer("num_hidden_layers", most=MOST_LAYERS)
-    layer_types = reader.data.get("layer_types")
-    if layer_types is not None and not isinstance(layer_types, list):
-        raise reader.wrong("layer_types", layer_types, "a list of names")
-    if layer_types is None and architecture.has_sliding_window:
-        # transformers' rule: the layers from max_window_layers on slide, where a window is set.
-        on = reader.boolean("use_sliding_window", False) and reader.data.get("sliding_window")
-        first = reader.number("max_window_layers", 28)
-        layer_types = ["sliding_attention"] if on and first < layers else []
-    other = sorted({str(kind) for kind in layer_types or ()} - {"full_attention"})
+    found = reader.data.get("layer_types")
+    if found is not None:
+        if not isinstance(found, list):
+            raise reader.wrong("layer_types", found, "a list of names")
+        if len(found) < layers:
+            raise reader.wrong("layer_types", found, f"one name for each of {layers} layers")
+        return [str(kind) for kind in found[:layers]]
+    on = reader.boolean("use_sliding_window", False) and reader.data.get("sliding_window")
+    first = int(reader.number("max_window_layers", 28)) if on and slide_by_count else layers
+    return [FULL if index < first else SLIDING for index in range(layers)]
+
+
+def _refuse_windows(reader: JsonReader, architecture: Architecture) -> None:
+    other = sorted(set(layer_types(reader, architecture.has_sliding_window)) - {FULL})
     if other:
         raise SurefootError(
             "model",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from surefoot.models.config import ModelConfig
-from surefoot.speculation.drafting.fit import Interface, misfits
+from surefoot.speculation.drafting.fit import Interface
 from surefoot.speculation.drafting.folders import DrafterCheckpoint
 
 
@@ -46,12 +46,11 @@ def drafter_facts(
     }
 
 
-def fit_facts(own: Interface, target: ModelConfig) -> dict[str, Any]:
-    """Whether it fits ``target``, and why not."""
-    problems = misfits(own, target)
+def fit_facts(own: Interface, problems: Sequence[str]) -> dict[str, Any]:
+    """Whether it fits a target, and why not."""
     facts: dict[str, Any] = {"fits_the_target": not problems}
     if own.captured_layers:
         facts = {"captured_layers": list(own.captured_layers), **facts}
     if problems:
-        facts["why_not"] = problems
+        facts["why_not"] = list(problems)
     return facts

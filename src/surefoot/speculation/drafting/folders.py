@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -16,7 +16,7 @@ from surefoot.models.loading.lazy import finite
 from surefoot.models.loading.safetensors_dir import INDEX, SINGLE, weight_files
 
 PICKLED = "pytorch_model.bin"
-_HUB_PATTERNS = ["config.json", "*.safetensors", INDEX, PICKLED]
+_HUB_PATTERNS = ["config.json", "*.safetensors", INDEX, PICKLED, "mask_embedding.pt"]
 # Tables that engines compute.
 _UNREAD = ("rotary_emb.inv_freq",)
 Shapes = Mapping[str, tuple[int, ...]]
@@ -86,14 +86,30 @@ def _stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
     file = folder / PICKLED
     if not file.is_file():
         raise SurefootError("path", f"{folder} has neither {SINGLE} nor {PICKLED}")
-    try:
-        # weights_only: nothing in the file is executed.
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # pickle, zip and torch each have their own
-        raise SurefootError("path", f"{file} cannot be read: {error}") from error
-    if not all(isinstance(tensor, torch.Tensor) for tensor in loaded.values()):
+    loaded = _unpickled(file)
+    if not isinstance(loaded, dict) or not all(
+        isinstance(tensor, torch.Tensor) for tensor in loaded.values()
+    ):
         raise SurefootError("path", f"{file} holds something else than tensors")
     return _finite(loaded, file)
+
+
+def read_tensor_file(file: Path) -> torch.Tensor:
+    """The one tensor that ``file`` holds, by itself or in a dictionary."""
+    loaded = _unpickled(file)
+    if isinstance(loaded, dict) and len(loaded) == 1:
+        [loaded] = loaded.values()
+    if not isinstance(loaded, torch.Tensor):
+        raise SurefootError("path", f"{file} holds something else than one tensor")
+    return _finite({file.stem: loaded}, file)[file.stem]
+
+
+def _unpickled(file: Path) -> Any:
+    try:
+        # weights_only: nothing in the file is executed.
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # pickle, zip and torch each have their own
+        raise SurefootError("path", f"{file} cannot be read: {error}") from error
 
 
 def _finite(tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from surefoot.models.decoder import Decoder
 from surefoot.models.rope import rope_table
 
 _EMBEDDING_CHUNK = 4096
+_PROBES = 8
 _ROOM = 64
 """Drafts reach that far beyond the last position."""
 
@@ -53,12 +54,13 @@ class Network(ABC):
         )
         positions = min(config.max_positions, target.rope.cos.shape[0]) + _ROOM
         self.rope = rope_table(config, positions, backend.device)
-        floats = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
-        self.weight_bytes = floats * backend.dtype.itemsize
-        self.table = _embedding(tensors, target)
-        self.head = target.head_linear
-        if "lm_head.weight" in tensors:
-            self.head = backend.pack_linear([tensors["lm_head.weight"]])
+        self.table, self.head = _embedding(tensors, target), _head(tensors, target)
+        kept = {name: item.numel() for name, item in tensors.items() if item.is_floating_point()}
+        if self.table is target.table:
+            kept.pop("embed_tokens.weight", None)
+        if self.head is target.head_linear:
+            kept.pop("lm_head.weight", None)
+        self.weight_bytes = sum(kept.values()) * backend.dtype.itemsize
         identity = torch.equal(target_ids, torch.arange(config.vocab_size))
         self.target_ids = None if identity else target_ids.to(backend.device)
         """int64 [draft vocabulary]: the target's ids; None where both vocabularies are one."""
@@ -110,3 +112,18 @@ def _embedding(tensors: Mapping[str, torch.Tensor], target: Decoder) -> Any:
         else:
             return target.table
     return backend.pack_embedding(own)[0]
+
+
+def _head(tensors: Mapping[str, torch.Tensor], target: Decoder) -> Any:
+    """The drafter's own head, or the target's where it has none or just the same: a copy gives the
+    same bits, whatever it is multiplied with."""
+    own, backend = tensors.get("lm_head.weight"), target.backend
+    if own is None:
+        return target.head_linear
+    packed = backend.pack_linear([own])
+    if own.shape != (target.config.vocab_size, target.config.hidden_size):
+        return packed
+    probe = torch.randn((_PROBES, own.shape[1]), generator=torch.Generator().manual_seed(7))
+    probe = probe.to(backend.device)
+    found, expected = (backend.linear(each, probe) for each in (packed, target.head_linear))
+    return target.head_linear if torch.equal(found, expected) else packed

@@ -35,6 +35,11 @@ class Picker:
         self.coupled = coupled
         self.stages = SamplingStages()
 
+    @property
+    def chained(self) -> bool:
+        """Whether a token depends on the drafts before it, beyond its logits."""
+        return self.stages.penalties
+
     def serve(self, stages: SamplingStages) -> None:
         """Be ready for requests of which some need these sampling stages."""
         self.stages = stages if self.coupled else SamplingStages()

@@ -79,3 +79,20 @@ class DrafterPools:
             first_key=self.network.first_key,
             spans=SpanTable(row, one, row, max_rows=1),
         )
+
+    def block(self, live: LiveRows, rows: int, filler: int) -> FlatBatch:
+        """``rows`` rows a request: the live row, and behind it rows of the token ``filler``. Who
+        sees what is yet to be said."""
+        found = self.network.backend.drafting.block_rows(live, rows, filler)
+        row = self._each[: len(live.tokens)]
+        return FlatBatch(
+            tokens=found.tokens,
+            positions=found.positions,
+            key_index=found.keys,
+            row_slot=found.owners,
+            block_tables=live.tables,
+            span_start=live.keys[0],
+            max_keys=live.tables.shape[1] * self.state.block_size,
+            first_key=self.network.first_key,
+            spans=SpanTable(found.first_rows, found.counts, row, max_rows=rows),
+        )

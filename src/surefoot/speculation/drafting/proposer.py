@@ -81,6 +81,11 @@ class NetworkProposer(Proposer):
         return self.most
 
     @property
+    def pass_bytes(self) -> int:
+        """Scratch of a pass that is large beside that of the target's rounds."""
+        return 0
+
+    @property
     def scratch_keys(self) -> int:
         """Keys that drafting writes for a request: those of the live row and of every draft but
         the last, from which nothing follows."""
@@ -102,7 +107,7 @@ class NetworkProposer(Proposer):
             longest_draft=self.longest,
             captured_layers=network.captured_layers,
             kv_bytes_per_token=-(-self.pools.bytes_per_block // self.state.block_size),
-            fixed_bytes=network.weight_bytes + self.pools.scratch_bytes,
+            fixed_bytes=network.weight_bytes + self.pools.scratch_bytes + self.pass_bytes,
             context_limit=network.max_positions + network.behind,
             cost=self.cost,
         )

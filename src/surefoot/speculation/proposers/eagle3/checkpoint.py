@@ -16,7 +16,7 @@ from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import layer_shapes
 from surefoot.speculation.drafting import dummy
 from surefoot.speculation.drafting.facts import drafter_facts, fit_facts
-from surefoot.speculation.drafting.fit import Interface
+from surefoot.speculation.drafting.fit import Interface, misfits
 from surefoot.speculation.drafting.folders import (
     DrafterCheckpoint,
     check_tensors,
@@ -134,4 +134,7 @@ def checkpoint_facts(path: str, target: ModelConfig | None) -> dict[str, Any] | 
     facts = drafter_facts(checkpoint, "EAGLE-3 drafter", config.layer, variants)
     facts["sizes"]["target_hidden"] = config.target_hidden_size
     facts |= {"layout": config.layout, "made_for": config.verifier}
-    return facts if target is None else facts | fit_facts(interface(checkpoint, target), target)
+    if target is None:
+        return facts
+    touching = interface(checkpoint, target)
+    return facts | fit_facts(touching, misfits(touching, target))
