@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,11 +12,11 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from surefoot import __version__
 from surefoot.errors import SurefootError
+from surefoot.server.bodies import route_class
 from surefoot.server.chat_schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from surefoot.server.core_process import CoreDied
 from surefoot.server.docs_page import docs_page
@@ -57,29 +56,6 @@ _HEADER = {
 }
 
 
-class StrictJson(Request):
-    """JSON by the letter: no NaN, no stray surrogates, no bottomless nesting."""
-
-    async def json(self) -> Any:
-        if not hasattr(self, "_json"):
-            body = await self.body()
-            try:
-                self._json = msgspec.json.decode(body)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise json.JSONDecodeError(str(error), "", 0) from None
-        return self._json
-
-
-class StrictRoute(APIRoute):
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Any]]:
-        handle = super().get_route_handler()
-
-        async def with_strict_json(request: Request) -> Any:
-            return await handle(StrictJson(request.scope, request.receive))
-
-        return with_strict_json
-
-
 def create_app(
     service: Service,
     *,
@@ -95,7 +71,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.router.route_class = StrictRoute
+    app.router.route_class = route_class(service.check_size)
     _answer_errors(app)
     _add_generation(app, service)
     _add_tokens(app, service)
@@ -219,8 +195,8 @@ def _answer_errors(app: FastAPI) -> None:
     async def routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         cause = error.__cause__
-        if isinstance(cause, ApiError):
-            return cause.response()
+        if isinstance(cause, (ApiError, SurefootError)):
+            return api_error(cause).response()
         headers = dict(error.headers or {})
         return ApiError(error.status_code, str(error.detail), headers=headers).response()
 

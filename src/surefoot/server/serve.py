@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
 import signal
 import socket
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import uvicorn
 
 from surefoot.config import EngineConfig
+from surefoot.engine.garbage import only_new_garbage
 from surefoot.errors import SurefootError
 from surefoot.models.loading import load_tokenizer
 from surefoot.server.app import create_app
@@ -149,7 +151,9 @@ async def _serve(
         )
         loaded()
         print(f"{names[0]}: {ready.description}", file=sys.stderr)
-        return await _run(http, front, listener, config.shutdown_timeout)
+        gc.collect()
+        with only_new_garbage():
+            return await _run(http, front, listener, config.shutdown_timeout)
     finally:
         await core.close()
 
