@@ -19,6 +19,7 @@ from surefoot.engine.garbage import only_new_garbage
 from surefoot.errors import SurefootError
 from surefoot.models.loading import load_tokenizer
 from surefoot.server.app import create_app
+from surefoot.server.connections import BoundedConnection
 from surefoot.server.core_process import CoreProcess
 from surefoot.server.generation import Front
 from surefoot.server.service import Service, ServiceSettings
@@ -140,6 +141,8 @@ async def _serve(
         http = _Http(
             uvicorn.Config(
                 app,
+                http=BoundedConnection,
+                ws="none",
                 lifespan="off",
                 log_level="info" if config.access_log else "warning",
                 access_log=config.access_log,
