@@ -23,7 +23,7 @@ from surefoot.server.docs_page import docs_page
 from surefoot.server.errors import ApiError, TimedOut, api_error, validation_error
 from surefoot.server.exposition import CONTENT_TYPE
 from surefoot.server.generation import Overloaded, ShuttingDown
-from surefoot.server.guards import ApiKey, BodyLimit
+from surefoot.server.guards import ApiKey, BodyLimit, Hosts
 from surefoot.server.playground import add_playground
 from surefoot.server.schema import CompletionRequest
 from surefoot.server.service import SPECULATION_HEADER, Service
@@ -59,11 +59,13 @@ _HEADER = {
 def create_app(
     service: Service,
     *,
-    api_key: str | None = None,
+    api_keys: Sequence[str] = (),
+    allowed_hosts: Sequence[str] | None = None,
     cors_origins: Sequence[str] = (),
     max_body_bytes: int = 8 << 20,
 ) -> FastAPI:
-    """An ASGI application around a service. Endpoints are those of OpenAI and vLLM."""
+    """An ASGI application around a service. Endpoints are those of OpenAI and vLLM. Without
+    ``api_keys`` none is asked for; without ``allowed_hosts`` any host may be meant."""
     app = FastAPI(
         title="Surefoot",
         version=__version__,
@@ -71,15 +73,15 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.router.route_class = route_class(service.check_size)
+    app.router.route_class = route_class(lambda fields: service.check_size(fields))
     _answer_errors(app)
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
     add_playground(app)
     app.add_middleware(BodyLimit, limit=max_body_bytes)
-    if api_key is not None:
-        app.add_middleware(ApiKey, key=api_key)
+    if api_keys:
+        app.add_middleware(ApiKey, keys=api_keys)
     if cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -87,6 +89,8 @@ def create_app(
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
+    if allowed_hosts is not None:
+        app.add_middleware(Hosts, allowed=allowed_hosts, origins=cors_origins)
     return app
 
 
