@@ -343,7 +343,7 @@ def fresh_pair(name: str, trees: tuple[bool, ...], width: int, dice: Dice) -> li
 def test_they_learn_and_choose_the_same(name: str, trees: tuple[bool, ...], width: int) -> None:
     """Over many rounds, with proposers that sleep, requests that end, and rounds without drafts."""
     learnt = 0.0
-    for seed in seeds(name, 40):
+    for seed in seeds(name, 24):
         dice = Dice(seed)
         pair = fresh_pair(name, trees, width, dice)
         before = pair[1].controller.records.seen.clone()

@@ -109,6 +109,18 @@ MUTATIONS = (
         "        ending = self.ending",
         "test_landing.py",
     ),
+    m(
+        "engine/loop.py",
+        "scheduler, kv, self.controller.active, state.max_drafts",
+        "scheduler, kv, dict(enumerate(self.controller.names)), state.max_drafts",
+        "test_faults.py::test_without_a_drafter_that_failed_texts_go_on",
+    ),
+    m(
+        "engine/engine.py",
+        "                request.drafters -= {name}",
+        "                pass",
+        "test_faults.py::test_without_a_drafter_that_failed_texts_go_on",
+    ),
     # --- KV ---------------------------------------------------------------------------------------
     m(
         "kv/transaction.py",

@@ -342,6 +342,36 @@ MUTATIONS = (
         "context_limit=network.max_positions + network.behind + 1,",
         "test_draft_limits.py",
     ),
+    m(
+        "speculation/proposer.py",
+        "if part.dtype != dtype or part.shape != wanted or part.device != device:",
+        "if part.shape != wanted or part.device != device:",
+        "test_turns.py::test_an_offer_that_kernels_would_misread_is_refused_by_name",
+    ),
+    m(
+        "speculation/round.py",
+        "            self.controller.check(index, slots, drafts)",
+        "            pass",
+        "test_turns.py::test_an_offer_that_kernels_would_misread_is_refused_by_name",
+    ),
+    m(
+        "speculation/native_books.py",
+        "[None if part is None else part.contiguous() for part in parts]",
+        "list(parts)",
+        "test_books.py::test_they_learn_and_choose_the_same",
+    ),
+    m(
+        "speculation/books.py",
+        "if index in size.proposers and index in self.controller.active:",
+        "if index in size.proposers:",
+        "test_books.py::test_a_proposer_that_was_switched_off_is_not_asked",
+    ),
+    m(
+        "speculation/round.py",
+        "            if index in self.controller.active\n",
+        "            if True\n",
+        "test_server_core.py::test_a_proposer_that_fails_is_switched_off_and_the_texts_go_on",
+    ),
     # --- acceptance -------------------------------------------------------------------------------
     m(
         "kernels/acceptance.py",
