@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 
@@ -39,12 +40,13 @@ def card(facts: Mapping[str, Any]) -> str:
         f"| temperature 1, expected at best, {facts['depth']} drafts | "
         f"{results['sampled_length']:.2f} |",
         "",
-        "| draft | reached | accepted if reached | overlap of distributions |",
+        "| draft | greedy: accepted | if those before it were | overlap of distributions |",
         "| --- | --- | --- | --- |",
     ]
-    rows = zip(results["survival"], results["conditional"], results["marginal"], strict=True)
+    rows = zip_longest(results["survival"], results["conditional"], results["marginal"])
     for index, (survival, conditional, marginal) in enumerate(rows, 1):
-        lines.append(f"| {index} | {survival:.1%} | {conditional:.1%} | {marginal:.3f} |")
+        shares = ["–" if share is None else f"{share:.1%}" for share in (survival, conditional)]
+        lines.append(f"| {index} | {shares[0]} | {shares[1]} | {marginal:.3f} |")
     lines += [
         "",
         f"The first draft is the target's likeliest token in {results['agreement']:.1%} of all "
