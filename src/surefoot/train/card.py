@@ -10,6 +10,7 @@ from typing import Any
 def card(facts: Mapping[str, Any]) -> str:
     """Markdown. ``facts``: as ``run`` collects them."""
     results, trained = facts["results"], facts["trained"]
+    greedy = results["on_policy"]["greedy"]
     lines = [
         f"# {facts['label']} drafter for {facts['target']}",
         "",
@@ -50,8 +51,8 @@ def card(facts: Mapping[str, Any]) -> str:
     lines += [
         "",
         f"The first draft is the target's likeliest token in {results['agreement']:.1%} of all "
-        f"rows. Of the held-out tokens {results['on_policy']['greedy']:.1%} (greedy documents) and "
-        f"{results['on_policy']['all']:.1%} (all) are the target's likeliest.",
+        f"rows. {results['on_policy']['all']:.1%} of the held-out tokens are the target's likeliest"
+        + ("." if greedy is None else f", and {greedy:.1%} of those in greedy documents."),
         *_confidence(results["confidence"]),
         "",
         "## Made",

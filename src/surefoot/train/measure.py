@@ -132,7 +132,7 @@ class Measurement:
             "sampled_length": 1 + self.sampled / max(1, self.rows),
             "agreement": self.agreed / max(1, self.rows),
             "on_policy": {
-                "greedy": self.greedy_equal / max(1, self.greedy_tokens),
+                "greedy": self.greedy_equal / self.greedy_tokens if self.greedy_tokens else None,
                 "all": self.all_equal / max(1, self.all_tokens),
             },
             "confidence": self._confidence(),
