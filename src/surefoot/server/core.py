@@ -24,6 +24,7 @@ from surefoot.engine.garbage import only_new_garbage
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
 from surefoot.request import FinishReason, Request
+from surefoot.sampling.trial import Trial
 from surefoot.server import messages
 from surefoot.server.compiling import Compiler
 from surefoot.server.log_forwarding import forwarded_log
@@ -89,7 +90,9 @@ class Core:
         self.engine = engine
         self.link = link
         self.requests: dict[str, Request] = {}
-        self._compiler = Compiler(engine.grammars, link.wake)
+        grammars = engine.grammars
+        trial = None if grammars is None else Trial(grammars)
+        self._compiler = Compiler(grammars, trial, link.wake)
         self._proposers = {item.name: index for index, item in enumerate(engine.proposers)}
 
     def run(self) -> None:
