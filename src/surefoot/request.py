@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -279,6 +280,9 @@ class Request:
     computed: int = 0
     cached: int = 0
     preemptions: int = 0
+    arrived: float = field(default_factory=time.perf_counter)
+    queued_seconds: float | None = None
+    """From then until it was let in for the first time."""
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)

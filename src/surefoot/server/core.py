@@ -18,6 +18,7 @@ from typing import Any
 
 import zmq
 
+from surefoot import __version__
 from surefoot.engine.build import build_engine, why_slow
 from surefoot.engine.engine import Engine, Progress
 from surefoot.engine.garbage import only_new_garbage
@@ -171,6 +172,7 @@ class Core:
             stop=request.stop_reason,
             cached=request.cached if first else 0,
             logprobs=None if params.logprobs is None else request.logprobs[-count:],
+            queued=(request.queued_seconds or 0.0) if first else 0.0,
             prompt_logprobs=(
                 request.prompt_logprobs if first and params.prompt_logprobs is not None else None
             ),
@@ -194,7 +196,7 @@ class Core:
             barren_rounds=engine.planner.barren,
             believed_seconds=engine.planner.believed_seconds,
             measured_seconds=engine.planner.measured_seconds,
-            saved_seconds=stats.saved_seconds,
+            saved_seconds=engine.planner.saved_seconds,
         )
 
 
@@ -212,6 +214,12 @@ def ready(engine: Engine, sampling_defaults: Mapping[str, Any]) -> Ready:
         saving_known=bool(engine.proposers) and config.draft_policy == "auto",
         deterministic=engine.deterministic,
         sampling_defaults=dict(sampling_defaults),
+        build={
+            "version": __version__,
+            "backend": engine.decoder.backend.name,
+            "device": str(engine.decoder.backend.device),
+            "dtype": str(engine.decoder.backend.dtype).removeprefix("torch."),
+        },
         memory=engine.memory.bytes_by_part() if engine.memory else {},
     )
 

@@ -14,6 +14,7 @@ from fastapi.responses import Response
 from surefoot.errors import SurefootError
 from surefoot.models.loading.special_text import SpecialText
 from surefoot.models.loading.tokenizer import Tokenizer
+from surefoot.server.access import GENERATION
 from surefoot.server.answer import Format, StreamedAnswer, whole_answer
 from surefoot.server.chat import ChatFormat
 from surefoot.server.chat_schema import (
@@ -53,7 +54,7 @@ class Service:
         self.encoder = Encoder(front.tokenizer, front.ready.room)
         self.specials = SpecialText(front.tokenizer)
         self.texts = TokenTexts(front.tokenizer)
-        self.exposition = Exposition(front.metrics, settings.names[0])
+        self.exposition = Exposition(front.metrics, settings.names[0], front.core.pid)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.settings.names:
@@ -169,6 +170,7 @@ class Service:
             params = request.sampling(ready.sampling_defaults, room, more)
             speculation = request.speculation_params(http.headers.get(SPECULATION_HEADER))
             generation = await self.front.submit(prompts, params, speculation)
+            http.scope[GENERATION] = generation
         except SurefootError as error:
             raise api_error(error, request.names()) from error
         if request.stream:
