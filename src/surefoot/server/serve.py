@@ -18,7 +18,7 @@ from surefoot.errors import SurefootError
 from surefoot.models.loading import load_tokenizer
 from surefoot.server.app import create_app
 from surefoot.server.core_process import CoreProcess
-from surefoot.server.generation import Front
+from surefoot.server.front import Front
 from surefoot.server.service import Service, ServiceSettings
 
 ProgressCallback = Callable[[str, int, int], None]

@@ -24,7 +24,7 @@ from surefoot.server.chat_schema import (
 from surefoot.server.completions import DEFAULT_MAX_TOKENS, CompletionFormat
 from surefoot.server.errors import ApiError, api_error
 from surefoot.server.exposition import Exposition
-from surefoot.server.generation import Front
+from surefoot.server.front import Front
 from surefoot.server.logprobs import TokenTexts
 from surefoot.server.schema import CompletionRequest, RequestFields
 
