@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from surefoot.certify.sizes import DEFAULT, QUICK, SCENARIOS
 from surefoot.certify.subject import MIXED, RUNNER_UP
 from surefoot.certify.unseeded import run_unseeded
 from surefoot.engine.engine import Engine
+from surefoot.kernels.backend import Backend
 from surefoot.models.config import RopeScaling
 from surefoot.request import MAX_SEED, SamplingParams
 
@@ -204,3 +206,19 @@ def test_probes_of_a_mixed_batch_have_every_kind_of_limit() -> None:
         for item in (arranged(job, scenario, place, 3, subject, 8) for place in range(16))
     }
     assert {("off", None), ("auto", None), (MIXED, 1), ("ngram", 0), ("ngram", 4)} <= found
+
+
+def test_blocks_are_as_small_as_the_kernels_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller ones are refused by the engine, for they would change texts."""
+    sizes = []
+    made = Engine.__init__
+
+    def engine(self: Engine, *arguments: Any, **options: Any) -> None:
+        made(self, *arguments, **options)
+        sizes.append(self.config.block_size)
+
+    monkeypatch.setattr(Engine, "__init__", engine)
+    monkeypatch.setattr(Backend, "smallest_block", lambda *_: 8)
+    certificate = certify(make_subject(), {}, silent, SMALL, self_test=False)
+    assert certificate.disproofs == []
+    assert set(sizes) == {8, 16}

@@ -12,7 +12,7 @@ from harness import Job, make_engine, run_jobs, tiny_decoder
 from surefoot.config import EngineConfig
 from surefoot.engine.memory import OTHER, Allocations, MemoryPlan, divide, plan_memory
 from surefoot.errors import SurefootError
-from surefoot.kernels.backend import FlatBatch
+from surefoot.kernels.backend import Backend, FlatBatch
 from surefoot.request import SamplingParams
 from surefoot.speculation.proposer import Needs
 
@@ -136,3 +136,13 @@ def test_the_largest_round_is_run_before_memory_is_shared_out(
 
 def plan_of(rounds: int, ours: int) -> MemoryPlan:
     return divide(80 * GIB, ours, EngineConfig(device="cuda"), TAKEN, [], rounds)
+
+
+def test_blocks_that_would_change_texts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Backend, "smallest_block", lambda *_: 8)
+    for size in (1, 4, 12, 48):
+        with pytest.raises(SurefootError, match="a power of two from 8 on") as caught:
+            make_engine(tiny_decoder(), block_size=size)
+        assert caught.value.option == "block_size"
+    for size in (8, 32):
+        make_engine(tiny_decoder(), block_size=size)

@@ -71,7 +71,7 @@ def get_all(paths: Any, **options: Any) -> dict[str, httpx.Response]:
 def test_every_file_is_served_without_a_key(key: str | None) -> None:
     expected = {"/" if name == "index.html" else f"/playground/{name}" for name in SOURCES}
     assert set(playground.PATHS) == expected
-    for path, answer in get_all(expected, api_key=key).items():
+    for path, answer in get_all(expected, api_keys=[key] if key else []).items():
         name = path.removeprefix("/playground").strip("/") or "index.html"
         assert answer.status_code == 200 and answer.text == SOURCES[name]
         assert answer.headers["content-type"].startswith(TYPES[Path(name).suffix])
@@ -84,7 +84,7 @@ def test_every_file_is_served_without_a_key(key: str | None) -> None:
 
 def test_a_key_still_guards_everything_else() -> None:
     closed = ("/v1/models", "/metrics", "/docs", "/playground", "/playground/", "/playground/x.js")
-    for path, answer in get_all(closed, api_key="secret").items():
+    for path, answer in get_all(closed, api_keys=["secret"]).items():
         assert answer.status_code == 401, path
     inside = ("/playground/__init__.py", "/playground/../app.py", "/playground/%2e%2e/app.py")
     for path, answer in get_all(inside).items():

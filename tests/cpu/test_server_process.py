@@ -252,9 +252,10 @@ def test_what_the_core_logs_while_loading_is_shown(
 def test_options_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(surefoot.server.serve, "serve", lambda *args: given.append(args) or 0)
-    monkeypatch.setenv("SUREFOOT_API_KEY", "secret")
+    monkeypatch.setenv("SUREFOOT_API_KEY", "secret another")
     arguments = "serve somewhere --host ::1 --port 81 --served-model-name x --served-model-name y "
     arguments += "--cors-origin http://a --max-queue 3 --max-body 1KiB --request-timeout 2.5 "
+    arguments += "--uds here --allowed-hosts a --allowed-hosts *.b "
     arguments += "--shutdown-timeout 7 --access-log --max-num-seqs 5 --kv-cache-memory 2MiB"
     result = CliRunner().invoke(app, arguments.split())
     assert result.exit_code == 0, result.output
@@ -264,7 +265,9 @@ def test_options_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
         host="::1",
         port=81,
         names=("x", "y"),
-        api_key="secret",
+        api_keys=("secret", "another"),
+        uds="here",
+        allowed_hosts=("a", "*.b"),
         cors_origins=("http://a",),
         max_queue=3,
         max_body_bytes=1024,
@@ -307,6 +310,11 @@ def test_mistakes_at_the_start_are_one_line(model: Path) -> None:
             ([*free, "--model", "x"], "--model"),
             ([*free, "--max-body", "1 parsec"], "--max-body"),
             ([*free, "--request-timeout", "-1"], "--request-timeout"),
+            ([*free, "--api-key", ""], "--api-key"),
+            ([*free, "--allowed-hosts", "a*"], "--allowed-hosts"),
+            ([*free, "--ssl-keyfile", "x"], "--ssl-keyfile"),
+            ([*free, "--ssl-certfile", str(model / "config.json")], "--ssl-certfile"),
+            ([*free, "--uds", str(model)], "--uds"),
         ):
             result = CliRunner().invoke(app, ["serve", *arguments])
             assert result.exit_code == 2, result.output

@@ -335,7 +335,11 @@ def test_time_limit(tokenizer: Tokenizer) -> None:
 
 def test_key_origin_and_size(tokenizer: Tokenizer) -> None:
     script = [tokenizer.encode("ab")]
-    guards: Any = {"api_key": "secret", "cors_origins": ["http://page"], "max_body_bytes": 1024}
+    guards: Any = {
+        "api_keys": ["other", "secret"],
+        "cors_origins": ["http://page"],
+        "max_body_bytes": 1024,
+    }
     path, body = "/v1/completions", {"prompt": [3], "max_tokens": 2}
 
     async def use(client: httpx.AsyncClient, core: ScriptedCore) -> None:

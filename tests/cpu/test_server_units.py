@@ -104,7 +104,10 @@ def test_speculation_header(text: str, expected: SpeculationParams | None) -> No
         (b"Bearer secre", 401),
         (b"Bearer ", 401),
         (b"", 401),
-        (b"bearer secret", 401),
+        (b"Bearer other", 200),
+        (b"bearer secret", 200),
+        (b"Basic secret", 401),
+        (b"secret", 401),
         (b"Bearer secret\xff", 401),
         (None, 401),
     ],
@@ -123,7 +126,7 @@ def test_the_key_must_be_equal(header: bytes | None, status: int) -> None:
 
     headers = [] if header is None else [(b"authorization", header)]
     scope = {"type": "http", "path": "/v1/models", "headers": headers, "method": "GET"}
-    asyncio.run(ApiKey(app, "secret")(scope, receive, send))
+    asyncio.run(ApiKey(app, ["other", "secret"])(scope, receive, send))
     assert sent[0]["status"] == status
 
 

@@ -15,6 +15,8 @@ pytest.importorskip("triton")
 import triton_interpreter  # isort: skip
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
+from surefoot.kernels.triton import backend as triton_backend
+from surefoot.kernels.triton.backend import TritonBackend
 from surefoot.kernels.triton.prompt_attention import fits, list_tiles, rows_per_tile, worth_tiles
 from triton_interpreter import DEVICE
 
@@ -102,3 +104,18 @@ def test_heads_and_blocks_that_the_kernels_take() -> None:
     assert not taken(32, 8, 128, 16, torch.float32)
     assert not taken(32, 8, 128, 24, torch.bfloat16)
     assert not taken(8, 2, 96, 16, torch.bfloat16) and not taken(8, 2, 80, 16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("width", [64, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_all_blocks_that_are_allowed_go_through_the_same_kernels(
+    width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others give other bits: a block size must not choose between them."""
+    monkeypatch.setattr(triton_backend, "hopper", lambda _: True)
+    shape = AttentionShape(8, 2, width, 1.0)
+    backend = TritonBackend(DEVICE, dtype)
+    least = backend.smallest_block(shape)
+    allowed = range(1, 65) if least == 1 else (least, 2 * least, 4 * least, 8 * least)
+    taken = {fits(shape, kv) for size in allowed for kv in backend.allocate_kv(1, 1, size, shape)}
+    assert len(taken) == 1

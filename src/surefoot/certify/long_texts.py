@@ -26,7 +26,7 @@ BEFORE = 12
 BATCH = 4
 PASSES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("long texts", {"max_num_batched_tokens": 256}),
-    ("long texts, chunked, prefix hits", {"max_num_batched_tokens": 64, "block_size": 4}),
+    ("long texts, chunked, prefix hits, small blocks", {"max_num_batched_tokens": 64}),
 )
 
 
@@ -103,6 +103,8 @@ def _run_pass(
 ) -> None:
     subject = judge.subject
     name, options = PASSES[turn]
+    if turn:
+        options = {**options, "block_size": subject.small_block}
     others = find_others(judge, jobs, texts)
     known = tuple((*job.prompt, *text.tokens) for job, text in zip(jobs, texts, strict=True))
     probes, proposers = (MIXED, RUNNER_UP), subject.proposers

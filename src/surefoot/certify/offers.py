@@ -125,7 +125,7 @@ def _short_engine(subject: Subject, jobs: Sequence[Job], recorded: bool) -> Engi
     """With room for two requests."""
     longest = max(job.longest for job in jobs)
     drafts = subject.max_drafts
-    block_size = 4
+    block_size = subject.small_block
     return subject.engine(
         longest,
         4,

@@ -119,7 +119,7 @@ def _run_batch(
     options: dict[str, Any] = {"max_num_batched_tokens": 256}
     if turn:
         # Room for two or three requests: others are preempted, and go on from what they had said.
-        block_size, drafts = 4, subject.max_drafts
+        block_size, drafts = subject.small_block, subject.max_drafts
         options = {"max_num_batched_tokens": 32, "enable_prefix_caching": True}
         options |= {"block_size": block_size}
         options |= {"kv_blocks": 3 * (-(-(longest + drafts) // block_size) + 1) // 2}

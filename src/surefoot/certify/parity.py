@@ -11,13 +11,13 @@ from surefoot.certify.findings import Section
 from surefoot.certify.jobs import Job, Outcome, run_jobs
 from surefoot.certify.near_ties import find_others, refusals
 from surefoot.certify.sizes import Scenario, Size
+from surefoot.certify.subject import LARGE_BLOCK
 from surefoot.certify.unseeded import run_unseeded
 from surefoot.request import MAX_SEED, SamplingParams
 
 Progress = Callable[[str, int, int], None]
 """(Label, done, total)."""
 TEMPERATURES = (0.7, 1.0, 1.4)
-BLOCK_SIZES = (16, 4)
 
 
 def run_parity(
@@ -122,7 +122,7 @@ def run_scenario(
         tested.append(job)
         wanted.append(texts[index].cut(job.params.max_tokens or 0))
     longest = max(job.longest for job in tested)
-    block_size = BLOCK_SIZES[number % 2]
+    block_size = subject.small_block if number % 2 else LARGE_BLOCK
     options: dict = {
         "max_draft_tokens": drafts,
         "draft_policy": scenario.policy,

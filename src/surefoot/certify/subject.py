@@ -30,6 +30,7 @@ RIGHT, MIXED, GARBAGE, RUNNER_UP, TREE = (
     probe.name for probe in (RightProbe, MixedProbe, GarbageProbe, RunnerUpProbe, TreeProbe)
 )
 TREES_KEY = "trees"
+SMALL_BLOCK, LARGE_BLOCK = 4, 16
 Sabotage = Callable[[Engine, bool], None]
 """(engine, whether it is the speculative one): breaks the engine in place."""
 
@@ -106,6 +107,12 @@ class Subject:
     def probes(self) -> tuple[str, ...]:
         """Names of the probes that stand beside them."""
         return (*(probe.name for probe in PROBES), *((TREE,) if self.trees else ()))
+
+    @property
+    def small_block(self) -> int:
+        """Keys of a block in engines that are to have many blocks: few, but no fewer than give the
+        text of larger blocks."""
+        return max(SMALL_BLOCK, self.decoder.backend.smallest_block(self.decoder.shape))
 
     @cached_property
     def max_drafts(self) -> int:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from surefoot.cli import bench, certify, chat, doctor, generate, models, serve
+from surefoot.cli import bench, certify, chat, doctor, generate, models, serve, train
 from surefoot.cli.terminal import prepare_libraries, show_log
 from surefoot.cli.verb import INTERRUPTED
 from surefoot.cli.version import version_line
@@ -27,6 +27,7 @@ app.command("certify")(certify.certify)
 app.command("serve")(serve.serve)
 app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
+app.add_typer(train.app, name="train")
 
 
 def _print_version(wanted: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ from surefoot.cli.verb import verb
 from surefoot.config import EngineConfig
 from surefoot.errors import SurefootError
 
+API_KEY = "SUREFOOT_API_KEY"
 _server = functools.partial(option, panel="Server")
 
 
@@ -38,12 +40,31 @@ def serve(
             help="What requests call the model (repeatable). (default: its own name)",
         ),
     ] = None,
-    api_key: Annotated[
+    uds: Annotated[
         str | None,
+        _server(metavar="PATH", help="Listen on this Unix socket, not on host and port."),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
         _server(
-            envvar="SUREFOOT_API_KEY",
-            help="Ask for this key. Better set the variable: arguments are seen by all users.",
+            envvar=API_KEY,
+            help="Ask for this key (repeatable; in the variable, separated by spaces). Better set "
+            "the variable: arguments are seen by all users.",
         ),
+    ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        _server(
+            metavar="NAME",
+            help="Names by which requests may call this server, *.example.com for all below "
+            "(repeatable). (default: localhost where only this machine reaches it, else any)",
+        ),
+    ] = None,
+    ssl_certfile: Annotated[
+        str | None, _server(metavar="FILE", help="Serve TLS with this certificate.")
+    ] = None,
+    ssl_keyfile: Annotated[
+        str | None, _server(metavar="FILE", help="The certificate's key, if in another file.")
     ] = None,
     cors_origin: Annotated[
         list[str] | None,
@@ -80,12 +101,19 @@ def serve(
             raise SurefootError("model", "is given twice", "drop one of them")
         engine["model"] = model_name
     engine["generation_config"] = generation_config
+    if not api_key and API_KEY in os.environ:
+        # Somebody meant to set a key, and would serve everybody.
+        raise SurefootError("api_key", f"{API_KEY} is empty", "unset it to serve without a key")
     serve_, ServerConfig = _load_server()
     config = ServerConfig(
         host=host,
         port=port,
         names=tuple(served_model_name or ()),
-        api_key=api_key,
+        api_keys=tuple(api_key or ()),
+        uds=uds,
+        allowed_hosts=tuple(allowed_hosts or ()),
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
         cors_origins=tuple(cors_origin or ()),
         max_queue=max_queue,
         max_body_bytes=read_size(max_body, "max_body"),

@@ -11,7 +11,7 @@ from surefoot.config import EngineConfig
 from surefoot.engine.admission import check_speculation, check_texts
 from surefoot.engine.loop import Loop
 from surefoot.engine.memory import Allocations
-from surefoot.engine.pool_size import model_length, size_pool
+from surefoot.engine.pool_size import check_block_size, model_length, size_pool
 from surefoot.engine.recording import count_recorded, prepare_rounds
 from surefoot.engine.scheduler import Scheduler
 from surefoot.engine.stats import EngineStats, Progress
@@ -58,6 +58,7 @@ class Engine(Restored):
         self.grammars: Grammars | None = None
         """What compiles structured output; it takes a tokenizer, which ``build_engine`` has."""
         backend: Backend = decoder.backend
+        check_block_size(config, decoder)
         self.max_model_len = model_length(config, decoder.config)
         on_gpu = backend.device.type == "cuda"
         self._taken = Allocations(backend.device)

@@ -38,6 +38,17 @@ def model_length(config: EngineConfig, model: ModelConfig) -> int:
     return length
 
 
+def check_block_size(config: EngineConfig, decoder: Decoder) -> None:
+    """Refuse blocks with which sums, and so texts, would be others than with larger ones."""
+    size, least = config.block_size, decoder.backend.smallest_block(decoder.shape)
+    if least > 1 and (size < least or size & (size - 1)):
+        raise SurefootError(
+            "block_size",
+            f"{size} does not go with this model's kernels",
+            f"use a power of two from {least} on",
+        )
+
+
 def size_pool(
     decoder: Decoder,
     config: EngineConfig,

@@ -112,6 +112,12 @@ class Backend(ABC):
     ) -> list[Any]:
         """Paged KV for ``layers`` layers. Its layout is the backend's own."""
 
+    def smallest_block(self, shape: AttentionShape) -> int:
+        """Least block size of KV that all of its kernels take: with fewer keys a block, sums would
+        be in another order, and so texts would not be those of other block sizes. Where it is above
+        1, larger ones are powers of two."""
+        return 1
+
     @abstractmethod
     def kv_bytes_per_block(self, block_size: int, shape: AttentionShape) -> int:
         """Bytes that one block takes in one layer, keys and values together."""

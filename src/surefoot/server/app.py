@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,18 +12,18 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from surefoot import __version__
 from surefoot.errors import SurefootError
+from surefoot.server.bodies import route_class
 from surefoot.server.chat_schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from surefoot.server.core_process import CoreDied
 from surefoot.server.docs_page import docs_page
 from surefoot.server.errors import ApiError, TimedOut, api_error, validation_error
 from surefoot.server.exposition import CONTENT_TYPE
 from surefoot.server.generation import Overloaded, ShuttingDown
-from surefoot.server.guards import ApiKey, BodyLimit
+from surefoot.server.guards import ApiKey, BodyLimit, Hosts
 from surefoot.server.playground import add_playground
 from surefoot.server.schema import CompletionRequest
 from surefoot.server.service import SPECULATION_HEADER, Service
@@ -57,37 +56,16 @@ _HEADER = {
 }
 
 
-class StrictJson(Request):
-    """JSON by the letter: no NaN, no stray surrogates, no bottomless nesting."""
-
-    async def json(self) -> Any:
-        if not hasattr(self, "_json"):
-            body = await self.body()
-            try:
-                self._json = msgspec.json.decode(body)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise json.JSONDecodeError(str(error), "", 0) from None
-        return self._json
-
-
-class StrictRoute(APIRoute):
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Any]]:
-        handle = super().get_route_handler()
-
-        async def with_strict_json(request: Request) -> Any:
-            return await handle(StrictJson(request.scope, request.receive))
-
-        return with_strict_json
-
-
 def create_app(
     service: Service,
     *,
-    api_key: str | None = None,
+    api_keys: Sequence[str] = (),
+    allowed_hosts: Sequence[str] | None = None,
     cors_origins: Sequence[str] = (),
     max_body_bytes: int = 8 << 20,
 ) -> FastAPI:
-    """An ASGI application around a service. Endpoints are those of OpenAI and vLLM."""
+    """An ASGI application around a service. Endpoints are those of OpenAI and vLLM. Without
+    ``api_keys`` none is asked for; without ``allowed_hosts`` any host may be meant."""
     app = FastAPI(
         title="Surefoot",
         version=__version__,
@@ -95,15 +73,15 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.router.route_class = StrictRoute
+    app.router.route_class = route_class(lambda fields: service.check_size(fields))
     _answer_errors(app)
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
     add_playground(app)
     app.add_middleware(BodyLimit, limit=max_body_bytes)
-    if api_key is not None:
-        app.add_middleware(ApiKey, key=api_key)
+    if api_keys:
+        app.add_middleware(ApiKey, keys=api_keys)
     if cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -111,6 +89,8 @@ def create_app(
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
+    if allowed_hosts is not None:
+        app.add_middleware(Hosts, allowed=allowed_hosts, origins=cors_origins)
     return app
 
 
@@ -219,8 +199,8 @@ def _answer_errors(app: FastAPI) -> None:
     async def routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         cause = error.__cause__
-        if isinstance(cause, ApiError):
-            return cause.response()
+        if isinstance(cause, (ApiError, SurefootError)):
+            return api_error(cause).response()
         headers = dict(error.headers or {})
         return ApiError(error.status_code, str(error.detail), headers=headers).response()
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from surefoot.errors import SurefootError
 from surefoot.models.loading.tokenizer import Tokenizer
 from surefoot.request import SamplingParams
-from surefoot.server.schema import RequestFields, Strict, structure_fields
+from surefoot.server.schema import Ids, RequestFields, Strict, structure_fields
 
 # What clients send back from an answer's message though it says nothing.
 _NEUTRAL_MESSAGE = {
@@ -47,9 +47,9 @@ class Message(Strict):
     """``developer`` is another name for ``system``."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: Annotated[list[CalledTool], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -101,12 +101,16 @@ class ToolDefinition(Strict):
     function: FunctionDefinition
 
 
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+Tools = Annotated[list[ToolDefinition], Field(fail_fast=True)]
+
+
 class ChatRequest(RequestFields):
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: list[ToolDefinition] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["auto", "none"] | None = None
     """A forced call needs structured output, so ``required`` and names are refused."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -148,8 +152,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
-    tools: list[ToolDefinition] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool | None = None
@@ -159,7 +163,7 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids
 
 
 def plain_tools(tools: Sequence[ToolDefinition] | None) -> list[dict[str, Any]] | None:

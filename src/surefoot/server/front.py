@@ -37,7 +37,7 @@ class Front:
         self.core = core
         self.ready = ready
         self.tokenizer = tokenizer
-        self.max_queue = max_queue
+        self._most = ready.max_num_seqs + max_queue
         self.metrics = Metrics(ready)
         self.dead: CoreDied | None = None
         self._choices: dict[str, Choice] = {}
@@ -66,10 +66,11 @@ class Front:
         """
         if self.dead is not None:
             raise CoreDied(*self.dead.args)
-        self._check_room(len(prompts) * params.n, "n" if params.n > 1 else "prompt")
+        self.check_room(len(prompts), params.n)
         generation = Generation([list(prompt) for prompt in prompts], params, speculation)
         for tokens in generation.prompts:
-            ids = [self._open(generation, tokens) for _ in range(params.n)]
+            prompt = tuple(tokens)
+            ids = [self._open(generation, prompt) for _ in range(params.n)]
             generation.unanswered += len(ids)
             self.core.send(Add(ids, tokens, params, speculation))
         try:
@@ -82,23 +83,28 @@ class Front:
         self.metrics.count_arrival(generation)
         return generation
 
-    def _check_room(self, count: int, option: str) -> None:
-        limit = self.ready.max_num_seqs + self.max_queue
-        if count > limit:
-            raise SurefootError(
-                option, f"asks for {count} texts, more than run and wait at once", f"{limit} do"
-            )
-        if self.active + count > limit:
+    def check_room(self, prompts: int, n: int) -> None:
+        """Whether that many prompts, with ``n`` texts each, may wait. Raises SurefootError for more
+        than ever may, and Overloaded."""
+        count = prompts * n
+        self.check_count(count, "n" if n > 1 else "prompt")
+        if self.active + count > self._most:
             self.metrics.rejected += 1
             # Half of what runs ends within about this long.
             raise Overloaded(max(1, round(self.metrics.typical_seconds() / 2)))
 
-    def _open(self, generation: Generation, tokens: list[int]) -> str:
+    def check_count(self, texts: int, option: str) -> None:
+        """Refuse, naming ``option``, more texts than ever run and wait."""
+        if texts > self._most:
+            problem = f"asks for {texts} texts, more than run and wait at once"
+            raise SurefootError(option, problem, f"{self._most} do")
+
+    def _open(self, generation: Generation, prompt: tuple[int, ...]) -> str:
         index = len(generation.choices)
         params = generation.params
         request = Request(
             request_id=str(next(self._ids)),
-            prompt=tuple(tokens),
+            prompt=prompt,
             params=params,
             speculation=generation.speculation,
             seed=0,  # the core's business

@@ -1,11 +1,12 @@
-"""What a request must pass before it is read: the key, and the size of its body. Plain ASGI, so
+"""What a request must pass before it is read: its host, the key, and the size of its body. Plain ASGI, so
 that disconnections reach the endpoints unchanged."""
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from surefoot.server import playground
 from surefoot.server.errors import ApiError
@@ -20,16 +21,18 @@ OPEN_PATHS = frozenset({"/health", *playground.PATHS})
 
 
 class ApiKey:
-    """Asks for ``Authorization: Bearer KEY``."""
+    """Asks for ``Authorization: Bearer KEY`` with one of ``keys``."""
 
-    def __init__(self, app: App, key: str) -> None:
+    def __init__(self, app: App, keys: Sequence[str]) -> None:
         self.app = app
-        self._expected = f"Bearer {key}".encode()
+        self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = _header(scope, b"authorization") or b""
-            if not hmac.compare_digest(given, self._expected):
+            scheme, _, given = (_header(scope, b"authorization") or b"").partition(b" ")
+            # Every key is looked at, so that the time does not tell which came near.
+            found = [hmac.compare_digest(given, key) for key in self._keys]
+            if scheme.lower() != b"bearer" or not any(found):
                 error = ApiError(
                     401,
                     "the API key is missing or wrong",
@@ -40,6 +43,46 @@ class ApiKey:
                 await error.response()(scope, receive, send)
                 return
         await self.app(scope, receive, send)
+
+
+class Hosts:
+    """Refuses requests for another host than ``allowed`` (``*.example.com`` stands for all below
+    it), and those of a page from one that is neither allowed nor among ``origins``: the name of a
+    page's host may lead to this machine."""
+
+    def __init__(self, app: App, allowed: Sequence[str], origins: Sequence[str] = ()) -> None:
+        self.app = app
+        self._allowed = [name.lower() for name in allowed]
+        self._origins = origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = (_header(scope, b"host") or b"").decode("latin-1")
+            origin = (_header(scope, b"origin") or b"").decode("latin-1")
+            problem = None
+            if not self._allows(f"//{host}"):
+                problem = f"host {host[:200]!r}"
+            elif origin and not self._may_call(origin):
+                problem = f"origin {origin[:200]!r}"
+            if problem is not None:
+                message = f"{problem} is not allowed; see --allowed-hosts and --cors-origin"
+                error = ApiError(403, message, code="host_not_allowed", kind="permission_error")
+                await error.response()(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    def _may_call(self, origin: str) -> bool:
+        return "*" in self._origins or origin in self._origins or self._allows(origin)
+
+    def _allows(self, url: str) -> bool:
+        try:
+            name = urlsplit(url).hostname or ""
+        except ValueError:
+            return False
+        return any(
+            name == pattern or (pattern.startswith("*.") and name.endswith(pattern[1:]))
+            for pattern in self._allowed
+        )
 
 
 class BodyLimit:

@@ -76,6 +76,11 @@ class Ready(_Message):
     memory: dict[str, int] = {}
     """Bytes of a GPU by part (``MemoryPlan``); empty without one."""
 
+    @property
+    def room(self) -> int:
+        """Most tokens of a prompt: the context, or the KV pool, holds one more."""
+        return min(self.max_model_len, self.kv_tokens) - 1
+
 
 class Failed(_Message):
     """The model could not be loaded, by the user's mistake (fields of SurefootError)."""

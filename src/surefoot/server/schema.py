@@ -32,6 +32,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 MAX_STOPS = 64
 
 StopStrings = Annotated[list[str], Field(max_length=MAX_STOPS)]
+# A list of a million mistakes is told of the first.
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class Strict(BaseModel):
@@ -71,7 +74,7 @@ class StructuredOutputsField(Strict):
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Texts | None = None
     grammar: str | None = None
     disable_any_whitespace: bool = False
 
@@ -97,7 +100,7 @@ class RequestFields(Strict):
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | StopStrings | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -108,7 +111,7 @@ class RequestFields(Strict):
     structured_outputs: StructuredOutputsField | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
     speculation: SpeculationField | str | None = None
     surefoot: SurefootField | None = None
@@ -185,7 +188,7 @@ class RequestFields(Strict):
 
 
 class CompletionRequest(RequestFields):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Ids | Texts | Annotated[list[Ids], Field(fail_fast=True)]
     echo: bool = False
     logprobs: int | None = None
     add_special_tokens: bool = True

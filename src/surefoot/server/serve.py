@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
 import signal
 import socket
@@ -14,11 +15,22 @@ from dataclasses import dataclass
 import uvicorn
 
 from surefoot.config import EngineConfig
+from surefoot.engine.garbage import only_new_garbage
 from surefoot.errors import SurefootError
 from surefoot.models.loading import load_tokenizer
 from surefoot.server.app import create_app
+from surefoot.server.connections import BoundedConnection
 from surefoot.server.core_process import CoreProcess
 from surefoot.server.front import Front
+from surefoot.server.listening import (
+    address,
+    bind,
+    bind_path,
+    check_certificate,
+    hosts,
+    is_local,
+    listening,
+)
 from surefoot.server.service import Service, ServiceSettings
 
 ProgressCallback = Callable[[str, int, int], None]
@@ -37,7 +49,15 @@ class ServerConfig:
     port: int = 8000
     names: tuple[str, ...] = ()
     """What requests may call the model; none: its own name."""
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    """Any of these; none: none is asked for."""
+    uds: str | None = None
+    """Listen on this path, a Unix socket, instead of ``host`` and ``port``."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that requests may use for this server; none: this machine's own if it listens on a
+    loopback address, any if not. ``*`` stands for any, ``*.example.com`` for all below."""
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     cors_origins: tuple[str, ...] = ()
     max_queue: int = 256
     max_body_bytes: int = 8 << 20
@@ -56,10 +76,15 @@ class ServerConfig:
             raise SurefootError("request_timeout", "must be above 0")
         if not self.shutdown_timeout >= 0:
             raise SurefootError("shutdown_timeout", "is negative")
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise SurefootError("api_key", "is empty or has characters that no header can carry")
-        if self.api_key == "":
-            raise SurefootError("api_key", "is empty", "drop it to serve without a key")
+        for key in self.api_keys:
+            if not key:
+                raise SurefootError("api_key", "is empty", "drop it to serve without a key")
+            if not (key.isascii() and key.isprintable()):
+                raise SurefootError("api_key", "has characters that no header can carry")
+        for name in self.allowed_hosts:
+            if name != "*" and "*" in name.removeprefix("*."):
+                raise SurefootError("allowed_hosts", f"{name!r} is no host", "use *.example.com")
+        check_certificate(self.ssl_certfile, self.ssl_keyfile)
 
 
 def serve(
@@ -74,33 +99,12 @@ def serve(
     printed on stderr. Returns the exit status: 0, 1 when the engine died, 143 for SIGTERM before
     the model was loaded. Raises SurefootError for what the user can put right.
     """
-    listener = bind(server.host, server.port)
-    with contextlib.closing(listener), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    listener = bind(server.host, server.port) if server.uds is None else bind_path(server.uds)
+    with listening(listener), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
             return runner.run(_serve(engine, server, listener, progress, loaded))
         except asyncio.CancelledError:
             return TERMINATED
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: mistakes show before the model is loaded."""
-    try:
-        [family, kind, protocol, _, address] = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise SurefootError("host", f"{host!r} is no address here: {error}") from None
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        option = "port" if error.errno in (13, 98, 48) else "host"
-        raise SurefootError(
-            option, f"cannot listen on {host}:{port}: {error.strerror}", "choose another"
-        ) from None
-    return listener
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -131,13 +135,18 @@ async def _serve(
         service = Service(front, ServiceSettings(names, config.request_timeout))
         app = create_app(
             service,
-            api_key=config.api_key,
+            api_keys=config.api_keys,
+            allowed_hosts=hosts(config.allowed_hosts, listener),
             cors_origins=config.cors_origins,
             max_body_bytes=config.max_body_bytes,
         )
         http = _Http(
             uvicorn.Config(
                 app,
+                http=BoundedConnection,
+                ws="none",
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
                 lifespan="off",
                 log_level="info" if config.access_log else "warning",
                 access_log=config.access_log,
@@ -149,7 +158,15 @@ async def _serve(
         )
         loaded()
         print(f"{names[0]}: {ready.description}", file=sys.stderr)
-        return await _run(http, front, listener, config.shutdown_timeout)
+        if not config.api_keys and not is_local(listener):
+            print(
+                "warning: no API key is asked for, and other machines may reach this server; set "
+                "SUREFOOT_API_KEY",
+                file=sys.stderr,
+            )
+        gc.collect()
+        with only_new_garbage():
+            return await _run(http, front, listener, config.shutdown_timeout)
     finally:
         await core.close()
 
@@ -186,9 +203,8 @@ class _Http(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            host, port = listener.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            print(f"Listening on http://{shown}:{port}", file=sys.stderr, flush=True)
+            shown = address(listener, self.config.is_ssl)
+            print(f"Listening on {shown}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -22,6 +22,7 @@ from surefoot.server.chat_schema import (
     render_messages,
 )
 from surefoot.server.completions import DEFAULT_MAX_TOKENS, CompletionFormat
+from surefoot.server.encoding import MOST_CHARACTERS, Encoder, too_long
 from surefoot.server.errors import ApiError, api_error
 from surefoot.server.exposition import Exposition
 from surefoot.server.front import Front
@@ -29,9 +30,6 @@ from surefoot.server.logprobs import TokenTexts
 from surefoot.server.schema import CompletionRequest, RequestFields
 
 SPECULATION_HEADER = "surefoot-speculation"
-SHORT_TEXT = 4096
-"""Characters that are tokenised on the spot; more go to a thread, so that nobody waits."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,7 @@ class Service:
         self.front = front
         self.settings = settings
         self.tokenizer = front.tokenizer
+        self.encoder = Encoder(front.tokenizer, front.ready.room)
         self.texts = TokenTexts(front.tokenizer)
         self.exposition = Exposition(front.metrics, settings.names[0])
 
@@ -74,25 +73,42 @@ class Service:
             more["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
         given: Any = request.prompt
         many = given if isinstance(given, list) and not _is_ids(given) else [given]
-        characters = sum(map(len, many))
-        prompts = await _aside(characters, lambda: [self._ids(item, request) for item in many])
+        self.front.check_room(len(many), request.n or 1)
+        for item in many:
+            if isinstance(item, str):
+                self.encoder.check(item)
+            else:
+                self._check_ids("prompt", item)
+        special = request.add_special_tokens
+        prompts = [
+            await self.encoder.ids(item, special) if isinstance(item, str) else item
+            for item in many
+        ]
         shown = []
         if request.echo:
-            shown = [item if isinstance(item, str) else self._text(item) for item in many]
+            shown = [i if isinstance(i, str) else self.tokenizer.decode(i) for i in many]
         answer_id = f"cmpl-{secrets.token_hex(16)}"
         name = self.settings.names[0]
         form = CompletionFormat(answer_id, name, request, shown, self.texts, scoring)
         return await self._answer(http, request, prompts, form, more)
 
-    def _ids(self, prompt: str | list[int], request: CompletionRequest) -> list[int]:
-        if not isinstance(prompt, str):
-            self._check_ids("prompt", prompt)
-            return prompt
-        return self.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
-
-    def _text(self, ids: list[int]) -> str:
-        self._check_ids("prompt", ids)
-        return self.tokenizer.decode(ids)
+    def check_size(self, fields: Mapping[str, Any]) -> None:
+        """Refuse more prompts, token ids or messages than can ever be served, before each of them
+        is looked at. Raises SurefootError."""
+        most, given = self.encoder.most, fields.get("prompt")
+        if isinstance(given, list):
+            many = given if given and isinstance(given[0], (str, list)) else [given]
+            self.front.check_count(len(many), "prompt")
+            longest = max((len(item) for item in many if isinstance(item, list)), default=0)
+            if longest > most:
+                raise SurefootError("prompt", too_long(longest, "tokens", most), "shorten it")
+        messages = fields.get("messages")
+        if isinstance(messages, list) and len(messages) > most:
+            raise SurefootError("messages", too_long(len(messages), "entries", most), "drop some")
+        tokens = fields.get("tokens")
+        if isinstance(tokens, list) and len(tokens) > MOST_CHARACTERS:
+            problem = f"has {len(tokens)} entries, more than {MOST_CHARACTERS}"
+            raise SurefootError("tokens", problem, "send them in pieces")
 
     async def chat(self, http: Request, request: ChatRequest) -> Response:
         """``/v1/chat/completions``."""
@@ -117,17 +133,17 @@ class Service:
         if isinstance(request, ChatRequest) and not request.uses_tools:
             tools = None
 
-        def ids() -> list[int]:
-            text = render_messages(
-                self.tokenizer,
-                request.messages or [],
-                plain_tools(tools),
-                request.chat_template_kwargs,
-                request.add_generation_prompt,
-            )
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-        return await asyncio.to_thread(ids)
+        text = await asyncio.to_thread(
+            render_messages,
+            self.tokenizer,
+            request.messages or [],
+            plain_tools(tools),
+            request.chat_template_kwargs,
+            request.add_generation_prompt,
+        )
+        if isinstance(request, TokenizeRequest):
+            return await self.encoder.any_ids(text, add_special_tokens)
+        return await self.encoder.ids(text, add_special_tokens)
 
     async def _answer(
         self,
@@ -138,7 +154,7 @@ class Service:
         more: dict[str, Any],
     ) -> Response:
         seconds, ready = self.settings.request_timeout, self.front.ready
-        room = min(ready.max_model_len, ready.kv_tokens) - max(map(len, prompts))
+        room = ready.room + 1 - max(map(len, prompts))
         try:
             params = request.sampling(ready.sampling_defaults, room, more)
             speculation = request.speculation_params(http.headers.get(SPECULATION_HEADER))
@@ -162,35 +178,33 @@ class Service:
                 if getattr(request, name) is not None:
                     raise SurefootError(name, "does nothing for a prompt", "give messages")
             special = request.add_special_tokens is not False
-            ids = await _aside(len(text), lambda: self.tokenizer.encode(text, special))
-        answer: dict[str, Any] = {
-            "count": len(ids),
-            "max_model_len": self.front.ready.max_model_len,
-            "tokens": ids,
-        }
-        if request.return_token_strs:
-            answer["token_strs"] = [self.texts.text(token) for token in ids]
-        return answer
+            ids = await self.encoder.any_ids(text, special)
+
+        def answer() -> dict[str, Any]:
+            answer = {
+                "count": len(ids),
+                "max_model_len": self.front.ready.max_model_len,
+                "tokens": ids,
+            }
+            if request.return_token_strs:
+                answer["token_strs"] = [self.texts.text(token) for token in ids]
+            return answer
+
+        return await asyncio.to_thread(answer)
 
     async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
         """``/detokenize``."""
         self.check_model(request.model)
         self._check_ids("tokens", request.tokens)
-        return {"prompt": self.tokenizer.decode(request.tokens)}
+        [text] = await asyncio.to_thread(self.tokenizer.decode_batch, [request.tokens])
+        return {"prompt": text}
 
     def _check_ids(self, field: str, ids: list[int]) -> None:
         last = self.front.ready.vocab_size - 1
-        for token in ids:
+        for token in (min(ids), max(ids)) if ids else ():
             if not 0 <= token <= last:
                 raise SurefootError(field, f"token id {token} is outside 0 to {last}")
 
 
 def _is_ids(prompt: list[Any]) -> bool:
     return not prompt or isinstance(prompt[0], int)
-
-
-async def _aside(characters: int, work: Callable[[], T]) -> T:
-    """The result of ``work``, done in a thread where there is much to do."""
-    if characters <= SHORT_TEXT:
-        return work()
-    return await asyncio.to_thread(work)

@@ -28,6 +28,7 @@ from surefoot.kernels.triton.matmul_plan import MAX_ROWS
 from surefoot.kernels.triton.moves import move_keys
 from surefoot.kernels.triton.norm import rms_norm
 from surefoot.kernels.triton.products import TritonLinear
+from surefoot.kernels.triton.prompt_attention import SMALLEST_BLOCK, takes_heads
 from surefoot.kernels.triton.qkv import fused, queries
 
 
@@ -87,6 +88,9 @@ class TritonBackend(Backend):
             raise ValueError(f"head_dim {shape.head_dim} is not an even number up to 256")
         size = (2, blocks, shape.kv_heads, block_size, shape.head_dim)
         return [torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(layers)]
+
+    def smallest_block(self, shape: AttentionShape) -> int:
+        return SMALLEST_BLOCK if hopper(self.device) and takes_heads(shape, self.dtype) else 1
 
     def kv_bytes_per_block(self, block_size: int, shape: AttentionShape) -> int:
         return 2 * block_size * shape.kv_heads * shape.head_dim * self.dtype.itemsize

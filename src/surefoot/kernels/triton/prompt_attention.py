@@ -26,6 +26,8 @@ CHUNK_KEYS = 256
 """Keys whose values are summed by themselves before they join the others."""
 STAGES = 2
 QUERIES, PAGES = NVMMASharedLayout(128, 16, 3), NVMMASharedLayout(128, 16, 2)
+SMALLEST_BLOCK = 8
+"""Keys of a block of KV that are loaded together, at least."""
 LONG_SPAN = 64
 """Shorter spans, or as long, are mostly chains and single tokens."""
 
@@ -45,8 +47,13 @@ def fits(shape: AttentionShape, kv: torch.Tensor) -> bool:
     """Whether this kernel and ``chunk_attention``'s take such heads and blocks. What they take is
     theirs at any load, for ``attention.span_attention`` does not give the same bits."""
     block_size = kv.shape[3]
-    heads = kv.dtype == torch.bfloat16 and shape.head_dim in (64, 128)
-    return heads and block_size >= 8 and block_size & (block_size - 1) == 0
+    blocks = block_size >= SMALLEST_BLOCK and block_size & (block_size - 1) == 0
+    return blocks and takes_heads(shape, kv.dtype)
+
+
+def takes_heads(shape: AttentionShape, dtype: torch.dtype) -> bool:
+    """The part of ``fits`` that is the model's."""
+    return dtype == torch.bfloat16 and shape.head_dim in (64, 128)
 
 
 def worth_tiles(rows: int, max_rows: int, shape: AttentionShape, sms: int) -> bool:

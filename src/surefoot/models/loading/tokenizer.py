@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from surefoot.errors import SurefootError
 from surefoot.models.loading.chat_template import render_chat_template
 from surefoot.models.loading.detokenizer import piece_bytes, stream_for
+from surefoot.models.loading.token_lengths import TokenLengths, token_lengths
 
 if TYPE_CHECKING:
     import tokenizers
@@ -57,12 +58,24 @@ class Tokenizer:
         self.backend = backend
         self.settings = settings or TokenizerSettings()
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
         """Ids of ``text``. Special tokens written in it (``<|im_start|>``) are parsed as such;
         ``add_special_tokens`` adds what the tokenizer puts around a text (a BOS, usually). Raises
-        SurefootError for a text that the tokenizer cannot take."""
+        SurefootError for a text that the tokenizer cannot take, or of more than ``most`` tokens."""
         with tokenizer_errors("prompt", "the model's tokenizer failed on it"):
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # ``encode`` keeps the interpreter's lock, a second for every 2 MB.
+            [found] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            if most is not None and len(found) > most:
+                problem = f"has {len(found)} tokens, more than {most}, the most there is room for"
+                raise SurefootError("prompt", problem, "shorten it")
+            return found.ids
+
+    @cached_property
+    def lengths(self) -> TokenLengths | None:
+        """How many tokens a text has at least; None where its length does not tell."""
+        return token_lengths(self.backend)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of ``ids``, invalid UTF-8 replaced by U+FFFD. Spaces are not cleaned up."""

@@ -1,0 +1,60 @@
+"""Texts to token ids, beside everybody else's answers."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from surefoot.errors import SurefootError
+from surefoot.models.loading.tokenizer import Tokenizer
+
+SHORT_TEXT = 4096
+"""Characters that are encoded on the spot; more go to a thread, so that nobody waits."""
+LONG_TEXT = 1 << 18
+"""More characters than this are encoded one text at a time: each takes a processor for a while, and
+a hundred bytes per token."""
+MOST_CHARACTERS = 1 << 20
+"""Of a text whose tokens were asked for, rather than its continuation."""
+
+
+class Encoder:
+    """Encodes for a model with room for ``most`` tokens. Longer texts are refused; where their
+    length says so already, before they are encoded."""
+
+    def __init__(self, tokenizer: Tokenizer, most: int) -> None:
+        self.tokenizer = tokenizer
+        self.most = most
+        self._long = ThreadPoolExecutor(1, "long-texts")
+
+    async def ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a prompt. Raises SurefootError."""
+        self.check(text)
+        return await self._encode(text, add_special_tokens, self.most)
+
+    async def any_ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a text that need not fit the model's context. Raises SurefootError."""
+        if len(text) > MOST_CHARACTERS:
+            problem = f"has {len(text)} characters, more than {MOST_CHARACTERS}"
+            raise SurefootError("prompt", problem, "send it in pieces")
+        return await self._encode(text, add_special_tokens, None)
+
+    async def _encode(self, text: str, add_special_tokens: bool, most: int | None) -> list[int]:
+        work = self.tokenizer.encode, text, add_special_tokens, most
+        if len(text) <= SHORT_TEXT:
+            return self.tokenizer.encode(text, add_special_tokens, most)
+        pool = self._long if len(text) > LONG_TEXT else None
+        return await asyncio.get_running_loop().run_in_executor(pool, *work)
+
+    def check(self, text: str) -> None:
+        """Refuse a prompt whose length says that it is too long. Raises SurefootError."""
+        if len(text) <= self.most:
+            return
+        lengths = self.tokenizer.lengths
+        if lengths is not None and lengths.fewest(text) > self.most:
+            problem = too_long(len(text), "characters", self.most)
+            raise SurefootError("prompt", problem, "shorten it")
+
+
+def too_long(count: int, what: str, most: int) -> str:
+    """The problem of a prompt that has ``count`` of something."""
+    return f"has {count} {what}, which are more than {most} tokens, the most there is room for"

@@ -1,0 +1,1 @@
+"""Training of drafters: texts by the target itself, recipes, export."""

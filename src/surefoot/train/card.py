@@ -1,0 +1,71 @@
+"""The model card of a trained drafter: what it is, how it was made, what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def card(facts: Mapping[str, Any]) -> str:
+    """Markdown. ``facts``: as ``run`` collects them."""
+    results, trained = facts["results"], facts["trained"]
+    lines = [
+        f"# {facts['label']} drafter for {facts['target']}",
+        "",
+        "For speculative decoding: it proposes tokens that the target checks. With Surefoot the "
+        "text is the target's own, whatever is proposed.",
+        "",
+        "```sh",
+        f"surefoot chat --model {facts['target']} --{facts['proposer']} PATH",
+        "```",
+        "",
+        "## Measured",
+        "",
+        f"On {facts['held_out']} held-out documents that the target wrote, tokens per round with "
+        "the target's own included:",
+        "",
+        "| | accepted length |",
+        "| --- | --- |",
+    ]
+    for count, length in results["accepted_length"].items():
+        lines.append(f"| greedy, chains of {count} drafts, rounds walked offline | {length:.2f} |")
+    if facts.get("engine") is not None:
+        engine = facts["engine"]
+        lines.append(
+            f"| greedy, chains of {engine['depth']} drafts, {engine['prompts']} prompts in the "
+            f"engine (offline, the same: {engine['offline']:.2f}) | {engine['length']:.2f} |"
+        )
+    lines += [
+        f"| temperature 1, expected at best, {facts['depth']} drafts | "
+        f"{results['sampled_length']:.2f} |",
+        "",
+        "| draft | reached | accepted if reached | overlap of distributions |",
+        "| --- | --- | --- | --- |",
+    ]
+    rows = zip(results["survival"], results["conditional"], results["marginal"], strict=True)
+    for index, (survival, conditional, marginal) in enumerate(rows, 1):
+        lines.append(f"| {index} | {survival:.1%} | {conditional:.1%} | {marginal:.3f} |")
+    lines += [
+        "",
+        f"The first draft is the target's likeliest token in {results['agreement']:.1%} of all "
+        f"rows. Of the held-out tokens {results['on_policy']['greedy']:.1%} (greedy documents) and "
+        f"{results['on_policy']['all']:.1%} (all) are the target's likeliest.",
+        "",
+        "## Made",
+        "",
+    ]
+    lines += [f"- {name.replace('_', ' ')}: {_shown(value)}" for name, value in trained.items()]
+    lines += ["", "## Certificate", ""]
+    certificate = facts.get("certificate")
+    lines.append(
+        f"`surefoot certify --quick`: {certificate}" if certificate else "Not certified yet."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

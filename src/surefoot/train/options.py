@@ -1,0 +1,56 @@
+"""What a training run can be told. A kind of drafter adds its own; the command line takes its
+options from these fields. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from surefoot.errors import SurefootError
+
+
+def option(default: Any, text: str) -> Any:
+    """A field with the text that ``--help`` shows."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Sizes are counts of tokens, prompts included."""
+
+    epochs: float = option(2.0, "Passes over the data.")
+    steps: int | None = option(None, "Optimizer steps, in place of --epochs.")
+    learning_rate: float = option(1e-3, "Highest, after the warm-up.")
+    warm_up: float = option(0.04, "Share of the steps in which the learning rate rises.")
+    step_tokens: int = option(32768, "Tokens of an optimizer step.")
+    batch_tokens: int = option(
+        32768, "Tokens computed at once; a step of more is accumulated. Bounds the memory."
+    )
+    max_length: int = option(2048, "Cut longer documents.")
+    weighting: str = option(
+        "document", "What counts the same in the loss: every document, or every token."
+    )
+    held_out: int = option(256, "Documents kept for measuring.")
+    measure_every: int = option(1_000_000, "Tokens between measurements on them.")
+    save_every: int = option(4_000_000, "Tokens between checkpoints to go on from.")
+    seed: int = option(0, "Of the first weights and the order of the documents.")
+
+    def __post_init__(self) -> None:
+        self.at_least(1, "step_tokens", "batch_tokens", "held_out", "measure_every", "save_every")
+        self.at_least(8, "max_length")
+        if self.steps is not None:
+            self.at_least(1, "steps")
+        for name in ("epochs", "learning_rate"):
+            if getattr(self, name) <= 0:
+                raise SurefootError(name, f"{getattr(self, name)} is not above 0")
+        if not 0 <= self.warm_up < 1:
+            raise SurefootError("warm_up", f"{self.warm_up} is no share below 1")
+        if self.weighting not in ("document", "token"):
+            raise SurefootError("weighting", f"{self.weighting!r} is neither document nor token")
+        if self.step_tokens % self.batch_tokens:
+            raise SurefootError("batch_tokens", "does not divide step_tokens")
+
+    def at_least(self, low: int, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) < low:
+                raise SurefootError(name, f"{getattr(self, name)} is below {low}")

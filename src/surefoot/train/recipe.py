@@ -1,0 +1,80 @@
+"""What a kind of drafter adds to the common loop."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from surefoot.train.corpus import Batch, Corpus
+from surefoot.train.options import TrainOptions
+from surefoot.train.target import Target
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Drafts for every place of a batch, on the host: row i is the chain that follows token i + 1,
+    its column k stands for token i + 2 + k. The tokens before it are the document's."""
+
+    tokens: np.ndarray
+    """int64 [N, depth]: the likeliest; -1 where the document has no generated token there, or
+    where one before it in the chain was not generated."""
+    overlap: np.ndarray
+    """float32 [N, depth]: sum over tokens of min(draft's, target's probability)."""
+    best: np.ndarray
+    """int64 [N]: the target's likeliest token *after* token i; -1 where it was not asked."""
+
+
+class Recipe(ABC):
+    """A kind's constructor makes ``network``, whose float32 parameters are trained."""
+
+    network: nn.Module
+    depth: int
+    """Columns of ``Drafted``."""
+
+    def __init__(self, options: TrainOptions, target: Target, corpus: Corpus) -> None:
+        self.target, self.corpus = target, corpus
+        self.compute = torch.bfloat16 if target.device.type == "cuda" else torch.float32
+        """Of products. Parameters, gradients, norms, softmax and loss are float32."""
+
+    @abstractmethod
+    def loss(self, batch: Batch, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch's part of a step's loss, to be differentiated, and float32 [3] on the device:
+        the same without gradient, the rows judged, and those that agreed with the target."""
+
+    @abstractmethod
+    def draft(self, batch: Batch) -> Drafted:
+        """What would be drafted everywhere; no gradients."""
+
+    @abstractmethod
+    def groups(self, rate: float) -> list[dict[str, Any]]:
+        """Parameter groups for the optimizer at the learning rate ``rate``."""
+
+    @abstractmethod
+    def export(self, folder: Path) -> None:
+        """Write ``config.json`` and ``model.safetensors``, and read them back: raises
+        SurefootError if what was written would not draft the same."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """For people: sizes, the draft vocabulary's coverage and the like. JSON-ready."""
+
+    def divisor(self, documents: Sequence[int], weighting: str) -> float:
+        """What a step's weighted rows are divided by: its documents, or with ``weighting`` token
+        its rows. Known before anything is computed, so that it does not matter how a step is
+        split over batches and processes."""
+        pairs = self.corpus.pairs[list(documents)]
+        return max(1.0, float((pairs > 0).sum() if weighting == "document" else pairs.sum()))
+
+    def row_weights(self, batch: Batch, weighting: str) -> np.ndarray:
+        """float32 [N]: the weight of each token's row before it is divided by ``divisor``."""
+        if weighting == "token":
+            return np.ones(len(batch), dtype=np.float32)
+        pairs = np.add.reduceat(batch.pairs.astype(np.int64), batch.starts[:-1])
+        return (1.0 / np.maximum(pairs, 1))[batch.document_of].astype(np.float32)

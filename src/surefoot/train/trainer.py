@@ -1,0 +1,246 @@
+"""The loop that all kinds of drafters share."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surefoot.errors import SurefootError
+from surefoot.train.corpus import Corpus, Plan
+from surefoot.train.curves import Curves
+from surefoot.train.measure import measure, score
+from surefoot.train.options import TrainOptions
+from surefoot.train.parallel import Workers
+from surefoot.train.recipe import Recipe
+from surefoot.train.saving import BEST, STATE, read, save
+
+_LOG_EVERY = 20
+"""Steps between two entries of the curves: reading numbers waits for the device."""
+_LOWEST_RATE = 0.05
+"""Of the learning rate, at the end."""
+_CLIP = 1.0
+Report = Callable[[str], None]
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Outcome:
+    """``complete``: all steps were made. ``results``: of ``measure``, for the weights that the
+    network now has, those of ``best_step``."""
+
+    complete: bool
+    steps: int
+    best_step: int
+    tokens: int
+    seconds: float
+    results: dict[str, Any]
+
+
+class Trainer:
+    def __init__(
+        self,
+        recipe: Recipe,
+        options: TrainOptions,
+        depth: int,
+        folder: Path,
+        workers: Workers,
+        report: Report,
+        progress: Progress,
+    ) -> None:
+        """``folder``: of the run's state and curves. ``depth``: drafts of ``recipe.draft``."""
+        self.recipe, self.options, self.depth = recipe, options, depth
+        self.folder, self.workers = folder, workers
+        self.report, self.progress = report, progress
+        corpus: Corpus = recipe.corpus
+        documents, self.held_out = corpus.split(options.held_out, options.seed)
+        micro = options.step_tokens // options.batch_tokens
+        if micro % workers.count:
+            raise SurefootError(
+                "step_tokens",
+                f"makes {micro} batches a step, which {workers.count} processes cannot share",
+                "use a multiple of --batch-tokens times the number of processes",
+            )
+        self.plan = Plan(corpus, documents, options.batch_tokens, micro, options.seed)
+        per_epoch = len(self.plan.epoch(0))
+        self.steps = options.steps or max(1, round(options.epochs * per_epoch))
+        self.per_epoch = per_epoch
+        self.step = self.tokens = self.best_step = 0
+        self.seconds = 0.0
+        self.best = -math.inf
+        self.device = recipe.target.device
+        self.parameters = [v for v in recipe.network.parameters() if v.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            recipe.groups(options.learning_rate),
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            fused=self.device.type == "cuda",
+        )
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def run(self, seconds: float = math.inf) -> Outcome:
+        """Go on from the state in the folder, up to the last step or until ``seconds`` are over;
+        then, if complete, give the network the best weights."""
+        self._resume()
+        curves = Curves(self.folder, self.step) if self.workers.first else None
+        self.report(
+            f"{self.steps} steps, {self.per_epoch} for each pass over the data; "
+            f"from step {self.step}"
+        )
+        started, measured, saved = time.monotonic(), self.tokens, self.tokens
+        last_time, last_tokens = started, self.tokens
+        totals = torch.zeros(3, device=self.device)
+        logged = 0
+        stopped = False
+        for packs in self.plan.steps(self.step, self.steps):
+            rate = self._set_rate()
+            totals += self._train(packs)
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters, _CLIP)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+            logged += 1
+            self.tokens += sum(self.recipe.corpus.length(d) for pack in packs for d in pack)
+            self.progress("Training", self.step, self.steps)
+            done = self.step == self.steps
+            if self.step % _LOG_EVERY == 0 or done:
+                self.workers.add_up([totals])
+                loss, rows, agreed = (totals / torch.tensor(
+                    [logged, 1, 1], device=self.device
+                )).tolist()  # fmt: skip
+                now = time.monotonic()
+                entry = {
+                    "step": self.step,
+                    "tokens": self.tokens,
+                    "loss": loss,
+                    "agreement": agreed / max(1.0, rows),
+                    "learning_rate": rate,
+                    "gradient_norm": float(norm),
+                    "tokens_per_s": (self.tokens - last_tokens) / max(now - last_time, 1e-9),
+                    "peak_gb": self._peak(),
+                }
+                if not math.isfinite(loss) or not math.isfinite(entry["gradient_norm"]):
+                    raise SurefootError(
+                        "learning_rate", f"the loss is no number at step {self.step}", "lower it"
+                    )
+                if curves is not None:
+                    curves.add(entry)
+                last_time, last_tokens, logged = now, self.tokens, 0
+                totals.zero_()
+            if self.tokens - measured >= self.options.measure_every or done:
+                measured = self.tokens
+                self._measure(curves)
+                last_time = time.monotonic()
+                last_tokens = self.tokens
+            # A process that ran out of time alone would leave the others waiting.
+            late = time.monotonic() - started >= seconds
+            stopped = not done and self.step % _LOG_EVERY == 0 and self._agree(late)
+            if self.tokens - saved >= self.options.save_every or done or stopped:
+                saved = self.tokens
+                self._save(self.seconds + time.monotonic() - started)
+            if stopped:
+                break
+        self.seconds += time.monotonic() - started
+        complete = self.step == self.steps
+        return Outcome(
+            complete, self.step, self.best_step, self.tokens, self.seconds,
+            self._take_best() if complete and self.workers.first else {},
+        )  # fmt: skip
+
+    def _train(self, packs: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Gradients of a step, added up over all processes; loss and counts of this one."""
+        totals = torch.zeros(3, device=self.device)
+        documents = [document for pack in packs for document in pack]
+        divisor = self.recipe.divisor(documents, self.options.weighting)
+        for pack in packs[self.workers.rank :: self.workers.count]:
+            batch = self.recipe.corpus.batch(pack, self.device)
+            loss, counts = self.recipe.loss(batch, divisor)
+            loss.backward()
+            totals += counts
+        for value in self.parameters:
+            if value.grad is None:
+                value.grad = torch.zeros_like(value)
+        self.workers.add_up([v.grad for v in self.parameters if v.grad is not None])
+        return totals
+
+    def _set_rate(self) -> float:
+        """Linear warm-up, then a cosine; returns the first group's."""
+        warm = max(1, round(self.options.warm_up * self.steps))
+        if self.step < warm:
+            share = (self.step + 1) / warm
+        else:
+            done = (self.step - warm) / max(1, self.steps - warm)
+            share = _LOWEST_RATE + (1 - _LOWEST_RATE) * (1 + math.cos(math.pi * done)) / 2
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * share
+        return self.rates[0] * share
+
+    def _measure(self, curves: Curves | None) -> None:
+        """On the held-out documents; keeps the weights if they are the best so far."""
+        if curves is None:
+            return
+        results = self.results()
+        found = score(results)
+        curves.add(
+            {
+                "step": self.step,
+                "tokens": self.tokens,
+                "length": found,
+                "held_out_agreement": results["agreement"],
+                "held_out": results,
+            }
+        )
+        lengths = ", ".join(
+            f"{length:.2f} with {count} drafts"
+            for count, length in results["accepted_length"].items()
+        )
+        self.report(
+            f"step {self.step}, {self.tokens / 1e6:.1f} M tokens: accepted length {lengths}; "
+            f"first draft right {results['agreement']:.1%}"
+        )
+        if found > self.best:
+            self.best, self.best_step = found, self.step
+            network = self.recipe.network.state_dict()
+            save(self.folder / BEST, {"network": network, "results": results})
+
+    def results(self) -> dict[str, Any]:
+        """``measure`` with the network's present weights."""
+        corpus = self.recipe.corpus
+        packs = corpus.pack(self.held_out, self.options.batch_tokens)
+        batches = (corpus.batch(pack, self.device) for pack in packs)
+        return measure(self.recipe.draft, batches, self.depth)
+
+    def _take_best(self) -> dict[str, Any]:
+        best = read(self.folder / BEST, self.device)
+        assert best is not None, "the last step was measured"
+        self.recipe.network.load_state_dict(best["network"])
+        return best["results"]
+
+    def _save(self, seconds: float) -> None:
+        if self.workers.first:
+            state = {name: getattr(self, name) for name in ("step", "tokens", "best", "best_step")}
+            state |= {"network": self.recipe.network.state_dict(), "seconds": seconds}
+            save(self.folder / STATE, {**state, "optimizer": self.optimizer.state_dict()})
+
+    def _resume(self) -> None:
+        state = read(self.folder / STATE, self.device)
+        if state is None:
+            return
+        self.recipe.network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for name in ("step", "tokens", "best", "best_step", "seconds"):
+            setattr(self, name, state[name])
+
+    def _agree(self, late: bool) -> bool:
+        return late if self.workers.count == 1 else self.workers.agree(late, self.device)
+
+    def _peak(self) -> float | None:
+        """GB of the GPU's memory that were in use at most."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self.device) / 1e9

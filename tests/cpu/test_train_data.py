@@ -1,0 +1,138 @@
+"""Token shards by the target itself: what is in them, what is left out, and going on."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from surefoot import LLM, SamplingParams, SurefootError
+from surefoot.train.filters import Seen, prompt_key, reason_to_drop, repeated_share
+from surefoot.train.generate import Asked, DataOptions, DataSummary, generate_data
+from surefoot.train.openings import opening
+from surefoot.train.shards import Document, read_shard, shard_paths, write_shard
+from tiny_models import tiny_hf_model
+
+OPTIONS = DataOptions(
+    tokens=120, shard_prompts=6, max_tokens=24, max_prompt=400, min_tokens=4, seed=3
+)
+WORDS = ["cat", "sat", "mat", "dog", "ate", "hat", "step", "surefoot", "goes"]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = tiny_hf_model("llama", tmp_path_factory.mktemp("target"))
+    return LLM(str(folder), dtype="float32", proposers=(), calibration_seconds=0.0)
+
+
+def asked(count: int = 12) -> list[Asked]:
+    texts = [f"{WORDS[n % 9]} {WORDS[(n // 2) % 9]} {n}?" for n in range(count)]
+    return [Asked(text, prompt_key(text), [{"role": "user", "content": text}]) for text in texts]
+
+
+def make(llm: LLM, folder: Path, prompts: Any = (), **changes: Any) -> DataSummary:
+    chosen = asked() if prompts == () else prompts
+    return generate_data(llm, folder, replace(OPTIONS, **changes), chosen, lambda *_: None)
+
+
+def documents(folder: Path) -> list[tuple[list[int], list[int], float]]:
+    """(ids, mask, temperature) of every document."""
+    found = []
+    for path in shard_paths(folder):
+        shard = read_shard(path)
+        ends = np.cumsum(shard["lengths"])
+        for start, end, kind in zip(
+            ends - shard["lengths"], ends, shard["temperature"], strict=True
+        ):
+            found.append(
+                (shard["ids"][start:end].tolist(), shard["mask"][start:end].tolist(), kind)
+            )
+    return found
+
+
+def test_documents_are_the_engines_own_ids(llm: LLM, tmp_path: Path) -> None:
+    make(llm, tmp_path, greedy=1.0)
+    found = documents(tmp_path)
+    assert found
+    prompts = [llm.render_chat(item.messages or []) for item in asked()]
+    for ids, mask, temperature in found:
+        prompt, answer = ids[: mask.index(1)], ids[mask.index(1) :]
+        assert prompt in prompts and temperature == 0
+        assert sum(mask) == len(answer), "the mask is one piece at the end"
+        params = SamplingParams(temperature=0, max_tokens=OPTIONS.max_tokens)
+        [output] = llm.generate([{"prompt_token_ids": prompt}], params)
+        assert answer == output.outputs[0].token_ids
+        # The end token is generated, so it is learned.
+        assert answer[-1] == 2 or len(answer) == OPTIONS.max_tokens
+
+
+def test_an_ended_run_goes_on_to_the_same_files(llm: LLM, tmp_path: Path) -> None:
+    whole = make(llm, tmp_path / "whole", tokens=10_000)
+    assert whole.complete and whole.shards == 2, "all prompts are used"
+    make(llm, tmp_path / "parts", tokens=1)
+    assert len(shard_paths(tmp_path / "parts")) == 1
+    # Killed while it wrote the second shard.
+    (tmp_path / "parts" / "shard-00001.unfinished").write_bytes(b"half")
+    again = make(llm, tmp_path / "parts", tokens=10_000)
+    assert again.generated_tokens == whole.generated_tokens
+    for left, right in zip(
+        shard_paths(tmp_path / "whole"), shard_paths(tmp_path / "parts"), strict=True
+    ):
+        assert left.read_bytes() == right.read_bytes()
+    with pytest.raises(SurefootError, match="seed = 3, not 4"):
+        make(llm, tmp_path / "parts", seed=4)
+
+
+def test_duplicates_are_found_across_an_interruption(llm: LLM, tmp_path: Path) -> None:
+    make(llm, tmp_path, asked(6) * 2, tokens=1)
+    first = len(documents(tmp_path))
+    summary = make(llm, tmp_path, asked(6) * 2, tokens=10_000)
+    keys = np.concatenate([read_shard(path)["keys"] for path in shard_paths(tmp_path)])
+    assert first and len(np.unique(keys[:, 0])) == len(keys)
+    assert summary.dropped["duplicate"] >= first
+
+
+def test_the_target_writes_the_prompts_too(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surefoot.train.generate._TURN_TOKENS", 40)
+    summary = make(llm, tmp_path, None, max_prompt=500, shard_prompts=4, tokens=20)
+    begun = opening(llm.tokenizer, None)
+    for ids, mask, _ in documents(tmp_path):
+        assert ids[1 : len(begun)] == begun[1:] or ids.count(1) == 3  # under a system text
+        assert 0 < sum(mask) < len(ids)
+    assert summary.generated_tokens >= 20
+    shutil.rmtree(tmp_path)
+    with pytest.raises(SurefootError, match="none of the target's own"):
+        make(llm, tmp_path, None, max_prompt=1, shard_prompts=2)
+
+
+def test_what_is_left_out() -> None:
+    varied = list(range(40))
+    seen = Seen([(7, 8)])
+    assert reason_to_drop(varied, (1, 2), seen, 14) is None
+    assert reason_to_drop(varied[:13], (1, 2), seen, 14) == "short"
+    assert reason_to_drop([1, 2, 3, 4] * 10, (1, 2), seen, 14) == "loop"
+    assert reason_to_drop(varied, (7, 2), seen, 14) == "duplicate"
+    assert reason_to_drop(varied, (1, 8), seen, 14) == "duplicate"
+    # 40 tokens have 33 8-grams; of 8 more that repeat the start one is old.
+    assert repeated_share([*varied, *varied[:8]]) == pytest.approx(1 / 41)
+    assert prompt_key("What is a Tide?") == prompt_key("what is  a tide")
+    assert prompt_key("What is a tide?") != prompt_key("What is a tithe?")
+    assert prompt_key("a b c", 2) == prompt_key("a b d", 2)
+
+
+def test_shards_hold_large_vocabularies(tmp_path: Path) -> None:
+    for vocab, kind in ((1 << 16, np.uint16), (1 << 17, np.int32)):
+        path = tmp_path / f"{vocab}.safetensors"
+        write_shard(path, [Document([3, vocab - 1], 1, 0.5, (1, 2))], vocab, {})
+        shard = read_shard(path)
+        assert shard["ids"].tolist() == [3, vocab - 1] and shard["ids"].dtype == kind
+        assert shard["mask"].tolist() == [0, 1]
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(SurefootError, match="cannot be read"):
+        read_shard(path)

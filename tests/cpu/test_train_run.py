@@ -1,0 +1,263 @@
+"""Training runs: they learn, go on where they were ended, and leave a drafter that loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from surefoot import SurefootError
+from surefoot.cli import train as train_cli
+from surefoot.cli.main import app
+from surefoot.kernels.torch_backend import TorchBackend
+from surefoot.models.decoder import Decoder
+from surefoot.speculation.proposers.eagle3.checkpoint import interface, open_checkpoint
+from surefoot.speculation.proposers.eagle3.config import read_config
+from surefoot.speculation.proposers.eagle3.drafter import Eagle3Drafter
+from surefoot.train.corpus import Corpus
+from surefoot.train.eagle3.options import Eagle3TrainOptions
+from surefoot.train.eagle3.recipe import Eagle3Recipe
+from surefoot.train.parallel import Workers
+from surefoot.train.run import EngineCheck, Trained
+from surefoot.train.shards import SETTINGS
+from surefoot.train.target import Target
+from test_train_eagle3 import STEPS, chain
+from tiny_models import tiny_hf_model, tiny_weights
+from train_harness import (
+    DOCUMENTS,
+    SHORT,
+    recipe_of,
+    tiny_target,
+    trainer_of,
+    write_documents,
+)
+
+
+def test_it_learns_64_sequences_by_heart(tmp_path: Path) -> None:
+    recipe = recipe_of(
+        tmp_path / "data", [(2, 4)] * 65, draft_vocab=48, unroll=1, steps=150,
+        step_tokens=2048, batch_tokens=2048, learning_rate=1e-2, measure_every=10**9,
+    )  # fmt: skip
+    outcome = trainer_of(recipe, tmp_path / "run").run()
+    documents, _ = recipe.corpus.split(1, 0)
+    batch = recipe.corpus.batch(documents.tolist(), "cpu")
+    drafted, rows = recipe.draft(batch), batch.pairs.nonzero()[0]
+    right = (drafted.tokens[rows, 0] == drafted.best[rows + 1]).mean()
+    assert len(documents) == 64 and outcome.complete
+    assert right > 0.95
+    lines = (tmp_path / "run" / "curves.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
+    assert losses[-1] < losses[0]
+
+
+def test_a_run_that_was_ended_goes_on_to_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surefoot.train.trainer._LOG_EVERY", 2)
+    whole = recipe_of(tmp_path / "data", DOCUMENTS, **SHORT)
+    trainer_of(whole, tmp_path / "whole").run()
+    first = recipe_of(tmp_path / "data", DOCUMENTS, **SHORT)
+    assert not trainer_of(first, tmp_path / "parts").run(seconds=0).complete
+    second = trainer_of(recipe_of(tmp_path / "data", DOCUMENTS, **SHORT), tmp_path / "parts")
+    outcome = second.run()
+    assert outcome.complete and second.step == 6
+    assert outcome.results["rows"] > 0
+    for name, value in second.recipe.network.state_dict().items():
+        assert torch.equal(value, whole.network.state_dict()[name]), name
+    steps = [json.loads(line)["step"] for line in (tmp_path / "parts/curves.jsonl").open()]
+    assert steps == [2, 4, 6, 6], "one line for each entry, and the measurement"
+
+
+def test_the_best_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = iter([2.0, 3.0, 1.0])
+    monkeypatch.setattr("surefoot.train.trainer.score", lambda results: next(scores))
+    recipe = recipe_of(tmp_path / "data", DOCUMENTS, measure_every=100, **{**SHORT, "steps": 5})
+    seen: list[torch.Tensor] = []
+    trainer = trainer_of(recipe, tmp_path / "run")
+    measured = trainer._measure
+
+    def watched(curves: Any) -> None:
+        seen.append(next(iter(recipe.network.parameters())).detach().clone())
+        measured(curves)
+
+    monkeypatch.setattr(trainer, "_measure", watched)
+    outcome = trainer.run()
+    assert len(seen) == 3 and outcome.best_step == 4
+    assert torch.equal(next(iter(recipe.network.parameters())), seen[1])
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("vocab", [40, 99])
+def test_what_is_exported_drafts_the_same(arch: str, vocab: int, tmp_path: Path) -> None:
+    config, weights = tiny_weights(arch, layers=7, rope_theta=5e4)
+    decoder = Decoder(config, weights, TorchBackend("cpu", torch.float32))
+    target = Target(f"tiny {arch}", decoder, weights)
+    corpus = Corpus(write_documents(tmp_path, [(1, 12), (37, 9)]), 64)
+    options = Eagle3TrainOptions(draft_vocab=vocab, unroll=STEPS, max_length=64, held_out=1)
+    recipe = Eagle3Recipe(options, target, corpus)
+    network = recipe.network
+    with torch.no_grad():
+        for value in network.parameters():
+            value.add_(0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(3)))
+        network.head.copy_(target.head_rows(recipe.host_ids))
+    folder = tmp_path / "out"
+    recipe.export(folder)
+    checkpoint = open_checkpoint(str(folder))
+    drafter = Eagle3Drafter(checkpoint, decoder)
+    # The loader's reading of the ids is what was trained on: 2, the middle, the last but two.
+    assert interface(checkpoint, config).captured_layers == recipe.layers == (2, 3, 4)
+    stored = load_file(folder / "model.safetensors")
+    members = stored["t2d"].nonzero().flatten()
+    assert torch.equal(members, torch.arange(vocab) + stored["d2t"])
+    assert ("lm_head.weight" in stored) == (vocab < 99), "a whole head is the target's own"
+    assert all(name.startswith("midlayer.") or "." not in name.removesuffix(".weight")
+               for name in stored)  # fmt: skip
+    batch = corpus.batch([0, 1], "cpu")
+    features = target.forward(batch, recipe.layers).features
+    with torch.no_grad():
+        rows = network.unroll(batch, features, target, STEPS)
+    for document, start in ((0, 0), (0, 8), (1, 36)):
+        begin, end = (int(batch.starts[document + index]) for index in (0, 1))
+        expected = torch.stack([hidden[begin + start] @ network.head.T for hidden in rows])
+        found = chain(drafter, batch.ids[begin:end], features[begin:end], start)
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_ids_of_captured_layers_are_told_in_both_ways(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path / "data", [(2, 6)] * 3, captured_layers="1,3")
+    recipe.export(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    name = "eagle_aux_hidden_state_layer_ids"
+    assert config[name] == [1, 3] and config["eagle_config"][name] == [0, 2]
+    assert read_config(tmp_path).layers_of(4) == (1, 3)
+    # Whoever reads the top of the file alone gets the same.
+    config["eagle_config"].pop(name)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path).layers_of(4) == (1, 3)
+
+
+def test_one_command_from_a_model_to_a_served_drafter(tmp_path: Path) -> None:
+    model = tiny_hf_model("qwen3", tmp_path, num_hidden_layers=4)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        "\n".join(json.dumps({"turns": [f"the {n} cat and the {n * n} dog?"]}) for n in range(40))
+    )
+    data, out = tmp_path / "data", tmp_path / "out"
+    common = ["--target", str(model), "--dtype", "float32", "--threads", "1"]
+
+    def run(*args: str) -> str:
+        result = CliRunner().invoke(app, ["train", *args, *common])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    made = ["--tokens", "9999", "--max-tokens", "16", "--min-tokens", "4", "--max-prompt", "300"]
+    assert "40 documents" in run("data", "--out", str(data), "--prompts", str(prompts), *made)
+    recipe = ["--steps", "12", "--step-tokens", "1024", "--batch-tokens", "1024", "--unroll", "3"]
+    recipe += ["--draft-vocab", "200", "--data", str(data), "--out", str(out), "--no-certify"]
+    run("eagle3", *recipe)
+    facts = json.loads((out / "training" / "facts.json").read_text())
+    assert facts["results"]["on_policy"]["greedy"] >= 0.99
+    engine = facts["engine"]
+    assert engine["length"] == pytest.approx(engine["offline"], rel=0.03)
+    card = (out / "README.md").read_text()
+    assert f"{engine['length']:.2f}" in card and "Not certified yet." in card
+    before = (out / "model.safetensors").read_bytes()
+    (out / "model.safetensors").unlink()
+    run("eagle3", *recipe)
+    assert (out / "model.safetensors").read_bytes() == before, "a finished run is exported again"
+    refused = CliRunner().invoke(app, ["train", "eagle3", *recipe, *common, "--seed", "1"])
+    assert refused.exit_code == 2 and "seed = 0, not 1" in refused.output
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, "PASS"), (1, "FAIL"), (2, "INCONCLUSIVE")])
+def test_the_certificate_is_in_the_card(
+    code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from surefoot.train.measure import Measurement
+
+    results = Measurement(2).results()
+    facts = {"label": "EAGLE-3", "target": "t", "proposer": "eagle3", "held_out": 1, "depth": 2}
+    facts |= {"results": results, "trained": {"steps": 3}}
+    (tmp_path / "training").mkdir()
+    asked: list[Any] = []
+
+    def issue(engine: Any, *rest: Any) -> int:
+        asked.append(engine)
+        return code
+
+    monkeypatch.setattr("surefoot.cli.certifying.issue", issue)
+    monkeypatch.setattr(
+        "surefoot.train.run.train",
+        lambda *_: Trained(True, facts, EngineCheck([[1]], [1], 2, 1.5)),
+    )
+    monkeypatch.setattr("surefoot.train.measure.engine_length", lambda *_: 1.9)
+    options = Eagle3TrainOptions()
+    where = (tmp_path, tmp_path)
+    if code == 1:
+        import typer
+
+        with pytest.raises(typer.Exit):
+            train_cli.train_drafter("eagle3", {"model": "t"}, options, *where, True, None)
+    else:
+        train_cli.train_drafter("eagle3", {"model": "t"}, options, *where, True, None)
+    assert asked[0]["proposers"] == (f"eagle3={tmp_path}",)
+    card = (tmp_path / "README.md").read_text()
+    assert f"`surefoot certify --quick`: {told}" in card and "| 1.90 |" in card
+
+
+def test_data_of_another_model_is_refused(tmp_path: Path) -> None:
+    from surefoot.train.run import _data_facts
+
+    with pytest.raises(SurefootError, match="no folder of token shards"):
+        _data_facts(tmp_path, tiny_target())
+    (tmp_path / SETTINGS).write_text(json.dumps({"vocab_size": 7, "target": "other"}))
+    with pytest.raises(SurefootError, match="7 tokens"):
+        _data_facts(tmp_path, tiny_target())
+
+
+def test_two_processes_make_the_weights_of_one(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import sys; from pathlib import Path\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import torch; from train_harness import *\n"
+        "from surefoot.train.parallel import workers\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "with workers('cpu') as own:\n"
+        "    recipe = recipe_of(folder / f'data{own.rank}', DOCUMENTS, **SHORT)\n"
+        "    trainer_of(recipe, folder / 'run', own).run()\n"
+        "    torch.save(recipe.network.state_dict(), folder / f'{own.rank}.pt')\n"
+    )
+    single = recipe_of(tmp_path / "data", DOCUMENTS, **SHORT)
+    trainer_of(single, tmp_path / "single").run()
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    for name, value in single.network.state_dict().items():
+        for rank in range(2):
+            other = torch.load(tmp_path / f"{rank}.pt")[name]
+            torch.testing.assert_close(other, value, atol=2e-5, rtol=1e-4)
+    with pytest.raises(SurefootError, match="3 processes cannot share"):
+        trainer_of(single, tmp_path / "three", Workers(0, 3))
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        return own.getsockname()[1]
