@@ -76,6 +76,7 @@ class Bench:
     def catch_up(self, first: int, features: torch.Tensor, settled: int) -> None:
         """The target ran rows from position ``first`` on; ``settled`` of them count."""
         rows = torch.arange(len(features))
+        features = features.to(self.network.activations)
         keys, state = first + rows, self.state
         start = torch.zeros(state.slots, dtype=torch.int64)
         start[SLOT] = first

@@ -8,6 +8,8 @@ import torch
 
 from dflash_golden import SLOT, Rounds
 from harness import needs_native
+from surefoot.kernels.backend import Backend
+from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.proposer import DraftRequest
 from test_eagle3_drafter import backend_of, near
@@ -48,6 +50,21 @@ def check_context(rounds: Rounds, number: int) -> None:
             new = rounds.array(number, f"new_ctx_k{layer}")
             near(keys[:, -new.shape[1] :], new)
             near(values[:, -new.shape[1] :], rounds.array(number, f"new_ctx_v{layer}"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@FAMILIES
+def test_in_bf16_hardly_a_draft_is_another(name: str, backend: str) -> None:
+    """Heads and copies of the target's in the file are of the backend's type, too."""
+    made = backend_of(backend)
+    chosen: Backend = TorchBackend("cpu", torch.bfloat16)
+    if backend != "torch":
+        again = {"dtype": torch.bfloat16} | ({"device": "cpu"} if backend == "triton" else {})
+        chosen = type(made)(**again)
+    rounds = Rounds(name, chosen)
+    expected = rounds.array(0, "draft_tokens")
+    # Behind a draft that is another, others may be, too.
+    assert int((rounds.begin(0).tokens[0] == expected).sum()) >= len(expected) - 3
 
 
 @FAMILIES

@@ -84,7 +84,7 @@ def toy() -> Batch:
     generated = np.array([0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1], dtype=bool)
     return Batch(
         ids, ids, ids * 0, torch.tensor([0, 12], dtype=torch.int32), generated,
-        np.array([0, 12]), np.zeros(1, dtype=np.float32),
+        np.array([0, 12]), np.zeros(1, dtype=np.float32), np.zeros(1, dtype=np.int64),
     )  # fmt: skip
 
 
@@ -148,11 +148,15 @@ def test_packing_changes_neither_loss_nor_gradients(weighting: str, tmp_path: Pa
     divisor = recipe.divisor(documents, weighting)
     assert divisor == (3 if weighting == "document" else 5 + 1 + 8)
 
+    batch = corpus.batch(documents, "cpu")
+    weights = recipe.row_weights(batch, weighting)[batch.pairs]
+    assert weights.sum() == pytest.approx(divisor), "a step's weights add up to 1"
+
     def gradients(packs: list[list[int]]) -> tuple[float, list[torch.Tensor]]:
         recipe.network.zero_grad()
         total = 0.0
         for pack in packs:
-            loss, _ = recipe.loss(corpus.batch(pack, "cpu"), divisor)
+            loss, _ = recipe.loss(corpus.batch(pack, "cpu"), divisor, 0)
             loss.backward()
             total += float(loss.detach())
         return total, [v.grad.clone() for v in recipe.network.parameters() if v.grad is not None]
@@ -185,6 +189,11 @@ def test_documents_are_cut_and_packed(tmp_path: Path) -> None:
     assert corpus.pack([0, 1, 0], 13) == [[0, 1], [0]]
     batch = corpus.batch([1, 0], "cpu")
     assert batch.pairs.sum() == 6 and batch.longest == 8
+    # Where texts begin without a prompt, too, chains end with the document.
+    bare = Corpus(write_documents(tmp_path, [(0, 4), (0, 5), (2, 3)]), 8)
+    assert bare.pairs.tolist() == [2, 3, 2]
+    pairs = bare.batch([0, 1, 2], "cpu").pairs
+    assert pairs.nonzero()[0].tolist() == [0, 1, 4, 5, 6, 10, 11]
     train, held_out = corpus.split(5, 0)
     assert sorted([*train, *held_out]) == [0, 1] and len(held_out) == 1
 
@@ -231,4 +240,11 @@ def test_measures_of_a_batch() -> None:
     assert results["agreement"] == pytest.approx(2 / 5)
     assert results["on_policy"]["greedy"] == pytest.approx(4 / 5)
     assert results["sampled_length"] == pytest.approx(1 + (3 * 0.75 + 2 * 0.5) / 5)
-    assert results["marginal"] == [0.5, 0.5]
+    assert results["marginal"] == [0.5, 0.5] and results["confidence"] is None
+    told = np.where(tokens >= 0, 0.75, 9.0).astype(np.float32)
+    told[2, 0] = 0.25
+    sure = Measurement(2)
+    sure.add(batch, Drafted(tokens, overlap, best, told))
+    # Eight drafts can be judged.
+    expected = {"told": (0.25 + 7 * 0.75) / 8, "found": 0.5, "apart": 0.25}
+    assert sure.results()["confidence"] == pytest.approx(expected)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from surefoot import SurefootError
-from surefoot.cli import train as train_cli
+from surefoot.cli import training
 from surefoot.cli.main import app
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
@@ -173,6 +173,10 @@ def test_one_command_from_a_model_to_a_served_drafter(tmp_path: Path) -> None:
     (out / "model.safetensors").unlink()
     run("eagle3", *recipe)
     assert (out / "model.safetensors").read_bytes() == before, "a finished run is exported again"
+    spark = [*recipe[:6], "--block", "4", "--markov-rank", "8", "--layers", "1"]
+    run("dspark", *spark, "--data", str(data), "--out", str(tmp_path / "spark"), "--no-certify")
+    engine = json.loads((tmp_path / "spark" / "training" / "facts.json").read_text())["engine"]
+    assert engine["length"] == pytest.approx(engine["offline"], rel=0.03)
     refused = CliRunner().invoke(app, ["train", "eagle3", *recipe, *common, "--seed", "1"])
     assert refused.exit_code == 2 and "seed = 0, not 1" in refused.output
 
@@ -205,9 +209,9 @@ def test_the_certificate_is_in_the_card(
         import typer
 
         with pytest.raises(typer.Exit):
-            train_cli.train_drafter("eagle3", {"model": "t"}, options, *where, True, None)
+            training.train_drafter("eagle3", {"model": "t"}, options, *where, True, 9.0)
     else:
-        train_cli.train_drafter("eagle3", {"model": "t"}, options, *where, True, None)
+        training.train_drafter("eagle3", {"model": "t"}, options, *where, True, 9.0)
     assert asked[0]["proposers"] == (f"eagle3={tmp_path}",)
     card = (tmp_path / "README.md").read_text()
     assert f"`surefoot certify --quick`: {told}" in card and "| 1.90 |" in card

@@ -335,6 +335,27 @@ def test_a_tree_of_64_rows_reads_every_bit() -> None:
     close_attention(found[:-2], torch_paged.span_attention(q, kv, batch, shape)[:-2])
 
 
+@pytest.mark.parametrize("programs", [1, 500])
+def test_blocks_see_each_other_within_windows(
+    programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that see the keys behind them, and none before a first of their own; keys shared out to
+    several programs, some of which a row has nothing to see of."""
+    monkeypatch.setattr(attention, "MOST_CHUNK_KEYS", 16)
+    shape = AttentionShape(2, 1, 16, 0.25)
+    spans = [(85, 5), (3, 5), (50, 5)]
+    q, kv, batch = attention_case(spans, shape, torch.float32, True)
+    used = batch.row_slot >= 0
+    mask = torch.where(used, 31, 0)
+    oldest = (batch.key_index - torch.arange(len(q)) % 4 * 20).clamp(min=0)
+    batch = replace(batch, mask=mask, oldest=oldest, all_masked=True)
+    plan = attention.plan_attention(len(q), 3, 5, batch.max_keys, shape, programs, 4)
+    assert (plan.splits > 1) == (programs > 1)
+    found = attention.span_attention(q, kv.transpose(2, 3).contiguous(), batch, shape, plan)
+    expected = torch_paged.span_attention(q, kv, batch, shape)
+    close_attention(found[used], expected[used])
+
+
 def test_a_span_table_may_come_with_the_batch() -> None:
     shape = AttentionShape(2, 1, 16, 0.25)
     q, kv, batch = attention_case([(9, 2), (4, 1), (0, 3)], shape, torch.float32, False)

@@ -17,6 +17,7 @@ from surefoot.train.corpus import Batch, Corpus
 from surefoot.train.eagle3.options import Eagle3TrainOptions
 from surefoot.train.eagle3.recipe import Eagle3Recipe
 from surefoot.train.parallel import Workers
+from surefoot.train.recipe import Recipe
 from surefoot.train.shards import Document, shard_path, write_shard
 from surefoot.train.target import Target
 from surefoot.train.trainer import Trainer
@@ -66,7 +67,7 @@ def recipe_of(folder: Path, lengths: Sequence[tuple[int, int]], **options: Any) 
     return Eagle3Recipe(Eagle3TrainOptions(**given), tiny_target(), corpus)
 
 
-def trainer_of(recipe: Eagle3Recipe, folder: Path, workers: Workers | None = None) -> Trainer:
+def trainer_of(recipe: Recipe, folder: Path, workers: Workers | None = None) -> Trainer:
     folder.mkdir(parents=True, exist_ok=True)
     own, quiet = workers or Workers(), lambda *_: None
-    return Trainer(recipe, recipe.options, recipe.depth, folder, own, quiet, quiet)
+    return Trainer(recipe, folder, own, quiet, quiet)

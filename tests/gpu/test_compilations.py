@@ -71,7 +71,7 @@ def compiled_while_serving(proposer: str) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("proposer", ["ngram", "eagle3=dummy"])
+@pytest.mark.parametrize("proposer", ["ngram", "eagle3=dummy", "dflash=dummy"])
 def test_serving_compiles_nothing(proposer: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")

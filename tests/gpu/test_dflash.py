@@ -37,8 +37,8 @@ def decoder() -> Decoder:
 
 def build(kind: str, **options: Any) -> Engine:
     values: dict[str, Any] = dict(
-        device="cuda", proposers=("dflash",), proposer_options={"dflash": {"path": folder(kind)}},
-        max_num_seqs=4, kv_blocks=200,
+        device="cuda", proposers=("ngram", "dflash"), max_num_seqs=4, kv_blocks=200,
+        proposer_options={"dflash": {"path": folder(kind)}},
     )  # fmt: skip
     return make_engine(decoder(), None, **{**values, **options})
 
@@ -68,9 +68,14 @@ def test_texts_are_those_of_plain_decoding(kind: str) -> None:
         for job in scenario(7, 5)
     ]
     expected = plain(jobs)
-    for options in (dict(), dict(draft_policy="fixed"), dict(draft_policy="fixed", kv_blocks=30)):
+    for options in (
+        dict(),
+        dict(draft_policy="fixed", max_draft_tokens=3),
+        dict(draft_policy="fixed", kv_blocks=30),
+        dict(draft_policy="fixed", enforce_eager=True),
+    ):
         engine = build(kind, **options)
-        assert engine.rounds.recorded
+        assert engine.rounds.recorded != ("enforce_eager" in options)
         found = run_jobs(engine, jobs)
         for job, want, got in zip(jobs, expected, found, strict=True):
             text = want.output[: len(got.output)] if job.cancel else want.output
@@ -78,9 +83,10 @@ def test_texts_are_those_of_plain_decoding(kind: str) -> None:
 
 
 @WAYS
-@pytest.mark.parametrize("kind", ["skilled", "skilled DSpark", "skilled DFlash 2"])
+@pytest.mark.parametrize("kind", ["random DSpark", "skilled", "skilled DSpark", "skilled DFlash 2"])
 def test_offers_are_those_of_the_formulas(kind: str, eager: bool) -> None:
-    engine = build(kind, draft_policy="fixed", enforce_eager=eager)
+    """Wherever requests stand after a round; near the ends of their texts offers are cut."""
+    engine = build(kind, proposers=("dflash",), draft_policy="fixed", enforce_eager=eager)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompts = [(5, 9, 2, 33, 14, 21, 40, 8, *range(3 + i, 6 + 3 * i)) for i in range(4)]
     for i, prompt in enumerate(prompts):
@@ -93,11 +99,12 @@ def test_offers_are_those_of_the_formulas(kind: str, eager: bool) -> None:
         torch.cuda.synchronize()
         for request in engine.scheduler.running:
             slot = request.slot
+            # The device may know of an end that has not been read.
             if int(state.alive[slot]):
                 text = tuple(state.history[slot, : int(state.length[slot])].tolist())
                 length = int(found.lengths[slot])
                 offers[text] = tuple(found.tokens[slot, :length].tolist())
     offered = {text: drafts for text, drafts in offers.items() if drafts}
-    assert len(offered) > 20 and accepted > 20
+    assert len(offered) > 20 and (accepted > 20 or not kind.startswith("skilled"))
     for text, drafts in offered.items():
         assert by_formulas(kind, text)[: len(drafts)] == drafts, text

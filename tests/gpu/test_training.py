@@ -14,6 +14,9 @@ pytest.importorskip("triton")
 from surefoot.kernels.triton.backend import TritonBackend
 from surefoot.train.attention import chain_attention
 from surefoot.train.corpus import Corpus
+from surefoot.train.dflash.attention import block_attention
+from surefoot.train.dflash.options import DSparkTrainOptions
+from surefoot.train.dflash.recipe import DFlashRecipe
 from surefoot.train.eagle3.options import Eagle3TrainOptions
 from surefoot.train.eagle3.recipe import Eagle3Recipe
 from surefoot.train.loss import Teacher, soft_cross_entropy
@@ -45,6 +48,30 @@ def test_attention_and_gradients(steps: int, tmp_path: Path) -> None:
         q, keys, values = own_inputs[0], own_inputs[1 : steps + 1], own_inputs[steps + 1 :]
         out = chain_attention(q, list(keys), list(values), own, 0.125)
         grads = torch.autograd.grad((out.float() * pull.to(device)).sum(), own_inputs)
+        results.append([x.detach().float().cpu() for x in (out, *grads)])
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert (found - expected).norm() < TOLERANCE * expected.norm()
+
+
+def test_attention_of_blocks_and_gradients(tmp_path: Path) -> None:
+    batch = batch_of(tmp_path, [(3, 40), (1, 2), (20, 130)])
+    there = replace(
+        batch, documents=batch.documents.cuda(), positions=batch.positions.cuda(),
+        offsets=batch.offsets.cuda(), ids=batch.ids.cuda(),
+    )  # fmt: skip
+    anchors = torch.tensor([3, 4, 20, 44, 70, 150, 190])
+    generator = torch.Generator().manual_seed(4)
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, 64, generator=generator).bfloat16().float()
+
+    inputs = [made(7, 5, 9), *(made(len(batch), 3) for _ in "kv"), *(made(7, 5, 3) for _ in "kv")]
+    pull = made(7, 5, 9)
+    results = []
+    for device, kind, own in (("cpu", torch.float32, batch), ("cuda", torch.bfloat16, there)):
+        q, k, v, own_k, own_v = (x.to(device, kind).requires_grad_() for x in inputs)
+        out = block_attention(q, (k, v), (own_k, own_v), anchors.to(device), own, 0.125)
+        grads = torch.autograd.grad((out.float() * pull.to(device)).sum(), (q, k, v, own_k, own_v))
         results.append([x.detach().float().cpu() for x in (out, *grads)])
     for found, expected in zip(results[1], results[0], strict=True):
         assert (found - expected).norm() < TOLERANCE * expected.norm()
@@ -84,8 +111,14 @@ def test_a_short_run_learns(tmp_path: Path) -> None:
     )  # fmt: skip
     recipe = Eagle3Recipe(options, tiny_target(backend=backend), corpus)
     batch = corpus.batch(list(range(20)), "cuda")
-    before = float(recipe.loss(batch, 20.0)[0].detach())
+    before = float(recipe.loss(batch, 20.0, 0)[0].detach())
     outcome = trainer_of(recipe, tmp_path / "run").run()
-    assert float(recipe.loss(batch, 20.0)[0].detach()) < 0.9 * before
+    assert float(recipe.loss(batch, 20.0, 0)[0].detach()) < 0.9 * before
     assert outcome.complete
     recipe.export(tmp_path / "out")
+    spark = DSparkTrainOptions(
+        layers=2, max_length=64, held_out=2, steps=20, step_tokens=2048, batch_tokens=1024
+    )
+    other = DFlashRecipe(spark, recipe.target, corpus)
+    assert trainer_of(other, tmp_path / "spark").run().complete
+    other.export(tmp_path / "spark")

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from . import dflash, engine, server, speculation
+from . import dflash, engine, server, speculation, training
 
-MUTATIONS = (*speculation.MUTATIONS, *dflash.MUTATIONS, *engine.MUTATIONS, *server.MUTATIONS)
+MUTATIONS = (
+    *speculation.MUTATIONS,
+    *dflash.MUTATIONS,
+    *training.MUTATIONS,
+    *engine.MUTATIONS,
+    *server.MUTATIONS,
+)

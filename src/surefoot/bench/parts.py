@@ -20,7 +20,8 @@ GROUPS = {
     r"|^(bias_and_ends|mask|part_scores|row_scores)_kernel|softmax",
     "control": r"^(split|learn|keep|lay_out|span_table|verdict|lookup|move)_kernel"
     r"|^(ancestors|node_rows|walk|follow_paths|write_drafts)_kernel",
-    "drafter": r"^(entry_inputs|live_rows|shift|synthetic_tokens|(partial|final)_likeliest)_kernel",
+    "drafter": r"^(entry_inputs|live_rows|shift|synthetic_tokens|(partial|final)_likeliest)_kernel"
+    r"|^(block_rows|convolve)_kernel",
     "products": (
         r"^(rows|tiles|shares|reduce|qkv)_kernel"
         r"|gemm|gemv|nvjet|cutlass|splitk|xmma"

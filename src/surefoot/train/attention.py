@@ -16,7 +16,7 @@ import torch
 from surefoot.train.corpus import Batch
 
 aten = torch.ops.aten
-_FAR = 1e4
+FAR = 1e4
 """A log-sum-exp that makes probabilities of padding vanish."""
 
 
@@ -40,14 +40,14 @@ class _ChainAttention(torch.autograd.Function):
         steps = len(pairs) // 2
         keys, values = pairs[:steps], pairs[steps:]
         group = q.shape[1] // keys[0].shape[1]
-        out, lse = _causal(q, _repeat(keys[0], group), _repeat(values[0], group), batch, scale)
+        out, lse = causal(q, repeat(keys[0], group), repeat(values[0], group), batch, scale)
         if steps > 1:
             scores = _own_scores(q, keys[1:], group, scale)
             whole = torch.logsumexp(torch.cat((lse.unsqueeze(-1), scores), dim=-1), dim=-1)
             merged = out.float() * (lse - whole).exp().unsqueeze(-1)
             for index, value in enumerate(values[1:]):
                 share = (scores[..., index] - whole).exp().unsqueeze(-1)
-                merged += share * _repeat(value, group).float()
+                merged += share * repeat(value, group).float()
             out, lse = merged.to(q.dtype), whole
         ctx.save_for_backward(q, out, lse, *pairs)
         ctx.batch, ctx.scale = batch, scale
@@ -60,8 +60,8 @@ class _ChainAttention(torch.autograd.Function):
         keys, values = pairs[:steps], pairs[steps:]
         group = q.shape[1] // keys[0].shape[1]
         grad = grad.to(q.dtype).contiguous()
-        dq, dk, dv = _causal_backward(
-            grad, q, _repeat(keys[0], group), _repeat(values[0], group), out, lse, ctx.batch, scale
+        dq, dk, dv = causal_backward(
+            grad, q, repeat(keys[0], group), repeat(values[0], group), out, lse, ctx.batch, scale
         )
         d_keys, d_values = [_gather(dk, group)], [_gather(dv, group)]
         if steps > 1:
@@ -70,22 +70,22 @@ class _ChainAttention(torch.autograd.Function):
             along = (wide * out.float()).sum(-1)
             for index, (key, value) in enumerate(zip(keys[1:], values[1:], strict=True)):
                 share = (scores[..., index] - lse).exp()
-                d_share = (wide * _repeat(value, group).float()).sum(-1)
+                d_share = (wide * repeat(value, group).float()).sum(-1)
                 d_score = (share * (d_share - along) * scale).unsqueeze(-1)
-                dq += d_score * _repeat(key, group).float()
+                dq += d_score * repeat(key, group).float()
                 d_keys.append(_gather((d_score * q.float()).to(key.dtype), group))
                 d_values.append(_gather((share.unsqueeze(-1) * wide).to(value.dtype), group))
             dq = dq.to(q.dtype)
         return dq, None, None, *d_keys, *d_values
 
 
-def _repeat(x: torch.Tensor, group: int) -> torch.Tensor:
+def repeat(x: torch.Tensor, group: int, dim: int = 1) -> torch.Tensor:
     """One for each query head: [N, kv_heads, d] -> [N, heads, d]."""
-    return x if group == 1 else x.repeat_interleave(group, dim=1)
+    return x if group == 1 else x.repeat_interleave(group, dim=dim)
 
 
 def _gather(x: torch.Tensor, group: int) -> torch.Tensor:
-    """The gradient of ``_repeat``."""
+    """The gradient of ``repeat``."""
     return x if group == 1 else x.unflatten(1, (-1, group)).float().sum(2).to(x.dtype)
 
 
@@ -94,11 +94,11 @@ def _own_scores(
 ) -> torch.Tensor:
     """float32 [N, heads, steps]."""
     wide = q.float()
-    scores = [(wide * _repeat(key, group).float()).sum(-1) * scale for key in keys]
+    scores = [(wide * repeat(key, group).float()).sum(-1) * scale for key in keys]
     return torch.stack(scores, dim=-1)
 
 
-def _causal(
+def causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention within each document, [N, heads, d] -> the same and its log-sum-exp
@@ -118,7 +118,7 @@ def _causal(
     return out.transpose(1, 2)[place], lse.transpose(1, 2)[place].float()
 
 
-def _causal_backward(
+def causal_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -139,7 +139,7 @@ def _causal_backward(
         )  # fmt: skip
     padded = [_pad(x, batch) for x in (grad, q, k, v, out)]
     found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *padded, _pad(lse, batch, _FAR), 0.0, True, attn_mask=None, scale=scale
+        *padded, _pad(lse, batch, FAR), 0.0, True, attn_mask=None, scale=scale
     )
     place = batch.documents, batch.positions
     dq, dk, dv = (x.transpose(1, 2)[place] for x in found)

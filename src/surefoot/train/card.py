@@ -50,6 +50,7 @@ def card(facts: Mapping[str, Any]) -> str:
         f"The first draft is the target's likeliest token in {results['agreement']:.1%} of all "
         f"rows. Of the held-out tokens {results['on_policy']['greedy']:.1%} (greedy documents) and "
         f"{results['on_policy']['all']:.1%} (all) are the target's likeliest.",
+        *_confidence(results["confidence"]),
         "",
         "## Made",
         "",
@@ -61,6 +62,16 @@ def card(facts: Mapping[str, Any]) -> str:
         f"`surefoot certify --quick`: {certificate}" if certificate else "Not certified yet."
     )
     return "\n".join(lines) + "\n"
+
+
+def _confidence(found: Mapping[str, float] | None) -> list[str]:
+    if found is None:
+        return []
+    return [
+        "",
+        f"Its confidence at temperature 1: {found['told']:.3f} on average, where "
+        f"{found['found']:.3f} is right; {found['apart']:.3f} apart from draft to draft.",
+    ]
 
 
 def _shown(value: Any) -> str:

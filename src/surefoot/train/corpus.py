@@ -41,6 +41,8 @@ class Batch:
     """int64 [D + 1]: ``offsets``."""
     temperature: np.ndarray
     """float32 [D]."""
+    indices: np.ndarray
+    """int64 [D]: which documents of the corpus these are."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -149,6 +151,7 @@ class Corpus:
             generated=generated,
             starts=starts,
             temperature=self.temperature[list(documents)],
+            indices=np.array(documents, dtype=np.int64),
         )
 
 

@@ -76,6 +76,7 @@ class Measurement:
         self.sampled = 0.0
         self.marginal = np.zeros(depth)
         self.judged = np.zeros(depth)
+        self.confidence: list[tuple[float, float]] = []
         self.greedy_tokens = self.greedy_equal = 0
         self.all_tokens = self.all_equal = 0
 
@@ -87,6 +88,10 @@ class Measurement:
         self.sampled += float(np.cumprod(drafted.overlap[rows], axis=1).sum())
         self.marginal += drafted.overlap.sum(axis=0)
         self.judged += (drafted.tokens >= 0).sum(axis=0)
+        if drafted.confidence is not None:
+            judged = drafted.tokens >= 0
+            pairs = drafted.confidence[judged].tolist(), drafted.overlap[judged].tolist()
+            self.confidence += zip(*pairs, strict=True)
         told = (drafted.best >= 0).nonzero()[0]
         equal = drafted.best[told] == ids[told + 1]
         greedy = (batch.temperature == 0)[batch.document_of[told]]
@@ -111,9 +116,11 @@ class Measurement:
     def results(self) -> dict[str, Any]:
         """JSON-ready. ``accepted_length`` by the number of drafts, on greedy documents;
         ``sampled_length``: expected with the best possible coupling at temperature 1, over all
-        rows; ``marginal``: mean overlap of the distributions after true tokens; ``agreement``: of
-        the first draft with the target's likeliest token; ``on_policy``: share of tokens, in
-        greedy documents and in all, that are the target's likeliest."""
+        rows; ``marginal``: mean overlap of the distributions after true tokens; ``confidence``:
+        means of the chances that the drafter gives itself at temperature 1, of what they turn out
+        to be, and of how far they are apart; ``agreement``: of the first draft with the target's
+        likeliest token; ``on_policy``: share of tokens, in greedy documents and in all, that are
+        the target's likeliest."""
         deepest = self.walks[self.depth]
         return {
             "accepted_length": {
@@ -128,9 +135,17 @@ class Measurement:
                 "greedy": self.greedy_equal / max(1, self.greedy_tokens),
                 "all": self.all_equal / max(1, self.all_tokens),
             },
+            "confidence": self._confidence(),
             "greedy_tokens": deepest.tokens,
             "rows": self.rows,
         }
+
+    def _confidence(self) -> dict[str, float] | None:
+        if not self.confidence:
+            return None
+        told, found = np.array(self.confidence).T
+        apart = float(np.abs(told - found).mean())
+        return {"told": float(told.mean()), "found": float(found.mean()), "apart": apart}
 
 
 def _runs(mask: np.ndarray) -> list[tuple[int, int]]:

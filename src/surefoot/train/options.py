@@ -54,3 +54,21 @@ class TrainOptions:
         for name in names:
             if getattr(self, name) < low:
                 raise SurefootError(name, f"{getattr(self, name)} is below {low}")
+
+
+def read_layers(text: str, target_layers: int) -> tuple[int, ...]:
+    """``text`` as a list of layers whose input is captured, from 1 to the last one's. The output of
+    the last layer is not among them: elsewhere it goes by the same name when it is normed. Raises
+    SurefootError about ``captured_layers``."""
+    try:
+        layers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise SurefootError("captured_layers", f"{text!r} is no list", "as 2,15,27") from None
+    inside = all(1 <= layer < target_layers for layer in layers)
+    if not inside or list(layers) != sorted(set(layers)):
+        raise SurefootError(
+            "captured_layers",
+            f"{list(layers)} does not fit a target of {target_layers} layers",
+            f"name rising ones from 1 to {target_layers - 1}",
+        )
+    return layers

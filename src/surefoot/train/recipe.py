@@ -29,6 +29,8 @@ class Drafted:
     """float32 [N, depth]: sum over tokens of min(draft's, target's probability)."""
     best: np.ndarray
     """int64 [N]: the target's likeliest token *after* token i; -1 where it was not asked."""
+    confidence: np.ndarray | None = None
+    """float32 [N, depth]: the chance of acceptance that the drafter itself gives, if it does."""
 
 
 class Recipe(ABC):
@@ -39,14 +41,15 @@ class Recipe(ABC):
     """Columns of ``Drafted``."""
 
     def __init__(self, options: TrainOptions, target: Target, corpus: Corpus) -> None:
-        self.target, self.corpus = target, corpus
+        self.options, self.target, self.corpus = options, target, corpus
         self.compute = torch.bfloat16 if target.device.type == "cuda" else torch.float32
         """Of products. Parameters, gradients, norms, softmax and loss are float32."""
 
     @abstractmethod
-    def loss(self, batch: Batch, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """A batch's part of a step's loss, to be differentiated, and float32 [3] on the device:
-        the same without gradient, the rows judged, and those that agreed with the target."""
+    def loss(self, batch: Batch, divisor: float, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch's part of the loss of step number ``step``, to be differentiated; and float32 [3]
+        on the device: the same without gradient, the rows judged, and those that agreed with the
+        target."""
 
     @abstractmethod
     def draft(self, batch: Batch) -> Drafted:

@@ -35,6 +35,18 @@ KINDS = {
         "surefoot.train.eagle3.options:Eagle3TrainOptions",
         "surefoot.train.eagle3.recipe:Eagle3Recipe",
     ),
+    "dspark": Kind(
+        "DSpark",
+        "dflash",
+        "surefoot.train.dflash.options:DSparkTrainOptions",
+        "surefoot.train.dflash.recipe:DFlashRecipe",
+    ),
+    "dflash": Kind(
+        "DFlash",
+        "dflash",
+        "surefoot.train.dflash.options:DFlashTrainOptions",
+        "surefoot.train.dflash.recipe:DFlashRecipe",
+    ),
 }
 
 

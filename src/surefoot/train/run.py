@@ -66,6 +66,8 @@ def train(
 ) -> Trained:
     """Train, measure and export a drafter of one of ``KINDS`` for the model of ``engine`` (fields
     of ``EngineConfig``). Only the first worker writes and reports."""
+    if not workers.first:
+        report, progress = lambda text: None, lambda label, done, total: None
     state = out / STATE_FOLDER
     config = EngineConfig.from_dict(engine)
     target = load_target(config, options.max_length, progress)
@@ -75,13 +77,12 @@ def train(
         settings = {"kind": kind, "target": target.name, "documents": len(corpus)}
         settings |= {"tokens": len(corpus.ids), **asdict(options)}
         settle(state, "options.json", settings, "out")
-    quiet: Report = report if workers.first else lambda text: None
     recipe = KINDS[kind].recipe_class()(options, target, corpus)
-    quiet(
+    report(
         f"{len(corpus)} documents, {int(corpus.generated.sum())} generated of {len(corpus.ids)} "
         "tokens; " + ", ".join(f"{name} {value}" for name, value in recipe.facts().items())
     )
-    trainer = Trainer(recipe, options, recipe.depth, state, workers, quiet, progress)
+    trainer = Trainer(recipe, state, workers, report, progress)
     outcome = trainer.run(seconds)
     if not outcome.complete or not workers.first:
         return Trained(outcome.complete, {})
@@ -89,7 +90,7 @@ def train(
     curves = Curves(state, outcome.steps)
     title = f"{KINDS[kind].label} for {target.name}"
     if not draw(curves, state / PICTURE, title):
-        quiet("no picture of the curves: pip install 'surefoot[plot]'")
+        report("no picture of the curves: pip install 'surefoot[plot]'")
     facts = _facts(kind, recipe, trainer, outcome, options, made, curves)
     write_card(out, facts)
     return Trained(True, facts, _engine_check(recipe, trainer.held_out, options.batch_tokens))

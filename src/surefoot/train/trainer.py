@@ -15,7 +15,6 @@ from surefoot.errors import SurefootError
 from surefoot.train.corpus import Corpus, Plan
 from surefoot.train.curves import Curves
 from surefoot.train.measure import measure, score
-from surefoot.train.options import TrainOptions
 from surefoot.train.parallel import Workers
 from surefoot.train.recipe import Recipe
 from surefoot.train.saving import BEST, STATE, read, save
@@ -25,6 +24,7 @@ _LOG_EVERY = 20
 _LOWEST_RATE = 0.05
 """Of the learning rate, at the end."""
 _CLIP = 1.0
+_KEPT = ("step", "tokens", "best", "best_step", "seconds")
 Report = Callable[[str], None]
 Progress = Callable[[str, int, int], None]
 
@@ -42,19 +42,43 @@ class Outcome:
     results: dict[str, Any]
 
 
+class _Meter:
+    """Adds up on the device what steps report, and takes the time."""
+
+    def __init__(self, device: torch.device, tokens: int) -> None:
+        self.totals = torch.zeros(3, device=device)
+        """Loss, rows judged, rows that agreed with the target."""
+        self.steps = 0
+        self.start(tokens)
+
+    def start(self, tokens: int) -> None:
+        self.tokens, self.time = tokens, time.monotonic()
+
+    def speed(self, tokens: int) -> float:
+        """Tokens a second since the start."""
+        return (tokens - self.tokens) / max(time.monotonic() - self.time, 1e-9)
+
+    def read(self) -> tuple[float, float]:
+        """Mean loss of a step and share of the rows that agreed; waits for the device."""
+        loss, rows, agreed = self.totals.tolist()
+        found = loss / max(1, self.steps), agreed / max(1.0, rows)
+        self.totals.zero_()
+        self.steps = 0
+        return found
+
+
 class Trainer:
     def __init__(
         self,
         recipe: Recipe,
-        options: TrainOptions,
-        depth: int,
         folder: Path,
         workers: Workers,
         report: Report,
         progress: Progress,
     ) -> None:
-        """``folder``: of the run's state and curves. ``depth``: drafts of ``recipe.draft``."""
-        self.recipe, self.options, self.depth = recipe, options, depth
+        """``folder``: of the run's state and curves."""
+        self.recipe, self.options = recipe, recipe.options
+        options = self.options
         self.folder, self.workers = folder, workers
         self.report, self.progress = report, progress
         corpus: Corpus = recipe.corpus
@@ -92,65 +116,64 @@ class Trainer:
             f"{self.steps} steps, {self.per_epoch} for each pass over the data; "
             f"from step {self.step}"
         )
-        started, measured, saved = time.monotonic(), self.tokens, self.tokens
-        last_time, last_tokens = started, self.tokens
-        totals = torch.zeros(3, device=self.device)
-        logged = 0
-        stopped = False
+        started, before = time.monotonic(), self.seconds
+        measured = saved = self.tokens
+        meter = _Meter(self.device, self.tokens)
         for packs in self.plan.steps(self.step, self.steps):
             rate = self._set_rate()
-            totals += self._train(packs)
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters, _CLIP)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.step += 1
-            logged += 1
-            self.tokens += sum(self.recipe.corpus.length(d) for pack in packs for d in pack)
-            self.progress("Training", self.step, self.steps)
-            done = self.step == self.steps
-            if self.step % _LOG_EVERY == 0 or done:
-                self.workers.add_up([totals])
-                loss, rows, agreed = (totals / torch.tensor(
-                    [logged, 1, 1], device=self.device
-                )).tolist()  # fmt: skip
-                now = time.monotonic()
-                entry = {
-                    "step": self.step,
-                    "tokens": self.tokens,
-                    "loss": loss,
-                    "agreement": agreed / max(1.0, rows),
-                    "learning_rate": rate,
-                    "gradient_norm": float(norm),
-                    "tokens_per_s": (self.tokens - last_tokens) / max(now - last_time, 1e-9),
-                    "peak_gb": self._peak(),
-                }
-                if not math.isfinite(loss) or not math.isfinite(entry["gradient_norm"]):
-                    raise SurefootError(
-                        "learning_rate", f"the loss is no number at step {self.step}", "lower it"
-                    )
-                if curves is not None:
-                    curves.add(entry)
-                last_time, last_tokens, logged = now, self.tokens, 0
-                totals.zero_()
-            if self.tokens - measured >= self.options.measure_every or done:
+            norm = self._step(packs, meter)
+            self.seconds = before + time.monotonic() - started
+            last, told = self.step == self.steps, self.step % _LOG_EVERY == 0
+            if told or last:
+                self._log(curves, meter, rate, float(norm))
+            if last or self.tokens - measured >= self.options.measure_every:
                 measured = self.tokens
                 self._measure(curves)
-                last_time = time.monotonic()
-                last_tokens = self.tokens
+                meter.start(self.tokens)
             # A process that ran out of time alone would leave the others waiting.
             late = time.monotonic() - started >= seconds
-            stopped = not done and self.step % _LOG_EVERY == 0 and self._agree(late)
-            if self.tokens - saved >= self.options.save_every or done or stopped:
+            stopped = told and not last and self._agree(late)
+            if last or stopped or self.tokens - saved >= self.options.save_every:
                 saved = self.tokens
-                self._save(self.seconds + time.monotonic() - started)
+                self._save()
             if stopped:
                 break
-        self.seconds += time.monotonic() - started
         complete = self.step == self.steps
-        return Outcome(
-            complete, self.step, self.best_step, self.tokens, self.seconds,
-            self._take_best() if complete and self.workers.first else {},
-        )  # fmt: skip
+        results = self._take_best() if complete and self.workers.first else {}
+        return Outcome(complete, self.step, self.best_step, self.tokens, self.seconds, results)
+
+    def _step(self, packs: Sequence[Sequence[int]], meter: _Meter) -> torch.Tensor:
+        """One step of the optimizer; returns the gradients' norm."""
+        meter.totals += self._train(packs)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, _CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        meter.steps += 1
+        self.tokens += sum(self.recipe.corpus.length(item) for pack in packs for item in pack)
+        self.progress("Training", self.step, self.steps)
+        return norm
+
+    def _log(self, curves: Curves | None, meter: _Meter, rate: float, norm: float) -> None:
+        self.workers.add_up([meter.totals])
+        loss, agreement = meter.read()
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise SurefootError(
+                "learning_rate", f"the loss is no number at step {self.step}", "lower it"
+            )
+        entry = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "loss": loss,
+            "agreement": agreement,
+            "learning_rate": rate,
+            "gradient_norm": norm,
+            "tokens_per_s": meter.speed(self.tokens),
+            "peak_gb": self._peak(),
+        }
+        if curves is not None:
+            curves.add(entry)
+        meter.start(self.tokens)
 
     def _train(self, packs: Sequence[Sequence[int]]) -> torch.Tensor:
         """Gradients of a step, added up over all processes; loss and counts of this one."""
@@ -159,7 +182,7 @@ class Trainer:
         divisor = self.recipe.divisor(documents, self.options.weighting)
         for pack in packs[self.workers.rank :: self.workers.count]:
             batch = self.recipe.corpus.batch(pack, self.device)
-            loss, counts = self.recipe.loss(batch, divisor)
+            loss, counts = self.recipe.loss(batch, divisor, self.step)
             loss.backward()
             totals += counts
         for value in self.parameters:
@@ -213,7 +236,7 @@ class Trainer:
         corpus = self.recipe.corpus
         packs = corpus.pack(self.held_out, self.options.batch_tokens)
         batches = (corpus.batch(pack, self.device) for pack in packs)
-        return measure(self.recipe.draft, batches, self.depth)
+        return measure(self.recipe.draft, batches, self.recipe.depth)
 
     def _take_best(self) -> dict[str, Any]:
         best = read(self.folder / BEST, self.device)
@@ -221,10 +244,10 @@ class Trainer:
         self.recipe.network.load_state_dict(best["network"])
         return best["results"]
 
-    def _save(self, seconds: float) -> None:
+    def _save(self) -> None:
         if self.workers.first:
-            state = {name: getattr(self, name) for name in ("step", "tokens", "best", "best_step")}
-            state |= {"network": self.recipe.network.state_dict(), "seconds": seconds}
+            state = {name: getattr(self, name) for name in _KEPT}
+            state |= {"network": self.recipe.network.state_dict()}
             save(self.folder / STATE, {**state, "optimizer": self.optimizer.state_dict()})
 
     def _resume(self) -> None:
@@ -233,7 +256,7 @@ class Trainer:
             return
         self.recipe.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
-        for name in ("step", "tokens", "best", "best_step", "seconds"):
+        for name in _KEPT:
             setattr(self, name, state[name])
 
     def _agree(self, late: bool) -> bool:

@@ -124,6 +124,7 @@ def _head(tensors: Mapping[str, torch.Tensor], target: Decoder) -> Any:
     if own.shape != (target.config.vocab_size, target.config.hidden_size):
         return packed
     probe = torch.randn((_PROBES, own.shape[1]), generator=torch.Generator().manual_seed(7))
-    probe = probe.to(backend.device)
+    one = torch.zeros(1, dtype=torch.int64, device=backend.device)
+    probe = probe.to(backend.device, backend.embed(target.table, one).dtype)
     found, expected = (backend.linear(each, probe) for each in (packed, target.head_linear))
     return target.head_linear if torch.equal(found, expected) else packed

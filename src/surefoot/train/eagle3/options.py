@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from surefoot.errors import SurefootError
-from surefoot.train.options import TrainOptions, option
+from surefoot.train.options import TrainOptions, option, read_layers
 
 FEWEST_LAYERS = 6
 """Of a target with the usual captured layers."""
@@ -30,24 +30,9 @@ class Eagle3TrainOptions(TrainOptions):
             raise SurefootError("step_weight", f"{self.step_weight} is not in (0, 1]")
 
     def layers_of(self, target_layers: int) -> tuple[int, ...]:
-        """Indices of the layers whose entering residual stream is captured. The output of the last
-        layer is not among them: elsewhere it goes by the same name when it is normed."""
-        if self.captured_layers is None:
-            if target_layers >= FEWEST_LAYERS:
-                return (2, target_layers // 2, target_layers - 3)
-            layers = tuple(range(1, target_layers))[-3:]
-        else:
-            try:
-                layers = tuple(int(part) for part in self.captured_layers.split(","))
-            except ValueError:
-                raise SurefootError(
-                    "captured_layers", f"{self.captured_layers!r} is no list", "as 2,15,27"
-                ) from None
-        inside = all(1 <= layer < target_layers for layer in layers)
-        if not layers or not inside or list(layers) != sorted(set(layers)):
-            raise SurefootError(
-                "captured_layers",
-                f"{list(layers)} does not fit a target of {target_layers} layers",
-                f"name rising ones from 1 to {target_layers - 1}",
-            )
-        return layers
+        """Indices of the layers whose entering residual stream is captured."""
+        if self.captured_layers is not None:
+            return read_layers(self.captured_layers, target_layers)
+        if target_layers < FEWEST_LAYERS:
+            return tuple(range(1, target_layers))[-3:]
+        return (2, target_layers // 2, target_layers - 3)

@@ -34,7 +34,7 @@ class Eagle3Recipe(Recipe):
 
     def __init__(self, options: Eagle3TrainOptions, target: Target, corpus: Corpus) -> None:
         super().__init__(options, target, corpus)
-        self.options, self.depth = options, options.unroll
+        self.depth = options.unroll
         model = target.config
         self.layers = options.layers_of(model.layers)
         documents, _ = corpus.split(options.held_out, options.seed)
@@ -73,7 +73,7 @@ class Eagle3Recipe(Recipe):
             options.seed,
         )
 
-    def loss(self, batch: Batch, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, batch: Batch, divisor: float, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         forward = self.target.forward(batch, self.layers)
         teacher, place = self._teacher(batch, forward)
         hidden = self._unroll(batch, forward)

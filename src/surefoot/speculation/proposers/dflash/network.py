@@ -57,7 +57,7 @@ class DFlashNetwork(Network):
         self.hidden_norm = backend.pack_norm(tensors["hidden_norm.weight"])
         self.norm = backend.pack_norm(tensors["norm.weight"])
         one = torch.zeros(1, dtype=torch.int64, device=backend.device)
-        self._activations = backend.embed(self.table, one).dtype
+        self.activations = backend.embed(self.table, one).dtype
         self.stack = [
             pack_layer(backend, tensors, f"layers.{index}.", config.layer, self.shape)
             for index in range(self.layers)
@@ -71,7 +71,7 @@ class DFlashNetwork(Network):
         ]
         self.mask_embedding = None
         if MASK in tensors:
-            self.mask_embedding = tensors[MASK].to(backend.device, self._activations)
+            self.mask_embedding = tensors[MASK].to(backend.device, self.activations)
         self._masks = {
             each: _mask_bits(each, self.block).to(backend.device) for each in set(config.layers)
         }
@@ -101,7 +101,7 @@ class DFlashNetwork(Network):
         backend = self.backend
 
         def packed(name: str) -> Convolution:
-            base = tensors[f"{prefix}{name}.base_kernel"].to(backend.device, self._activations)
+            base = tensors[f"{prefix}{name}.base_kernel"].to(backend.device, self.activations)
             dynamic = tensors[f"{prefix}{name}.kernel_projection.weight"]
             return Convolution(base, backend.pack_linear([dynamic]))
 

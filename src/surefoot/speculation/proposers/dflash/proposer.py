@@ -80,7 +80,8 @@ class DFlashProposer(NetworkProposer):
     def pass_bytes(self) -> int:
         """Activations of a block for every request, and what heads make of some of its rows."""
         config, requests = self.network.config, self.state.slots
-        rows, itemsize = max(MOST_LOGIT_ROWS, requests), self.network.backend.dtype.itemsize
+        rows = min(max(MOST_LOGIT_ROWS, requests), requests * config.most_drafts)
+        itemsize = self.network.backend.dtype.itemsize
         heads = 4 * config.draft_vocab_size * rows
         if config.markov is not None:
             heads += 4 * config.draft_vocab_size * requests

@@ -1,0 +1,199 @@
+"""Blocks behind drawn current tokens ("anchors"), as inference would draft them there.
+
+Draft j of the block behind token a stands for token a + 1 + j and counts while all tokens up to
+it were generated. The tokens before a draft that DSpark's heads read are the text's: a draft is
+only of use if those before it were right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from surefoot.models.config import RopeScaling
+from surefoot.speculation.proposers.dflash.config import DFlashConfig, MarkovShape, Visibility
+from surefoot.train.corpus import Batch, Corpus, put
+from surefoot.train.dflash.export import write_checkpoint
+from surefoot.train.dflash.loss import BlockRows, biased_logits, block_loss
+from surefoot.train.dflash.network import AFTER, DFlashTraining
+from surefoot.train.dflash.options import DFlashTrainOptions
+from surefoot.train.loss import SLICE, Teacher, teach
+from surefoot.train.recipe import Drafted, Recipe
+from surefoot.train.target import Target
+
+
+class DFlashRecipe(Recipe):
+    options: DFlashTrainOptions
+
+    def __init__(self, options: DFlashTrainOptions, target: Target, corpus: Corpus) -> None:
+        super().__init__(options, target, corpus)
+        self.depth = options.drafts
+        model = target.config
+        self.layers = options.layers_of(model.layers)
+        rank, confidence = options.heads
+        mask = options.mask_token
+        self.config = DFlashConfig(
+            layout="deepseek" if options.anchor_predicts else "z-lab",
+            layer=replace(
+                model, architecture="qwen3", layers=options.layers, qk_norm=True,
+                attention_bias=False, output_bias=False, mlp_bias=False, tied_embeddings=False,
+                # It learns its own distances; a stretched target's need not be copied.
+                rope_scaling=RopeScaling(),
+            ),
+            draft_vocab_size=model.vocab_size,
+            target_hidden_size=model.hidden_size,
+            block_size=options.block,
+            layer_ids=self.layers,
+            mask_token_id=_unused_token(corpus, model.vocab_size) if mask is None else mask,
+            anchor_predicts=options.anchor_predicts,
+            layers=(Visibility(causal=False),) * options.layers,
+            markov=MarkovShape("vanilla", rank) if rank else None,
+            confidence=confidence,
+            confidence_with_markov=confidence and rank > 0,
+        )  # fmt: skip
+        self.network: DFlashTraining = DFlashTraining(
+            self.config,
+            options.max_length + options.block,
+            self.compute,
+            target.device,
+            options.seed,
+        )
+        self.vocabulary = torch.arange(model.vocab_size, device=target.device)
+        self.head = target.head_rows(torch.arange(model.vocab_size)).to(self.compute)
+        weights = np.exp(-np.arange(self.depth) / options.decay)
+        self.decay = (weights / weights.sum()).astype(np.float32)
+
+    def loss(self, batch: Batch, divisor: float, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        anchors, share = self.draw(batch, step)
+        rows, teacher, chosen = self._rows(batch, anchors)
+        weights = (share[chosen[0]] * self.decay[chosen[1]] / divisor).astype(np.float32)
+        weight = self._put(weights)
+        loss, overlap, counts = block_loss(
+            rows, self.head, self._after(), teacher, weight, self.options.objective
+        )
+        if self.config.confidence:
+            logits = self.network.confidence(rows.hidden, rows.before)
+            loss = loss + binary_cross_entropy_with_logits(logits, overlap, weight, reduction="sum")
+        return loss, torch.cat((loss.detach().unsqueeze(0), counts))
+
+    @torch.no_grad()
+    def draft(self, batch: Batch) -> Drafted:
+        anchors = batch.pairs.nonzero()[0] + 1
+        rows, teacher, (block, draft) = self._rows(batch, anchors)
+        place = anchors[block] - 1, draft
+        tokens = np.full((len(batch), self.depth), -1, dtype=np.int64)
+        overlap, chance = (np.zeros(tokens.shape, dtype=np.float32) for _ in range(2))
+        tokens[place], overlap[place], chance[place] = self._judge(rows, teacher)
+        likeliest = np.full(len(batch), -1, dtype=np.int64)
+        likeliest[_asked(batch)] = teacher.best.cpu().numpy()
+        return Drafted(tokens, overlap, likeliest, chance if self.config.confidence else None)
+
+    def _judge(
+        self, rows: BlockRows, teacher: Teacher
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For each row the likeliest token, the overlap with the target's distribution, and the
+        confidence (0 without a head for it); on the host, [R] each."""
+        after = self._after()
+        matrix = None if after is None else after.to(self.compute)
+        count, device = len(rows.places), self.target.device
+        best = torch.empty(count, dtype=torch.int64, device=device)
+        overlap, chance = (torch.zeros(count, device=device) for _ in range(2))
+        for start in range(0, count, SLICE):
+            part = slice(start, start + SLICE)
+            before = None if rows.before is None else rows.before[part]
+            q = torch.softmax(biased_logits(rows.hidden[part], before, self.head, matrix), -1)
+            p = teacher.logprobs[rows.places[part]].float().exp_()
+            best[part], overlap[part] = q.argmax(-1), torch.minimum(p, q).sum(-1)
+            if self.config.confidence:
+                chance[part] = self.network.confidence(rows.hidden[part], before).sigmoid()
+        return best.cpu().numpy(), overlap.cpu().numpy(), chance.cpu().numpy()
+
+    def _after(self) -> torch.Tensor | None:
+        """float32 [vocab, rank]: the Markov head's second matrix."""
+        return None if self.config.markov is None else self.network.weight(f"{AFTER}.weight")
+
+    def draw(self, batch: Batch, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Anchors of a step, int64 [M] rising, and float32 [M] their weights: drawn for each
+        document by itself, so that it does not matter what shares its batch."""
+        anchors, shares = [], []
+        for index, document in enumerate(batch.indices.tolist()):
+            own = slice(batch.starts[index], batch.starts[index + 1])
+            found = batch.pairs[own].nonzero()[0] + own.start + 1
+            count = math.ceil(self.options.anchors * len(found))
+            chooser = np.random.default_rng((self.options.seed, step, document))
+            drawn = np.sort(chooser.choice(found, count, replace=False)) if count else found
+            anchors.append(drawn)
+            alike = self.options.weighting == "token"
+            shares.append(np.full(count, 1.0 if alike else 1 / max(1, count), dtype=np.float32))
+        return np.concatenate(anchors), np.concatenate(shares)
+
+    def divisor(self, documents: Sequence[int], weighting: str) -> float:
+        if weighting == "document":
+            return super().divisor(documents, weighting)
+        return max(1.0, float(np.ceil(self.options.anchors * self.corpus.pairs[documents]).sum()))
+
+    def groups(self, rate: float) -> list[dict[str, Any]]:
+        return [{"params": list(self.network.parameters()), "lr": rate}]
+
+    def export(self, folder: Path) -> None:
+        write_checkpoint(folder, self.network, self.target)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "captured_layers": list(self.layers),
+            "parameters": sum(value.numel() for value in self.network.parameters()),
+            "mask_token_id": self.config.mask_token_id,
+        }
+
+    def _rows(
+        self, batch: Batch, anchors: np.ndarray
+    ) -> tuple[BlockRows, Teacher, tuple[np.ndarray, np.ndarray]]:
+        """All rows that count of the blocks behind ``anchors``, and (block, draft) of each."""
+        forward = self.target.forward(batch, self.layers)
+        asked = _asked(batch)
+        place = np.full(len(batch), -1, dtype=np.int64)
+        place[asked] = np.arange(len(asked))
+        kind = torch.float32 if self.compute is torch.float32 else torch.float16
+        before_norm = forward.before_norm.index_select(0, self._put(asked))
+        teacher = teach(self.target, before_norm, self.vocabulary, kind)
+        hidden = self.network.blocks(batch, forward.features, self._put(anchors), self.target)
+        hidden = hidden[:, self.config.first_row :]
+        block, draft = self.valid(batch, anchors).nonzero()
+        at = anchors[block] + draft
+        picked = self._put(block * self.depth + draft)
+        return (
+            BlockRows(
+                hidden.flatten(0, 1).index_select(0, picked),
+                self.network.before(batch.ids[self._put(at)]),
+                self._put(place[at]),
+                batch.ids[self._put(at + 1)],
+            ),
+            teacher,
+            (block, draft),
+        )
+
+    def valid(self, batch: Batch, anchors: np.ndarray) -> np.ndarray:
+        """bool [M, drafts]: those that count."""
+        following = [batch.ahead(batch.generated, 1 + j)[anchors] for j in range(self.depth)]
+        return np.logical_and.accumulate(np.stack(following, axis=1), axis=1)
+
+    def _put(self, array: np.ndarray) -> torch.Tensor:
+        return put(array, self.target.device)
+
+
+def _asked(batch: Batch) -> np.ndarray:
+    """Generated tokens with a generated one behind them."""
+    return (batch.generated & batch.ahead(batch.generated, 1)).nonzero()[0]
+
+
+def _unused_token(corpus: Corpus, vocab_size: int) -> int:
+    """The highest id among the tokens that occur least often."""
+    counts = np.bincount(corpus.ids, minlength=vocab_size)
+    return int(np.flatnonzero(counts == counts.min())[-1])
