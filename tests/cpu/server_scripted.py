@@ -14,7 +14,7 @@ import httpx
 from surefoot.models.loading.tokenizer import Tokenizer
 from surefoot.server.app import create_app
 from surefoot.server.core_process import CoreDied
-from surefoot.server.generation import Front
+from surefoot.server.front import Front
 from surefoot.server.messages import Abort, Accepted, Add, News, Ready, Round, ToFront, Totals
 from surefoot.server.service import Service, ServiceSettings
 

@@ -1,22 +1,18 @@
 """The core process: scheduler and rounds, and nothing that serves text.
 
 Started by ``core_process``. Between rounds it takes what has arrived without waiting; it waits
-only while there is nothing to run. Its standard input
-is a pipe whose other end the front holds: it closes when the front is gone, however it went.
+only while there is nothing to run. Its standard input is a pipe whose other end the front holds: it
+closes when the front is gone, however it went.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
-
-import zmq
 
 from surefoot import __version__
 from surefoot.engine.build import build_engine, why_slow
@@ -28,6 +24,7 @@ from surefoot.request import FinishReason, Request
 from surefoot.sampling.trial import Trial
 from surefoot.server import messages
 from surefoot.server.compiling import Compiler
+from surefoot.server.link import Link
 from surefoot.server.log_forwarding import forwarded_log
 from surefoot.server.messages import (
     Abort,
@@ -47,44 +44,6 @@ from surefoot.server.messages import (
 )
 
 Result = TypeVar("Result")
-
-
-class Link:
-    """The core's end of the socket, beside the pipe that tells of the front's end."""
-
-    def __init__(self, address: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PAIR)
-        # Nothing is dropped, and a round never waits for the front to read.
-        self._socket.set_hwm(0)
-        self._socket.connect(address)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(sys.stdin.fileno(), zmq.POLLIN)
-        self._woken, self._waker = os.pipe()
-        self._poller.register(self._woken, zmq.POLLIN)
-
-    def receive(self, wait: bool) -> messages.ToCore | None:
-        """The next message; None when there is none, without ``wait`` or after a ``wake``.
-        ``Stop`` once the front is gone."""
-        ready = dict(self._poller.poll(None if wait else 0))
-        if self._socket in ready:
-            return messages.decode_to_core(self._socket.recv())
-        if self._woken in ready:
-            os.read(self._woken, 1)
-            return None
-        return Stop() if ready else None
-
-    def wake(self) -> None:
-        """From another thread: end one wait for a message."""
-        os.write(self._waker, b"w")
-
-    def send(self, message: messages.ToFront) -> None:
-        self._socket.send(messages.encode(message))
-
-    def close(self) -> None:
-        """Wait for what was sent to leave, but not for long: nobody may be reading."""
-        self._socket.close(linger=2000)
-        zmq.Context.instance().term()
 
 
 class Core:

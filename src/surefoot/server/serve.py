@@ -22,7 +22,7 @@ from surefoot.server.access import LogFormat, log_to_stdout
 from surefoot.server.app import create_app
 from surefoot.server.connections import BoundedConnection
 from surefoot.server.core_process import CoreProcess
-from surefoot.server.generation import Front
+from surefoot.server.front import Front
 from surefoot.server.listening import (
     address,
     bind,

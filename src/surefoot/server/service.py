@@ -28,7 +28,7 @@ from surefoot.server.completions import DEFAULT_MAX_TOKENS, CompletionFormat
 from surefoot.server.encoding import MOST_CHARACTERS, Encoder, too_long
 from surefoot.server.errors import ApiError, api_error
 from surefoot.server.exposition import Exposition
-from surefoot.server.generation import Front
+from surefoot.server.front import Front
 from surefoot.server.logprobs import TokenTexts
 from surefoot.server.schema import CompletionRequest, RequestFields
 
