@@ -36,7 +36,7 @@ def spoilt_at_the_start(kind: Kind, requests: int, wrong: Wrong) -> TimedEngine:
 def recover(timed: TimedEngine) -> Pace:
     """The pace of an engine that has had time to recover."""
     timed.run(WITHIN)
-    return timed.run(tokens=2400 if timed.requests == 1 else 9600)
+    return timed.run(tokens=1200 if timed.requests == 1 else 4800)
 
 
 @functools.cache
@@ -100,7 +100,7 @@ def test_a_busy_minute_leaves_no_trace(kind: Kind, requests: int) -> None:
 def test_a_long_life_of_mixed_traffic_ends_as_it_began(kind: Kind) -> None:
     timed = TimedEngine(kind, 1)
     paces: list[Pace] = []
-    for _ in range(4):
+    for _ in range(3):
         timed.params = PROSE
         for requests in (8, 1, 3):
             timed.requests = requests

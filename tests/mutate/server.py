@@ -48,13 +48,13 @@ MUTATIONS = (
         "test_server_stream.py",
     ),
     m(
-        "server/generation.py",
+        "server/front.py",
         "        if stopped:\n            self.core.send(Abort(stopped))",
         "",
         "test_server_stream.py",
     ),
     m(
-        "server/generation.py",
+        "server/front.py",
         "        if ids and self.dead is None:\n            self.core.send(Abort(ids))",
         "",
         "test_server_stream.py",

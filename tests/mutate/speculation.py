@@ -55,9 +55,9 @@ MUTATIONS = (
         "test_round_costs.py",
     ),
     m(
-        "speculation/recorded_costs.py",
-        "features[place, 2 + _OCTAVES] = size.action[1] > 0",
-        "features[place, 2 + _OCTAVES] = 0.0",
+        "speculation/size_features.py",
+        "features[place, 2 + OCTAVES] = size.action[1] > 0",
+        "features[place, 2 + OCTAVES] = 0.0",
         "test_round_costs.py",
     ),
     m(

@@ -13,7 +13,8 @@ import msgspec
 from fastapi.responses import Response
 
 from surefoot.server.errors import TimedOut, api_error
-from surefoot.server.generation import Choice, Front, Generation
+from surefoot.server.front import Front
+from surefoot.server.generation import Choice, Generation
 from surefoot.server.usage import usage
 
 Receive = Callable[[], Awaitable[Any]]

@@ -1,31 +1,30 @@
 """The core process: scheduler and rounds, and nothing that serves text.
 
 Started by ``core_process``. Between rounds it takes what has arrived without waiting; it waits
-only while there is nothing to run. Its standard input
-is a pipe whose other end the front holds: it closes when the front is gone, however it went.
+only while there is nothing to run. Its standard input is a pipe whose other end the front holds: it
+closes when the front is gone, however it went.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import zmq
-
+from surefoot import __version__
 from surefoot.engine.build import build_engine, why_slow
 from surefoot.engine.engine import Engine, Progress
 from surefoot.engine.garbage import only_new_garbage
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
 from surefoot.request import FinishReason, Request
+from surefoot.sampling.trial import Trial
 from surefoot.server import messages
 from surefoot.server.compiling import Compiler
+from surefoot.server.link import Link
 from surefoot.server.log_forwarding import forwarded_log
 from surefoot.server.messages import (
     Abort,
@@ -47,44 +46,6 @@ from surefoot.server.messages import (
 Result = TypeVar("Result")
 
 
-class Link:
-    """The core's end of the socket, beside the pipe that tells of the front's end."""
-
-    def __init__(self, address: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PAIR)
-        # Nothing is dropped, and a round never waits for the front to read.
-        self._socket.set_hwm(0)
-        self._socket.connect(address)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(sys.stdin.fileno(), zmq.POLLIN)
-        self._woken, self._waker = os.pipe()
-        self._poller.register(self._woken, zmq.POLLIN)
-
-    def receive(self, wait: bool) -> messages.ToCore | None:
-        """The next message; None when there is none, without ``wait`` or after a ``wake``.
-        ``Stop`` once the front is gone."""
-        ready = dict(self._poller.poll(None if wait else 0))
-        if self._socket in ready:
-            return messages.decode_to_core(self._socket.recv())
-        if self._woken in ready:
-            os.read(self._woken, 1)
-            return None
-        return Stop() if ready else None
-
-    def wake(self) -> None:
-        """From another thread: end one wait for a message."""
-        os.write(self._waker, b"w")
-
-    def send(self, message: messages.ToFront) -> None:
-        self._socket.send(messages.encode(message))
-
-    def close(self) -> None:
-        """Wait for what was sent to leave, but not for long: nobody may be reading."""
-        self._socket.close(linger=2000)
-        zmq.Context.instance().term()
-
-
 class Core:
     """An engine behind a link."""
 
@@ -92,7 +53,9 @@ class Core:
         self.engine = engine
         self.link = link
         self.requests: dict[str, Request] = {}
-        self._compiler = Compiler(engine.grammars, link.wake)
+        grammars = engine.grammars
+        trial = None if grammars is None else Trial(grammars)
+        self._compiler = Compiler(grammars, trial, link.wake)
         self._proposers = {item.name: index for index, item in enumerate(engine.proposers)}
 
     def run(self) -> None:
@@ -185,6 +148,7 @@ class Core:
             stop=request.stop_reason,
             cached=request.cached if first else 0,
             logprobs=None if params.logprobs is None else request.logprobs[-count:],
+            queued=(request.queued_seconds or 0.0) if first else 0.0,
             prompt_logprobs=(
                 request.prompt_logprobs if first and params.prompt_logprobs is not None else None
             ),
@@ -208,7 +172,7 @@ class Core:
             barren_rounds=engine.planner.barren,
             believed_seconds=engine.planner.believed_seconds,
             measured_seconds=engine.planner.measured_seconds,
-            saved_seconds=stats.saved_seconds,
+            saved_seconds=engine.planner.saved_seconds,
         )
 
 
@@ -226,6 +190,12 @@ def ready(engine: Engine, sampling_defaults: Mapping[str, Any]) -> Ready:
         saving_known=bool(engine.proposers) and config.draft_policy == "auto",
         deterministic=engine.deterministic,
         sampling_defaults=dict(sampling_defaults),
+        build={
+            "version": __version__,
+            "backend": engine.decoder.backend.name,
+            "device": str(engine.decoder.backend.device),
+            "dtype": str(engine.decoder.backend.dtype).removeprefix("torch."),
+        },
         memory=engine.memory.bytes_by_part() if engine.memory else {},
     )
 

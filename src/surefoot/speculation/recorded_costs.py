@@ -9,22 +9,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from surefoot.speculation.beliefs import Beliefs
 from surefoot.speculation.costs import ExactCosts
 from surefoot.speculation.decisions import NOTHING, Action
 from surefoot.speculation.measured_times import MeasuredTimes, RecordedSize
+from surefoot.speculation.size_features import OCTAVES, features_of, first_beliefs
 
 _STEPS = 4
 """Costs follow the length of texts in so many steps from one length to its double."""
-_OCTAVES = 15
-"""Of rows, 1 to 16,384."""
-_SCALE, _SHAPE, _ACTION = 1.0, 0.15, 0.1
-"""How far from the first measurements logarithms of times may be, as standard deviations: all of
-them together, some numbers of rows against others, and rounds with proposers against others."""
-_RANGE = 2.0
-_DRIFTS = 1e-5, 1e-7, 1e-7
-"""Variances by which these may change from round to round."""
-_FIRST_NOISE = 0.02
 _OWN_WEIGHT = 0.1
 """Weight of a round in what is its size's own; it doubles while rounds of a size contradict what is
 believed of it, one after the other."""
@@ -75,17 +66,17 @@ class RecordedCosts:
             for spans in self._ladder
         }
         self.measured = MeasuredTimes(self.sizes, times)
-        self._features = self._all_features()
-        shape = self._features[:, 1 : 1 + _OCTAVES]
+        self._features = features_of(self.sizes)
+        shape = self._features[:, 1 : 1 + OCTAVES]
         self._octaves = [np.flatnonzero(weights) for weights in shape]
-        self.beliefs = self._first_beliefs()
+        self.beliefs = first_beliefs()
         self._own = np.zeros(len(self.sizes))
         """Logarithms, by size."""
         self._side = np.zeros(len(self.sizes), dtype=np.int64)
         """How often in a row a size's rounds took much longer (or, below 0, shorter)."""
         self._seen = np.zeros(len(self.sizes))
         """The count of rounds when it was last run."""
-        self._ran = np.zeros(_OCTAVES, dtype=bool)
+        self._ran = np.zeros(OCTAVES, dtype=bool)
         """Since the last review: in these octaves of rows."""
         self._rounds = 0
         self._step: int | None = None
@@ -93,31 +84,6 @@ class RecordedCosts:
         self._believed: dict[tuple[int, Action], np.ndarray] = {}
         """By requests and action, until something is learnt."""
         self._layouts: dict[tuple[int, int, Action], Layout] = {}
-
-    # --- the start ----------------------------------------------------------------------------
-
-    def _all_features(self) -> np.ndarray:
-        """float64 [sizes, 1 + octaves + 2]: which beliefs a size's time is the sum of."""
-        features = np.zeros((len(self.sizes), 1 + _OCTAVES + 2))
-        features[:, 0] = 1.0
-        for place, size in enumerate(self.sizes):
-            octave = min(np.log2(size.rows), _OCTAVES - 1.0)
-            low = min(int(octave), _OCTAVES - 2)
-            features[place, 1 + low] = 1.0 - (octave - low)
-            features[place, 2 + low] = octave - low
-            features[place, 1 + _OCTAVES] = bool(size.action[0])
-            features[place, 2 + _OCTAVES] = size.action[1] > 0
-        return features
-
-    def _first_beliefs(self) -> Beliefs:
-        count = self._features.shape[1]
-        covariance = np.zeros((count, count))
-        apart = np.abs(np.subtract.outer(np.arange(_OCTAVES), np.arange(_OCTAVES))) / _RANGE
-        covariance[0, 0] = _SCALE**2
-        covariance[1 : 1 + _OCTAVES, 1 : 1 + _OCTAVES] = _SHAPE**2 * np.exp(-0.5 * apart**2)
-        covariance[1 + _OCTAVES :, 1 + _OCTAVES :] = _ACTION**2 * np.eye(2)
-        drift = np.repeat(_DRIFTS, (1, _OCTAVES, 2))
-        return Beliefs(np.zeros(count), covariance, drift, _FIRST_NOISE)
 
     # --- asking -------------------------------------------------------------------------------
 
@@ -274,8 +240,8 @@ class RecordedCosts:
         of rows dearer, against what was measured, than it made this one is forgotten by and by."""
         self.measured.put_in_line(place)
         self._set_base()
-        scale, shape = self.beliefs.mean[0], self.beliefs.mean[1 : 1 + _OCTAVES]
-        usual = max(0.0, scale + self._features[place, 1 : 1 + _OCTAVES] @ shape)
+        scale, shape = self.beliefs.mean[0], self.beliefs.mean[1 : 1 + OCTAVES]
+        usual = max(0.0, scale + self._features[place, 1 : 1 + OCTAVES] @ shape)
         dearer = np.maximum(scale + shape - usual, 0.0)
         shape -= np.where(self._ran, 0.0, dearer * _REVIEW / _FORGOTTEN)
         self._ran[:] = False
