@@ -15,7 +15,7 @@ from surefoot.train import loss as loss_module
 from surefoot.train.corpus import Batch, Corpus
 from surefoot.train.eagle3.options import Eagle3TrainOptions
 from surefoot.train.loss import Teacher, compare, soft_cross_entropy, teach
-from surefoot.train.measure import Measurement, Walk
+from surefoot.train.measure import Measurement, Walk, score
 from surefoot.train.recipe import Drafted
 from surefoot.train.vocabulary import choose_vocabulary
 from train_harness import LAYERS, VOCAB, batch_of, recipe_of, tiny_target, write_documents
@@ -241,6 +241,11 @@ def test_measures_of_a_batch() -> None:
     assert results["on_policy"]["greedy"] == pytest.approx(4 / 5)
     assert results["sampled_length"] == pytest.approx(1 + (3 * 0.75 + 2 * 0.5) / 5)
     assert results["marginal"] == [0.5, 0.5] and results["confidence"] is None
+    warm = Measurement(2)
+    warm.add(replace(batch, temperature=np.ones(1)), Drafted(tokens, overlap, best))
+    other = warm.results()
+    assert other["accepted_length"] == {} and other["survival"] == [] and score(other) > 1
+    assert other["on_policy"] == {"greedy": None, "all": results["on_policy"]["all"]}
     told = np.where(tokens >= 0, 0.75, 9.0).astype(np.float32)
     told[2, 0] = 0.25
     sure = Measurement(2)

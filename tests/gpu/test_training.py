@@ -113,7 +113,7 @@ def test_a_short_run_learns(tmp_path: Path) -> None:
     batch = corpus.batch(list(range(20)), "cuda")
     before = float(recipe.loss(batch, 20.0, 0)[0].detach())
     outcome = trainer_of(recipe, tmp_path / "run").run()
-    assert float(recipe.loss(batch, 20.0, 0)[0].detach()) < 0.9 * before
+    assert float(recipe.loss(batch, 20.0, 0)[0].detach()) < 0.95 * before
     assert outcome.complete
     recipe.export(tmp_path / "out")
     spark = DSparkTrainOptions(

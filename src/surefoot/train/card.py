@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 
 def card(facts: Mapping[str, Any]) -> str:
     """Markdown. ``facts``: as ``run`` collects them."""
     results, trained = facts["results"], facts["trained"]
+    greedy = results["on_policy"]["greedy"]
     lines = [
         f"# {facts['label']} drafter for {facts['target']}",
         "",
@@ -39,17 +41,18 @@ def card(facts: Mapping[str, Any]) -> str:
         f"| temperature 1, expected at best, {facts['depth']} drafts | "
         f"{results['sampled_length']:.2f} |",
         "",
-        "| draft | reached | accepted if reached | overlap of distributions |",
+        "| draft | greedy: accepted | if those before it were | overlap of distributions |",
         "| --- | --- | --- | --- |",
     ]
-    rows = zip(results["survival"], results["conditional"], results["marginal"], strict=True)
+    rows = zip_longest(results["survival"], results["conditional"], results["marginal"])
     for index, (survival, conditional, marginal) in enumerate(rows, 1):
-        lines.append(f"| {index} | {survival:.1%} | {conditional:.1%} | {marginal:.3f} |")
+        shares = ["–" if share is None else f"{share:.1%}" for share in (survival, conditional)]
+        lines.append(f"| {index} | {shares[0]} | {shares[1]} | {marginal:.3f} |")
     lines += [
         "",
         f"The first draft is the target's likeliest token in {results['agreement']:.1%} of all "
-        f"rows. Of the held-out tokens {results['on_policy']['greedy']:.1%} (greedy documents) and "
-        f"{results['on_policy']['all']:.1%} (all) are the target's likeliest.",
+        f"rows. {results['on_policy']['all']:.1%} of the held-out tokens are the target's likeliest"
+        + ("." if greedy is None else f", and {greedy:.1%} of those in greedy documents."),
         *_confidence(results["confidence"]),
         "",
         "## Made",

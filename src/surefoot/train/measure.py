@@ -114,7 +114,8 @@ class Measurement:
                 walk.span(chains, text)
 
     def results(self) -> dict[str, Any]:
-        """JSON-ready. ``accepted_length`` by the number of drafts, on greedy documents;
+        """JSON-ready. ``accepted_length`` by the number of drafts, ``survival`` and
+        ``conditional`` by draft: of greedy documents, empty without any;
         ``sampled_length``: expected with the best possible coupling at temperature 1, over all
         rows; ``marginal``: mean overlap of the distributions after true tokens; ``confidence``:
         means of the chances that the drafter gives itself at temperature 1, of what they turn out
@@ -122,17 +123,16 @@ class Measurement:
         likeliest token; ``on_policy``: share of tokens, in greedy documents and in all, that are
         the target's likeliest."""
         deepest = self.walks[self.depth]
+        walks = self.walks if deepest.rounds else {}
         return {
-            "accepted_length": {
-                str(count): walk.accepted_length for count, walk in self.walks.items()
-            },
-            "survival": deepest.survival,
-            "conditional": deepest.conditional,
+            "accepted_length": {str(count): walk.accepted_length for count, walk in walks.items()},
+            "survival": deepest.survival if walks else [],
+            "conditional": deepest.conditional if walks else [],
             "marginal": (self.marginal / np.maximum(self.judged, 1)).tolist(),
             "sampled_length": 1 + self.sampled / max(1, self.rows),
             "agreement": self.agreed / max(1, self.rows),
             "on_policy": {
-                "greedy": self.greedy_equal / max(1, self.greedy_tokens),
+                "greedy": self.greedy_equal / self.greedy_tokens if self.greedy_tokens else None,
                 "all": self.all_equal / max(1, self.all_tokens),
             },
             "confidence": self._confidence(),

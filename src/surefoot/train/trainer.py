@@ -222,8 +222,10 @@ class Trainer:
             f"{length:.2f} with {count} drafts"
             for count, length in results["accepted_length"].items()
         )
+        lengths = lengths or "unknown (no greedy text is held out)"
         self.report(
             f"step {self.step}, {self.tokens / 1e6:.1f} M tokens: accepted length {lengths}; "
+            f"{results['sampled_length']:.2f} at temperature 1; "
             f"first draft right {results['agreement']:.1%}"
         )
         if found > self.best:
