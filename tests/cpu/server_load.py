@@ -96,7 +96,7 @@ async def send(
     try:
         content = json.dumps(body).encode()
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nConnection: close\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
             b"Content-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n" % len(content) + content
         )

@@ -84,7 +84,7 @@ def test_no_text_has_fewer_tokens_than_its_length_says(kind: str, parts: list[st
     lengths = token_lengths(backend)
     assert lengths is not None
     for whole in (text, text * 9, "aa" * len(text)):
-        assert lengths.fewest(whole) <= len(backend.encode(whole).ids)
+        assert not lengths.exceeds(whole, len(backend.encode(whole).ids))
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
@@ -92,9 +92,10 @@ def test_some_lengths_say_nothing(kind: str) -> None:
     assert token_lengths(UNKNOWN[kind]()) is None
 
 
-def test_the_fewest_tokens_of_a_text() -> None:
-    assert TokenLengths(3).fewest("x" * 7) == 3
-    assert TokenLengths(3, "\x08").fewest("x\x08" * 7) == 3
+def test_texts_of_too_many_tokens() -> None:
+    for lengths, text in ((TokenLengths(3), "x" * 7), (TokenLengths(3, "\x08"), "x\x08" * 7)):
+        assert [lengths.exceeds(text, most) for most in range(5)] == [True] * 3 + [False] * 2
+    assert not TokenLengths(3, "\x08").exceeds("\x08" * 99, 0)
     assert token_lengths(byte_level(missing="Ĉ")) == TokenLengths(2, "\x08")
 
 

@@ -57,7 +57,7 @@ class Encoder:
         if len(text) <= self.most:
             return
         lengths = (tokenizer or self.tokenizer).lengths
-        if lengths is not None and lengths.fewest(text) > self.most:
+        if lengths is not None and lengths.exceeds(text, self.most):
             problem = too_long(len(text), "characters", self.most)
             raise SurefootError("prompt", problem, "shorten it")
 

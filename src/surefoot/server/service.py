@@ -53,6 +53,9 @@ class Service:
         self.tokenizer = front.tokenizer
         self.encoder = Encoder(front.tokenizer, front.ready.room)
         self.specials = SpecialText(front.tokenizer)
+        for tokenizer in (self.specials.tokenizer, self.specials.renamed):
+            # Worked out now: that takes a while, for which everybody would wait.
+            _ = tokenizer.lengths
         self.texts = TokenTexts(front.tokenizer)
         self.exposition = Exposition(front.metrics, settings.names[0], front.core.pid)
 

@@ -23,13 +23,13 @@ class SpecialText:
     """The second tokenizer, and the marks."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         added = tokenizer.backend.get_added_tokens_decoder().values()
         texts = sorted((token.content for token in added if token.special), key=len, reverse=True)
         secret = secrets.token_hex(8)
         self._names = {text: f"\ufdd0{secret}{i}\ufdd1" for i, text in enumerate(texts)}
         self._special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
-        self._renamed = _renamed(tokenizer, self._names) if texts else tokenizer
+        self.renamed = _renamed(tokenizer, self._names) if texts else tokenizer
 
     def mark(self) -> str:
         """A mark for one conversation."""
@@ -48,9 +48,9 @@ class SpecialText:
     def settled(self, text: str, mark: str) -> tuple[str, Tokenizer]:
         """What is rendered of marked data, without the marks, and the tokenizer that reads it."""
         if mark not in text:
-            return text, self._tokenizer
+            return text, self.tokenizer
         text = self._special.sub(lambda found: self._names[found[0]], text)
-        return text.replace(mark, ""), self._renamed
+        return text.replace(mark, ""), self.renamed
 
 
 def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:

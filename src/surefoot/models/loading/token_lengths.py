@@ -25,10 +25,16 @@ class TokenLengths:
     longest: int
     unseen: str = ""
 
-    def fewest(self, text: str) -> int:
-        """So many tokens, at least, a text has."""
-        seen = len(text) - sum(map(text.count, self.unseen))
-        return -(-seen // self.longest)
+    def exceeds(self, text: str, most: int) -> bool:
+        """Whether a text has more than ``most`` tokens, as far as its length tells. Looks at no
+        more of it than that takes."""
+        enough, seen = most * self.longest, 0
+        for at in range(0, len(text), enough + 1):
+            part = text[at : at + enough + 1]
+            seen += len(part) - sum(map(part.count, self.unseen))
+            if seen > enough:
+                return True
+        return False
 
 
 def token_lengths(backend: tokenizers.Tokenizer) -> TokenLengths | None:

@@ -74,7 +74,7 @@ class Tokenizer:
 
     @cached_property
     def lengths(self) -> TokenLengths | None:
-        """How many tokens a text has at least; None where its length does not tell."""
+        """What a text's length tells of its tokens; None where it tells nothing."""
         return token_lengths(self.backend)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
