@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -113,6 +114,9 @@ class Request:
     computed: int = 0
     cached: int = 0
     preemptions: int = 0
+    arrived: float = field(default_factory=time.perf_counter)
+    queued_seconds: float | None = None
+    """From then until it was let in for the first time."""
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)

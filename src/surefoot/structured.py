@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from surefoot.errors import SurefootError
 
-MAX_GRAMMAR_CHARACTERS = 1 << 20
+MAX_GRAMMAR_CHARACTERS = 1 << 18
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -49,9 +49,7 @@ class StructuredOutputsParams:
             raise SurefootError(
                 "structured_outputs.disable_any_whitespace", f"does nothing for {self.kind}"
             )
-        if sum(map(len, (self.json or "", self.regex or "", self.grammar or ""))) > (
-            MAX_GRAMMAR_CHARACTERS
-        ):
+        if self.characters > MAX_GRAMMAR_CHARACTERS:
             raise SurefootError(self.option, f"has over {MAX_GRAMMAR_CHARACTERS} characters")
 
     @property
@@ -63,6 +61,12 @@ class StructuredOutputsParams:
     def option(self) -> str:
         """What errors name."""
         return f"structured_outputs.{self.kind}"
+
+    @property
+    def characters(self) -> int:
+        """Of the grammar as it was given."""
+        texts = (str(self.json or ""), self.regex or "", self.grammar or "", *(self.choice or ()))
+        return sum(map(len, texts))
 
     @classmethod
     def of(
@@ -84,6 +88,8 @@ class StructuredOutputsParams:
 
 def _schema_text(schema: Any) -> str:
     option = "structured_outputs.json"
+    if isinstance(schema, str) and len(schema) > MAX_GRAMMAR_CHARACTERS:
+        raise SurefootError(option, f"has over {MAX_GRAMMAR_CHARACTERS} characters")
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(dict(value) if isinstance(value, Mapping) else value)
@@ -100,8 +106,6 @@ def _choices(choice: Any) -> tuple[str, ...]:
         raise SurefootError(option, "is no list of texts" if choice else "is empty", "list texts")
     if any(not isinstance(text, str) or not text for text in choice):
         raise SurefootError(option, "has an entry that is no text, or an empty one")
-    if sum(map(len, choice)) > MAX_GRAMMAR_CHARACTERS:
-        raise SurefootError(option, f"has over {MAX_GRAMMAR_CHARACTERS} characters")
     return tuple(choice)
 
 

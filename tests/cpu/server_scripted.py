@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -32,6 +34,11 @@ READY = Ready(
 Groups = Sequence[Sequence[int]]
 
 
+def uncounted() -> Any:
+    """As much of a service as an application needs that generates nothing."""
+    return SimpleNamespace(front=SimpleNamespace(metrics=SimpleNamespace(statuses=Counter())))
+
+
 class ScriptedCore:
     """Answers each choice with the groups of tokens that ``script`` holds, a group a round. It
     goes on to the script's end whatever it is told, as a real one does with the round that runs.
@@ -44,6 +51,7 @@ class ScriptedCore:
         self.script = script
         self.hang = hang
         self.received: list[Any] = []
+        self.pid = None
         self._messages: asyncio.Queue[ToFront | None] = asyncio.Queue()
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -446,3 +447,24 @@ def test_a_round_with_a_prompt_weighs_drafts_by_the_time_they_add() -> None:
     for rows in (0, 500):
         decision = planner.decide(situation(weak, prompt_rows=rows))
         assert decision.explores or decision.drafts == 4
+
+
+# --- what is told of it ---------------------------------------------------------------------------
+
+
+def test_what_drafts_saved_is_what_plain_rounds_would_have_taken() -> None:
+    planner, world = cpu_planner(), cpu(Texts(repeating=1.0))
+    world.run(planner, 400)
+    plain = world.tokens * (cpu_seconds(1, 0, NOTHING, 0) + cpu_host(1, 0, 0))
+    assert planner.saved_seconds == pytest.approx(plain - world.seconds, rel=0.2)
+
+
+def test_what_drafts_saved_is_bounded_whatever_was_believed() -> None:
+    """A plain round takes no longer than the measured one with drafts."""
+    planner = cpu_planner()
+    situation = Situation(1, 0, np.ones((1, 8), np.float32), None, (LOOKUP,), 8, 100.0)
+    decision = planner.decide(situation)
+    believed = replace(decision.expected, plain_seconds=3600.0)
+    outcome = Landed(0.010, 0.001, verified=2, accepted=1.5, drafting=1, ends=0)
+    planner.landed(replace(decision, expected=believed), situation, outcome)
+    assert planner.saved_seconds == pytest.approx(1.5 * 0.011, rel=0.01)

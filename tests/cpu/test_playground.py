@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
 
 from server_harness import LOOP, Server, emoji_model, offline, only, running_server, sse
+from server_scripted import uncounted
 from surefoot.server import playground
 from surefoot.server.app import create_app
 
@@ -57,7 +58,7 @@ class Page(HTMLParser):
 
 def get_all(paths: Any, **options: Any) -> dict[str, httpx.Response]:
     """Answers of an application that has no engine behind it."""
-    app = create_app(cast(Any, None), **options)
+    app = create_app(uncounted(), **options)
 
     async def ask() -> dict[str, httpx.Response]:
         transport = httpx.ASGITransport(app=app)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from server_scripted import uncounted
 from surefoot.cli.main import app as cli
 from surefoot.errors import SurefootError
 from surefoot.server.app import create_app
@@ -19,8 +20,7 @@ from surefoot.server.listening import LOOPBACK, address, bind, bind_path, hosts,
 
 def status(allowed: Any, host: str, origin: str | None = None, **options: Any) -> int:
     """Of a request for this host, from a page of this origin."""
-    nothing: Any = None
-    app = create_app(nothing, allowed_hosts=allowed, **options)
+    app = create_app(uncounted(), allowed_hosts=allowed, **options)
 
     async def ask() -> int:
         transport = httpx.ASGITransport(app=app)

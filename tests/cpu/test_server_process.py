@@ -256,7 +256,7 @@ def test_options_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = "serve somewhere --host ::1 --port 81 --served-model-name x --served-model-name y "
     arguments += "--cors-origin http://a --max-queue 3 --max-body 1KiB --request-timeout 2.5 "
     arguments += "--uds here --allowed-hosts a --allowed-hosts *.b "
-    arguments += "--shutdown-timeout 7 --access-log --max-num-seqs 5 --kv-cache-memory 2MiB"
+    arguments += "--shutdown-timeout 7 --access-log-json --max-num-seqs 5 --kv-cache-memory 2MiB"
     result = CliRunner().invoke(app, arguments.split())
     assert result.exit_code == 0, result.output
     [(engine, config, *_)] = given
@@ -273,7 +273,7 @@ def test_options_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
         max_body_bytes=1024,
         request_timeout=2.5,
         shutdown_timeout=7,
-        access_log=True,
+        access_log="json",
     )
 
 

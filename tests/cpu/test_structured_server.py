@@ -7,18 +7,26 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from openai import OpenAI
 
 from server_harness import Server, emoji_model, running_server
 from surefoot.errors import SurefootError
+from surefoot.models.loading.hf_tokenizer import read_hf_tokenizer
 from surefoot.request import SamplingParams, SpeculationParams
-from surefoot.server.compiling import Compiler
+from surefoot.sampling import grammar
+from surefoot.sampling.grammar import Grammars
+from surefoot.sampling.trial import Trial
+from surefoot.server.compiling import SHORT_GRAMMAR, Compiler
 from surefoot.server.messages import Add
 from surefoot.structured import StructuredOutputsParams
+from tiny_models import write_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -145,6 +153,35 @@ def test_structure_does_not_go_with_tools(server: Server) -> None:
     assert answer.status_code == 200, answer.text
 
 
+def members(count: int, **more: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {f"member{i}": {"type": "string"} for i in range(count)},
+        **more,
+    }
+
+
+def test_large_schemas_are_tried_elsewhere(server: Server) -> None:
+    """A stream goes on, and small schemas are compiled, whatever the large ones cost."""
+    body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    alone = server.complete(**body)["choices"][0]["text"]
+    large = [members(count, title=str(count)) for count in (10_000, 4_000, 2_500, 200)]
+    with ThreadPoolExecutor(len(large) + 2) as pool:
+        answers = [
+            pool.submit(server.post, "/v1/completions", prompt="a", max_tokens=2, guided_json=each)
+            for each in large
+        ]
+        texts_ = [pool.submit(server.complete, **body) for _ in range(2)]
+        for _ in range(3):
+            assert server.post("/v1/completions", prompt="a", **WAYS[0], max_tokens=2).is_success
+        for text in texts_:
+            assert text.result()["choices"][0]["text"] == alone
+        statuses = [answer.result().status_code for answer in answers]
+    assert statuses == [400, 400, 400, 200]
+    told = answers[1].result().json()["error"]
+    assert told["param"] == "guided_json" and "too big" in told["message"]
+
+
 class SlowGrammars:
     """Takes as long as the test wants."""
 
@@ -163,6 +200,70 @@ class SlowGrammars:
         return SimpleNamespace()
 
 
+class Trials:
+    """Refuses what has an x."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def check(self, wanted: StructuredOutputsParams) -> None:
+        self.asked.append(str(wanted.regex)[0])
+        if "x" in str(wanted.regex):
+            raise SurefootError(wanted.option, "takes too long")
+
+
+def test_long_grammars_are_tried_once_and_hold_up_no_short_ones() -> None:
+    grammars: Any = SlowGrammars()
+    trials, woken = Trials(), threading.Semaphore(0)
+    compiler = Compiler(grammars, trials, woken.release)
+    grammars.go.set()
+    bad, good = "x" * (SHORT_GRAMMAR + 1), "y" * (SHORT_GRAMMAR + 1)
+    for name, regex in (("a", bad), ("b", bad), ("c", good), ("d", "x")):
+        assert compiler.defer(add(name, regex))
+    assert all(woken.acquire(timeout=60) for _ in range(4))
+    errors = {message.ids[0]: error for message, error in compiler.ready()}
+    assert trials.asked == ["x", "y"] and sorted(grammars.started) == ["x", good]
+    assert [name for name, error in errors.items() if error] == ["a", "b"]
+
+
+def test_a_trial_ends_when_its_time_is_up(tmp_path: Path) -> None:
+    tokenizer = read_hf_tokenizer(write_tokenizer(tmp_path / "model"))
+    trial = Trial(Grammars(tokenizer, tokenizer.vocab_size, [2]))
+    small, broken = StructuredOutputsParams(regex="a+"), StructuredOutputsParams(regex="a(")
+    large = StructuredOutputsParams(
+        json=members(5000, required=[f"member{i}" for i in range(5000)])
+    )
+    try:
+        trial.check(small)
+        with pytest.raises(SurefootError, match="regex"):
+            trial.check(broken)
+        with pytest.raises(SurefootError, match="of a processor to compile"):
+            trial.check(large, seconds=0.02)
+        trial.check(small)
+    finally:
+        trial.close()
+
+
+def test_a_text_whose_masks_take_too_long_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = read_hf_tokenizer(write_tokenizer(tmp_path / "model"))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, [2])
+    wanted = StructuredOutputsParams(regex="a+")
+    slow, other = grammars.start(wanted), grammars.start(wanted)
+    bits = np.zeros((1, -(-tokenizer.vocab_size // 32)), np.int32)
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar, "MAX_MASK_SECONDS", -1.0)
+        slow.write_masks([], bits)
+    slow.sync(tokenizer.encode("a"))
+    slow.write_masks([], bits)
+    assert bits[0, 0] == 1 << 2 and not bits[0, 1:].any() and "ms to tell" in slow.problem
+    slow.restart()
+    assert slow.problem
+    other.write_masks([], bits)
+    assert bits.any() and not bits[0, 0] & 1 << 2 and not other.problem
+
+
 def add(name: str, regex: str | None) -> Add:
     structure = None if regex is None else StructuredOutputsParams(regex=regex)
     params = SamplingParams(structured_outputs=structure)
@@ -172,7 +273,7 @@ def add(name: str, regex: str | None) -> Add:
 def test_compiling_is_waited_for_by_its_own_request_only() -> None:
     grammars: Any = SlowGrammars()
     woken = threading.Semaphore(0)
-    compiler = Compiler(grammars, woken.release)
+    compiler = Compiler(grammars, None, woken.release)
     assert compiler.defer(add("a", "x")) and compiler.defer(add("b", "bad"))
     assert compiler.defer(add("left", "y"))
     assert not compiler.defer(add("c", None)), "a request without a grammar waits"

@@ -89,7 +89,10 @@ def serve(
         ),
     ] = 30.0,
     access_log: Annotated[
-        bool, _server("--access-log", help="Log every request.", show_default=True)
+        bool, _server("--access-log", help="Log every request on the standard output.")
+    ] = False,
+    access_log_json: Annotated[
+        bool, _server("--access-log-json", help="The same, as lines of JSON.")
     ] = False,
 ) -> None:
     """Serve a model over HTTP, as OpenAI does.
@@ -104,6 +107,8 @@ def serve(
     if not api_key and API_KEY in os.environ:
         # Somebody meant to set a key, and would serve everybody.
         raise SurefootError("api_key", f"{API_KEY} is empty", "unset it to serve without a key")
+    if access_log and access_log_json:
+        raise SurefootError("access_log", "does not go with --access-log-json", "drop one of them")
     serve_, ServerConfig = _load_server()
     config = ServerConfig(
         host=host,
@@ -119,7 +124,7 @@ def serve(
         max_body_bytes=read_size(max_body, "max_body"),
         request_timeout=request_timeout,
         shutdown_timeout=shutdown_timeout,
-        access_log=access_log,
+        access_log="json" if access_log_json else "text" if access_log else None,
     )
     with contextlib.ExitStack() as loading:
         progress = loading.enter_context(progress_bars())

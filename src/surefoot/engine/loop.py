@@ -90,6 +90,10 @@ class Loop:
     def _admit(self, requests: Sequence[Request]) -> None:
         """Requests, new or resumed, enter their slots."""
         self.admitted += requests
+        now = time.perf_counter()
+        for request in requests:
+            if request.queued_seconds is None:
+                request.queued_seconds = now - request.arrived
         slots = [request.slot for request in requests]
         self.state.admit(requests)
         index = upload(slots, self.state.device)

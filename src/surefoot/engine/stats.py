@@ -46,9 +46,6 @@ class EngineStats:
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
-    saved_seconds: float = 0.0
-    """By what rounds are believed to cost: what plain rounds would have taken for the same tokens,
-    less what the rounds with drafts took. Only counted where the cost of rounds was measured."""
     kinds: dict[str, tuple[int, float]] = field(default_factory=dict)
     """(Rounds, seconds on the device) of rounds with prompt chunks and without, with drafts and
     without."""
@@ -69,7 +66,7 @@ class EngineStats:
 
     def count_landing(self, landing: Landing, recorded: bool) -> None:
         """A round was read."""
-        size, decision = landing.size, landing.decision
+        size = landing.size
         self.rounds += 1
         self.replays += recorded
         self.rows += size.rows
@@ -79,7 +76,3 @@ class EngineStats:
         kind += " with drafts" if drafts else ""
         count, seconds = self.kinds.get(kind, (0, 0.0))
         self.kinds[kind] = count + 1, seconds + (landing.seconds or 0.0)
-        expected = decision.expected
-        if drafts and landing.progress and not landing.prompt_rows:
-            gained = 1 + landing.accepted / len(landing.progress)
-            self.saved_seconds += expected.plain_seconds * gained - expected.seconds

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,11 @@ MAX_LEXER_STATES = 50_000
 _BITS = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
 MAX_ROW_ITEMS = 5_000
 """An object with n optional members takes about 4 n. It bounds what a mask can cost a round."""
+MAX_SYMBOLS = 20_000
+"""In a grammar's rules; an object with as many optional members as a row has room for has 15,000.
+Compiling takes time that grows with the square."""
+MAX_MASK_SECONDS = 0.05
+"""Of a processor, for one row's mask: the round waits for it, and with it everybody."""
 # Without it, a mask holds only the one way in which the tokenizer would cut text that is certain.
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 # Where a library's message shows the grammar and points into it.
@@ -85,6 +91,7 @@ class Grammars:
         limits = library.LLParserLimits(
             max_lexer_states=MAX_LEXER_STATES,
             max_items_in_row=MAX_ROW_ITEMS,
+            max_grammar_size=MAX_SYMBOLS,
             verbose_errors=False,
         )
         matcher = library.LLMatcher(
@@ -167,13 +174,14 @@ class GrammarState:
     """Where one text stands in its grammar; implements ``structured.TextGrammar``.
 
     A text that cannot go on, because the vocabulary lacks the bytes or the library gives up, may
-    only end; ``accepting`` is then false.
+    only end; ``accepting`` is then false. So does one whose masks take too long.
     """
 
     def __init__(self, start: Any, end_tokens: Sequence[int]) -> None:
         """``start``: the library's matcher before any text; it is copied, not moved."""
         self._start = start
         self._ends = list(end_tokens)
+        self._slow = False
         self.restart()
 
     def restart(self) -> None:
@@ -227,7 +235,12 @@ class GrammarState:
             self._matcher.consume_tokens(self._text)
 
     def _write_mask(self, row: np.ndarray) -> None:
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._slow:
+            row[:] = 0
+        else:
+            began = time.thread_time()
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self._slow = time.thread_time() - began > MAX_MASK_SECONDS
         for token in self._ends:
             row[token // 32] &= ~_BITS[token % 32]
         if self.accepting or not row.any():
@@ -246,6 +259,8 @@ class GrammarState:
     @property
     def problem(self) -> str:
         """See ``TextGrammar.problem``."""
+        if self._slow:
+            return f"what may follow takes over {1000 * MAX_MASK_SECONDS:.0f} ms to tell"
         if self.accepting or not self._stuck():
             return ""
         problem = _one_line(self._matcher.get_error())

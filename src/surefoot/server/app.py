@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from surefoot import __version__
 from surefoot.errors import SurefootError
+from surefoot.server.access import Access, LogFormat
 from surefoot.server.bodies import route_class
 from surefoot.server.chat_schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from surefoot.server.core_process import CoreDied
@@ -63,6 +64,7 @@ def create_app(
     allowed_hosts: Sequence[str] | None = None,
     cors_origins: Sequence[str] = (),
     max_body_bytes: int = 8 << 20,
+    access_log: LogFormat | None = None,
 ) -> FastAPI:
     """An ASGI application around a service. Endpoints are those of OpenAI and vLLM. Without
     ``api_keys`` none is asked for; without ``allowed_hosts`` any host may be meant."""
@@ -91,6 +93,11 @@ def create_app(
         )
     if allowed_hosts is not None:
         app.add_middleware(Hosts, allowed=allowed_hosts, origins=cors_origins)
+
+    def count(method: str, path: str, status: int) -> None:
+        service.front.metrics.statuses[method, path, str(status)] += 1
+
+    app.add_middleware(Access, count=count, log=access_log)
     return app
 
 

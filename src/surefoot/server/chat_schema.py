@@ -116,6 +116,9 @@ class ChatRequest(RequestFields):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
+    parse_special: bool = False
+    """Whether special tokens written in messages and tools are parsed as such, as Hugging Face
+    does; else they are text."""
 
     option_names: ClassVar[Mapping[str, str]] = {"prompt": "messages", "logprobs": "top_logprobs"}
 
@@ -156,6 +159,8 @@ class TokenizeRequest(Strict):
     tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
+    parse_special: bool = False
+    """See ``ChatRequest``."""
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages."""
     return_token_strs: bool = False
@@ -173,7 +178,7 @@ def plain_tools(tools: Sequence[ToolDefinition] | None) -> list[dict[str, Any]] 
 
 def render_messages(
     tokenizer: Tokenizer,
-    messages: Sequence[Message],
+    messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
     variables: Mapping[str, Any] | None,
     add_generation_prompt: bool,
@@ -188,7 +193,7 @@ def render_messages(
         if "tools" not in template:
             raise SurefootError("tools", "this model's chat template takes none", "drop them")
     return tokenizer.render_chat(
-        [message.plain(index) for index, message in enumerate(messages)],
+        messages,
         tools=tools,
         add_generation_prompt=add_generation_prompt,
         **(variables or {}),

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from surefoot.errors import SurefootError
-from surefoot.sampling.grammar import Grammars
+from surefoot.sampling.grammar import CACHED_GRAMMARS, Grammars
 from surefoot.server.messages import Add
+from surefoot.structured import StructuredOutputsParams
+
+SHORT_GRAMMAR = 4096
+"""Characters. Within the library's limits such a grammar compiles in tenths of a second at most."""
+
+
+class Checks(Protocol):
+    """``sampling.trial.Trial``."""
+
+    def check(self, wanted: StructuredOutputsParams) -> None:
+        """Raises SurefootError for a grammar that takes too long."""
+        ...
 
 
 class Compiler:
-    """One thread that compiles; the others' methods are for the thread of the rounds. ``wake`` is
-    called from the compiling thread when a message has become ready."""
+    """Two threads that compile, one of them the long grammars only, once ``trial`` has shown that
+    they take not too long; the others' methods are for the thread of the rounds. ``wake`` is called
+    from a compiling thread when a message has become ready."""
 
-    def __init__(self, grammars: Grammars | None, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, grammars: Grammars | None, trial: Checks | None, wake: Callable[[], None]
+    ) -> None:
         self._grammars = grammars
+        self._trial = trial
         self._wake = wake
-        self._pool: ThreadPoolExecutor | None = None
+        self._short = ThreadPoolExecutor(1, "grammar")
+        self._long = ThreadPoolExecutor(1, "long-grammar")
+        self._refused: OrderedDict[StructuredOutputsParams, SurefootError] = OrderedDict()
+        """Long ones, the latest."""
         self._pending: set[str] = set()
         """First ids of the messages that wait."""
         self._ready: deque[tuple[Add, SurefootError | None]] = deque()
@@ -29,14 +49,15 @@ class Compiler:
         grammars = self._grammars
         if wanted is None or grammars is None or grammars.knows(wanted):
             return False
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "grammar")
         self._pending.add(message.ids[0])
+        long = wanted.characters > SHORT_GRAMMAR
 
         def compile_it() -> None:
             error = None
             try:
-                if message.ids[0] in self._pending:
+                if message.ids[0] in self._pending and not grammars.knows(wanted):
+                    if long:
+                        self._try(wanted)
                     grammars.start(wanted)
             except SurefootError as caught:
                 error = caught
@@ -45,8 +66,20 @@ class Compiler:
             self._ready.append((message, error))
             self._wake()
 
-        self._pool.submit(compile_it)
+        (self._long if long else self._short).submit(compile_it)
         return True
+
+    def _try(self, wanted: StructuredOutputsParams) -> None:
+        if wanted in self._refused:
+            raise self._refused[wanted]
+        try:
+            if self._trial is not None:
+                self._trial.check(wanted)
+        except SurefootError as error:
+            self._refused[wanted] = error
+            if len(self._refused) > CACHED_GRAMMARS:
+                self._refused.popitem(last=False)
+            raise
 
     def drop(self, ids: Iterable[str]) -> None:
         """Forget the messages that have one of these ids first: their client left."""

@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from surefoot import __version__
 from surefoot.engine.build import build_engine, why_slow
 from surefoot.engine.engine import Engine, Progress
 from surefoot.engine.garbage import only_new_garbage
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
 from surefoot.request import FinishReason, Request
+from surefoot.sampling.trial import Trial
 from surefoot.server import messages
 from surefoot.server.compiling import Compiler
 from surefoot.server.link import Link
@@ -51,7 +53,9 @@ class Core:
         self.engine = engine
         self.link = link
         self.requests: dict[str, Request] = {}
-        self._compiler = Compiler(engine.grammars, link.wake)
+        grammars = engine.grammars
+        trial = None if grammars is None else Trial(grammars)
+        self._compiler = Compiler(grammars, trial, link.wake)
         self._proposers = {item.name: index for index, item in enumerate(engine.proposers)}
 
     def run(self) -> None:
@@ -144,6 +148,7 @@ class Core:
             stop=request.stop_reason,
             cached=request.cached if first else 0,
             logprobs=None if params.logprobs is None else request.logprobs[-count:],
+            queued=(request.queued_seconds or 0.0) if first else 0.0,
             prompt_logprobs=(
                 request.prompt_logprobs if first and params.prompt_logprobs is not None else None
             ),
@@ -167,7 +172,7 @@ class Core:
             barren_rounds=engine.planner.barren,
             believed_seconds=engine.planner.believed_seconds,
             measured_seconds=engine.planner.measured_seconds,
-            saved_seconds=stats.saved_seconds,
+            saved_seconds=engine.planner.saved_seconds,
         )
 
 
@@ -185,6 +190,12 @@ def ready(engine: Engine, sampling_defaults: Mapping[str, Any]) -> Ready:
         saving_known=bool(engine.proposers) and config.draft_policy == "auto",
         deterministic=engine.deterministic,
         sampling_defaults=dict(sampling_defaults),
+        build={
+            "version": __version__,
+            "backend": engine.decoder.backend.name,
+            "device": str(engine.decoder.backend.device),
+            "dtype": str(engine.decoder.backend.dtype).removeprefix("torch."),
+        },
         memory=engine.memory.bytes_by_part() if engine.memory else {},
     )
 

@@ -26,30 +26,37 @@ class Encoder:
         self.most = most
         self._long = ThreadPoolExecutor(1, "long-texts")
 
-    async def ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a prompt. Raises SurefootError."""
-        self.check(text)
-        return await self._encode(text, add_special_tokens, self.most)
+    async def ids(
+        self, text: str, add_special_tokens: bool, tokenizer: Tokenizer | None = None
+    ) -> list[int]:
+        """Ids of a prompt, by another tokenizer where one is given. Raises SurefootError."""
+        tokenizer = tokenizer or self.tokenizer
+        self.check(text, tokenizer)
+        return await self._encode(tokenizer, text, add_special_tokens, self.most)
 
-    async def any_ids(self, text: str, add_special_tokens: bool) -> list[int]:
+    async def any_ids(
+        self, text: str, add_special_tokens: bool, tokenizer: Tokenizer | None = None
+    ) -> list[int]:
         """Ids of a text that need not fit the model's context. Raises SurefootError."""
         if len(text) > MOST_CHARACTERS:
             problem = f"has {len(text)} characters, more than {MOST_CHARACTERS}"
             raise SurefootError("prompt", problem, "send it in pieces")
-        return await self._encode(text, add_special_tokens, None)
+        return await self._encode(tokenizer or self.tokenizer, text, add_special_tokens, None)
 
-    async def _encode(self, text: str, add_special_tokens: bool, most: int | None) -> list[int]:
-        work = self.tokenizer.encode, text, add_special_tokens, most
+    async def _encode(
+        self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int | None
+    ) -> list[int]:
         if len(text) <= SHORT_TEXT:
-            return self.tokenizer.encode(text, add_special_tokens, most)
+            return tokenizer.encode(text, add_special_tokens, most)
         pool = self._long if len(text) > LONG_TEXT else None
-        return await asyncio.get_running_loop().run_in_executor(pool, *work)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(pool, tokenizer.encode, text, add_special_tokens, most)
 
-    def check(self, text: str) -> None:
+    def check(self, text: str, tokenizer: Tokenizer | None = None) -> None:
         """Refuse a prompt whose length says that it is too long. Raises SurefootError."""
         if len(text) <= self.most:
             return
-        lengths = self.tokenizer.lengths
+        lengths = (tokenizer or self.tokenizer).lengths
         if lengths is not None and lengths.fewest(text) > self.most:
             problem = too_long(len(text), "characters", self.most)
             raise SurefootError("prompt", problem, "shorten it")

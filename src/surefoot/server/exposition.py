@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -33,6 +33,7 @@ VLLM_NAMES = {
     "time_to_first_token_seconds": "time_to_first_token_seconds",
     "inter_token_latency_seconds": "inter_token_latency_seconds",
     "time_per_output_token_seconds": "request_time_per_output_token_seconds",
+    "request_queue_seconds": "request_queue_time_seconds",
     "request_latency_seconds": "e2e_request_latency_seconds",
     "request_prompt_tokens": "request_prompt_tokens",
     "request_generation_tokens": "request_generation_tokens",
@@ -58,6 +59,14 @@ class _Exporter(Collector):
         yield from self._counter("requests_finished", "Texts that ended, by reason.", finished)
         rejected = metrics.rejected
         yield from self._counter("requests_rejected", "Refused by a full queue.", [({}, rejected)])
+        names = ("method", "path", "status")
+        answers = [(dict(zip(names, k, strict=True)), n) for k, n in metrics.statuses.items()]
+        yield from self._counter("http_requests", "HTTP answers.", answers)
+        build = GaugeMetricFamily(
+            "surefoot_build_info", "What runs.", labels=[*metrics.ready.build]
+        )
+        build.add_metric([*metrics.ready.build.values()], 1)
+        yield build
         for name, value in (
             ("prompt_tokens", metrics.prompt_tokens),
             ("generation_tokens", metrics.generation_tokens),
@@ -111,6 +120,10 @@ class _Exporter(Collector):
                 values = getattr(counts, kind)
                 by_name[kind].append((label, sum(values)))
                 per_position += [({**label, "position": str(i)}, n) for i, n in enumerate(values)]
+        rounds = [({}, self.metrics.request_rounds)]
+        yield from self._counter("request_rounds", "A request's rounds that gave tokens.", rounds)
+        offered = [({"position": str(i)}, n) for i, n in enumerate(self.metrics.offered)]
+        yield from self._counter("offered_tokens_by_position", "Draft tokens on offer.", offered)
         about = "A request's rounds with drafts."
         yield from self._counter("draft_rounds", about, by_name["rounds"])
         for kind, per_position in by_position.items():
@@ -167,6 +180,7 @@ class _Exporter(Collector):
             ("time_to_first_token_seconds", "From arrival.", metrics.first_token),
             ("inter_token_latency_seconds", "Between tokens.", metrics.inter_token),
             ("time_per_output_token_seconds", "Mean of a text.", metrics.mean_token),
+            ("request_queue_seconds", "Until it was let in.", metrics.queue_time),
             ("request_latency_seconds", "From arrival to the end.", metrics.request_time),
             ("request_prompt_tokens", "Tokens of a prompt.", metrics.prompt_lengths),
             ("request_generation_tokens", "Tokens of a text.", metrics.generation_lengths),
@@ -211,9 +225,13 @@ class _Exporter(Collector):
 class Exposition:
     """The page that Prometheus reads."""
 
-    def __init__(self, metrics: Metrics, model: str) -> None:
+    def __init__(self, metrics: Metrics, model: str, core: int | None = None) -> None:
+        """``core``: its process id, where there is one."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Exporter(metrics, model))
+        ProcessCollector(registry=self._registry)
+        if core is not None:
+            ProcessCollector("surefoot_core", lambda: core, registry=self._registry)
 
     def page(self) -> bytes:
         return generate_latest(self._registry)

@@ -1,5 +1,5 @@
-"""What a request must pass before it is read: its host, the key, and the size of its body. Plain ASGI, so
-that disconnections reach the endpoints unchanged."""
+"""What a request must pass before it is read: its host, the key, and the size of its body. Plain
+ASGI, so that disconnections reach the endpoints unchanged."""
 
 from __future__ import annotations
 

@@ -75,6 +75,8 @@ class Ready(_Message):
     """Fields of ``SamplingParams`` for requests that do not set them."""
     memory: dict[str, int] = {}
     """Bytes of a GPU by part (``MemoryPlan``); empty without one."""
+    build: dict[str, str] = {}
+    """What runs: version, backend, device, dtype."""
 
     @property
     def room(self) -> int:
@@ -130,6 +132,8 @@ class News(msgspec.Struct, array_like=True):
     stop: int | str | None = None
     cached: int = 0
     """With the first tokens: leading prompt positions found in the prefix cache."""
+    queued: float = 0.0
+    """With the first tokens: seconds from arrival until it was let in."""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
 

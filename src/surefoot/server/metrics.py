@@ -18,6 +18,7 @@ FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
 FIRST_TOKEN_BOUNDS = (*FIRST_TOKEN, 20, 40, 80, 160, 640)
 TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1, 5)
 REQUEST_BOUNDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 960)
+QUEUE_BOUNDS = (0.001, 0.01, 0.05, *REQUEST_BOUNDS)
 LENGTH_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _SMOOTHING = 0.1
 
@@ -68,6 +69,14 @@ class Metrics:
         self.first_token = Histogram(FIRST_TOKEN_BOUNDS)
         self.inter_token = Histogram(TOKEN_BOUNDS)
         """Gaps between rounds that brought tokens, divided evenly over those tokens."""
+        self.queue_time = Histogram(QUEUE_BOUNDS)
+        """Until the engine let a text in."""
+        self.request_rounds = 0
+        """A request's rounds that brought tokens, with drafts or without."""
+        self.offered: list[int] = []
+        """Draft tokens that were on the table, by position."""
+        self.statuses: Counter[tuple[str, str, str]] = Counter()
+        """HTTP answers by method, path, status."""
         self.mean_token = Histogram(TOKEN_BOUNDS)
         """Per text: the mean time of a token after the first."""
         self.request_time = Histogram(REQUEST_BOUNDS)
@@ -92,8 +101,13 @@ class Metrics:
         """A choice got ``news``; ``kept`` of its tokens count, as a stop string may end the text
         before the others."""
         self.generation_tokens += kept
+        self.request_rounds += bool(news.tokens)
+        self.offered += [0] * (news.offered - len(self.offered))
+        for position in range(news.offered):
+            self.offered[position] += 1
         if choice.first_at is None:
             choice.first_at = now
+            self.queue_time.observe(news.queued)
             self.first_token.observe(now - choice.generation.arrived)
         elif kept:
             self.inter_token.observe((now - choice.last_at) / kept, kept)

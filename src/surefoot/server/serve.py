@@ -18,6 +18,7 @@ from surefoot.config import EngineConfig
 from surefoot.engine.garbage import only_new_garbage
 from surefoot.errors import SurefootError
 from surefoot.models.loading import load_tokenizer
+from surefoot.server.access import LogFormat, log_to_stdout
 from surefoot.server.app import create_app
 from surefoot.server.connections import BoundedConnection
 from surefoot.server.core_process import CoreProcess
@@ -63,7 +64,8 @@ class ServerConfig:
     max_body_bytes: int = 8 << 20
     request_timeout: float | None = None
     shutdown_timeout: float = 30.0
-    access_log: bool = False
+    access_log: LogFormat | None = None
+    """None for none. Lines go to the standard output."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
@@ -139,6 +141,7 @@ async def _serve(
             allowed_hosts=hosts(config.allowed_hosts, listener),
             cors_origins=config.cors_origins,
             max_body_bytes=config.max_body_bytes,
+            access_log=config.access_log,
         )
         http = _Http(
             uvicorn.Config(
@@ -148,14 +151,16 @@ async def _serve(
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
                 lifespan="off",
-                log_level="info" if config.access_log else "warning",
-                access_log=config.access_log,
+                log_level="warning",
+                access_log=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 # For connections that are not read from; requests have ended before.
                 timeout_graceful_shutdown=math.ceil(config.shutdown_timeout) + UNREAD_SECONDS,
             )
         )
+        if config.access_log is not None:
+            log_to_stdout()
         loaded()
         print(f"{names[0]}: {ready.description}", file=sys.stderr)
         if not config.api_keys and not is_local(listener):

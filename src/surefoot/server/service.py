@@ -12,6 +12,9 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from surefoot.errors import SurefootError
+from surefoot.models.loading.special_text import SpecialText
+from surefoot.models.loading.tokenizer import Tokenizer
+from surefoot.server.access import GENERATION
 from surefoot.server.answer import Format, StreamedAnswer, whole_answer
 from surefoot.server.chat import ChatFormat
 from surefoot.server.chat_schema import (
@@ -49,8 +52,9 @@ class Service:
         self.settings = settings
         self.tokenizer = front.tokenizer
         self.encoder = Encoder(front.tokenizer, front.ready.room)
+        self.specials = SpecialText(front.tokenizer)
         self.texts = TokenTexts(front.tokenizer)
-        self.exposition = Exposition(front.metrics, settings.names[0])
+        self.exposition = Exposition(front.metrics, settings.names[0], front.core.pid)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.settings.names:
@@ -133,17 +137,24 @@ class Service:
         if isinstance(request, ChatRequest) and not request.uses_tools:
             tools = None
 
-        text = await asyncio.to_thread(
-            render_messages,
-            self.tokenizer,
-            request.messages or [],
-            plain_tools(tools),
-            request.chat_template_kwargs,
-            request.add_generation_prompt,
-        )
+        def rendered() -> tuple[str, Tokenizer]:
+            messages = [item.plain(index) for index, item in enumerate(request.messages or [])]
+            given, mark = (messages, plain_tools(tools)), None
+            if not request.parse_special:
+                mark = self.specials.mark()
+                given = self.specials.marked(given, mark)
+            text = render_messages(
+                self.tokenizer,
+                *given,
+                request.chat_template_kwargs,
+                request.add_generation_prompt,
+            )
+            return (text, self.tokenizer) if mark is None else self.specials.settled(text, mark)
+
+        text, tokenizer = await asyncio.to_thread(rendered)
         if isinstance(request, TokenizeRequest):
-            return await self.encoder.any_ids(text, add_special_tokens)
-        return await self.encoder.ids(text, add_special_tokens)
+            return await self.encoder.any_ids(text, add_special_tokens, tokenizer)
+        return await self.encoder.ids(text, add_special_tokens, tokenizer)
 
     async def _answer(
         self,
@@ -159,6 +170,7 @@ class Service:
             params = request.sampling(ready.sampling_defaults, room, more)
             speculation = request.speculation_params(http.headers.get(SPECULATION_HEADER))
             generation = await self.front.submit(prompts, params, speculation)
+            http.scope[GENERATION] = generation
         except SurefootError as error:
             raise api_error(error, request.names()) from error
         if request.stream:

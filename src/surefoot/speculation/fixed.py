@@ -10,7 +10,7 @@ class FixedPlanner:
     requests' own limits go. Stands in for a ``Planner``."""
 
     explored = barren = 0
-    believed_seconds = measured_seconds = 0.0
+    believed_seconds = measured_seconds = saved_seconds = 0.0
 
     def __init__(self, width: int, exact: bool) -> None:
         """``width``: most drafts of a request. ``exact``: what is on offer is known when a round is

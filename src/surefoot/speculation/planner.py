@@ -73,6 +73,10 @@ class Planner:
         """Rounds in a row that had drafts on offer and verified none."""
         self.believed_seconds = self.measured_seconds = 0.0
         """Of late rounds, on average."""
+        self.saved_seconds = 0.0
+        """What plain rounds would have taken for the tokens of those with drafts, less what these
+        took. A plain round is never believed to take longer than the measured one, which had more
+        rows: so the sum of what was saved is bounded, whatever was believed."""
         self._usual_tokens = self._usual_rounds = 1.0
         """Of rounds that try nothing, on the running average: tokens of a request, and the time in
         plain rounds."""
@@ -244,6 +248,9 @@ class Planner:
         seconds = self.weighing.together(outcome.device_seconds, outcome.host_seconds)
         self.believed_seconds += _RECENT * (expected.seconds - self.believed_seconds)
         self.measured_seconds += _RECENT * (seconds - self.measured_seconds)
+        if outcome.verified and not s.prompt_rows:
+            plain = min(expected.plain_seconds, seconds)
+            self.saved_seconds += plain * (1 + outcome.accepted / s.requests) - seconds
         self._account(expected, seconds, outcome.accepted / s.requests)
         self.explored += decision.explores
         self.barren = 0 if outcome.verified or not outcome.drafting else self.barren + 1
