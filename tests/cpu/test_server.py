@@ -338,6 +338,9 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     assert (error["param"] or "").startswith(param) and param.split(".")[0] in error["message"]
 
 
+UNTYPED: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+STRICT: dict[str, Any] = {"type": "function", "function": {"name": "f", "strict": True}}
+NO_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "objct"}}}
 CHAT_REFUSED = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
@@ -347,8 +350,16 @@ CHAT_REFUSED = [
     ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0]"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"tools": [STRICT]}, "tools[0].function.strict"),
+    (
+        {"tools": [STRICT], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_ch",
+    ),
+    ({"tools": [STRICT], "tool_choice": "required", "min_tokens": 2}, "min_tokens"),
+    ({"tools": [NO_SCHEMA], "tool_choice": "required"}, "tools"),
+    ({"tools": [UNTYPED], "parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"chat_template_kwargs": {"template": "x"}}, "chat_template_kwargs.template"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 from openai import OpenAI
@@ -42,7 +43,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running_server(emoji_model(tmp_path_factory.mktemp("model"))) as started:
+    with running_server(emoji_model(tmp_path_factory.mktemp("model"), 2048)) as started:
         yield started
 
 
@@ -180,6 +181,74 @@ def test_large_schemas_are_tried_elsewhere(server: Server) -> None:
     assert statuses == [400, 400, 400, 200]
     told = answers[1].result().json()["error"]
     assert told["param"] == "guided_json" and "too big" in told["message"]
+
+
+FUNCTIONS = {
+    "paint": {
+        "type": "object",
+        "properties": {"colour": {"$ref": "#/$defs/::=colour"}},
+        "required": ["colour"],
+        "additionalProperties": False,
+        "$defs": {"::=colour": {"enum": ["r,d", 'gr"n']}},
+    },
+    "wait": {
+        "type": "object",
+        "properties": {"s": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["s"],
+        "additionalProperties": False,
+    },
+}
+CALLABLE = [
+    {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+    for name, schema in FUNCTIONS.items()
+]
+
+
+def calls_fit(message: dict[str, Any]) -> list[str]:
+    """Names of the functions called."""
+    assert not message["content"]
+    for call in message["tool_calls"]:
+        arguments = json.loads(call["function"]["arguments"])
+        jsonschema.validate(arguments, FUNCTIONS[call["function"]["name"]])
+    return [call["function"]["name"] for call in message["tool_calls"]]
+
+
+def called(server: Server, seeds: int = 4, **body: Any) -> list[list[str]]:
+    """Of so many answers, the functions called."""
+    answer = server.post(
+        "/v1/chat/completions", **CHAT, tools=CALLABLE, n=seeds, seed=3, temperature=9.0, **body
+    )
+    assert answer.status_code == 200, answer.text
+    choices = [c for c in answer.json()["choices"] if c["finish_reason"] != "length"]
+    assert choices and {choice["finish_reason"] for choice in choices} == {"tool_calls"}
+    return [calls_fit(choice["message"]) for choice in choices]
+
+
+def test_calls_that_are_required(server: Server) -> None:
+    one = called(server, tool_choice="required", parallel_tool_calls=False, seeds=8)
+    assert len(one) == 8 and all(len(names) == 1 for names in one)
+    assert {name for names in one for name in names} == {"paint", "wait"}
+    for name in FUNCTIONS:
+        choice = {"type": "function", "function": {"name": name}}
+        assert called(server, tool_choice=choice) == [[name]] * 4
+    # A random model seldom ends by itself what may go on.
+    end = {"1": 0, "2": 3.0}
+    several = called(server, tool_choice="required", logit_bias=end, max_tokens=300, seeds=8)
+    assert any(len(names) > 1 for names in several)
+
+
+def test_required_calls_are_streamed(server: Server) -> None:
+    client = OpenAI(base_url=server.url + "/v1", api_key="none")
+    common: Any = {"model": client.models.list().data[0].id, "messages": CHAT["messages"]}
+    common |= {"tools": CALLABLE, "tool_choice": "required", "parallel_tool_calls": False}
+    whole = client.chat.completions.create(**common, seed=5)
+    [call] = whole.choices[0].message.tool_calls or []
+    chunks = list(client.chat.completions.create(**common, seed=5, stream=True))
+    [told] = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or []]
+    assert told.function == call.function or (
+        told.function and told.function.arguments == call.function.arguments
+    )
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
 class SlowGrammars:

@@ -44,12 +44,13 @@ def route_class(check: Check) -> type[APIRoute]:
     class JsonRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Awaitable[Any]]:
             handle, field = super().get_route_handler(), self.body_field
+            model: Any = None if field is None else field.field_info.annotation
 
             async def with_json(request: Request) -> Any:
-                if field is None:
+                if model is None:
                     return await handle(request)
                 read = JsonRequest(request.scope, request.receive)
-                read.model, read.check = field.field_info.annotation, check
+                read.model, read.check = model, check
                 return await handle(read)
 
             return with_json

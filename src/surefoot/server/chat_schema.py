@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -12,6 +13,8 @@ from surefoot.errors import SurefootError
 from surefoot.models.loading.tokenizer import Tokenizer
 from surefoot.request import SamplingParams
 from surefoot.server.schema import Ids, RequestFields, Strict, structure_fields
+from surefoot.server.tool_choice import forced_calls
+from surefoot.structured import StructuredOutputsParams
 
 # What clients send back from an answer's message though it says nothing.
 _NEUTRAL_MESSAGE = {
@@ -92,13 +95,22 @@ class FunctionDefinition(Strict):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
-    """Arguments are not forced to fit the schema, so ``true`` is refused."""
+    strict: bool | None = None
+    """Arguments are made to fit only where a call is required; elsewhere ``true`` is refused."""
 
 
 class ToolDefinition(Strict):
     type: Literal["function"]
     function: FunctionDefinition
+
+
+class ChosenFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: ChosenFunction
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -111,8 +123,10 @@ class ChatRequest(RequestFields):
     logprobs: bool = False
     top_logprobs: int | None = None
     tools: Tools | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    """A forced call needs structured output, so ``required`` and names are refused."""
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    """``required``, or a tool: the answer is a call, whose arguments fit the schema."""
+    parallel_tool_calls: bool | None = None
+    """Whether an answer that is required to be a call may be several."""
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
@@ -126,6 +140,43 @@ class ChatRequest(RequestFields):
     def uses_tools(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
 
+    def _forced(self) -> StructuredOutputsParams | None:
+        """What the answer has to be for a call to be made; None where none has to. Raises
+        SurefootError."""
+        choice, tools = self.tool_choice, self.tools or []
+        if choice in (None, "auto", "none"):
+            for index, tool in enumerate(tools):
+                if tool.function.strict and self.uses_tools:
+                    raise SurefootError(
+                        f"tools[{index}].function.strict",
+                        "is honoured only where a call is required",
+                        "set tool_choice to required, or drop it",
+                    )
+            if self.parallel_tool_calls is False and self.uses_tools:
+                raise SurefootError(
+                    "parallel_tool_calls",
+                    "can be false only where a call is required",
+                    "set tool_choice to required, or drop it",
+                )
+            return None
+        if not tools:
+            raise SurefootError("tool_choice", "needs tools", "give some")
+        if isinstance(choice, NamedTool):
+            name = choice.function.name
+            tools = [tool for tool in tools if tool.function.name == name]
+            if not tools:
+                raise SurefootError("tool_choice", f"there is no tool {name[:200]!r}")
+        many = self.parallel_tool_calls is not False and choice == "required"
+        named = [(tool.function.name, tool.function.parameters) for tool in tools]
+        return forced_calls(named, many)
+
+    def names(self) -> dict[str, str]:
+        """See ``RequestFields.names``."""
+        names = super().names()
+        if self.tool_choice not in (None, "auto", "none"):
+            names |= {"structured_outputs.grammar": "tools", "structured_outputs": "tool_choice"}
+        return names
+
     def sampling(
         self, defaults: Mapping[str, Any], room: int, more: Mapping[str, Any]
     ) -> SamplingParams:
@@ -134,7 +185,8 @@ class ChatRequest(RequestFields):
         if params.structured_outputs is not None and self.uses_tools:
             [name, *_] = [name for name, _, _ in structure_fields(self)] or ["structured_outputs"]
             raise SurefootError(name, "does not go with tools", "set tool_choice to none")
-        return params
+        forced = self._forced()
+        return params if forced is None else replace(params, structured_outputs=forced)
 
     def limit(self) -> int | None:
         """Most tokens of the answer, under either name. Raises SurefootError for two values."""

@@ -59,8 +59,10 @@ class _Exporter(Collector):
         yield from self._counter("requests_finished", "Texts that ended, by reason.", finished)
         rejected = metrics.rejected
         yield from self._counter("requests_rejected", "Refused by a full queue.", [({}, rejected)])
-        names = ("method", "path", "status")
-        answers = [(dict(zip(names, k, strict=True)), n) for k, n in metrics.statuses.items()]
+        answers = [
+            ({"method": method, "path": path, "status": status}, count)
+            for (method, path, status), count in metrics.statuses.items()
+        ]
         yield from self._counter("http_requests", "HTTP answers.", answers)
         build = GaugeMetricFamily(
             "surefoot_build_info", "What runs.", labels=[*metrics.ready.build]

@@ -139,16 +139,12 @@ class Service:
 
         def rendered() -> tuple[str, Tokenizer]:
             messages = [item.plain(index) for index, item in enumerate(request.messages or [])]
-            given, mark = (messages, plain_tools(tools)), None
+            plain, mark = plain_tools(tools), None
             if not request.parse_special:
                 mark = self.specials.mark()
-                given = self.specials.marked(given, mark)
-            text = render_messages(
-                self.tokenizer,
-                *given,
-                request.chat_template_kwargs,
-                request.add_generation_prompt,
-            )
+                messages, plain = self.specials.marked((messages, plain), mark)
+            variables, prompt = request.chat_template_kwargs, request.add_generation_prompt
+            text = render_messages(self.tokenizer, messages, plain, variables, prompt)
             return (text, self.tokenizer) if mark is None else self.specials.settled(text, mark)
 
         text, tokenizer = await asyncio.to_thread(rendered)
