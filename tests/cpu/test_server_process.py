@@ -287,9 +287,9 @@ def test_options_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"request_timeout": 0.0}, "request_timeout"),
         ({"shutdown_timeout": -0.1}, "shutdown_timeout"),
         ({"shutdown_timeout": float("nan")}, "shutdown_timeout"),
-        ({"api_key": ""}, "api_key"),
-        ({"api_key": "k\u00e9y"}, "api_key"),
-        ({"api_key": "a\nb"}, "api_key"),
+        ({"api_keys": ("good", "")}, "api_key"),
+        ({"api_keys": ("good", "k\u00e9y")}, "api_key"),
+        ({"api_keys": ("good", "a\nb")}, "api_key"),
     ],
 )
 def test_settings_that_no_server_can_have(given: dict[str, Any], option: str) -> None:
