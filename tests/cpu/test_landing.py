@@ -80,7 +80,7 @@ def test_rounds_without_drafts_land_as_any_other(data: Any, count: int, caching:
             assert [end for _, end in after.ended] == ends
         kv.check_integrity()
         found = [dict(vars(lease)) for lease in leases], kv.pool._block_of
-        state = [replace(request, params=SamplingParams()) for request in requests]
+        state = [replace(request, params=SamplingParams(), arrived=0.0) for request in requests]
         told_of = [told(landing) for landing in landed]
         outcomes.append((found, told_of, [vars(request) for request in state]))
     assert outcomes[0] == outcomes[1]
