@@ -39,6 +39,8 @@ class EngineConfig:
     """Rows of a round before drafts, so the longest prompt chunk; None: 256 on a CPU, 8192 on a
     GPU, or ``max_num_seqs`` if that is more."""
     block_size: int = 16
+    """Positions of a block of KV. With bfloat16 on a Hopper GPU a power of two from 8 on: smaller
+    ones would need kernels that sum in another order, and so give other texts."""
     kv_cache_memory: int | None = None
     """Bytes for the KV pool; None: 1 GiB, or what ``max_num_seqs`` full contexts need if less."""
     kv_blocks: int | None = None
