@@ -103,7 +103,6 @@ class Drafting(ABC):
         """See ``kernels.lookup``."""
         return ngram_lookup(history, length, slots, min_ngram, max_ngram, window, drafts)
 
-    @abstractmethod
     def write_keys(
         self,
         weights: LayerWeights,
@@ -113,6 +112,8 @@ class Drafting(ABC):
         rope: RopeTable,
     ) -> None:
         """Of a block only the rows' keys and values, from ``inputs`` as in ``Backend.layer``."""
+        projected = self.backend.linear(weights.kv, inputs)
+        self.store_keys(projected, weights.shape, weights.k_norm, weights.eps, batch, kv, rope)
 
     @abstractmethod
     def store_keys(

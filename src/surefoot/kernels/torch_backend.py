@@ -129,17 +129,6 @@ class TorchBackend(Backend):
 class TorchDrafting(Drafting):
     """The operations as they stand, on this backend's KV."""
 
-    def write_keys(
-        self,
-        weights: LayerWeights,
-        inputs: torch.Tensor,
-        batch: FlatBatch,
-        kv: torch.Tensor,
-        rope: RopeTable,
-    ) -> None:
-        projected = weights.kv(inputs)
-        self.store_keys(projected, weights.shape, weights.k_norm, weights.eps, batch, kv, rope)
-
     def store_keys(
         self,
         projected: torch.Tensor,

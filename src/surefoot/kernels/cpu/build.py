@@ -198,7 +198,6 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             None,
             [pointer, int64, int64, int64, pointer, int64, pointer, pointer, int64, int64],
         ),
-        "sf_write_keys": (int32, [pointer, pointer, pointer, pointer, pointer, int32]),
         "sf_store_keys": (None, [pointer, pointer, pointer, pointer, int64, int32]),
         "sf_head": (
             int32,

@@ -9,7 +9,7 @@ import torch
 
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.cpu.linear import DENSE_KINDS, KINDS, input_of
-from surefoot.kernels.cpu.prepare import keys_struct, prepare_attention, prepare_keys
+from surefoot.kernels.cpu.prepare import keys_struct, prepare_attention
 from surefoot.kernels.drafting import Drafting
 from surefoot.kernels.lookup import Matches
 
@@ -51,29 +51,6 @@ class NativeDrafting(Drafting):
         )
         return found
 
-    def write_keys(
-        self,
-        weights: LayerWeights,
-        inputs: torch.Tensor,
-        batch: FlatBatch,
-        kv: NativeKV,
-        rope: RopeTable,
-    ) -> None:
-        """MemoryError when scratch memory cannot be had."""
-        backend, prepared = self.backend, weights.kv.prepared
-        if prepared is None or prepared.weights is not weights or prepared.rope is not rope:
-            prepared = prepare_keys(weights, rope, KINDS[DENSE_KINDS[backend.dtype]])
-        inputs = input_of(inputs, weights.kv)
-        if backend.library.sf_write_keys(
-            backend.context_address,
-            prepared.address,
-            backend.prepared_batch(batch).address,
-            kv.address,
-            inputs.data_ptr(),
-            backend.thread_count,
-        ):
-            raise MemoryError("no memory for the keys of a layer")
-
     def store_keys(
         self,
         projected: torch.Tensor,
@@ -84,7 +61,9 @@ class NativeDrafting(Drafting):
         kv: NativeKV,
         rope: RopeTable,
     ) -> None:
-        backend = self.backend
+        backend, width = self.backend, 2 * shape.kv_heads * shape.head_dim
+        if projected.shape[1] != width:
+            raise ValueError(f"keys and values are {projected.shape[1]} wide, expected {width}")
         struct = keys_struct(shape, k_norm, eps, rope, KINDS[DENSE_KINDS[backend.dtype]])
         if projected.dtype is not torch.float32 or projected.stride(1) != 1:
             projected = projected.float().contiguous()

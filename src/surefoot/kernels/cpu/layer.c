@@ -188,33 +188,6 @@ SF_EXPORT int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_
     return SF_OK;
 }
 
-static void keys_task(void *argument) {
-    layer_job *j = argument;
-    const sf_layer_weights *w = j->w;
-    put_rows(j->inputs, w->qkv.inputs, 0, &j->acts[0]);
-    sf_wait(&j->barrier);
-    sf_gemm(&w->qkv, &j->acts[0], (sf_out){j->qkv, w->qkv.outputs, 0, NULL}, &j->work[0], sf_team);
-    sf_wait(&j->barrier);
-    prepare_heads(w, j->batch, j->kv, j->qkv, w->qkv.outputs);
-}
-
-/* Keys and values of the rows from `inputs` [rows, qkv.inputs], and nothing else of a layer: w has
- * no query heads, and its qkv holds k and v alone. */
-SF_EXPORT int sf_write_keys(sf_context *context, const sf_layer_weights *w, const sf_batch *batch,
-                            const sf_kv *kv, const float *inputs, int threads) {
-    if (batch->rows == 0) return SF_OK;
-    size_t cursor = 0, place[2];
-    if (multiplications(&w->qkv, batch->rows) < context->serial_below) threads = 1;
-    layer_job job = {.w = w, .batch = batch, .kv = kv, .inputs = inputs};
-    job.acts[0] = reserve_acts(&cursor, &w->qkv, batch->rows, place);
-    size_t qkv_at = reserve(&cursor, (size_t)(batch->rows * w->qkv.outputs) * 4);
-    if (sf_grow(context, cursor)) return SF_NO_MEMORY;
-    place_acts(&job.acts[0], context->memory, place);
-    job.qkv = (float *)(context->memory + qkv_at);
-    sf_run(threads, keys_task, &job);
-    return SF_OK;
-}
-
 typedef struct {
     const sf_layer_weights *w;
     const sf_batch *batch;
@@ -228,7 +201,8 @@ static void store_task(void *argument) {
     prepare_heads(j->w, j->batch, j->kv, j->projected, j->stride);
 }
 
-/* The rest of sf_write_keys where k and v [rows, stride] have been computed; overwrites them. */
+/* Keys and values of the rows, and nothing else of a layer: k is normed and rotated in `projected`
+ * [rows, stride], where v follows it. w has no query heads. */
 SF_EXPORT void sf_store_keys(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv,
                              float *projected, int64_t stride, int threads) {
     store_job job = {w, batch, kv, projected, stride};

@@ -79,18 +79,6 @@ def prepare_layer(weights: LayerWeights, rope: RopeTable, kv_kind: int) -> Prepa
     return prepared
 
 
-def prepare_keys(weights: LayerWeights, rope: RopeTable, kv_kind: int) -> PreparedLayer:
-    """A layer of which only keys and values are wanted; kept with ``weights.kv``."""
-    shape, linear = weights.shape, weights.kv
-    if linear.shape[0] != 2 * shape.kv_heads * shape.head_dim:
-        raise ValueError(f"kv is {linear.shape}, expected {2 * shape.kv_heads * shape.head_dim}")
-    struct = keys_struct(shape, weights.k_norm, weights.eps, rope, kv_kind)
-    struct.qkv = linear.struct
-    prepared = PreparedLayer(weights, rope, struct, ctypes.addressof(struct))
-    linear.prepared = prepared
-    return prepared
-
-
 def keys_struct(
     shape: AttentionShape, k_norm: torch.Tensor | None, eps: float, rope: RopeTable, kv_kind: int
 ) -> LayerStruct:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from surefoot.kernels.backend import AttentionShape, FlatBatch
+from surefoot.kernels.backend import AttentionShape, FlatBatch, LayerWeights, RopeTable
 from surefoot.kernels.triton.attention import span_attention
 from surefoot.kernels.triton.chunk_attention import ChunkWork, chunk_attention, chunk_work_of
 from surefoot.kernels.triton.prompt_attention import prompt_attention, tiles_of
+from surefoot.kernels.triton.qkv import queries
 
 Work = torch.Tensor | ChunkWork | None
 
@@ -36,3 +37,20 @@ def attend(
     if isinstance(work, ChunkWork):
         return chunk_attention(q, kv, batch, shape, work)
     return prompt_attention(q, kv, batch, shape, work)
+
+
+def attend_inputs(
+    weights: LayerWeights,
+    inputs: torch.Tensor,
+    batch: FlatBatch,
+    kv: torch.Tensor,
+    rope: RopeTable,
+    work: Work,
+) -> torch.Tensor:
+    """A layer's attention short of its output projection: ``inputs`` [N, any width] in the weights'
+    dtype -> [N, heads * head_dim]. Writes the rows' keys and values."""
+    norms = None
+    if weights.q_norm is not None and weights.k_norm is not None:
+        norms = (weights.q_norm, weights.k_norm)
+    q = queries(weights.qkv, inputs, kv, batch, weights.shape, rope, norms, weights.eps)
+    return attend(q, kv, batch, weights.shape, work).flatten(1)

@@ -18,7 +18,7 @@ from surefoot.kernels.backend import (
 )
 from surefoot.kernels.quant import QuantTensor
 from surefoot.kernels.triton.argmax import argmax
-from surefoot.kernels.triton.attend import Work, attend, work_of
+from surefoot.kernels.triton.attend import Work, attend_inputs, work_of
 from surefoot.kernels.triton.cublas import CublasChoices
 from surefoot.kernels.triton.drafting import TritonDrafting
 from surefoot.kernels.triton.draws import DrawSeam
@@ -29,7 +29,7 @@ from surefoot.kernels.triton.moves import move_keys
 from surefoot.kernels.triton.norm import rms_norm
 from surefoot.kernels.triton.products import TritonLinear
 from surefoot.kernels.triton.prompt_attention import SMALLEST_BLOCK, takes_heads
-from surefoot.kernels.triton.qkv import fused, queries
+from surefoot.kernels.triton.qkv import fused
 
 
 class TritonBackend(Backend):
@@ -170,13 +170,8 @@ class TritonBackend(Backend):
         work: Work,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer short of its last product: (residual stream, what ``down`` multiplies)."""
-        norms = None
-        if weights.q_norm is not None and weights.k_norm is not None:
-            norms = (weights.q_norm, weights.k_norm)
-        eps, shape = weights.eps, weights.shape
-        q = queries(weights.qkv, normed, kv, batch, shape, rope, norms, eps)
-        attended = attend(q, kv, batch, shape, work)
-        x, normed = weights.o.added_normed(attended.flatten(1), x, (weights.post_norm, eps))
+        attended = attend_inputs(weights, normed, batch, kv, rope, work)
+        x, normed = weights.o.added_normed(attended, x, (weights.post_norm, weights.eps))
         return x, weights.gate_up.gated(normed)
 
     def move_keys(

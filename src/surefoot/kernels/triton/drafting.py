@@ -15,11 +15,10 @@ import triton.language as tl
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.drafting import Drafting, EntryWeights, LiveRows, Scratch
 from surefoot.kernels.triton import blocks, picks
-from surefoot.kernels.triton.attend import attend, work_of
+from surefoot.kernels.triton.attend import attend_inputs, work_of
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.lookup import ngram_lookup
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
-from surefoot.kernels.triton.qkv import queries
 from surefoot.kernels.triton.rope_kv import rope_and_write
 
 if TYPE_CHECKING:
@@ -152,17 +151,6 @@ class TritonDrafting(Drafting):
     block_rows = staticmethod(blocks.block_rows)
     convolve = staticmethod(blocks.convolve)
 
-    def write_keys(
-        self,
-        weights: LayerWeights,
-        inputs: torch.Tensor,
-        batch: FlatBatch,
-        kv: torch.Tensor,
-        rope: RopeTable,
-    ) -> None:
-        projected = weights.kv(inputs.to(self.backend.dtype).contiguous())
-        self.store_keys(projected, weights.shape, weights.k_norm, weights.eps, batch, kv, rope)
-
     def store_keys(
         self,
         projected: torch.Tensor,
@@ -184,13 +172,9 @@ class TritonDrafting(Drafting):
         kv: torch.Tensor,
         rope: RopeTable,
     ) -> torch.Tensor:
-        shape, norms = weights.shape, None
-        if weights.q_norm is not None and weights.k_norm is not None:
-            norms = (weights.q_norm, weights.k_norm)
         inputs = inputs.to(self.backend.dtype).contiguous()
-        q = queries(weights.qkv, inputs, kv, batch, shape, rope, norms, weights.eps)
-        attended = attend(q, kv, batch, shape, work_of(batch, shape, kv))
-        return weights.o(attended.flatten(1))
+        work = work_of(batch, weights.shape, kv)
+        return weights.o(attend_inputs(weights, inputs, batch, kv, rope, work))
 
     def mlp(self, weights: LayerWeights, inputs: torch.Tensor) -> torch.Tensor:
         return weights.down(weights.gate_up.gated(inputs.to(self.backend.dtype).contiguous()))
