@@ -19,7 +19,8 @@ from surefoot.cli import training
 from surefoot.cli.main import app
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
-from surefoot.speculation.proposers.eagle3.checkpoint import interface, open_checkpoint
+from surefoot.speculation.drafting.checkpoints import interface
+from surefoot.speculation.proposers.eagle3.checkpoint import open_checkpoint
 from surefoot.speculation.proposers.eagle3.config import read_config
 from surefoot.speculation.proposers.eagle3.drafter import Eagle3Drafter
 from surefoot.train.corpus import Corpus

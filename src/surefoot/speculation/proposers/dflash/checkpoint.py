@@ -15,18 +15,16 @@ import torch
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import layer_shapes
 from surefoot.speculation.drafting import dummy
+from surefoot.speculation.drafting.checkpoints import checked, interface
 from surefoot.speculation.drafting.facts import drafter_facts, fit_facts
 from surefoot.speculation.drafting.fit import Interface
 from surefoot.speculation.drafting.fit import misfits as usual_misfits
 from surefoot.speculation.drafting.folders import (
     DrafterCheckpoint,
-    check_tensors,
     errors_about,
     find_folder,
-    read_target_ids,
     read_tensor_file,
     read_tensors,
-    vocabulary_shapes,
 )
 from surefoot.speculation.proposers.dflash.config import (
     Convolutions,
@@ -76,12 +74,8 @@ def open_checkpoint(path: str) -> DFlashCheckpoint:
         stored = {name.removeprefix("logit_head."): tensor for name, tensor in stored.items()}
         if not is_gguf(path) and (folder / _MASK_FILE).is_file():
             stored[MASK] = read_tensor_file(folder / _MASK_FILE).flatten()
-        layer, draft_vocab = config.layer, config.draft_vocab_size
-        optional = vocabulary_shapes(layer.vocab_size, layer.hidden_size, draft_vocab)
-        optional[MASK] = (layer.hidden_size,)
-        check_tensors(folder, stored, expected_shapes(config), optional)
-        ids = read_target_ids(folder, stored, layer.vocab_size, draft_vocab)
-        return DFlashCheckpoint(folder, config, stored, ids)
+        optional = {MASK: (config.layer.hidden_size,)}
+        return checked(folder, config, stored, expected_shapes(config), optional)
 
 
 def expected_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
@@ -122,20 +116,6 @@ def expected_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
         shapes["candidate_selector.successor_codebook"] = (vocab, rank)
         shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
     return shapes
-
-
-def interface(checkpoint: DFlashCheckpoint, target: ModelConfig) -> Interface:
-    """Where it would touch this target."""
-    config, tensors = checkpoint.config, checkpoint.tensors
-    return Interface(
-        vocab_size=config.layer.vocab_size,
-        hidden_size=config.layer.hidden_size,
-        draft_vocab_size=config.draft_vocab_size,
-        own_embedding="embed_tokens.weight" in tensors,
-        own_head="lm_head.weight" in tensors,
-        feature_size=config.target_hidden_size,
-        captured_layers=config.layers_of(target.layers),
-    )
 
 
 def misfits(own: Interface, target: ModelConfig) -> list[str]:

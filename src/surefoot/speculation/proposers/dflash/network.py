@@ -19,6 +19,7 @@ from surefoot.kernels.backend import FlatBatch
 from surefoot.kernels.drafting import ContextWeights
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder, pack_layer
+from surefoot.speculation.drafting.checkpoints import interface
 from surefoot.speculation.drafting.fit import refuse_misfits
 from surefoot.speculation.drafting.folders import errors_about
 from surefoot.speculation.drafting.network import Network
@@ -26,7 +27,6 @@ from surefoot.speculation.proposers.dflash.checkpoint import (
     MASK,
     OPTION,
     DFlashCheckpoint,
-    interface,
     misfits,
 )
 from surefoot.speculation.proposers.dflash.config import Visibility

@@ -15,16 +15,14 @@ import torch
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import layer_shapes
 from surefoot.speculation.drafting import dummy
+from surefoot.speculation.drafting.checkpoints import checked, interface
 from surefoot.speculation.drafting.facts import drafter_facts, fit_facts
-from surefoot.speculation.drafting.fit import Interface, misfits
+from surefoot.speculation.drafting.fit import misfits
 from surefoot.speculation.drafting.folders import (
     DrafterCheckpoint,
-    check_tensors,
     errors_about,
     find_folder,
-    read_target_ids,
     read_tensors,
-    vocabulary_shapes,
 )
 from surefoot.speculation.proposers.eagle3.config import Eagle3Config, is_eagle3, read_config
 
@@ -42,11 +40,7 @@ def open_checkpoint(path: str) -> Eagle3Checkpoint:
         stored = {canonical(name): tensor for name, tensor in read_tensors(folder).items()}
         qk_norm = f"{LAYER}self_attn.q_norm.weight" in stored
         config = replace(config, layer=replace(config.layer, qk_norm=qk_norm))
-        layer, draft_vocab = config.layer, config.draft_vocab_size
-        optional = vocabulary_shapes(layer.vocab_size, layer.hidden_size, draft_vocab)
-        check_tensors(folder, stored, expected_shapes(config), optional)
-        ids = read_target_ids(folder, stored, layer.vocab_size, draft_vocab)
-        return Eagle3Checkpoint(folder, config, stored, ids)
+        return checked(folder, config, stored, expected_shapes(config))
 
 
 def canonical(name: str) -> str:
@@ -66,20 +60,6 @@ def expected_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
         for index in range(config.captured):
             shapes[f"fc_norm.{index}.weight"] = (config.target_hidden_size,)
     return shapes
-
-
-def interface(checkpoint: Eagle3Checkpoint, target: ModelConfig) -> Interface:
-    """Where it would touch this target."""
-    config, tensors = checkpoint.config, checkpoint.tensors
-    return Interface(
-        vocab_size=config.layer.vocab_size,
-        hidden_size=config.layer.hidden_size,
-        draft_vocab_size=config.draft_vocab_size,
-        own_embedding="embed_tokens.weight" in tensors,
-        own_head="lm_head.weight" in tensors,
-        feature_size=config.target_hidden_size,
-        captured_layers=config.layers_of(target.layers),
-    )
 
 
 def dummy_checkpoint(

@@ -16,6 +16,7 @@ import torch
 from surefoot.kernels.backend import FlatBatch
 from surefoot.kernels.drafting import EntryWeights
 from surefoot.models.decoder import Decoder, pack_layer
+from surefoot.speculation.drafting.checkpoints import interface
 from surefoot.speculation.drafting.fit import misfits, refuse_misfits
 from surefoot.speculation.drafting.folders import errors_about
 from surefoot.speculation.drafting.network import Network
@@ -23,7 +24,6 @@ from surefoot.speculation.proposers.eagle3.checkpoint import (
     LAYER,
     OPTION,
     Eagle3Checkpoint,
-    interface,
 )
 
 
