@@ -266,3 +266,19 @@ def _free_port() -> int:
     with socket.socket() as own:
         own.bind(("127.0.0.1", 0))
         return own.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("verb", "wrong", "message"),
+    [
+        (["data"], ["--target", "/nowhere"], "--target: there is no model '/nowhere'"),
+        (["data"], ["--tokens", "0"], "--tokens: 0 is below 1"),
+        (["eagle3", "--data", "/nowhere"], [], "--data: /nowhere holds no shards"),
+    ],
+)
+def test_mistakes_name_their_option(
+    verb: list[str], wrong: list[str], message: str, tmp_path: Path
+) -> None:
+    line = ["train", *verb, "--out", str(tmp_path / "out"), *wrong]
+    refused = CliRunner().invoke(app, line)
+    assert refused.exit_code == 2 and message in refused.output

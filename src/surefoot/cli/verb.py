@@ -89,6 +89,9 @@ def report(error: SurefootError, spellings: Mapping[str, str]) -> int:
 def spelled(option: str, spellings: Mapping[str, str]) -> tuple[str, bool]:
     """An option of the library as the command line spells it, and whether it has it."""
     name = _ALIASES.get(option, option)
+    if name == "model" and name not in spellings:
+        # Verbs that train call the model by its part.
+        name = "target"
     if name in spellings:
         return spellings[name], True
     owner, _, rest = name.partition(".")
