@@ -33,6 +33,7 @@ from surefoot.server.listening import (
     listening,
 )
 from surefoot.server.service import Service, ServiceSettings
+from surefoot.server.tool_formats import FORMATS
 
 ProgressCallback = Callable[[str, int, int], None]
 BACKLOG = 2048
@@ -60,6 +61,8 @@ class ServerConfig:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     cors_origins: tuple[str, ...] = ()
+    tool_call_parser: str | None = None
+    """How the model writes calls of tools (``FORMATS``); None for what its template says."""
     max_queue: int = 256
     max_body_bytes: int = 8 << 20
     request_timeout: float | None = None
@@ -86,6 +89,9 @@ class ServerConfig:
         for name in self.allowed_hosts:
             if name != "*" and "*" in name.removeprefix("*."):
                 raise SurefootError("allowed_hosts", f"{name!r} is no host", "use *.example.com")
+        if self.tool_call_parser not in (None, *FORMATS):
+            problem = f"{self.tool_call_parser!r} is unknown"
+            raise SurefootError("tool_call_parser", problem, f"use {', '.join(FORMATS)}")
         check_certificate(self.ssl_certfile, self.ssl_keyfile)
 
 
@@ -134,7 +140,8 @@ async def _serve(
         ready = await core.load(engine, progress)
         front = Front(core, ready, tokenizer, config.max_queue)
         names = config.names or (name,)
-        service = Service(front, ServiceSettings(names, config.request_timeout))
+        settings = ServiceSettings(names, config.request_timeout, config.tool_call_parser)
+        service = Service(front, settings)
         app = create_app(
             service,
             api_keys=config.api_keys,

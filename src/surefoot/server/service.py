@@ -16,6 +16,7 @@ from surefoot.models.loading.special_text import SpecialText
 from surefoot.models.loading.tokenizer import Tokenizer
 from surefoot.server.access import GENERATION
 from surefoot.server.answer import Format, StreamedAnswer, whole_answer
+from surefoot.server.answer_parser import AnswerParser
 from surefoot.server.chat import ChatFormat
 from surefoot.server.chat_schema import (
     ChatRequest,
@@ -24,6 +25,7 @@ from surefoot.server.chat_schema import (
     plain_tools,
     render_messages,
 )
+from surefoot.server.chat_style import ChatPrompt, ChatStyle
 from surefoot.server.completions import DEFAULT_MAX_TOKENS, CompletionFormat
 from surefoot.server.encoding import MOST_CHARACTERS, Encoder, too_long
 from surefoot.server.errors import ApiError, api_error
@@ -38,10 +40,12 @@ SPECULATION_HEADER = "surefoot-speculation"
 @dataclass(frozen=True)
 class ServiceSettings:
     """``names``: what requests may call the model, the first one shown. ``request_timeout`` in
-    seconds, None for none."""
+    seconds, None for none. ``tool_format``: how the model writes calls (``FORMATS``), None for
+    what its chat template says."""
 
     names: tuple[str, ...]
     request_timeout: float | None = None
+    tool_format: str | None = None
 
 
 class Service:
@@ -53,6 +57,7 @@ class Service:
         self.tokenizer = front.tokenizer
         self.encoder = Encoder(front.tokenizer, front.ready.room)
         self.specials = SpecialText(front.tokenizer)
+        self.styles = ChatStyle.styles(front.tokenizer, settings.tool_format)
         for tokenizer in (self.specials.tokenizer, self.specials.renamed):
             # Worked out now: that takes a while, for which everybody would wait.
             _ = tokenizer.lengths
@@ -120,40 +125,52 @@ class Service:
     async def chat(self, http: Request, request: ChatRequest) -> Response:
         """``/v1/chat/completions``."""
         self.check_model(request.model)
-        more = {"max_tokens": request.limit(), "logprobs": request.width()}
+        more: dict[str, Any] = {"max_tokens": request.limit(), "logprobs": request.width()}
+        style = self.styles[request.uses_tools]
         if request.stream and request.prompt_logprobs is not None:
             raise SurefootError("prompt_logprobs", "cannot be streamed", "drop stream")
         try:
-            ids = await self._render(request, request.add_special_tokens)
+            more["structured_outputs"] = request.structure(style)
+            prompt = await self._render(request, request.add_special_tokens)
         except SurefootError as error:
             raise api_error(error, request.names()) from error
         answer_id = f"chatcmpl-{secrets.token_hex(16)}"
-        form = ChatFormat(answer_id, self.settings.names[0], request, self.texts)
-        return await self._answer(http, request, [ids], form, more)
+
+        def new_parser() -> AnswerParser:
+            return style.parser(request.tool_names, prompt.inside)
+
+        form = ChatFormat(answer_id, self.settings.names[0], request, self.texts, new_parser)
+        shown = frozenset(style.special.values())
+        return await self._answer(http, request, [prompt.ids], form, more, shown)
 
     async def _render(
         self, request: ChatRequest | TokenizeRequest, add_special_tokens: bool
-    ) -> list[int]:
-        """The prompt's ids, in a thread: how long a template takes over its variables cannot be
-        told from their size."""
-        tools = request.tools
-        if isinstance(request, ChatRequest) and not request.uses_tools:
-            tools = None
+    ) -> ChatPrompt:
+        """The prompt, in a thread: how long a template takes over its variables cannot be told
+        from their size."""
+        tools, variables = request.tools, request.chat_template_kwargs
+        if isinstance(request, ChatRequest):
+            tools = tools if request.uses_tools else None
+        style = self.styles[bool(tools)]
+        if isinstance(request, ChatRequest):
+            variables = request.variables(style)
 
-        def rendered() -> tuple[str, Tokenizer]:
+        def rendered() -> tuple[str, Tokenizer, bool, bool]:
             messages = [item.plain(index) for index, item in enumerate(request.messages or [])]
             plain, mark = plain_tools(tools), None
             if not request.parse_special:
                 mark = self.specials.mark()
                 messages, plain = self.specials.marked((messages, plain), mark)
-            variables, prompt = request.chat_template_kwargs, request.add_generation_prompt
-            text = render_messages(self.tokenizer, messages, plain, variables, prompt)
-            return (text, self.tokenizer) if mark is None else self.specials.settled(text, mark)
+            prompt = request.add_generation_prompt
+            text = render_messages(self.tokenizer, style, messages, plain, variables, prompt)
+            thinks = style.thinks(text), style.may_think(text)
+            if mark is None:
+                return text, self.tokenizer, *thinks
+            return *self.specials.settled(text, mark), *thinks
 
-        text, tokenizer = await asyncio.to_thread(rendered)
-        if isinstance(request, TokenizeRequest):
-            return await self.encoder.any_ids(text, add_special_tokens, tokenizer)
-        return await self.encoder.ids(text, add_special_tokens, tokenizer)
+        text, tokenizer, inside, may_think = await asyncio.to_thread(rendered)
+        encode = self.encoder.any_ids if isinstance(request, TokenizeRequest) else self.encoder.ids
+        return ChatPrompt(await encode(text, add_special_tokens, tokenizer), inside, may_think)
 
     async def _answer(
         self,
@@ -162,13 +179,14 @@ class Service:
         prompts: list[list[int]],
         form: Format,
         more: dict[str, Any],
+        shown: frozenset[int] = frozenset(),
     ) -> Response:
         seconds, ready = self.settings.request_timeout, self.front.ready
         room = ready.room + 1 - max(map(len, prompts))
         try:
             params = request.sampling(ready.sampling_defaults, room, more)
             speculation = request.speculation_params(http.headers.get(SPECULATION_HEADER))
-            generation = await self.front.submit(prompts, params, speculation)
+            generation = await self.front.submit(prompts, params, speculation, shown)
             http.scope[GENERATION] = generation
         except SurefootError as error:
             raise api_error(error, request.names()) from error
@@ -182,7 +200,7 @@ class Service:
         if (request.prompt is None) == (request.messages is None):
             raise SurefootError("prompt", "or messages is wanted", "give one of the two")
         if request.messages is not None:
-            ids = await self._render(request, bool(request.add_special_tokens))
+            ids = (await self._render(request, bool(request.add_special_tokens))).ids
         else:
             text = request.prompt or ""
             for name in ("tools", "chat_template_kwargs"):
