@@ -130,11 +130,12 @@ class Service:
         if request.stream and request.prompt_logprobs is not None:
             raise SurefootError("prompt_logprobs", "cannot be streamed", "drop stream")
         try:
-            more["structured_outputs"] = request.structure(style)
+            wanted = request.structure(style)
             prompt = await self._render(request, request.add_special_tokens)
         except SurefootError as error:
             raise api_error(error, request.names()) from error
         answer_id = f"chatcmpl-{secrets.token_hex(16)}"
+        more["structured_outputs"] = style.behind_reasoning(wanted, prompt)
 
         def new_parser() -> AnswerParser:
             return style.parser(request.tool_names, prompt.inside)
