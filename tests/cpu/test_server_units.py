@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from surefoot.errors import SurefootError
 from surefoot.request import Request, SamplingParams, SpeculationParams, TokenLogprobs
+from surefoot.server.chat_schema import ChatRequest
 from surefoot.server.errors import field_path
 from surefoot.server.exposition import Exposition
 from surefoot.server.generation import Choice
@@ -185,10 +186,11 @@ def test_field_paths(location: tuple[Any, ...], path: str | None) -> None:
 
 
 def test_neutral_values_are_told_from_others_by_type() -> None:
-    CompletionRequest.model_validate({"prompt": "a", "best_of": 1})
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    ChatRequest.model_validate({**body, "best_of": 1})
     for value in (True, 2, "1"):
         with pytest.raises(ValueError, match="best_of"):
-            CompletionRequest.model_validate({"prompt": "a", "best_of": value})
+            ChatRequest.model_validate({**body, "best_of": value})
 
 
 def test_every_sampling_parameter_crosses_the_socket() -> None:
@@ -211,6 +213,8 @@ def test_every_sampling_parameter_crosses_the_socket() -> None:
         "skip_special_tokens": False,
         "logprobs": 2,
         "prompt_logprobs": 1,
+        "bad_words": ["x"],
+        "allowed_token_ids": [4, 5],
         "n": 3,
     }
     params = CompletionRequest.model_validate({"prompt": "a", **fields}).sampling({}, 0, {})

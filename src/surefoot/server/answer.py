@@ -78,6 +78,10 @@ class Format(ABC):
     def chunks(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
         """The same piece by piece, for a stream; none where there is nothing to tell yet."""
 
+    def chosen(self, generation: Generation) -> list[Choice]:
+        """Which choices a whole answer has, in its order."""
+        return generation.choices
+
     def extras(self, generation: Generation) -> dict[str, Any]:
         """Fields of a whole answer beside ``choices`` and ``usage``."""
         return {}
@@ -135,7 +139,10 @@ async def whole_answer(
         return Response(status_code=CLIENT_GONE)
     finally:
         watch.close()
-    choices = [form.entry(choice, _whole(choice)) for choice in generation.choices]
+    choices = [
+        {**form.entry(choice, _whole(choice)), "index": index}
+        for index, choice in enumerate(form.chosen(generation))
+    ]
     body = {
         **form.head,
         "object": form.object,
@@ -163,7 +170,10 @@ class StreamedAnswer(Response):
         form: Format,
         seconds: float | None,
         include_usage: bool,
+        continuous_usage: bool,
     ) -> None:
+        """``include_usage``: in a chunk of its own at the end; ``continuous_usage``: also what was
+        used so far, in all others."""
         super().__init__(
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
@@ -174,6 +184,7 @@ class StreamedAnswer(Response):
         self.form = form
         self.seconds = seconds
         self.include_usage = include_usage
+        self.continuous_usage = continuous_usage
         self._head = {**form.head, "object": form.chunk_object}
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -216,7 +227,9 @@ class StreamedAnswer(Response):
         yield last
 
     def _news(self) -> bytes:
-        events = []
+        events, so_far = [], None
+        if self.continuous_usage:
+            so_far = usage(self.generation, self.form.hidden)
         for choice in self.generation.choices:
             delta = take(choice)
             if delta is None:
@@ -224,7 +237,7 @@ class StreamedAnswer(Response):
             for chunk in self.form.chunks(choice, delta):
                 body: dict[str, Any] = {**self._head, "choices": [chunk]}
                 if self.include_usage:
-                    body["usage"] = None
+                    body["usage"] = so_far
                 events.append(_event(body))
         return b"".join(events)
 

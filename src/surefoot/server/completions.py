@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from surefoot.server.answer import Delta, Format
-from surefoot.server.generation import Choice
+from surefoot.server.generation import Choice, Generation
 from surefoot.server.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
 from surefoot.server.schema import CompletionRequest
 from surefoot.server.usage import speculation
@@ -38,6 +39,14 @@ class CompletionFormat(Format):
         self.texts = texts
         self.hidden = scoring
         self._offsets: dict[int, Offsets] = {}
+
+    def chosen(self, generation: Generation) -> list[Choice]:
+        """Of ``best_of`` texts to each prompt, those with the highest mean logprobs."""
+        made, kept = generation.params.n, self.request.n or 1
+        if made == kept:
+            return generation.choices
+        groups = (generation.choices[i : i + made] for i in range(0, len(generation.choices), made))
+        return [choice for group in groups for choice in sorted(group, key=_worst_last)[:kept]]
 
     def chunks(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
         entry = self.entry(choice, delta)
@@ -88,6 +97,11 @@ class CompletionFormat(Format):
             tokens = [*request.prompt, *tokens]
             scores = [*choice.generation.prompt_logprobs(prompt), *scores]
         return completion_logprobs(self.texts, tokens, scores, self._offsets[choice.index])
+
+
+def _worst_last(choice: Choice) -> float:
+    kept = [score.logprob for score in choice.request.logprobs[: choice.stream.kept]]
+    return -sum(kept) / len(kept) if kept else math.inf
 
 
 def sources(choice: Choice, delta: Delta) -> dict[str, Any]:

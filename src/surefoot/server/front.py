@@ -59,8 +59,10 @@ class Front:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         speculation: SpeculationParams,
+        priority: int = 0,
     ) -> Generation:
-        """Start generating; returns when the core has accepted everything.
+        """Start generating; returns when the core has accepted everything. Those with a lower
+        ``priority`` run first.
 
         Raises SurefootError for what the engine refuses, Overloaded, and CoreDied.
         """
@@ -72,7 +74,7 @@ class Front:
             prompt = tuple(tokens)
             ids = [self._open(generation, prompt) for _ in range(params.n)]
             generation.unanswered += len(ids)
-            self.core.send(Add(ids, tokens, params, speculation))
+            self.core.send(Add(ids, tokens, params, speculation, priority))
         try:
             while generation.unanswered:
                 await generation.change()

@@ -8,28 +8,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from surefoot.errors import SurefootError
+from surefoot.params import MAX_BAD_WORDS, MAX_SEED
 from surefoot.request import SamplingParams, SpeculationParams
+from surefoot.server.refusals import drop_what_asks_for_nothing
 from surefoot.structured import StructuredOutputsParams
 
-# Fields of OpenAI's API that change nothing here, whatever their value; docs/server.md lists them.
-IGNORED = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
-# Fields of OpenAI's API whose feature is not offered: accepted only with these values, which ask
-# for nothing.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "suffix": (None, ""),
-    "functions": (None, []),
-    "function_call": (None, "none"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "verbosity": (None,),
-    "service_tier": (None, "auto", "default"),
-    "web_search_options": (None,),
-    "parallel_tool_calls": (None, True),
-}
 MAX_STOPS = 64
+
+REQUEST_ID = "^[!-~]{1,128}$"
 
 StopStrings = Annotated[list[str], Field(max_length=MAX_STOPS)]
 # A list of a million mistakes is told of the first.
@@ -81,6 +67,9 @@ class StructuredOutputsField(Strict):
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """``usage`` so far in every chunk."""
+    include_obfuscation: Literal[False] = False
 
 
 class RequestFields(Strict):
@@ -105,6 +94,13 @@ class RequestFields(Strict):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Ids | None = None
+    truncate_prompt_tokens: int | None = None
+    """The last so many tokens of a prompt are taken; -1: as many as there is room for."""
+    priority: Annotated[int, Field(ge=-MAX_SEED, le=MAX_SEED)] | None = None
+    """Lower ones are let in first."""
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -125,12 +121,7 @@ class RequestFields(Strict):
     def _drop_what_asks_for_nothing(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {
-            name: value
-            for name, value in data.items()
-            if name in cls.model_fields
-            or not (name in IGNORED or any(_same(value, item) for item in NEUTRAL.get(name, ())))
-        }
+        return drop_what_asks_for_nothing(data, cls.model_fields)
 
     def sampling(
         self, defaults: Mapping[str, Any], room: int, more: Mapping[str, Any]
@@ -139,6 +130,9 @@ class RequestFields(Strict):
         ``defaults`` (with ``room``, see ``SamplingParams.with_defaults``). Raises SurefootError."""
         if self.stream_options is not None and not self.stream:
             raise SurefootError("stream_options", "does nothing without stream", "drop it")
+        if self.continuous_usage and not self.include_usage:
+            option = "stream_options.continuous_usage_stats"
+            raise SurefootError(option, "needs include_usage", "set both")
         values = {
             name: getattr(self, name)
             for name in SamplingParams.__dataclass_fields__
@@ -186,12 +180,36 @@ class RequestFields(Strict):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
 
 class CompletionRequest(RequestFields):
     prompt: str | Ids | Texts | Annotated[list[Ids], Field(fail_fast=True)]
     echo: bool = False
     logprobs: int | None = None
     add_special_tokens: bool = True
+    best_of: int | None = None
+    """So many texts are generated, and the ``n`` of them with the highest mean logprob kept."""
+
+    @property
+    def texts(self) -> int:
+        """How many are generated for each prompt. Raises SurefootError."""
+        kept = 1 if self.n is None else self.n
+        if self.best_of is None or self.best_of == kept:
+            return kept
+        if self.best_of < kept:
+            raise SurefootError("best_of", f"is less than n, {kept}", f"use at least {kept}")
+        if self.stream:
+            raise SurefootError(
+                "best_of", "cannot be streamed: texts are compared by their ends", "drop stream"
+            )
+        return self.best_of
+
+    def names(self) -> dict[str, str]:
+        """See ``RequestFields.names``."""
+        return super().names() | ({} if self.best_of is None else {"n": "best_of"})
 
 
 def structure_fields(request: RequestFields) -> list[tuple[str, str, Any]]:
@@ -243,8 +261,3 @@ def read_speculation_header(text: str) -> SpeculationParams:
             )
         limit = int(value)
     return SpeculationParams(method, limit)
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    """Equal and of one type: ``True`` is not 1 here."""
-    return type(value) is type(neutral) and value == neutral
