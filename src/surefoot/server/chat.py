@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from surefoot.server.answer import Delta, Format
+from surefoot.server.answer import Delta
 from surefoot.server.chat_schema import ChatRequest
+from surefoot.server.choices import ChoicesFormat
 from surefoot.server.completions import sources
 from surefoot.server.generation import Choice, Generation
 from surefoot.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from surefoot.server.tool_calls import ToolCall, ToolCallParser
 
 
-class ChatFormat(Format):
+class ChatFormat(ChoicesFormat):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from surefoot.server.answer import Delta, Format
+from surefoot.server.answer import Delta
+from surefoot.server.choices import ChoicesFormat
 from surefoot.server.generation import Choice, Generation
 from surefoot.server.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
 from surefoot.server.schema import CompletionRequest
@@ -17,7 +18,7 @@ _ALWAYS = 5
 """Fields of every choice: index, text, logprobs and the two reasons."""
 
 
-class CompletionFormat(Format):
+class CompletionFormat(ChoicesFormat):
     """``echo`` puts the prompt before each text; ``scoring`` leaves only the prompt."""
 
     object = "text_completion"

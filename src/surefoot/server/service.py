@@ -114,8 +114,7 @@ class Service:
         except SurefootError as error:
             raise api_error(error, request.names()) from error
         if request.stream:
-            told = request.include_usage, request.continuous_usage
-            return StreamedAnswer(self.front, generation, form, seconds, *told)
+            return StreamedAnswer(self.front, generation, form, seconds)
         return await whole_answer(self.front, generation, form, http.receive, seconds)
 
     async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
