@@ -28,7 +28,7 @@ def random_spans(seed: int, tables: torch.Tensor, most_keys: int) -> tuple[FlatB
     rows += [(-1, 0)] * draw.randint(0, 4)
     counts = torch.tensor([known + drafts for _, known, drafts, _ in entries])
     slots, known, drafts, samples = (column.contiguous() for column in torch.tensor(entries).T)
-    device = tables.device
+    device, firsts = tables.device, counts.cumsum(0) - counts
     keys = torch.tensor([key for _, key in rows], device=device)
     batch = FlatBatch(
         tokens=torch.zeros_like(keys),
@@ -38,9 +38,7 @@ def random_spans(seed: int, tables: torch.Tensor, most_keys: int) -> tuple[FlatB
         block_tables=tables,
         span_start=torch.tensor([start.get(slot, 0) for slot in range(len(tables))], device=device),
         max_keys=most_keys,
-        spans=SpanTable(
-            *(x.to(device) for x in (counts.cumsum(0) - counts, counts, slots)), len(rows)
-        ),
+        spans=SpanTable(firsts.to(device), counts.to(device), slots.to(device), len(rows)),
     )
     return batch, RoundSpans(*(x.to(device) for x in (slots, known, drafts, samples)))
 
