@@ -70,6 +70,14 @@ def serve(
         list[str] | None,
         _server(metavar="ORIGIN", help="Let pages of this origin call the server (repeatable)."),
     ] = None,
+    tool_call_parser: Annotated[
+        str | None,
+        _server(
+            metavar="NAME",
+            help="How the model writes calls of tools: hermes, llama3_json, mistral or json. "
+            "(default: as its chat template says)",
+        ),
+    ] = None,
     max_queue: Annotated[
         int, _server(help="Most texts that wait; more get 429.", show_default=True)
     ] = 256,
@@ -130,6 +138,7 @@ def serve(
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
         cors_origins=tuple(cors_origin or ()),
+        tool_call_parser=tool_call_parser,
         max_queue=max_queue,
         max_body_bytes=read_size(max_body, "max_body"),
         request_timeout=request_timeout,

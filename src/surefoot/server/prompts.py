@@ -4,27 +4,41 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from surefoot.errors import SurefootError
 from surefoot.models.loading.special_text import SpecialText
 from surefoot.models.loading.tokenizer import Tokenizer
-from surefoot.server.chat_schema import ChatRequest, TokenizeRequest, plain_tools, render_messages
+from surefoot.server.chat_schema import (
+    ChatRequest,
+    TokenizeRequest,
+    ToolDefinition,
+    plain_tools,
+    render_messages,
+)
+from surefoot.server.chat_style import ChatPrompt, ChatStyle
 from surefoot.server.encoding import MOST_CHARACTERS, Encoder, too_long
 from surefoot.server.front import Front
 from surefoot.server.schema import CompletionRequest
 
 
 class Prompts:
-    """Tokenises and renders for one model. ``trust_templates``: whether requests may bring a chat
-    template of their own."""
+    """Tokenises and renders for one model."""
 
-    def __init__(self, front: Front, trust_templates: bool) -> None:
+    def __init__(self, front: Front, tool_format: str | None, trust_templates: bool) -> None:
+        """``tool_format``: as ``ChatStyle.of`` takes it; ``trust_templates``: whether requests may
+        bring a chat template of their own."""
         self.front = front
         self.tokenizer = front.tokenizer
         self.encoder = Encoder(front.tokenizer, front.ready.room)
         self.specials = SpecialText(front.tokenizer)
         self._trust_templates = trust_templates
+        self._styles = ChatStyle.styles(front.tokenizer, tool_format)
+        self._style_of = lru_cache(8)(
+            lambda template: ChatStyle.of(template, front.tokenizer, tool_format)
+        )
         for tokenizer in (self.specials.tokenizer, self.specials.renamed):
             # Worked out now: that takes a while, for which everybody would wait.
             _ = tokenizer.lengths
@@ -84,19 +98,34 @@ class Prompts:
         texts = [item if isinstance(item, str) else self.tokenizer.decode(item) for item in many]
         return prompts, texts
 
-    async def conversation(self, request: ChatRequest) -> list[int]:
-        """The ids of a conversation. Raises SurefootError."""
+    def style(self, request: ChatRequest | TokenizeRequest) -> ChatStyle:
+        """Of the template that the request's conversation goes through. Raises SurefootError for
+        one that is not taken."""
+        if request.chat_template is None:
+            return self._styles[bool(_tools(request))]
+        if not self._trust_templates:
+            raise SurefootError(
+                "chat_template",
+                "is not taken from requests by this server",
+                "start it with --trust-request-chat-template, or with --chat-template FILE",
+            )
+        return self._style_of(request.chat_template)
+
+    async def conversation(self, request: ChatRequest) -> ChatPrompt:
+        """The prompt of a conversation. Raises SurefootError."""
         size = self._truncated_size(request.truncate_prompt_tokens, request.limit() or 1)
-        text, tokenizer = await self._render(request)
-        return await self._encode(text, request.add_special_tokens, tokenizer, size)
+        text = await self._render(request)
+        ids = await self._encode(text.text, request.add_special_tokens, text.tokenizer, size)
+        return ChatPrompt(ids, text.inside, text.may_think)
 
     async def tokenized(self, request: TokenizeRequest) -> list[int]:
         """What ``/tokenize`` answers with. Raises SurefootError."""
         if (request.prompt is None) == (request.messages is None):
             raise SurefootError("prompt", "or messages is wanted", "give one of the two")
         if request.messages is not None:
-            text, tokenizer = await self._render(request)
-            return await self.encoder.any_ids(text, bool(request.add_special_tokens), tokenizer)
+            text = await self._render(request)
+            special = bool(request.add_special_tokens)
+            return await self.encoder.any_ids(text.text, special, text.tokenizer)
         for name in ("tools", "chat_template_kwargs", "chat_template", "continue_final_message"):
             if getattr(request, name) not in (None, False):
                 raise SurefootError(name, "does nothing for a prompt", "give messages")
@@ -125,43 +154,31 @@ class Prompts:
         added = add_special_tokens and size > 1 and ids[0] == tokenizer.bos_id
         return [ids[0], *ids[1 - size :]] if added else ids[-size:]
 
-    async def _render(self, request: ChatRequest | TokenizeRequest) -> tuple[str, Tokenizer]:
-        """The prompt's text and the tokenizer that reads it; from a thread, as how long a template
-        takes over its variables cannot be told from their size."""
-        if request.chat_template is not None and not self._trust_templates:
-            raise SurefootError(
-                "chat_template",
-                "is not taken from requests by this server",
-                "start it with --trust-request-chat-template, or with --chat-template FILE",
-            )
+    async def _render(self, request: ChatRequest | TokenizeRequest) -> _Rendered:
+        """From a thread, as how long a template takes over its variables cannot be told from their
+        size."""
         if request.continue_final_message and request.add_generation_prompt:
             raise SurefootError(
                 "continue_final_message",
                 "does not go with add_generation_prompt",
                 "set add_generation_prompt to false",
             )
-        return await asyncio.to_thread(self._rendered, request)
+        return await asyncio.to_thread(self._rendered, request, self.style(request))
 
-    def _rendered(self, request: ChatRequest | TokenizeRequest) -> tuple[str, Tokenizer]:
-        tools = request.tools
-        if isinstance(request, ChatRequest) and not request.uses_tools:
-            tools = None
+    def _rendered(self, request: ChatRequest | TokenizeRequest, style: ChatStyle) -> _Rendered:
+        chat = isinstance(request, ChatRequest)
+        variables = request.variables(style) if chat else request.chat_template_kwargs
         messages = [item.plain(index) for index, item in enumerate(request.messages or [])]
-        plain, mark, end = plain_tools(tools), None, None
+        plain, mark, end = plain_tools(_tools(request)), None, None
+        begun = messages[-1]["content"] if request.continue_final_message else ""
         if not request.parse_special:
             mark = self.specials.mark()
             messages, plain = self.specials.marked((messages, plain), mark)
         if request.continue_final_message:
             end = self.specials.mark()
             messages[-1] = _open_ended(messages[-1], end)
-        text = render_messages(
-            self.tokenizer,
-            messages,
-            plain,
-            request.chat_template_kwargs,
-            request.add_generation_prompt,
-            request.chat_template,
-        )
+        prompt, template = request.add_generation_prompt, request.chat_template
+        text = render_messages(self.tokenizer, style, messages, plain, variables, prompt, template)
         if end is not None:
             text, *rest = text.split(end)
             if len(rest) != 1:
@@ -170,7 +187,25 @@ class Prompts:
                     "the chat template does not write the final message as it is given",
                     "drop it",
                 )
-        return (text, self.tokenizer) if mark is None else self.specials.settled(text, mark)
+        thinks = style.thinks(text) or style.thinks_on(begun), style.may_think(text)
+        if mark is None:
+            return _Rendered(text, self.tokenizer, *thinks)
+        return _Rendered(*self.specials.settled(text, mark), *thinks)
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A conversation as text, and what reads it; the rest as in ``ChatPrompt``."""
+
+    text: str
+    tokenizer: Tokenizer
+    inside: bool
+    may_think: bool
+
+
+def _tools(request: ChatRequest | TokenizeRequest) -> Sequence[ToolDefinition] | None:
+    """Those that the prompt tells of."""
+    return None if isinstance(request, ChatRequest) and not request.uses_tools else request.tools
 
 
 def _open_ended(message: Mapping[str, Any], end: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((None,), _TEXT_ONLY),
     "mm_processor_kwargs": ((None,), _TEXT_ONLY),
     "prediction": ((None,), "drop it: drafts are found without it"),
-    "reasoning_effort": ((None,), "use chat_template_kwargs, if the model's template has such"),
+    "reasoning_effort": ((None,), "use /v1/chat/completions, which has it"),
     "verbosity": ((None, "medium"), "ask for it in a message"),
     "service_tier": ((None, "auto", "default"), "use priority"),
     "web_search_options": ((None,), "search yourself, and give the model a tool for it"),

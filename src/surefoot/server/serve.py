@@ -34,6 +34,7 @@ from surefoot.server.listening import (
     listening,
 )
 from surefoot.server.service import Service, ServiceSettings
+from surefoot.server.tool_formats import FORMATS
 
 ProgressCallback = Callable[[str, int, int], None]
 BACKLOG = 2048
@@ -61,6 +62,8 @@ class ServerConfig:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     cors_origins: tuple[str, ...] = ()
+    tool_call_parser: str | None = None
+    """How the model writes calls of tools (``FORMATS``); None for what its template says."""
     max_queue: int = 256
     max_body_bytes: int = 8 << 20
     request_timeout: float | None = None
@@ -91,6 +94,9 @@ class ServerConfig:
         for name in self.allowed_hosts:
             if name != "*" and "*" in name.removeprefix("*."):
                 raise SurefootError("allowed_hosts", f"{name!r} is no host", "use *.example.com")
+        if self.tool_call_parser not in (None, *FORMATS):
+            problem = f"{self.tool_call_parser!r} is unknown"
+            raise SurefootError("tool_call_parser", problem, f"use {', '.join(FORMATS)}")
         check_certificate(self.ssl_certfile, self.ssl_keyfile)
 
 
@@ -142,7 +148,10 @@ async def _serve(
         front = Front(core, ready, tokenizer, config.max_queue)
         names = config.names or (name,)
         settings = ServiceSettings(
-            names, config.request_timeout, config.trust_request_chat_template
+            names,
+            config.request_timeout,
+            config.tool_call_parser,
+            config.trust_request_chat_template,
         )
         service = Service(front, settings)
         app = create_app(

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from surefoot.errors import SurefootError
 from surefoot.server.access import GENERATION, ID_GIVEN, REQUEST_ID
 from surefoot.server.answer import Format, StreamedAnswer, whole_answer
+from surefoot.server.answer_parser import AnswerParser
 from surefoot.server.chat import ChatFormat
 from surefoot.server.chat_schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from surefoot.server.completions import DEFAULT_MAX_TOKENS, CompletionFormat
@@ -28,11 +29,13 @@ SPECULATION_HEADER = "surefoot-speculation"
 @dataclass(frozen=True)
 class ServiceSettings:
     """``names``: what requests may call the model, the first one shown. ``request_timeout`` in
-    seconds, None for none. ``trust_request_chat_template``: whether requests may bring a chat
+    seconds, None for none. ``tool_format``: how the model writes calls (``FORMATS``), None for
+    what its chat template says. ``trust_request_chat_template``: whether requests may bring a chat
     template of their own."""
 
     names: tuple[str, ...]
     request_timeout: float | None = None
+    tool_format: str | None = None
     trust_request_chat_template: bool = False
 
 
@@ -43,7 +46,7 @@ class Service:
         self.front = front
         self.settings = settings
         self.tokenizer = front.tokenizer
-        self.prompts = Prompts(front, settings.trust_request_chat_template)
+        self.prompts = Prompts(front, settings.tool_format, settings.trust_request_chat_template)
         self.texts = TokenTexts(front.tokenizer)
         self.exposition = Exposition(front.metrics, settings.names[0], front.core.pid)
 
@@ -76,16 +79,23 @@ class Service:
     async def chat(self, http: Request, request: ChatRequest) -> Response:
         """``/v1/chat/completions``."""
         self.check_model(request.model)
-        more = {"max_tokens": request.limit(), "logprobs": request.width()}
+        more: dict[str, Any] = {"max_tokens": request.limit(), "logprobs": request.width()}
         if request.stream and request.prompt_logprobs is not None:
             raise SurefootError("prompt_logprobs", "cannot be streamed", "drop stream")
         try:
-            ids = await self.prompts.conversation(request)
+            style = self.prompts.style(request)
+            more["structured_outputs"] = request.structure(style)
+            prompt = await self.prompts.conversation(request)
         except SurefootError as error:
             raise api_error(error, request.names()) from error
         answer_id = self._answer_id("chatcmpl", http, request)
-        form = ChatFormat(answer_id, self.settings.names[0], request, self.texts)
-        return await self._answer(http, request, [ids], form, more)
+
+        def new_parser() -> AnswerParser:
+            return style.parser(request.tool_names, prompt.inside)
+
+        form = ChatFormat(answer_id, self.settings.names[0], request, self.texts, new_parser)
+        shown = frozenset(style.special.values())
+        return await self._answer(http, request, [prompt.ids], form, more, shown)
 
     def _answer_id(self, kind: str, http: Request, request: RequestFields) -> str:
         """Of the request's id: the header's, if the client sent one, or the field's, or a new one.
@@ -101,6 +111,7 @@ class Service:
         prompts: list[list[int]],
         form: Format,
         more: dict[str, Any],
+        shown: frozenset[int] = frozenset(),
     ) -> Response:
         seconds, ready = self.settings.request_timeout, self.front.ready
         room = ready.room + 1 - max(map(len, prompts))
@@ -108,7 +119,7 @@ class Service:
             params = request.sampling(ready.sampling_defaults, room, more)
             speculation = request.speculation_params(http.headers.get(SPECULATION_HEADER))
             generation = await self.front.submit(
-                prompts, params, speculation, request.priority or 0
+                prompts, params, speculation, request.priority or 0, shown
             )
             http.scope[GENERATION] = generation
         except SurefootError as error:

@@ -74,6 +74,17 @@ def read_chat_template(path: str | Path) -> str:
     return text
 
 
+def template_variables(source: str) -> frozenset[str]:
+    """Names that a chat template reads and does not set itself; none for one that cannot be
+    parsed, which rendering says."""
+    from jinja2 import meta
+
+    try:
+        return frozenset(meta.find_undeclared_variables(_compile(source).environment.parse(source)))
+    except Exception:  # whatever is wrong with it
+        return frozenset()
+
+
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise SurefootError("messages", f"{message!r} is no message", "give objects with a role")

@@ -187,9 +187,15 @@ class IncrementalDetokenizer:
     it is whole. A ``push`` takes constant time.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """``shown``: ids that are not skipped though they are special."""
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
         self._stream = stream_for(tokenizer.decoder_json, tokenizer.decode)
 
     def push(self, token: int) -> str:
