@@ -17,12 +17,13 @@ from surefoot.request import Request, SamplingParams, SpeculationParams, TokenLo
 from surefoot.server.chat_schema import ChatRequest
 from surefoot.server.errors import field_path
 from surefoot.server.exposition import Exposition
+from surefoot.server.fields import read_speculation_header
 from surefoot.server.generation import Choice
 from surefoot.server.guards import ApiKey
 from surefoot.server.logprobs import prompt_logprobs
 from surefoot.server.messages import Add, News, Ready, decode_to_core, encode
 from surefoot.server.metrics import DraftCounts, Histogram, Metrics
-from surefoot.server.schema import CompletionRequest, read_speculation_header
+from surefoot.server.schema import CompletionRequest
 
 DOCS = Path(__file__).parents[2] / "docs"
 

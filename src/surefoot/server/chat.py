@@ -36,7 +36,7 @@ class ChatFormat(ChoicesFormat):
         new_parser: Callable[[], AnswerParser],
     ) -> None:
         """``new_parser`` makes one for each choice."""
-        super().__init__(answer_id, model)
+        super().__init__(answer_id, model, request)
         self.request = request
         self.texts = texts
         self._new_parser = new_parser

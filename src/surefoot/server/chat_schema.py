@@ -11,7 +11,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from surefoot.errors import SurefootError
 from surefoot.models.loading.tokenizer import Tokenizer
 from surefoot.server.chat_style import ChatStyle
-from surefoot.server.schema import Ids, RequestFields, Strict, structure_fields, structured_outputs
+from surefoot.server.fields import Ids, Strict
+from surefoot.server.schema import RequestFields, structure_fields, structured_outputs
 from surefoot.server.tool_choice import forced_calls
 from surefoot.structured import StructuredOutputsParams
 

@@ -18,11 +18,11 @@ class ChoicesFormat(Format):
 
     object: str
     chunk_object: str
-    request: RequestFields
     hidden = False
     """Whether the generated tokens are left out: a prompt was only to be scored."""
 
-    def __init__(self, answer_id: str, model: str) -> None:
+    def __init__(self, answer_id: str, model: str, request: RequestFields) -> None:
+        self._include_usage, self._usage_so_far = request.include_usage, request.continuous_usage
         self.head = {"id": answer_id, "object": "", "created": int(time.time()), "model": model}
 
     @abstractmethod
@@ -58,9 +58,8 @@ class ChoicesFormat(Format):
     def news(self, generation: Generation) -> bytes:
         """See ``Format.news``."""
         events, usual = [], {}
-        if self.request.include_usage:
-            told = self.request.continuous_usage
-            usual = {"usage": usage(generation, self.hidden) if told else None}
+        if self._include_usage:
+            usual = {"usage": usage(generation, self.hidden) if self._usage_so_far else None}
         for choice in generation.choices:
             delta = take(choice)
             if delta is None:
@@ -72,7 +71,7 @@ class ChoicesFormat(Format):
     def end(self, generation: Generation) -> bytes:
         """See ``Format.end``."""
         last = b"data: [DONE]\n\n"
-        if not self.request.include_usage:
+        if not self._include_usage:
             return last
         totals = usage(generation, self.hidden)
         return event({**self._chunk_head, "choices": [], "usage": totals}) + last

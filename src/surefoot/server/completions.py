@@ -33,7 +33,7 @@ class CompletionFormat(ChoicesFormat):
         texts: TokenTexts,
         scoring: bool,
     ) -> None:
-        super().__init__(answer_id, model)
+        super().__init__(answer_id, model, request)
         self.request = request
         self.prompts = prompts
         """Texts of the prompts, where they are to be echoed."""

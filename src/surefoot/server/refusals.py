@@ -19,10 +19,11 @@ IGNORED = frozenset(
         "prompt_cache_retention",
     }
 )
+Neutral = Mapping[str, tuple[tuple[Any, ...], str]]
 _TEXT_ONLY = "drop it: this model reads and writes text only"
 # Fields of OpenAI's and vLLM's APIs whose feature is not offered: the values that ask for nothing,
 # and what would work instead of others.
-NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
+NEUTRAL: Neutral = {
     "best_of": ((None, 1), "use n, or /v1/completions, which has it"),
     "echo": ((None, False), "use /v1/completions, which has it"),
     "suffix": (
@@ -52,15 +53,17 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def drop_what_asks_for_nothing(fields: Mapping[str, Any], known: Container[str]) -> dict[str, Any]:
+def drop_what_asks_for_nothing(
+    fields: Mapping[str, Any], known: Container[str], table: Neutral = NEUTRAL
+) -> dict[str, Any]:
     """A request's ``fields`` without those that are not ``known`` and ask for nothing. Raises
     SurefootError for what is not offered."""
     kept = {}
     for name, value in fields.items():
-        if name in known or not (name in IGNORED or name in NEUTRAL):
+        if name in known or not (name in IGNORED or name in table):
             kept[name] = value
-        elif name in NEUTRAL:
-            neutral, instead = NEUTRAL[name]
+        elif name in table:
+            neutral, instead = table[name]
             if not any(_same(value, item) for item in neutral):
                 raise SurefootError(name, "is not offered here", instead)
     return kept
