@@ -37,7 +37,7 @@ class Progress(NamedTuple):
 @dataclass
 class EngineStats:
     """``rows`` are those of the target's forward passes, drafts and padding included;
-    ``prefix_queries`` and ``prefix_hits`` count tokens of admitted requests."""
+    ``prefix_queries`` and ``prefix_hits`` count tokens of prompts, each once."""
 
     rounds: int = 0
     replays: int = 0
@@ -58,9 +58,9 @@ class EngineStats:
 
     def count_admissions(self, loop: Loop) -> None:
         """Requests were let in, or sent back to the queue."""
-        for request in loop.admitted:
-            self.prefix_queries += request.length
-            self.prefix_hits += request.cached
+        for prompt, cached in loop.admitted:
+            self.prefix_queries += prompt
+            self.prefix_hits += cached
         loop.admitted.clear()
         self.preemptions += loop.preempted
         loop.preempted = 0
