@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from server_harness import (
     LOOP,
@@ -527,3 +528,16 @@ def test_metrics_count_what_happened(server: Server) -> None:
     assert accepted == server.metric("surefoot_accepted_tokens_total")
     assert 0 < server.metric("vllm:spec_decode_num_drafts_total") <= drafted
     assert server.metric("surefoot_rows_total") > server.metric("surefoot_rounds_total") > 0
+    offered, verified, accepted = (
+        by_position(server, f"surefoot_{kind}_tokens_by_position_total", "ngram")
+        for kind in ("offered", "verified", "accepted")
+    )
+    assert list(offered) == list(verified) == list(accepted) == ["0", "1", "2", "3"]
+    assert all(offered[i] >= verified[i] >= accepted[i] > 0 for i in verified)
+    assert sum(offered.values()) == server.metric("surefoot_offered_tokens_total")
+
+
+def by_position(server: Server, name: str, proposer: str) -> dict[str, float]:
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    samples = (sample for family in families for sample in family.samples if sample.name == name)
+    return {s.labels["position"]: s.value for s in samples if s.labels["proposer"] == proposer}

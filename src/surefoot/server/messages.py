@@ -121,8 +121,9 @@ class Crashed(_Message):
 
 
 class News(msgspec.Struct, array_like=True):
-    """One choice's share of a round. ``proposer`` is an index into ``Ready.proposers``, -1 for no
-    drafts; the first ``accepted`` of ``tokens`` were its drafts."""
+    """One choice's share of a round. ``proposer``, of the drafts that were verified, and
+    ``offerer``, of those on offer for the next round, are indices into ``Ready.proposers``, -1 for
+    no drafts; the first ``accepted`` of ``tokens`` were drafts."""
 
     id: str
     tokens: list[int]
@@ -138,6 +139,7 @@ class News(msgspec.Struct, array_like=True):
     """With the first tokens: seconds from arrival until it was let in."""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    offerer: int = -1
 
 
 class Totals(msgspec.Struct, array_like=True):
