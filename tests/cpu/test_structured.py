@@ -456,7 +456,8 @@ def test_a_dead_end_is_told() -> None:
 def test_a_draft_into_a_dead_end_leaves_no_trace() -> None:
     """The key's letters are not in the vocabulary: an opening quote can be drafted, and that is
     that. The text itself goes on with blanks."""
-    schema = '{"type": "object", "properties": {"name": {}}, "required": ["name"]}'
+    schema = {"type": "object", "properties": {"name": {}}, "required": ["name"]}
+    schema["x-guidance"] = {"whitespace_flexible": True}
     state = grammars().start(StructuredOutputsParams(json=schema))
     brace, quote, blank = (BYTES.index(letter) for letter in (b"{", b'"', b" "))
     masks = [np.zeros((rows, WORDS), dtype=np.int32) for rows in (1, 2, 1)]
@@ -469,6 +470,32 @@ def test_a_draft_into_a_dead_end_leaves_no_trace() -> None:
     assert int(masks[1][1, 0]) == sum(1 << token for token in ENDS) and not masks[1][1, 1:].any()
     state.sync([brace, blank, blank])
     assert state.allowed_prefix([blank, quote, quote]) == 2 and not state.problem
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed", "refused"),
+    [
+        ({}, ["", " ", "\n", "\n\n", "\n" + 32 * " "], ["  ", "\n\n\n", " \n", "\n" + 33 * " "]),
+        ({"whitespace_flexible": True}, ["", 9 * "\n ", 99 * " "], []),
+        ({"whitespace_flexible": False}, [""], [" ", "\n"]),
+        ({"whitespace_pattern": " {3}"}, ["", "   "], ["  ", "    ", "\n"]),
+    ],
+)
+@pytest.mark.parametrize("compact", [False, True])
+def test_white_space_in_json_is_bounded(
+    options: Any, allowed: list[str], refused: list[str], compact: bool
+) -> None:
+    """Unless a schema says otherwise; and where a request wants none, there is none."""
+    schema = {"type": "object", "x-guidance": options} if options else {"type": "object"}
+    kinds = [{"json": schema}] if options else [{"json": schema}, {"json_object": True}]
+    for kind in kinds:
+        wanted = StructuredOutputsParams.of({**kind, "disable_any_whitespace": compact})
+        assert wanted is not None
+        state = grammars().start(wanted)
+        for blanks in (*allowed, *refused):
+            tokens = [BYTES.index(letter.encode()) for letter in "{" + blanks + '"']
+            right = blanks == "" or (blanks in allowed and not compact)
+            assert (state.allowed_prefix(tokens) == len(tokens)) == right, (kind, blanks)
 
 
 def test_a_grammar_in_lark_and_in_gbnf() -> None:
