@@ -96,6 +96,16 @@ def serve(
             show_default=True,
         ),
     ] = 30.0,
+    chat_template: Annotated[
+        str | None,
+        _server(metavar="FILE", help="Render conversations with this template, not the model's."),
+    ] = None,
+    trust_request_chat_template: Annotated[
+        bool,
+        _server(
+            "--trust-request-chat-template", help="Let requests bring chat templates of their own."
+        ),
+    ] = False,
     access_log: Annotated[
         bool, _server("--access-log", help="Log every request on the standard output.")
     ] = False,
@@ -133,6 +143,8 @@ def serve(
         max_body_bytes=read_size(max_body, "max_body"),
         request_timeout=request_timeout,
         shutdown_timeout=shutdown_timeout,
+        chat_template=chat_template,
+        trust_request_chat_template=trust_request_chat_template,
         access_log="json" if access_log_json else "text" if access_log else None,
     )
     with contextlib.ExitStack() as loading:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from surefoot.server.answer import Delta, Format
+from surefoot.server.answer import Delta
 from surefoot.server.answer_events import (
     Answer,
     CallArguments,
@@ -17,12 +17,13 @@ from surefoot.server.answer_events import (
 )
 from surefoot.server.answer_parser import AnswerParser
 from surefoot.server.chat_schema import ChatRequest
+from surefoot.server.choices import ChoicesFormat
 from surefoot.server.completions import sources
 from surefoot.server.generation import Choice, Generation
 from surefoot.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 
 
-class ChatFormat(Format):
+class ChatFormat(ChoicesFormat):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
@@ -35,7 +36,7 @@ class ChatFormat(Format):
         new_parser: Callable[[], AnswerParser],
     ) -> None:
         """``new_parser`` makes one for each choice."""
-        super().__init__(answer_id, model)
+        super().__init__(answer_id, model, request)
         self.request = request
         self.texts = texts
         self._new_parser = new_parser

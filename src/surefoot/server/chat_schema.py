@@ -6,12 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from surefoot.errors import SurefootError
 from surefoot.models.loading.tokenizer import Tokenizer
 from surefoot.server.chat_style import ChatStyle
-from surefoot.server.schema import Ids, RequestFields, Strict, structure_fields, structured_outputs
+from surefoot.server.fields import Ids, Strict
+from surefoot.server.schema import RequestFields, structure_fields, structured_outputs
 from surefoot.server.tool_choice import CallGrammar
 from surefoot.structured import StructuredOutputsParams
 
@@ -26,6 +27,9 @@ _NEUTRAL_MESSAGE = {
 _RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "template", "self"}
 )
+
+
+_PARTS = 'send text, or parts {"type": "text", "text": "..."}'
 
 
 class TextPart(Strict):
@@ -115,7 +119,25 @@ class NamedTool(Strict):
     function: ChosenFunction
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+def _check_contents(messages: Any) -> Any:
+    """Say what would work instead of contents that are no text."""
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        where = f"messages[{index}].content"
+        if not isinstance(content, str | list | None):
+            raise SurefootError(where, "is neither text nor a list of parts", _PARTS)
+        for place, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text":
+                shown = f"is of type {kind[:40]!r}" if isinstance(kind, str) else "has no type"
+                problem = f"{shown}, but this model reads text only"
+                raise SurefootError(f"{where}[{place}]", problem, _PARTS)
+    return messages
+
+
+Messages = Annotated[
+    list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_check_contents)
+]
 Tools = Annotated[list[ToolDefinition], Field(fail_fast=True)]
 
 
@@ -129,6 +151,8 @@ class ChatRequest(RequestFields):
     """``required``, or a tool: the answer is a call, whose arguments fit the schema."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may be several calls."""
+    chat_template: str | None = None
+    """Instead of the model's; only if the server trusts its clients."""
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     enable_thinking: bool | None = None
@@ -136,6 +160,8 @@ class ChatRequest(RequestFields):
     include_reasoning: bool = True
     """Whether the answer tells what the model thinks before it."""
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The answer goes on where the last message ends."""
     add_special_tokens: bool = False
     parse_special: bool = False
     """Whether special tokens written in messages and tools are parsed as such, as Hugging Face
@@ -238,8 +264,12 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     messages: Messages | None = None
     tools: Tools | None = None
+    chat_template: str | None = None
+    """Instead of the model's; only if the server trusts its clients."""
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The answer goes on where the last message ends."""
     parse_special: bool = False
     """See ``ChatRequest``."""
     add_special_tokens: bool | None = None
@@ -264,8 +294,10 @@ def render_messages(
     tools: Sequence[Mapping[str, Any]] | None,
     variables: Mapping[str, Any] | None,
     add_generation_prompt: bool,
+    chat_template: str | None = None,
 ) -> str:
-    """The prompt's text. Raises SurefootError for what the model's template cannot take."""
+    """The prompt's text. Raises SurefootError for what the template cannot take: the model's, if
+    no other ``chat_template`` is given."""
     for name in variables or {}:
         if name in _RESERVED:
             raise SurefootError(f"chat_template_kwargs.{name}", "has its own field or none")
@@ -275,5 +307,6 @@ def render_messages(
         messages,
         tools=tools,
         add_generation_prompt=add_generation_prompt,
+        chat_template=chat_template,
         **(variables or {}),
     )

@@ -91,6 +91,11 @@ class ChatStyle:
         """Whether a prompt has opened the reasoning, so that the answer begins inside of it."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.opening)
 
+    def thinks_on(self, begun: str) -> bool:
+        """Whether an answer that is continued has begun to reason, and not ended that."""
+        form = self.reasoning
+        return form is not None and begun.rfind(form.opening) > begun.rfind(form.closing)
+
     def may_think(self, prompt: str) -> bool:
         """Whether an answer to a prompt may have reasoning."""
         return self.reasoning is not None and not prompt.rstrip().endswith(self.reasoning.closing)

@@ -59,10 +59,11 @@ class Front:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         speculation: SpeculationParams,
+        priority: int = 0,
         shown: frozenset[int] = frozenset(),
     ) -> Generation:
-        """Start generating; returns when the core has accepted everything. ``shown``: special
-        tokens that are part of the text in any case.
+        """Start generating; returns when the core has accepted everything. Those with a lower
+        ``priority`` run first. ``shown``: special tokens that are part of the text in any case.
 
         Raises SurefootError for what the engine refuses, Overloaded, and CoreDied.
         """
@@ -74,7 +75,7 @@ class Front:
             prompt = tuple(tokens)
             ids = [self._open(generation, prompt, shown) for _ in range(params.n)]
             generation.unanswered += len(ids)
-            self.core.send(Add(ids, tokens, params, speculation))
+            self.core.send(Add(ids, tokens, params, speculation, priority))
         try:
             while generation.unanswered:
                 await generation.change()

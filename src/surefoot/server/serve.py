@@ -18,6 +18,7 @@ from surefoot.config import EngineConfig
 from surefoot.engine.garbage import only_new_garbage
 from surefoot.errors import SurefootError
 from surefoot.models.loading import load_tokenizer
+from surefoot.models.loading.chat_template import read_chat_template
 from surefoot.server.access import LogFormat, log_to_stdout
 from surefoot.server.app import create_app
 from surefoot.server.connections import BoundedConnection
@@ -69,6 +70,10 @@ class ServerConfig:
     shutdown_timeout: float = 30.0
     access_log: LogFormat | None = None
     """None for none. Lines go to the standard output."""
+    chat_template: str | None = None
+    """A file with a chat template that replaces the model's."""
+    trust_request_chat_template: bool = False
+    """Whether requests may bring chat templates of their own."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
@@ -137,10 +142,17 @@ async def _serve(
     try:
         await core.spawn()
         name, tokenizer = load_tokenizer(engine.model, progress)
+        if config.chat_template is not None:
+            tokenizer.replace_chat_template(read_chat_template(config.chat_template))
         ready = await core.load(engine, progress)
         front = Front(core, ready, tokenizer, config.max_queue)
         names = config.names or (name,)
-        settings = ServiceSettings(names, config.request_timeout, config.tool_call_parser)
+        settings = ServiceSettings(
+            names,
+            config.request_timeout,
+            config.tool_call_parser,
+            config.trust_request_chat_template,
+        )
         service = Service(front, settings)
         app = create_app(
             service,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +136,10 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The usual chat template; None for a model without one."""
         return self.settings.templates.get("default")
+
+    def replace_chat_template(self, template: str) -> None:
+        """Render conversations with this one, tools or not."""
+        self.settings = replace(self.settings, templates={"default": template})
 
     def render_chat(
         self,
