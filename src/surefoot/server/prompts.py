@@ -11,13 +11,8 @@ from typing import Any
 from surefoot.errors import SurefootError
 from surefoot.models.loading.special_text import SpecialText
 from surefoot.models.loading.tokenizer import Tokenizer
-from surefoot.server.chat_schema import (
-    ChatRequest,
-    TokenizeRequest,
-    ToolDefinition,
-    plain_tools,
-    render_messages,
-)
+from surefoot.server.chat_messages import ToolDefinition, plain_tools
+from surefoot.server.chat_schema import ChatRequest, TokenizeRequest, render_messages
 from surefoot.server.chat_style import ChatPrompt, ChatStyle
 from surefoot.server.encoding import MOST_CHARACTERS, Encoder, too_long
 from surefoot.server.front import Front
