@@ -11,10 +11,12 @@ from tokenizers import Tokenizer as Backend
 
 from server_scripted import END, ScriptedCore, ask
 from surefoot.errors import SurefootError
+from surefoot.models.loading.embedded import EMBEDDED
 from surefoot.models.loading.tokenizer import Tokenizer, TokenizerSettings
 from surefoot.server.answer_events import Answer, CallArguments, CallStart, Content, Reasoning
 from surefoot.server.chat_style import ChatStyle
 from surefoot.server.messages import Add
+from surefoot.server.tool_choice import CallGrammar
 from tiny_models import tiny_tokenizer_json
 
 # As in templates of these models.
@@ -45,8 +47,6 @@ def test_templates_tell_how_calls_are_written(template: str, name: str | None) -
             style.check_tools()
         style = ChatStyle.of(template, tokenizer(template), "json")
     style.check_tools()
-    with pytest.raises(SurefootError, match="takes none"):
-        ChatStyle.of("{{ tool_calls }}", tokenizer("")).check_tools()
 
 
 def test_templates_tell_of_reasoning() -> None:
@@ -83,6 +83,50 @@ def test_reasoning_fields_become_the_templates_variables() -> None:
         assert caught.value.option == field
 
 
+def test_tools_for_the_embedded_model() -> None:
+    template = EMBEDDED["smollm2-135m"].templates()["tool_use"]
+    made = tokenizer("{{ messages }}")
+    made.add_chat_templates({"tool_use": template, "default": "{{ other }}"})
+    assert made.settings.templates == {"tool_use": template, "default": "{{ messages }}"}
+    call = {"name": "wait", "arguments": {"s": [1, "</tool_call> é"]}}
+    messages = [
+        {"role": "user", "content": "Wait."},
+        {"role": "assistant", "content": "Yes.", "tool_calls": [{"function": call}] * 2},
+        {"role": "tool", "content": "one"},
+        {"role": "tool", "content": "two"},
+    ]
+    text = made.render_chat(messages, tools=TOOLS)
+    turns = [turn.partition("\n") for turn in text.split("<|im_start|>")]
+    assert [role for role, _, _ in turns] == [
+        "",
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
+    assert '{"name": "wait", "strict": true}\n</tools>' in turns[1][2]
+    assert turns[4][2].count("<tool_response>") == 2 and turns[5][2] == ""
+    style = ChatStyle.styles(made)[True]
+    assert style.tools is not None and style.tools.name == "hermes" and style.reasoning is None
+    # What the template writes is what is read, and what a grammar makes of it.
+    written = turns[3][2].removesuffix("<|im_end|>\n")
+    read = Answer.of(style.parser(["wait"], False).feed(written, final=True))
+    assert [call.name for call in read.calls] == ["wait", "wait"] and read.content == "Yes."
+    assert json.loads(read.calls[1].arguments) == call["arguments"]
+    tools = [("wait", None)]
+    grammar = str(CallGrammar(style.tools, {}, tools, True).required().grammar)
+    assert all(
+        json.dumps(part) in grammar for part in ("<tool_call>", '{"name": "wait", "arguments": ')
+    )
+    system = {"role": "system", "content": "Be brief."}
+    told = made.render_chat([system, *messages], tools=TOOLS, add_generation_prompt=False)
+    assert told.startswith("<|im_start|>system\nBe brief.\n") and told.count("system\n") == 1
+    assert told.endswith("<|im_end|>\n")
+    with pytest.raises(SurefootError, match=r"tools: .*takes none"):
+        made.render_chat(messages, tools=TOOLS, chat_template="{{ tool_calls }}")
+
+
 THINKING = (
     "{% if tools %}{{ tools | tojson }} [TOOL_CALLS][ARGS]{% endif %}"
     "{% for m in messages %}{{ m.content }}|{{ m.reasoning_content or m.reasoning }}\n{% endfor %}"
@@ -90,7 +134,7 @@ THINKING = (
     "{# [/THINK] #}"
 )
 SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")
-TOOLS = [{"type": "function", "function": {"name": "wait", "strict": True}}]
+TOOLS: Any = [{"type": "function", "function": {"name": "wait", "strict": True}}]
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}]}
 
 

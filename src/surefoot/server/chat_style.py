@@ -82,9 +82,7 @@ class ChatStyle:
         return next((name for name in _SWITCHES if name in self.variables), None)
 
     def check_tools(self) -> None:
-        """Raises SurefootError where tools cannot be used."""
-        if "tools" not in self.variables:
-            raise SurefootError("tools", "this model's chat template takes none", "drop them")
+        """Raises SurefootError where calls could not be read."""
         if self.tools is None:
             raise SurefootError(
                 "tools",
