@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from harness import random_weights, tiny_config
 from surefoot.kernels.backend import Backend, FlatBatch
+from surefoot.kernels.quant import dense
 from surefoot.models.decoder import Decoder
 from surefoot.speculation.proposer import Commits, Drafts
 from surefoot.speculation.proposers.dflash import proposer
@@ -28,7 +29,7 @@ SLOT = 1
 
 def golden_target(backend: Backend, tensors: dict[str, torch.Tensor], layers: int = 12) -> Decoder:
     """A target of which only embedding and head matter."""
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    tensors = {name: dense(tensor).clone() for name, tensor in tensors.items()}
     embedding = tensors["model.embed_tokens.weight"]
     vocab, hidden = embedding.shape
     head = tensors.get("lm_head.weight")
@@ -46,7 +47,7 @@ def golden_target(backend: Backend, tensors: dict[str, torch.Tensor], layers: in
 def open_aligned(path: str) -> DFlashCheckpoint:
     """Tensors mapped from a file need not be aligned as a device's would be."""
     checkpoint = open_checkpoint(path)
-    tensors = {name: tensor.clone() for name, tensor in checkpoint.tensors.items()}
+    tensors = {name: dense(tensor).clone() for name, tensor in checkpoint.tensors.items()}
     return replace(checkpoint, tensors=tensors)
 
 

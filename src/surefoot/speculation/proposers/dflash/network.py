@@ -17,6 +17,7 @@ import torch
 
 from surefoot.kernels.backend import FlatBatch
 from surefoot.kernels.drafting import ContextWeights
+from surefoot.kernels.quant import dense
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder, pack_layer
 from surefoot.speculation.drafting.checkpoints import interface
@@ -54,8 +55,8 @@ class DFlashNetwork(Network):
         self.captured_layers = touching.captured_layers
         self.eps, self.block = config.layer.norm_eps, config.block_size
         self.fc = backend.pack_linear([tensors["fc.weight"]])
-        self.hidden_norm = backend.pack_norm(tensors["hidden_norm.weight"])
-        self.norm = backend.pack_norm(tensors["norm.weight"])
+        self.hidden_norm = backend.pack_norm(dense(tensors["hidden_norm.weight"]))
+        self.norm = backend.pack_norm(dense(tensors["norm.weight"]))
         one = torch.zeros(1, dtype=torch.int64, device=backend.device)
         self.activations = backend.embed(self.table, one).dtype
         self.stack = [
@@ -64,14 +65,14 @@ class DFlashNetwork(Network):
         ]
         self.context, again = self._pack_context(tensors)
         # The keys' and values' parts of the layers are kept a second time, side by side.
-        self.weight_bytes += again * backend.dtype.itemsize
+        self.weight_bytes += again
         self.convolutions = [
             self._pack_convolutions(tensors, f"layers.{index}.")
             for index in range(self.layers if config.convolutions else 0)
         ]
         self.mask_embedding = None
         if MASK in tensors:
-            self.mask_embedding = tensors[MASK].to(backend.device, self.activations)
+            self.mask_embedding = dense(tensors[MASK]).to(backend.device, self.activations)
         self._masks = {
             each: _mask_bits(each, self.block).to(backend.device) for each in set(config.layers)
         }
@@ -79,7 +80,7 @@ class DFlashNetwork(Network):
         self._runs = [(kind, [index for index, _ in members]) for kind, members in kinds]
 
     def _pack_context(self, tensors: Any) -> tuple[ContextWeights, int]:
-        """And how many numbers that are."""
+        """And the bytes that they take."""
         names = [
             f"layers.{index}.self_attn.{part}_proj"
             for index in range(self.layers)
@@ -88,20 +89,22 @@ class DFlashNetwork(Network):
         weights = [tensors[f"{name}.weight"] for name in names]
         bias = None
         if self.config.layer.attention_bias:
-            bias = torch.cat([tensors[f"{name}.bias"] for name in names])
+            bias = torch.cat([dense(tensors[f"{name}.bias"]) for name in names])
         stacked = ContextWeights(
             kv=self.backend.pack_linear(weights, bias),
             k_norms=[layer.k_norm for layer in self.stack],
             eps=self.eps,
             shape=self.shape,
         )
-        return stacked, sum(weight.numel() for weight in weights)
+        return stacked, sum(map(self.bytes_of, weights))
 
     def _pack_convolutions(self, tensors: Any, prefix: str) -> tuple[Convolution, Convolution]:
         backend = self.backend
 
         def packed(name: str) -> Convolution:
-            base = tensors[f"{prefix}{name}.base_kernel"].to(backend.device, self.activations)
+            base = dense(tensors[f"{prefix}{name}.base_kernel"]).to(
+                backend.device, self.activations
+            )
             dynamic = tensors[f"{prefix}{name}.kernel_projection.weight"]
             return Convolution(base, backend.pack_linear([dynamic]))
 
