@@ -22,7 +22,9 @@ from surefoot.speculation.proposers.dflash.network import DFlashNetwork
 from surefoot.speculation.proposers.eagle3.checkpoint import checkpoint_facts
 from surefoot.speculation.proposers.eagle3.checkpoint import open_checkpoint as open_eagle3
 from surefoot.speculation.proposers.eagle3.drafter import Eagle3Drafter
-from surefoot.train.gguf import export_gguf, write_dspark, write_eagle3
+from surefoot.train.dflash.gguf import write_dflash
+from surefoot.train.eagle3.gguf import write_eagle3
+from surefoot.train.gguf import export_gguf
 from test_eagle3_drafter import backend_of
 from test_train_dflash import recipe_of as spark_of
 from train_harness import recipe_of, tiny_target
@@ -44,7 +46,7 @@ def test_blocks_are_rounded_as_elsewhere() -> None:
 def test_dspark_is_written_as_by_its_converter(tmp_path: Path) -> None:
     checkpoint = open_dflash(str(GOLDEN / "dspark" / "draft"))
     target = replace(checkpoint.config.layer, layers=30)
-    write_dspark(tmp_path / "own.gguf", checkpoint, target, head=False)
+    write_dflash(tmp_path / "own.gguf", checkpoint, target, head=False)
     found = GgufFile(tmp_path / "own.gguf")
     wanted = GgufFile(GOLDEN / "gguf_drafters" / "dspark-q8_0.gguf")
     for key, value in found.metadata.items():
@@ -119,7 +121,7 @@ def test_what_the_layout_cannot_say_is_refused(tmp_path: Path) -> None:
             write_eagle3(tmp_path / "x.gguf", other, layer, head=True)
     family = open_dflash(str(GOLDEN / "dflash2" / "draft"))
     with pytest.raises(SurefootError, match="not written as GGUF"):
-        write_dspark(tmp_path / "x.gguf", family, layer, head=False)
+        write_dflash(tmp_path / "x.gguf", family, layer, head=False)
     assert not list(tmp_path.iterdir())
 
 

@@ -228,11 +228,18 @@ def _recipe_command(name: str, kind: Kind) -> None:
         certify: Annotated[
             bool, typer.Option("--certify/--no-certify", help="Certify it at the end.")
         ] = True,
+        check: Annotated[
+            bool,
+            typer.Option(
+                "--check/--no-check",
+                help="Compare the accepted length of the engine's rounds with the expected one.",
+            ),
+        ] = True,
         minutes: _Minutes = None,
     ) -> None:
         from surefoot.cli.training import train_drafter
 
-        train_drafter(name, engine, options, data, out, certify, seconds_of(minutes))
+        train_drafter(name, engine, options, data, out, check, certify, seconds_of(minutes))
 
     command.__doc__ = f"""Train a drafter of the kind {kind.label} on what the target wrote.
 

@@ -18,18 +18,12 @@ from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Weight
 from surefoot.kernels.quant import BLOCK, QuantTensor, dense
 from surefoot.models.config import ModelConfig
-from surefoot.models.loading.gguf_file import BLOCK_NAMES, permute
+from surefoot.models.loading.gguf_file import BLOCK_NAMES
 from surefoot.speculation.drafting import gguf as layout
 from surefoot.speculation.drafting.checkpoints import interface
 from surefoot.speculation.drafting.fit import misfits, refuse_misfits
 from surefoot.speculation.drafting.folders import DrafterCheckpoint, find_folder
-from surefoot.speculation.proposers.dflash import checkpoint as dflash_checkpoint
-from surefoot.speculation.proposers.dflash import gguf as dflash
-from surefoot.speculation.proposers.dflash.config import DFlashConfig
-from surefoot.speculation.proposers.dflash.layouts import is_dflash
-from surefoot.speculation.proposers.eagle3 import checkpoint as eagle3_checkpoint
-from surefoot.speculation.proposers.eagle3 import gguf as eagle3
-from surefoot.speculation.proposers.eagle3.config import Eagle3Config, is_eagle3
+from surefoot.train.registry import KINDS
 from surefoot.train.target import Target
 
 if TYPE_CHECKING:
@@ -42,24 +36,21 @@ _ROUNDING = 2**-7
 def export_gguf(drafter: str, path: Path, target: Target) -> bool:
     """Write the ``drafter`` (a folder or a name of the hub) to the file ``path``; a head that is
     made of the target's rows is left out. Whether one is. Raises SurefootError for what is no
-    EAGLE-3, DSpark or DFlash drafter for this target."""
+    drafter of a kind that is trained here, for this target."""
     folder = find_folder(drafter)
-    if is_eagle3(folder):
-        eagle = eagle3_checkpoint.open_checkpoint(drafter)
-        refuse_misfits(misfits(interface(eagle, target.config), target.config), folder, None)
-        own = _own_head(eagle, target)
-        write_eagle3(path, eagle, target.config, own)
-        return not own
-    if not is_dflash(folder):
-        raise SurefootError("drafter", f"{folder} holds no drafter of a kind that is written")
-    family = dflash_checkpoint.open_checkpoint(drafter)
-    refuse_misfits(misfits(interface(family, target.config), target.config), folder, None)
-    own = _own_head(family, target)
-    write_dspark(path, family, target.config, own)
-    return not own
+    for kind in KINDS.values():
+        known, opened, written = kind.files()
+        if known(folder):
+            checkpoint = opened(drafter)
+            problems = misfits(interface(checkpoint, target.config), target.config)
+            refuse_misfits(problems, folder, None)
+            own = own_head(checkpoint, target)
+            written(path, checkpoint, target.config, own)
+            return not own
+    raise SurefootError("drafter", f"{folder} holds no drafter of a kind that is written")
 
 
-def _own_head(checkpoint: DrafterCheckpoint[Any], target: Target) -> bool:
+def own_head(checkpoint: DrafterCheckpoint[Any], target: Target) -> bool:
     """Whether the head says something that the target's rows do not, but for rounding."""
     head = checkpoint.tensors.get("lm_head.weight")
     if head is None or head.shape[1] != target.config.hidden_size:
@@ -70,60 +61,7 @@ def _own_head(checkpoint: DrafterCheckpoint[Any], target: Target) -> bool:
     return not torch.allclose(dense(head).float(), rows, rtol=_ROUNDING, atol=1e-6)
 
 
-def write_eagle3(
-    path: Path, checkpoint: DrafterCheckpoint[Eagle3Config], target: ModelConfig, head: bool
-) -> None:
-    """``head`` False: leave the head out, as it is the target's rows. Raises SurefootError for what
-    the layout cannot express."""
-    config = checkpoint.config
-    plain = config.norm_before_head and not config.norm_fed_back and config.logit_scale == 1
-    if not plain or config.fc_norm or config.captured != 3 or config.layer.qk_norm:
-        raise SurefootError("drafter", "is of a variant that llama.cpp's eagle3 does not know")
-    keys = {
-        "target_hidden_size": config.target_hidden_size,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
-    }
-    names = _names(eagle3.NAMES, eagle3.BLOCK_NAMES, 1)
-    tensors = {name: item for name, item in checkpoint.tensors.items() if name != "t2d"}
-    if not head:
-        tensors.pop("lm_head.weight", None)
-    for part, heads in (("q", config.layer.heads), ("k", config.layer.kv_heads)):
-        name = f"layers.0.self_attn.{part}_proj.weight"
-        tensors[name] = permute(dense(tensors[name]), heads)
-    taps = config.layers_of(target.layers)
-    _write(path, eagle3.ARCHITECTURE, config.layer, keys, taps, tensors, checkpoint, names)
-
-
-def write_dspark(
-    path: Path, checkpoint: DrafterCheckpoint[DFlashConfig], target: ModelConfig, head: bool
-) -> None:
-    """DSpark or DFlash with full attention in both directions; ``head`` as for ``write_eagle3``."""
-    config = checkpoint.config
-    usual = all(not each.causal and not each.window for each in config.layers)
-    scaled = config.embedding_scale != 1 or config.logit_scale != 1 or config.logit_cap
-    mixed = config.confidence and config.confidence_with_markov != (config.markov is not None)
-    other = config.markov is not None and config.markov.kind != "vanilla"
-    if not usual or scaled or mixed or other or config.selector or config.layer.attention_bias:
-        raise SurefootError("drafter", "is of a variant that is not written as GGUF")
-    keys: dict[str, Any] = {"block_size": config.block_size}
-    if config.markov is not None or config.anchor_predicts:
-        keys["sample_from_anchor"] = config.anchor_predicts
-        keys["has_confidence_head"] = config.confidence
-    names = _names(dflash.NAMES, dflash.BLOCK_NAMES, config.layer.layers)
-    tensors = {name: item for name, item in checkpoint.tensors.items() if name != "t2d"}
-    if "mask_embedding" in tensors:
-        raise SurefootError("drafter", "has an embedding for masks, which GGUF has no name for")
-    if not head:
-        tensors.pop("lm_head.weight", None)
-    taps = config.layers_of(target.layers)
-    _write(
-        path, dflash.ARCHITECTURE, config.layer, keys, taps, tensors, checkpoint, names,
-        config.mask_token_id,
-    )  # fmt: skip
-
-
-def _names(own: Mapping[str, str], in_blocks: Mapping[str, str], layers: int) -> dict[str, str]:
+def names_in(own: Mapping[str, str], in_blocks: Mapping[str, str], layers: int) -> dict[str, str]:
     """The file's names by the canonical ones."""
     names = {value: key for key, value in own.items()}
     for index in range(layers):
@@ -135,7 +73,7 @@ def _names(own: Mapping[str, str], in_blocks: Mapping[str, str], layers: int) ->
     return names
 
 
-def _write(
+def write(
     path: Path,
     architecture: str,
     layer: ModelConfig,
