@@ -84,11 +84,12 @@ class Service:
             raise SurefootError("prompt_logprobs", "cannot be streamed", "drop stream")
         try:
             style = self.prompts.style(request)
-            more["structured_outputs"] = request.structure(style)
+            wanted = request.structure(style)
             prompt = await self.prompts.conversation(request)
         except SurefootError as error:
             raise api_error(error, request.names()) from error
         answer_id = self._answer_id("chatcmpl", http, request)
+        more["structured_outputs"] = style.behind_reasoning(wanted, prompt)
 
         def new_parser() -> AnswerParser:
             return style.parser(request.tool_names, prompt.inside)
