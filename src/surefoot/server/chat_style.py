@@ -76,6 +76,11 @@ class ChatStyle:
         }
         return cls(tools, reasoning, template_variables(template), special)
 
+    @property
+    def switch(self) -> str | None:
+        """The template's variable that says whether the model is to reason; None: it has none."""
+        return next((name for name in _SWITCHES if name in self.variables), None)
+
     def check_tools(self) -> None:
         """Raises SurefootError where tools cannot be used."""
         if "tools" not in self.variables:
@@ -119,7 +124,7 @@ class ChatStyle:
         """The template's variables for ``reasoning_effort`` and ``enable_thinking``. Raises
         SurefootError where it has none for them."""
         values: dict[str, Any] = {}
-        switch = next((name for name in _SWITCHES if name in self.variables), None)
+        switch = self.switch
         if effort is not None:
             if "reasoning_effort" in self.variables:
                 values["reasoning_effort"] = effort

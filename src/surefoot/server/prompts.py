@@ -118,6 +118,12 @@ class Prompts:
         ids = await self._encode(text.text, request.add_special_tokens, text.tokenizer, size)
         return ChatPrompt(ids, text.inside, text.may_think)
 
+    async def length(self, request: ChatRequest) -> int:
+        """How many tokens a conversation's prompt has, be they too many. Raises SurefootError."""
+        text = await self._render(request)
+        special = request.add_special_tokens
+        return len(await self.encoder.any_ids(text.text, special, text.tokenizer))
+
     async def tokenized(self, request: TokenizeRequest) -> list[int]:
         """What ``/tokenize`` answers with. Raises SurefootError."""
         if (request.prompt is None) == (request.messages is None):
