@@ -3,71 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from surefoot.errors import SurefootError
 from surefoot.request import Request, SamplingParams, SpeculationParams, TokenLogprobs
+from surefoot.server.chat_schema import ChatRequest
 from surefoot.server.errors import field_path
+from surefoot.server.fields import read_speculation_header
 from surefoot.server.generation import Choice
 from surefoot.server.guards import ApiKey
 from surefoot.server.logprobs import prompt_logprobs
 from surefoot.server.messages import Add, News, decode_to_core, encode
-from surefoot.server.schema import CompletionRequest, read_speculation_header
-from surefoot.server.tool_calls import ToolCall, ToolCallParser
-
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
-OTHER = '<tool_call>{"name": "time"}</tool_call>'
-
-
-def parse(text: str, sizes: list[int]) -> tuple[str, list[tuple[str, Any]]]:
-    """(text, calls) when it comes in pieces of these sizes, over and over."""
-    parser = ToolCallParser()
-    found: list[str | ToolCall] = []
-    at, turn = 0, 0
-    while at < len(text):
-        size = sizes[turn % len(sizes)]
-        found += parser.feed(text[at : at + size], final=False)
-        at, turn = at + size, turn + 1
-    found += parser.feed("", final=True)
-    calls = [part for part in found if isinstance(part, ToolCall)]
-    assert [call.index for call in calls] == list(range(len(calls)))
-    words = "".join(part for part in found if isinstance(part, str))
-    return words, [(call.name, json.loads(call.arguments)) for call in calls]
-
-
-TEXTS = {
-    CALL: ("", [("weather", {"city": "Zürich"})]),
-    f"Let me see.\n\n{CALL}\n{OTHER}\n": (
-        "Let me see.",
-        [("weather", {"city": "Zürich"}), ("time", {})],
-    ),
-    f"{OTHER} then {OTHER}": ("then", [("time", {}), ("time", {})]),
-    "no call \n": ("no call \n", []),
-    "a < b <tool": ("a < b <tool", []),
-    "a \n<tool_call>{broken</tool_call> b": ("a \n<tool_call>{broken</tool_call> b", []),
-    "<tool_call>[1, 2]</tool_call>": ("<tool_call>[1, 2]</tool_call>", []),
-    '<tool_call>{"name": 3}</tool_call>': ('<tool_call>{"name": 3}</tool_call>', []),
-    '<tool_call>{"name": "time", "arguments": {}}': ("", [("time", {})]),
-    '<tool_call>{"name": "ti': ('<tool_call>{"name": "ti', []),
-}
-
-
-@given(text=st.sampled_from(list(TEXTS)), sizes=st.lists(st.integers(1, 9), min_size=1))
-@settings(max_examples=200, deadline=None)
-def test_tool_calls_are_cut_out_however_they_arrive(text: str, sizes: list[int]) -> None:
-    assert parse(text, sizes) == TEXTS[text]
-
-
-def test_text_that_cannot_begin_a_call_is_not_held_back() -> None:
-    parser = ToolCallParser()
-    assert parser.feed("yes <", final=False) == ["yes"]
-    assert parser.feed("b", final=False) == [" <b"]
+from surefoot.server.schema import CompletionRequest
 
 
 @pytest.mark.parametrize(
@@ -162,10 +112,11 @@ def test_field_paths(location: tuple[Any, ...], path: str | None) -> None:
 
 
 def test_neutral_values_are_told_from_others_by_type() -> None:
-    CompletionRequest.model_validate({"prompt": "a", "best_of": 1})
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    ChatRequest.model_validate({**body, "best_of": 1})
     for value in (True, 2, "1"):
         with pytest.raises(ValueError, match="best_of"):
-            CompletionRequest.model_validate({"prompt": "a", "best_of": value})
+            ChatRequest.model_validate({**body, "best_of": value})
 
 
 def test_every_sampling_parameter_crosses_the_socket() -> None:
@@ -188,6 +139,8 @@ def test_every_sampling_parameter_crosses_the_socket() -> None:
         "skip_special_tokens": False,
         "logprobs": 2,
         "prompt_logprobs": 1,
+        "bad_words": ["x"],
+        "allowed_token_ids": [4, 5],
         "n": 3,
     }
     params = CompletionRequest.model_validate({"prompt": "a", **fields}).sampling({}, 0, {})

@@ -120,7 +120,13 @@ class Core:
                     params = replace(params, prompt_logprobs=None)
                 group.append(
                     self.engine.make_request(
-                        name, message.prompt, params, message.speculation, choice, leader
+                        name,
+                        message.prompt,
+                        params,
+                        message.speculation,
+                        choice,
+                        leader,
+                        message.priority,
                     )
                 )
         except SurefootError as error:

@@ -29,6 +29,8 @@ class Add(_Message):
     prompt: list[int]
     params: SamplingParams
     speculation: SpeculationParams
+    priority: int = 0
+    """Lower ones are let in first."""
 
 
 class Abort(_Message):
