@@ -13,12 +13,13 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from surefoot.errors import SurefootError
+from surefoot.sampling.reasoning_grammar import behind_reasoning
 from surefoot.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ MAX_SYMBOLS = 20_000
 Compiling takes time that grows with the square."""
 MAX_MASK_SECONDS = 0.05
 """Of a processor, for one row's mask: the round waits for it, and with it everybody."""
+WHITE_SPACE = r" |\n{1,2}[ \t]{0,32}"
+"""Between two tokens of JSON, unless a request says otherwise: without a bound, small models fill
+their texts with line breaks."""
 # Without it, a mask holds only the one way in which the tokenizer would cut text that is certain.
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 # Where a library's message shows the grammar and points into it.
@@ -86,6 +90,8 @@ class Grammars:
         library = _library()
         try:
             grammar = grammar_text(wanted)
+            if wanted.reasoning is not None:
+                grammar = behind_reasoning(grammar, self._markers(wanted.reasoning), NO_FORCING)
         except ValueError as error:
             raise SurefootError(wanted.option, _one_line(str(error))) from None
         limits = library.LLParserLimits(
@@ -106,6 +112,12 @@ class Grammars:
             raise SurefootError(wanted.option, problem)
         return matcher
 
+    def _markers(self, texts: Sequence[str]) -> list[str | int]:
+        """Ids of those that are special tokens."""
+        ids = [self.tokenizer.id_of(text) for text in texts]
+        special = self.tokenizer.special_ids
+        return [i if i in special else text for i, text in zip(ids, texts, strict=True)]
+
     def _load_vocabulary(self, library: Any) -> Any:
         with self._loading:
             if self._vocabulary is None:
@@ -121,9 +133,7 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
     library = _library()
     if wanted.kind in ("json", "json_object"):
         schema: dict[str, Any] = json.loads(str(wanted.json)) if wanted.json else {"type": "object"}
-        if wanted.disable_any_whitespace:
-            options = schema.get("x-guidance", {})
-            schema["x-guidance"] = {**options, "whitespace_flexible": False}
+        schema["x-guidance"] = _json_options(schema.get("x-guidance", {}), wanted)
         return f"start: %json {json.dumps(schema)}{NO_FORCING}"
     if wanted.kind == "regex":
         [part] = json.loads(library.grammar_from("regex", wanted.regex))["grammars"]
@@ -132,6 +142,18 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
         texts = (json.dumps(text, ensure_ascii=False) for text in wanted.choice or ())
         return f"start: {' | '.join(texts)}{NO_FORCING}"
     return library.grammar_from("grammar", wanted.grammar) + NO_FORCING
+
+
+def _json_options(given: Any, wanted: StructuredOutputsParams) -> Any:
+    """llguidance's options for a schema that has ``given`` as its own."""
+    if not isinstance(given, Mapping):
+        return given  # The library says what is wrong with it.
+    if wanted.disable_any_whitespace:
+        kept = {name: value for name, value in given.items() if name != "whitespace_pattern"}
+        return {**kept, "whitespace_flexible": False}
+    if "whitespace_flexible" in given or "whitespace_pattern" in given:
+        return given
+    return {**given, "whitespace_pattern": WHITE_SPACE}
 
 
 def _library() -> Any:
