@@ -20,8 +20,11 @@ class StructuredOutputsParams:
     ``json``: a JSON Schema, as an object or as text; ``json_object``: any JSON object; ``regex``:
     matched from end to end, in the syntax of Rust's regex crate (no look-around, no
     back-references); ``choice``: one of these texts; ``grammar``: a context-free grammar, in Lark's
-    or llama.cpp's GBNF notation. ``disable_any_whitespace`` leaves JSON no white space between its
-    tokens. What the grammar library cannot honour is refused, never ignored.
+    or llama.cpp's GBNF notation. What the grammar library cannot honour is refused, never ignored.
+
+    Between two tokens of JSON there is at most one space, or one or two line breaks and then up to
+    32 spaces or tabs, unless the schema's ``x-guidance`` (llguidance's options) has a
+    ``whitespace_pattern`` or ``whitespace_flexible``, or ``disable_any_whitespace`` allows none.
     """
 
     json: str | Mapping[str, Any] | None = None

@@ -16,7 +16,7 @@ from harness import VOCAB, Oracle, make_engine
 from surefoot.engine.engine import Engine
 from surefoot.kernels.rounds import RoundSpans
 from surefoot.models.decoder import Decoder
-from surefoot.request import SamplingParams
+from surefoot.request import Request, SamplingParams
 from surefoot.sampling.grammar import Grammars
 from surefoot.speculation import registry
 from surefoot.speculation.proposer import Drafts
@@ -38,7 +38,28 @@ class Pieces:
         return BYTES[token]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        raise AssertionError("masks must not depend on how a text would be tokenised")
+        """Of ``word``s only."""
+        mark, _, ids = text.strip().partition(":")
+        assert mark == "word", "masks must not depend on how a text would be tokenised"
+        return [int(token) for token in ids.split(",")]
+
+
+def word(*tokens: int) -> str:
+    """A text that is written with these tokens."""
+    return f"word:{','.join(map(str, tokens))}"
+
+
+def check_rules(request: Request) -> None:
+    """By the definitions of ``bad_words`` and ``allowed_token_ids``; of ends without a grammar."""
+    params, output = request.params, request.output
+    exempt = ENDS if params.structured_outputs is not None else ()
+    if params.allowed_token_ids is not None:
+        assert {*output} <= {*params.allowed_token_ids, *exempt}
+    for text in params.bad_words or ():
+        bad = Pieces().encode(text)
+        places = range(len(output) - len(bad) + 1)
+        found = [at for at in places if output[at : at + len(bad)] == bad and bad[-1] not in exempt]
+        assert not found, f"{bad} in {output}"
 
 
 def text_of(tokens: Sequence[int]) -> bytes:
@@ -184,7 +205,7 @@ def watch_drafts(engine: Engine, wanted: dict[int, Language]) -> list[int]:
             if not count:
                 continue
             [request] = [r for r in engine.scheduler.running if r.slot == slot]
-            if request.grammar is None:
+            if request.seed not in wanted:
                 continue
             length = int(state.length[slot])
             drafts = state.history[slot, length : length + count].tolist()

@@ -31,12 +31,14 @@ from structured_harness import (
     BYTES,
     ENDS,
     Language,
+    check_rules,
     grammars,
     params_with,
     structured_engine,
     structures,
     text_of,
     watch_drafts,
+    word,
 )
 from surefoot import LLM
 from surefoot.engine import structured as engine_structured
@@ -97,6 +99,10 @@ def test_masks_are_those_of_brute_force(structure: Any, data: st.DataObject) -> 
             break
 
 
+# Of tokens that texts of the grammars are made of.
+bad_words = st.builds(lambda ids: word(*ids), st.lists(st.integers(2, 20), min_size=1, max_size=3))
+
+
 @st.composite
 def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[int, Language], dict[str, Any]]:
     jobs, wanted = [], {}
@@ -117,6 +123,8 @@ def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[int, Language], dict[str
             "stop_token_ids": st.lists(st.integers(2, 14), max_size=2),
             "logprobs": st.integers(0, 4),
             "prompt_logprobs": st.integers(0, 1),
+            "bad_words": st.lists(bad_words, min_size=1, max_size=3),
+            "allowed_token_ids": st.just([*range(12), *range(17, 23)]),
         }
         for name in draw(st.sets(st.sampled_from(sorted(extras)), max_size=4)):
             values[name] = draw(extras[name])
@@ -184,6 +192,7 @@ def check(backend: str, scenario: Any) -> None:
         if not cancelled:
             assert (got.finish_reason, got.stop_reason) == (want.finish_reason, want.stop_reason)
         check_text(got, wanted.get(got.seed))
+        check_rules(got)
         for left, right in zip(want.logprobs, got.logprobs, strict=False):
             assert left.token_id == right.token_id
             assert math.isclose(left.logprob, right.logprob, abs_tol=TIE)
@@ -447,7 +456,8 @@ def test_a_dead_end_is_told() -> None:
 def test_a_draft_into_a_dead_end_leaves_no_trace() -> None:
     """The key's letters are not in the vocabulary: an opening quote can be drafted, and that is
     that. The text itself goes on with blanks."""
-    schema = '{"type": "object", "properties": {"name": {}}, "required": ["name"]}'
+    schema = {"type": "object", "properties": {"name": {}}, "required": ["name"]}
+    schema["x-guidance"] = {"whitespace_flexible": True}
     state = grammars().start(StructuredOutputsParams(json=schema))
     brace, quote, blank = (BYTES.index(letter) for letter in (b"{", b'"', b" "))
     masks = [np.zeros((rows, WORDS), dtype=np.int32) for rows in (1, 2, 1)]
@@ -460,6 +470,32 @@ def test_a_draft_into_a_dead_end_leaves_no_trace() -> None:
     assert int(masks[1][1, 0]) == sum(1 << token for token in ENDS) and not masks[1][1, 1:].any()
     state.sync([brace, blank, blank])
     assert state.allowed_prefix([blank, quote, quote]) == 2 and not state.problem
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed", "refused"),
+    [
+        ({}, ["", " ", "\n", "\n\n", "\n" + 32 * " "], ["  ", "\n\n\n", " \n", "\n" + 33 * " "]),
+        ({"whitespace_flexible": True}, ["", 9 * "\n ", 99 * " "], []),
+        ({"whitespace_flexible": False}, [""], [" ", "\n"]),
+        ({"whitespace_pattern": " {3}"}, ["", "   "], ["  ", "    ", "\n"]),
+    ],
+)
+@pytest.mark.parametrize("compact", [False, True])
+def test_white_space_in_json_is_bounded(
+    options: Any, allowed: list[str], refused: list[str], compact: bool
+) -> None:
+    """Unless a schema says otherwise; and where a request wants none, there is none."""
+    schema = {"type": "object", "x-guidance": options} if options else {"type": "object"}
+    kinds = [{"json": schema}] if options else [{"json": schema}, {"json_object": True}]
+    for kind in kinds:
+        wanted = StructuredOutputsParams.of({**kind, "disable_any_whitespace": compact})
+        assert wanted is not None
+        state = grammars().start(wanted)
+        for blanks in (*allowed, *refused):
+            tokens = [BYTES.index(letter.encode()) for letter in "{" + blanks + '"']
+            right = blanks == "" or (blanks in allowed and not compact)
+            assert (state.allowed_prefix(tokens) == len(tokens)) == right, (kind, blanks)
 
 
 def test_a_grammar_in_lark_and_in_gbnf() -> None:

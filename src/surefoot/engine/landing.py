@@ -65,11 +65,11 @@ def read_report(
     # for those that do not draft no list is made that is not needed.
     landing, keep, chunks = Landing(), kv.keep, len(batch.chunks)
     first_token = columns.FIRST_TOKEN
-    counts, _, ends, verified, _, offered, _ = rows[:, :first_token].T.tolist()
+    counts, _, ends, verified, _, offered, offerers = rows[:, :first_token].T.tolist()
     first: list[list[int]] = rows[:, first_token : first_token + 1].tolist()
-    for index, (request, lease, count, end, token, drafts, offers) in enumerate(
-        zip(requests, leases, counts, ends, first, verified, offered, strict=True)
-    ):
+    of_each = zip(requests, leases, counts, ends, first, verified, offered, offerers, strict=True)
+    offerer: int
+    for index, (request, lease, count, end, token, drafts, offers, offerer) in enumerate(of_each):
         if not count or request.status is not Status.RUNNING:
             continue
         if drafts:
@@ -85,7 +85,7 @@ def read_report(
             stats.rounds += 1
             if offers:
                 stats.offered += offers
-                item = Progress(request, token, Drafting(None, offers))
+                item = Progress(request, token, Drafting(None, offers, offerer=names[offerer]))
                 landing.drafting.append(item)
             else:
                 item = Progress(request, token, NO_DRAFTING)
@@ -106,7 +106,7 @@ def _read_drafts(
     prompt: bool,
 ) -> Progress:
     """``prompt``: the round ran the end of a prompt, whose rows are kept already."""
-    count, accepted, _, verified, whose, offered, _, *tokens = row
+    count, accepted, _, verified, whose, offered, offerer, *tokens = row
     output, tokens = request.output, tokens[:count]
     settled = tokens[:-1]
     if not prompt:
@@ -118,7 +118,8 @@ def _read_drafts(
     request.note_drafts(name, drafts)
     output += tokens
     request.computed += len(settled)
-    return Progress(request, tokens, Drafting(name, offered, verified, drafts))
+    drafting = Drafting(name, offered, verified, drafts, names[offerer] if offered else None)
+    return Progress(request, tokens, drafting)
 
 
 def read_prompt_scores(report: Report, batch: Batch, targets: Sequence[int]) -> None:

@@ -75,8 +75,9 @@ class Loop:
         self.controller = round_.controller
         self.flights: deque[Flight] = deque()
         self.preempted = 0
-        self.admitted: list[Request] = []
-        """Let in since somebody last looked."""
+        self.admitted: list[tuple[int, int]] = []
+        """Of requests let in for the first time since somebody last looked: tokens of the prompt,
+        and how many of them were found in the prefix cache."""
         trees = any(self.controller.trees)
         self.reservations = Reservations(kv, state, state.max_drafts if trees else 0)
         self._grammars = GrammarMasks(round_.books.offers, self.controller)
@@ -89,11 +90,11 @@ class Loop:
 
     def _admit(self, requests: Sequence[Request]) -> None:
         """Requests, new or resumed, enter their slots."""
-        self.admitted += requests
         now = time.perf_counter()
         for request in requests:
             if request.queued_seconds is None:
                 request.queued_seconds = now - request.arrived
+                self.admitted.append((len(request.prompt), request.cached))
         slots = [request.slot for request in requests]
         self.state.admit(requests)
         index = upload(slots, self.state.device)

@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +35,9 @@ MAX_SYMBOLS = 20_000
 Compiling takes time that grows with the square."""
 MAX_MASK_SECONDS = 0.05
 """Of a processor, for one row's mask: the round waits for it, and with it everybody."""
+WHITE_SPACE = r" |\n{1,2}[ \t]{0,32}"
+"""Between two tokens of JSON, unless a request says otherwise: without a bound, small models fill
+their texts with line breaks."""
 # Without it, a mask holds only the one way in which the tokenizer would cut text that is certain.
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 # Where a library's message shows the grammar and points into it.
@@ -121,9 +124,7 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
     library = _library()
     if wanted.kind in ("json", "json_object"):
         schema: dict[str, Any] = json.loads(str(wanted.json)) if wanted.json else {"type": "object"}
-        if wanted.disable_any_whitespace:
-            options = schema.get("x-guidance", {})
-            schema["x-guidance"] = {**options, "whitespace_flexible": False}
+        schema["x-guidance"] = _json_options(schema.get("x-guidance", {}), wanted)
         return f"start: %json {json.dumps(schema)}{NO_FORCING}"
     if wanted.kind == "regex":
         [part] = json.loads(library.grammar_from("regex", wanted.regex))["grammars"]
@@ -132,6 +133,18 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
         texts = (json.dumps(text, ensure_ascii=False) for text in wanted.choice or ())
         return f"start: {' | '.join(texts)}{NO_FORCING}"
     return library.grammar_from("grammar", wanted.grammar) + NO_FORCING
+
+
+def _json_options(given: Any, wanted: StructuredOutputsParams) -> Any:
+    """llguidance's options for a schema that has ``given`` as its own."""
+    if not isinstance(given, Mapping):
+        return given  # The library says what is wrong with it.
+    if wanted.disable_any_whitespace:
+        kept = {name: value for name, value in given.items() if name != "whitespace_pattern"}
+        return {**kept, "whitespace_flexible": False}
+    if "whitespace_flexible" in given or "whitespace_pattern" in given:
+        return given
+    return {**given, "whitespace_pattern": WHITE_SPACE}
 
 
 def _library() -> Any:
