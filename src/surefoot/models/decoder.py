@@ -21,6 +21,7 @@ from surefoot.kernels.backend import (
     OutputRows,
     Weight,
 )
+from surefoot.kernels.quant import dense
 from surefoot.models.config import ModelConfig
 from surefoot.models.rope import rope_table
 
@@ -63,7 +64,7 @@ class Decoder:
         self.table, self.head_linear = backend.pack_embedding(embedding)
         if not config.tied_embeddings:
             self.head_linear = backend.pack_linear([weights["lm_head.weight"]])
-        self.norm = backend.pack_norm(_dense(weights["model.norm.weight"]))
+        self.norm = backend.pack_norm(dense(weights["model.norm.weight"]))
         self.layers = [
             pack_layer(backend, weights, f"model.layers.{index}.", config, self.shape)
             for index in range(config.layers)
@@ -112,11 +113,11 @@ def pack_layer(
     def linear(*names: str) -> Any:
         parts = [weights[f"{prefix}{name}.weight"] for name in names]
         biases = [weights.get(f"{prefix}{name}.bias") for name in names]
-        dense = [_dense(bias) for bias in biases if bias is not None]
-        return backend.pack_linear(parts, torch.cat(dense) if dense else None)
+        known = [dense(bias) for bias in biases if bias is not None]
+        return backend.pack_linear(parts, torch.cat(known) if known else None)
 
     def norm(name: str) -> torch.Tensor:
-        return backend.pack_norm(_dense(weights[f"{prefix}{name}.weight"]))
+        return backend.pack_norm(dense(weights[f"{prefix}{name}.weight"]))
 
     keys = ("self_attn.k_proj", "self_attn.v_proj")
     return LayerWeights(
@@ -194,7 +195,3 @@ def check_tensors(config: ModelConfig, weights: Mapping[str, Weight]) -> None:
             f"the checkpoint does not fit its config: {'; '.join(problems[:MOST_NAMED])}"
             + (f"; and {len(problems) - MOST_NAMED} more" * (len(problems) > MOST_NAMED)),
         )
-
-
-def _dense(weight: Weight) -> torch.Tensor:
-    return weight if isinstance(weight, torch.Tensor) else weight.dequantize()
