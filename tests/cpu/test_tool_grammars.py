@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -190,6 +191,28 @@ def test_what_is_allowed_is_read_as_calls_that_fit(
     state.sync(tokens)
     if state.accepting:
         assert read.calls and not read.content
+
+
+@pytest.mark.parametrize(("template", "special"), [("hermes", False), ("mistral 11", True)])
+def test_masks_behind_drafts_are_those_of_the_text(template: str, special: bool) -> None:
+    """Also where a draft ends a lazy part of the grammar, which has to be taken back."""
+    written, size = style(template, special), -(-tokenizer(special).vocab_size // 32)
+    made = call_grammar(template, special, True, False)
+    for wanted in (made, written.behind_reasoning(made, ChatPrompt([], True, True))):
+        assert wanted is not None
+        thought = "" if wanted is made or written.reasoning is None else written.reasoning.closing
+        tokens = ids(f"hm{thought} {ONE[template] % RED}\nSo", special)
+        state = grammars(special).start(wanted)
+        masks, bits = np.zeros((len(tokens) + 1, size), np.int32), np.zeros((1, size), np.int32)
+        for known in (0, 3):
+            state.sync(tokens[:known])
+            assert state.allowed_prefix(tokens[known:]) == len(tokens) - known
+            state.write_masks(tokens[known:], masks[known:])
+            for row in range(known, len(tokens) + 1):
+                fresh = grammars(special).start(wanted)
+                fresh.sync(tokens[:row])
+                fresh.write_masks([], bits)
+                assert (masks[row] == bits[0]).all(), tokenizer(special).decode(tokens[:row])
 
 
 @pytest.mark.parametrize("wrong", [["<think>"], "ab", ["", ""], [1, "x"], 5])
