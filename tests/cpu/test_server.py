@@ -391,7 +391,10 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 
 UNTYPED: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 STRICT: dict[str, Any] = {"type": "function", "function": {"name": "f", "strict": True}}
-NO_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "objct"}}}
+NO_SCHEMA: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "objct"}},
+}
 CHAT_REFUSED = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
@@ -402,16 +405,18 @@ CHAT_REFUSED = [
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-    ({"tools": [STRICT]}, "tools[0].function.strict"),
+    ({"tools": [STRICT], "min_tokens": 2}, "min_tokens"),
+    ({"tools": [{**STRICT, "function": {**NO_SCHEMA["function"], "strict": True}}]}, "tools"),
     (
         {"tools": [STRICT], "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_ch",
     ),
     ({"tools": [STRICT], "tool_choice": "required", "min_tokens": 2}, "min_tokens"),
     ({"tools": [NO_SCHEMA], "tool_choice": "required"}, "tools"),
-    ({"tools": [UNTYPED], "parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"tools": [UNTYPED], "parallel_tool_calls": False, "ignore_eos": True}, "ignore_eos"),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"enable_thinking": False}, "enable_thinking"),
     ({"chat_template_kwargs": {"template": "x"}}, "chat_template_kwargs.template"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
 ]

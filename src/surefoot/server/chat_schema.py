@@ -13,7 +13,7 @@ from surefoot.models.loading.tokenizer import Tokenizer
 from surefoot.server.chat_style import ChatStyle
 from surefoot.server.fields import Ids, Strict
 from surefoot.server.schema import RequestFields, structure_fields, structured_outputs
-from surefoot.server.tool_choice import forced_calls
+from surefoot.server.tool_choice import CallGrammar
 from surefoot.structured import StructuredOutputsParams
 
 # What clients send back from an answer's message though it says nothing.
@@ -101,7 +101,8 @@ class FunctionDefinition(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Arguments are made to fit only where a call is required; elsewhere ``true`` is refused."""
+    """Whether arguments fit the schema wherever the tool is called; they do in any case where a
+    call is required."""
 
 
 class ToolDefinition(Strict):
@@ -149,7 +150,7 @@ class ChatRequest(RequestFields):
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     """``required``, or a tool: the answer is a call, whose arguments fit the schema."""
     parallel_tool_calls: bool | None = None
-    """Whether an answer that is required to be a call may be several."""
+    """Whether an answer may be several calls."""
     chat_template: str | None = None
     """Instead of the model's; only if the server trusts its clients."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -187,24 +188,23 @@ class ChatRequest(RequestFields):
                 raise SurefootError(field, f"contradicts chat_template_kwargs.{name}", "give one")
         return given
 
-    def _forced(self, style: ChatStyle) -> StructuredOutputsParams | None:
-        """What the answer has to be for a call to be made; None where none has to. Raises
+    @property
+    def _must_call(self) -> bool:
+        return self.tool_choice not in (None, "auto", "none")
+
+    @property
+    def _fits_calls(self) -> bool:
+        """Whether calls have to be as the tools, or the request, want them."""
+        if not self.uses_tools or self._must_call:
+            return self._must_call
+        strict = any(tool.function.strict for tool in self.tools or ())
+        return strict or self.parallel_tool_calls is False
+
+    def _call_grammar(self, style: ChatStyle) -> StructuredOutputsParams | None:
+        """What the answer has to be for its calls to be right; None for anything. Raises
         SurefootError."""
         choice, tools = self.tool_choice, self.tools or []
-        if choice in (None, "auto", "none"):
-            for index, tool in enumerate(tools):
-                if tool.function.strict and self.uses_tools:
-                    raise SurefootError(
-                        f"tools[{index}].function.strict",
-                        "is honoured only where a call is required",
-                        "set tool_choice to required, or drop it",
-                    )
-            if self.parallel_tool_calls is False and self.uses_tools:
-                raise SurefootError(
-                    "parallel_tool_calls",
-                    "can be false only where a call is required",
-                    "set tool_choice to required, or drop it",
-                )
+        if not self._fits_calls:
             return None
         if not tools:
             raise SurefootError("tool_choice", "needs tools", "give some")
@@ -213,16 +213,25 @@ class ChatRequest(RequestFields):
             tools = [tool for tool in tools if tool.function.name == name]
             if not tools:
                 raise SurefootError("tool_choice", f"there is no tool {name[:200]!r}")
-        many = self.parallel_tool_calls is not False and choice == "required"
-        named = [(tool.function.name, tool.function.parameters) for tool in tools]
+        style.check_tools()
         assert style.tools is not None
-        return forced_calls(style.tools, style.special, named, many)
+        # Where nobody asked for it, a schema binds nothing.
+        named = [
+            (tool.function.name, tool.function.parameters)
+            if self._must_call or tool.function.strict
+            else (tool.function.name, None)
+            for tool in tools
+        ]
+        many = self.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+        grammar = CallGrammar(style.tools, style.special, named, many)
+        return grammar.required() if self._must_call else grammar.free()
 
     def names(self) -> dict[str, str]:
         """See ``RequestFields.names``."""
         names = super().names()
-        if self.tool_choice not in (None, "auto", "none"):
-            names |= {"structured_outputs.grammar": "tools", "structured_outputs": "tool_choice"}
+        if self._fits_calls:
+            field = "tool_choice" if self._must_call else "tools"
+            names |= {"structured_outputs.grammar": "tools", "structured_outputs": field}
         return names
 
     def structure(self, style: ChatStyle) -> StructuredOutputsParams | None:
@@ -232,7 +241,7 @@ class ChatRequest(RequestFields):
         if given is not None and self.uses_tools:
             [name, *_] = [name for name, _, _ in structure_fields(self)] or ["structured_outputs"]
             raise SurefootError(name, "does not go with tools", "set tool_choice to none")
-        return self._forced(style) or given
+        return self._call_grammar(style) or given
 
     def limit(self) -> int | None:
         """Most tokens of the answer, under either name. Raises SurefootError for two values."""

@@ -18,6 +18,7 @@ from surefoot.server.tool_formats import (
     ReasoningFormat,
     ToolFormat,
 )
+from surefoot.structured import StructuredOutputsParams
 
 # What templates of other formats hold: calls that cannot be read.
 _UNREAD = ("<function=", "\uff5ctool\u2581call", "<|tool_call", "<minimax:tool_call>", "functools[")
@@ -62,7 +63,8 @@ class ChatStyle:
         tools = _tool_format(template) if tool_format is None else FORMATS[tool_format]
         if tools is not None and tools.named:
             between = tuple(text for text in (CALL_ID, ARGUMENTS) if text in template)
-            tools = replace(tools, between=between)
+            if between:
+                tools = replace(tools, between=between, separator="", listed=False, brackets=False)
         reasoning = next((form for form in REASONING if form.closing in template), None)
         markers = [*(tools.markers if tools else ())]
         markers += [reasoning.opening, reasoning.closing] if reasoning else []
@@ -102,6 +104,15 @@ class ChatStyle:
     def may_think(self, prompt: str) -> bool:
         """Whether an answer to a prompt may have reasoning."""
         return self.reasoning is not None and not prompt.rstrip().endswith(self.reasoning.closing)
+
+    def behind_reasoning(
+        self, wanted: StructuredOutputsParams | None, prompt: ChatPrompt
+    ) -> StructuredOutputsParams | None:
+        """What an answer has to fit, with room for reasoning before it."""
+        if wanted is None or self.reasoning is None or not prompt.may_think:
+            return wanted
+        opening = "" if prompt.inside else self.reasoning.opening
+        return replace(wanted, reasoning=(opening, self.reasoning.closing))
 
     def parser(self, names: Collection[str] | None, inside: bool) -> AnswerParser:
         """For an answer. ``names``: of the tools, None for an answer without calls; ``inside``: as

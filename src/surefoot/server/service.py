@@ -155,9 +155,10 @@ class Service:
         request's fields to the endpoint's."""
         try:
             style = self.prompts.style(request)
-            more: dict[str, Any] = {"max_tokens": request.limit(), "logprobs": request.width()}
-            more["structured_outputs"] = request.structure(style)
+            wanted = request.structure(style)
             prompt = await self.prompts.conversation(request)
+            more: dict[str, Any] = {"max_tokens": request.limit(), "logprobs": request.width()}
+            more["structured_outputs"] = style.behind_reasoning(wanted, prompt)
 
             def new_parser() -> AnswerParser:
                 return style.parser(request.tool_names, prompt.inside)
