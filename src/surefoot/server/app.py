@@ -194,6 +194,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
             "owned_by": "surefoot",
             "max_model_len": service.front.ready.max_model_len,
             "deterministic": service.front.ready.deterministic,
+            "capabilities": service.prompts.capabilities,
             "speculation": {
                 "methods": service.front.methods,
                 "max_draft_tokens": service.front.ready.max_draft_tokens,

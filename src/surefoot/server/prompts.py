@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,6 +43,20 @@ class Prompts:
         for tokenizer in (self.specials.tokenizer, self.specials.renamed):
             # Worked out now: that takes a while, for which everybody would wait.
             _ = tokenizer.lengths
+
+    @property
+    def capabilities(self) -> dict[str, bool]:
+        """What the model may be asked for."""
+        tools = self._styles[True]
+        return {
+            "completion": True,
+            "chat": self.tokenizer.chat_template is not None,
+            "tools": tools.tools is not None and "tools" in tools.variables,
+            "reasoning": self._styles[False].reasoning is not None,
+            "structured_outputs": importlib.util.find_spec("llguidance") is not None,
+            "embeddings": True,
+            "vision": False,
+        }
 
     def check_size(self, fields: Mapping[str, Any]) -> None:
         """Refuse more prompts, token ids or messages than can ever be served, before each of them
