@@ -48,7 +48,7 @@ def drafter(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 def test_it_is_loaded_unasked_and_changes_no_text(model: Path, drafter: Path) -> None:
     llm = LLM(
-        str(model), max_num_seqs=1, backend="torch", max_model_len=64, kv_blocks=8,
+        str(model), max_num_seqs=1, max_model_len=64, kv_blocks=8,
         draft_policy="fixed",
     )  # fmt: skip
     assert [item.name for item in llm.engine.proposers] == [*DEFAULT, "eagle3"]
