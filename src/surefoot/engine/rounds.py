@@ -14,8 +14,9 @@ from surefoot.speculation.recorded_costs import RecordedSize
 from surefoot.speculation.round import Round
 from surefoot.speculation.size import Size
 
-BLOCK_DEPTHS = 3, 8
-"""How far drafters that draft whole blocks may draft, besides all the way."""
+BLOCK_DEPTHS = 3, 5, 8
+"""How far drafters that draft whole blocks may draft, besides all the way. Where rows begin to cost
+more, five drafts of each of a few dozen requests are better than three or eight (docs/log.md)."""
 MANY_HEAD_ROWS = 128
 """Rows from which on a head's time depends on their number."""
 PROMPT_DRAFTS = 8
@@ -235,19 +236,25 @@ class PaddedRounds(Rounds):
         most = spans * (1 + self.width)
         steps = [spans * i // 4 for i in (4, 5, 6, 8, 10, 12, 16, 20, 36)]
         steps += [spans * (1 + i) for i in (16, 31, 63)]
+        steps += [spans * (1 + depth) for depth in self.block_depths(spans)]
         return sorted({rows for rows in steps if rows < most} | {spans, most})
+
+    def block_depths(self, spans: int) -> tuple[int, ...]:
+        """How far drafters may draft, besides all the way, where all of them draft whole blocks. Of
+        these only the last layer and the head depend on it, which read their weights for however
+        few rows: nothing is gained in rounds of few spans."""
+        whole, trees = self.round.whole, any(self.round.controller.trees)
+        blocks = whole and whole.issuperset(self.round.drafters) and not trees
+        return BLOCK_DEPTHS if blocks and spans * self.longest > MANY_HEAD_ROWS else ()
 
     def depths(self, spans: int) -> list[int]:
         """How far drafters may draft in rounds of so many spans, rising: as far as some number of
-        rows holds it all, or as far as they can. Trees are not cut short. Of blocks only the head
-        depends on it, which reads its weights for however few rows: in rounds of many spans there
-        are two shorter ones.
-        """
+        rows holds it all, or as far as they can. Trees are not cut short."""
         if any(self.round.controller.trees):
             return [self.longest]
-        whole = {rows // spans - 1 for rows in self.rows(spans) if rows % spans == 0}
-        if self.round.whole.issuperset(self.round.drafters):
-            whole &= set(BLOCK_DEPTHS) if spans * self.longest > MANY_HEAD_ROWS else set()
+        whole = set(self.block_depths(spans))
+        if not self.round.whole.issuperset(self.round.drafters):
+            whole = {rows // spans - 1 for rows in self.rows(spans) if rows % spans == 0}
         return sorted({steps for steps in whole if 0 < steps < self.longest} | {self.longest})
 
 
