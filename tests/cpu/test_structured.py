@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -320,14 +319,15 @@ def test_what_is_cut_is_neither_offered_nor_watched() -> None:
     offers.tokens[slot, :4] = torch.tensor([good[0], 7, 7, 7])
     offers.lengths[slot], offers.chances[slot, :4], offers.proposer[slot] = 4, 0.5, 0
     engine.loop._grammars.note(slot, 0, [good[0], 7, 7, 7], None)
-    assert engine.loop._grammars.write([request]) == {slot: 1}
+    engine.loop._grammars.write([request])
     assert int(offers.lengths[slot]) == 1
     assert offers.chances[slot, :4].tolist() == [0.5, 0.0, 0.0, 0.0]
     assert [int(e.watched_length[slot]) for e in controller.estimators] == [1, 4]
     # An older offer is still being watched: the cut is not its.
     engine.state.length[slot] += 1
     engine.loop._grammars.note(slot, 0, [7, 7], None)
-    assert engine.loop._grammars.write([request]) == {slot: 0}
+    engine.loop._grammars.write([request])
+    assert int(offers.lengths[slot]) == 0
     assert int(controller.estimators[0].watched_length[slot]) == 1
 
 
@@ -366,10 +366,12 @@ def test_offers_are_cut_before_the_first_draft_that_is_forbidden(
     state.mask_bits = torch.zeros((state.slots * (1 + state.max_drafts), WORDS), dtype=torch.int32)
     grammar: Any = Forbids(forbidden)
     grammar.write_masks = lambda drafts, bits: bits.fill(-1)
-    request: Any = SimpleNamespace(slot=1, output=[3], grammar=grammar)
+    grammar.forced = lambda most: ([], [])
+    request = engine.make_request("r", (3, 4), SamplingParams())
+    request.slot, request.output, request.grammar = 1, [3], grammar
     masks.note(1, 0, [5, 6, 7, 8], parents)
     engine.round.books.offers.lengths[1] = 4
-    assert masks.write([request]) == {1: left}
+    assert masks.write([request]) == {}
     assert int(engine.round.books.offers.lengths[1]) == left
 
 

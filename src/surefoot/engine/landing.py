@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -52,10 +52,11 @@ def read_report(
     names: Sequence[str],
     columns: ReportColumns,
     longest: int,
+    hosted: Mapping[int, int],
 ) -> Landing:
     """Enter a landed round's tokens: those of at most ``longest`` drafts for each request of
     ``batch``, and one more. Requests that have ended are left alone. ``names`` are the
-    proposers'."""
+    proposers'; ``hosted`` says by slot how many drafts the host had on offer for this round."""
     requests, leases = batch.group.requests, batch.group.leases
     rows = report.rows[: len(requests)].numpy()
     scores: dict[int, torch.Tensor] = {}
@@ -66,6 +67,9 @@ def read_report(
     landing, keep, chunks = Landing(), kv.keep, len(batch.chunks)
     first_token = columns.FIRST_TOKEN
     counts, _, ends, verified, _, offered, _ = rows[:, :first_token].T.tolist()
+    if hosted:
+        slots = batch.group.slots.tolist()
+        offered = [count + hosted.get(slot, 0) for slot, count in zip(slots, offered, strict=True)]
     first: list[list[int]] = rows[:, first_token : first_token + 1].tolist()
     for index, (request, lease, count, end, token, drafts, offers) in enumerate(
         zip(requests, leases, counts, ends, first, verified, offered, strict=True)
@@ -74,6 +78,7 @@ def read_report(
             continue
         if drafts:
             told: list[int] = rows[index, : first_token + 1 + longest].tolist()
+            told[columns.OFFERED] = offers
             item = _read_drafts(request, lease, told, kv, names, index < chunks)
             landing.drafting.append(item)
         else:
