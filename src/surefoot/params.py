@@ -12,6 +12,7 @@ from surefoot.structured import StructuredOutputsParams
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 50
+MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 256, 8192
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,11 @@ class SamplingParams:
     ``include_stop_str_in_output``). ``min_tokens`` keeps end tokens and stop token ids from being
     sampled, and stop strings from ending the text, that long. ``logprobs`` k gives the k most
     likely tokens and the sampled one at each position, before grammar masks, penalties and
-    filters; ``prompt_logprobs`` likewise for the prompt. ``structured_outputs`` (or a mapping with
-    its fields) is the grammar that the text has to fit.
+    filters; ``prompt_logprobs`` likewise for the prompt. ``bad_words`` do not occur in the output
+    as the tokenizer writes them, by themselves or behind a space: a token that would complete one
+    is not sampled. Other tokens than ``allowed_token_ids`` are not sampled, end tokens included.
+    ``structured_outputs`` (or a mapping with its fields) is the grammar that the text has to fit;
+    the other two then leave its end alone.
     """
 
     n: int = 1
@@ -48,6 +52,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
@@ -79,6 +85,22 @@ class SamplingParams:
         for token in self.stop_token_ids or ():
             if not isinstance(token, int) or not 0 <= token <= MAX_SEED:
                 raise SurefootError("stop_token_ids", f"{token!r} is no token id")
+        self._check_rules()
+
+    def _check_rules(self) -> None:
+        words = self.bad_words or ()
+        if isinstance(words, str) or any(not isinstance(text, str) or not text for text in words):
+            raise SurefootError("bad_words", "must be non-empty texts", "give a list of them")
+        if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_BAD_CHARACTERS:
+            raise SurefootError(
+                "bad_words",
+                f"are over {MAX_BAD_WORDS} words, or {MAX_BAD_CHARACTERS} characters together",
+            )
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise SurefootError("allowed_token_ids", "are none", "name some, or drop it")
+        for token in self.allowed_token_ids or ():
+            if not isinstance(token, int) or not 0 <= token <= MAX_SEED:
+                raise SurefootError("allowed_token_ids", f"{token!r} is no token id")
 
     def _check_structure(self) -> None:
         structure = StructuredOutputsParams.of(self.structured_outputs)
@@ -110,6 +132,12 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def hosted(self) -> bool:
+        """Whether what may come next depends on the host, token by token."""
+        ruled = self.allowed_token_ids is not None or bool(self.bad_words)
+        return ruled or self.structured_outputs is not None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

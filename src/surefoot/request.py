@@ -120,10 +120,12 @@ class Request:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    priority: int = 0
+    """Lower ones are let in first."""
     drafters: frozenset[str] = frozenset()
     """Proposers with KV of their own that may draft for it."""
     grammar: TextGrammar | None = None
-    """Where the output stands in its grammar, if it has one."""
+    """Where the output stands in its grammar, or other rules for its tokens, if it has any."""
     _proposed_by: list[str | None] = field(default_factory=list)
     """As far as the last accepted draft, at least."""
 

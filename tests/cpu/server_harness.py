@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {
     "max_draft_tokens": 4,
 }
 TOOL_TEMPLATE = (
-    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}, in <tool_call><|im_end|>\n{% endif %}"
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' "
     "+ message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -95,12 +95,16 @@ async def scripted_front(
     hang: bool = False,
     request_timeout: float | None = None,
     ready: Ready = READY,
+    trust_templates: bool = False,
     **guards: Any,
 ) -> AsyncIterator[tuple[Any, Front, ScriptedCore]]:
     """(ASGI application, front, core); ``guards`` go to ``create_app``."""
     core: Any = ScriptedCore(script, hang)
     front = Front(core, ready, tokenizer, max_queue=8)
-    service = Service(front, ServiceSettings(("scripted",), request_timeout))
+    settings = ServiceSettings(
+        ("scripted",), request_timeout, trust_request_chat_template=trust_templates
+    )
+    service = Service(front, settings)
     app = create_app(service, **guards)
     listening = asyncio.ensure_future(front.listen())
     try:

@@ -16,7 +16,7 @@ from harness import VOCAB, Oracle, make_engine
 from surefoot.engine.engine import Engine
 from surefoot.kernels.rounds import RoundSpans
 from surefoot.models.decoder import Decoder
-from surefoot.request import SamplingParams
+from surefoot.request import Request, SamplingParams
 from surefoot.sampling.grammar import Grammars
 from surefoot.speculation import registry
 from surefoot.speculation.proposer import Drafts
@@ -38,7 +38,10 @@ class Pieces:
         return BYTES[token]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Greedily; what the vocabulary lacks is left out."""
+        """Of ``word``s; other texts greedily, without what the vocabulary lacks."""
+        mark, _, ids = text.strip().partition(":")
+        if mark == "word":
+            return [int(token) for token in ids.split(",")]
         data, found = text.encode(), []
         while data:
             known = [
@@ -48,6 +51,24 @@ class Pieces:
                 found.append(max(known, key=lambda token: len(BYTES[token])))
             data = data[len(BYTES[found[-1]]) if known else 1 :]
         return found
+
+
+def word(*tokens: int) -> str:
+    """A text that is written with these tokens."""
+    return f"word:{','.join(map(str, tokens))}"
+
+
+def check_rules(request: Request) -> None:
+    """By the definitions of ``bad_words`` and ``allowed_token_ids``; of ends without a grammar."""
+    params, output = request.params, request.output
+    exempt = ENDS if params.structured_outputs is not None else ()
+    if params.allowed_token_ids is not None:
+        assert {*output} <= {*params.allowed_token_ids, *exempt}
+    for text in params.bad_words or ():
+        bad = Pieces().encode(text)
+        places = range(len(output) - len(bad) + 1)
+        found = [at for at in places if output[at : at + len(bad)] == bad and bad[-1] not in exempt]
+        assert not found, f"{bad} in {output}"
 
 
 def text_of(tokens: Sequence[int]) -> bytes:
@@ -193,7 +214,7 @@ def watch_drafts(engine: Engine, wanted: dict[int, Language]) -> list[int]:
             if not count:
                 continue
             [request] = [r for r in engine.scheduler.running if r.slot == slot]
-            if request.grammar is None:
+            if request.seed not in wanted:
                 continue
             length = int(state.length[slot])
             drafts = state.history[slot, length : length + count].tolist()

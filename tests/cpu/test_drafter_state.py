@@ -32,9 +32,10 @@ def speculation(method: str) -> SpeculationParams:
 # The drafter of random weights is hardly ever right, but what it says depends on all its keys.
 def engine_of(backend: str = "torch", ahead: bool = False, **options: Any) -> Engine:
     own = {"path": folder("random"), "draft_tokens": 3, **options.pop("own", {})}
+    proposers = options.pop("proposers", ("ngram", DRAFTER))
     values: dict[str, Any] = {
-        "proposers": ("ngram", DRAFTER),
-        "proposer_options": {DRAFTER: own},
+        "proposers": proposers,
+        "proposer_options": {DRAFTER: own} if DRAFTER in proposers else {},
         "draft_policy": "fixed",
         **options,
     }
@@ -168,3 +169,29 @@ def test_requests_that_do_not_allow_a_drafter_pay_no_catch_up(ahead: bool) -> No
     rows = len(PROMPT) + own.stats.rounds - 1 + own.stats.verified
     assert sum(int((batch.row_slot >= 0).sum()) for batch in watch.written) == rows
     watch.check()
+
+
+@ROUNDS
+@pytest.mark.parametrize("blocks", [120, 26], ids=["room for all", "evictions"])
+def test_a_drafter_takes_no_prefix_hit_away(blocks: int, ahead: bool) -> None:
+    """Conversations of two turns, of which two and two begin with the same text: every request
+    finds as much of its prompt as it does without drafters, and all of it is counted. Where blocks
+    are short, spans with drafts may hold one more of them."""
+
+    def hits(**options: Any) -> list[int]:
+        engine = engine_of(ahead=ahead, kv_blocks=blocks, max_num_seqs=2, **options)
+        talks = [(*PROMPT, 30 + user // 2, 40 - user) for user in range(4)]
+        found, asked = [], 0
+        for turn in range(2):
+            requests = run_jobs(engine, [Job(talk, GREEDY) for talk in talks])
+            found += [request.cached for request in requests]
+            asked += sum(map(len, talks))
+            talks = [(*request.tokens, 20 + turn) for request in requests]
+        stats = engine.stats
+        assert (stats.prefix_queries, stats.prefix_hits) == (asked, sum(found))
+        return found
+
+    drafted, plain = hits(), hits(proposers=())
+    assert drafted[2:4] == [16, 16] and (min(drafted[4:]) > 40) == (blocks > 100)
+    slack = 0 if blocks > 100 else 4
+    assert all(abs(one - other) <= slack for one, other in zip(drafted, plain, strict=True))

@@ -15,6 +15,7 @@ from surefoot.engine.batch import Batch, group
 from surefoot.engine.landing import Landing, read_report
 from surefoot.engine.reserving import AHEAD, Reservations
 from surefoot.engine.rounds import Report
+from surefoot.engine.stats import Drafting
 from surefoot.kv.block_pool import chain_hash
 from surefoot.kv.transaction import KVManager
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams, Status
@@ -90,14 +91,15 @@ def test_a_draft_is_its_proposer_s_and_the_rest_the_target_s() -> None:
     kv, (request,) = running(1, True, set())
     lease = kv.leases["r0"]
     # Columns: tokens committed, accepted, end, verified, whose, on offer, whose these are.
-    for start in (
-        [1, 0, 0, 0, 0, 0, 0, 4, 0, 0],
-        [3, 2, 0, 2, 1, 0, 0, 5, 6, 7],
-        [1, 0, 2, 1, 0, 2, 1, 8, 0, 0],
+    for start, drafting in (
+        ([1, 0, 0, 0, 0, 2, 1, 4, 0, 0], Drafting(None, 2, 0, 0, "b")),
+        ([3, 2, 0, 2, 1, 0, 1, 5, 6, 7], Drafting("b", 0, 2, 2, None)),
+        ([1, 0, 2, 1, 0, 2, 1, 8, 0, 0], Drafting("a", 2, 1, 0, "b")),
     ):
         row = start + [0] * (COLUMNS.count - len(start))
         landing = read(torch.tensor([row], dtype=torch.int32), None, [request], kv)
-        assert landing.drafting == (landing.progress if row[3] or row[5] else [])
+        assert landing.drafting == landing.progress
+        assert landing.progress[0].drafting == drafting
     assert request.output == [4, 5, 6, 7, 8]
     assert request.proposed_by == [None, "b", "b", None, None]
     assert request.stats.verified_by_proposer == {"b": 2, "a": 1}

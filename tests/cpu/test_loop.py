@@ -120,7 +120,7 @@ def check_writes(engine: Engine) -> None:
     """Every row writes a key into a block of its own request, which nobody else holds."""
     forward, state, kv = engine.round.forward, engine.state, engine.kv
 
-    def checked(batch: FlatBatch) -> Any:
+    def checked(batch: FlatBatch, *rest: Any) -> Any:
         by_slot = {request.slot: request for request in engine.scheduler.running}
         rows = zip(batch.row_slot.tolist(), batch.key_index.tolist(), strict=True)
         for slot, key in rows:
@@ -131,7 +131,7 @@ def check_writes(engine: Engine) -> None:
             lease = kv.leases[by_slot[slot].request_id]
             assert lease.blocks[key // kv.block_size] == block
             assert kv.pool.references[block] == 1
-        return forward(batch)
+        return forward(batch, *rest)
 
     engine.round.forward = checked  # type: ignore[method-assign]
 

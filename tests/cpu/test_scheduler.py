@@ -15,7 +15,9 @@ from surefoot.kv.transaction import KVManager
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams, Status
 
 
-def request(name: str, prompt: int, room: int, leader: Request | None = None) -> Request:
+def request(
+    name: str, prompt: int, room: int, leader: Request | None = None, priority: int = 0
+) -> Request:
     return Request(
         name,
         tuple(range(prompt)),
@@ -24,6 +26,7 @@ def request(name: str, prompt: int, room: int, leader: Request | None = None) ->
         seed=0,
         max_length=prompt + room,
         leader=leader,
+        priority=priority,
     )
 
 
@@ -103,6 +106,50 @@ def test_a_request_that_does_not_fit_waits_instead_of_pushing_others_out() -> No
         assert "late" not in step(machine)
     assert "late" in step(machine)
     assert running.preemptions == late.preemptions == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    waves=st.lists(
+        st.lists(st.tuples(st.integers(-1, 1), st.integers(1, 6)), max_size=4),
+        min_size=1,
+        max_size=6,
+    ),
+    seqs=st.integers(1, 3),
+)
+def test_lower_priorities_are_let_in_first_and_equal_ones_as_they_came(
+    waves: list[list[tuple[int, int]]], seqs: int
+) -> None:
+    """Whoever is let in for the first time comes before all that go on waiting."""
+    machine, arrivals = scheduler(blocks=9, block_size=2, seqs=seqs), 0
+    order: dict[Request, tuple[int, int]] = {}
+    for wave in [*waves, *[[]] * 60]:
+        for priority, room in wave:
+            item = request(str(arrivals), 3, room, priority=priority)
+            order[item] = (priority, arrivals)
+            arrivals += 1
+            machine.add(item)
+        before = set(machine.waiting)
+        step(machine)
+        fresh = [item for item in before - set(machine.waiting) if not item.preemptions]
+        assert all(
+            order[item] < order[other]
+            for item in fresh
+            for other in machine.waiting
+            if not other.preemptions
+        )
+    assert not machine.has_work
+
+
+def test_shortage_preempts_the_least_urgent() -> None:
+    machine = scheduler(blocks=4, block_size=2)
+    old, urgent = request("old", 2, 5), request("urgent", 2, 5, priority=-1)
+    machine.add(old)
+    step(machine)
+    machine.add(urgent)
+    while not (old.finished and urgent.finished):
+        step(machine)
+    assert old.preemptions > 0 and urgent.preemptions == 0
 
 
 def test_who_decodes_keeps_the_block_of_its_next_token() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from server_harness import (
     LOOP,
@@ -219,6 +220,43 @@ def test_echo_scores_the_prompt(server: Server, llm: LLM) -> None:
     assert joined == [choice["text"] for choice in whole["choices"]]
 
 
+def test_the_best_of_many_have_the_highest_mean_logprobs(server: Server) -> None:
+    body = {"prompt": ["a cat", "a dog"], "max_tokens": 9, "temperature": 1, "seed": 5}
+    every = server.complete(**body, n=4, logprobs=0)["choices"]
+
+    def mean(choice: dict[str, Any]) -> float:
+        scores = choice["logprobs"]["token_logprobs"]
+        return sum(scores) / len(scores)
+
+    best = server.complete(**body, n=2, best_of=4)
+    assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+    ranked = [sorted(every[i : i + 4], key=mean, reverse=True)[:2] for i in (0, 4)]
+    texts = [choice["text"] for choice in best["choices"]]
+    assert texts == [choice["text"] for group in ranked for choice in group]
+    assert best["choices"][0]["logprobs"] is None
+    # All were generated.
+    assert best["usage"]["completion_tokens"] > 4 * 9
+
+
+def test_tokens_that_requests_rule_out(server: Server, llm: LLM) -> None:
+    common = {"prompt": LOOP, "max_tokens": 40, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    letters = {str(token): bias for token, bias in only(llm, "theca").items()}
+    ruled = (
+        {"logit_bias": letters},
+        {"logit_bias": letters, "bad_words": ["t", "ca"]},
+        {"allowed_token_ids": llm.tokenizer.encode("hec")},
+    )
+    texts = []
+    for more in ruled:
+        body = {**common, **more}
+        [choice] = server.complete(**body)["choices"]
+        assert choice["text"] == llm.generate(LOOP, params_of(body))[0].outputs[0].text
+        texts.append(choice["text"])
+    assert "t" in texts[0] and "ca" in texts[0]
+    assert "c" in texts[1] and "t" not in texts[1] and "ca" not in texts[1]
+    assert set(texts[2]) == set("hec")
+
+
 def test_prompt_logprobs_by_token_id(server: Server) -> None:
     answer = server.complete(prompt=[5, 6, 7], prompt_logprobs=2, max_tokens=1)
     first, *rest = answer["choices"][0]["prompt_logprobs"]
@@ -309,12 +347,25 @@ REFUSED = [
     ({"logit_bias": {str(2**70): 1}}, "logit_bias"),
     ({"prompt": [2**70]}, "prompt"),
     ({"min_tokens": 50, "max_tokens": 5}, "min_tokens"),
-    ({"best_of": 3}, "best_of"),
+    ({"best_of": 3, "n": 4}, "best_of"),
+    ({"best_of": 3, "stream": True}, "best_of"),
+    ({"best_of": 200}, "best_of"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [999]}, "allowed_token_ids"),
+    ({"priority": 2**70}, "priority"),
+    ({"request_id": "a b"}, "request_id"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 9999}, "truncate_prompt_tokens"),
     ({"suffix": "x"}, "suffix"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"other": True}}, "stream_options.other"),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+    ),
     ({"speculation": "dragon"}, "speculation.method"),
     ({"speculation": {"method": "auto", "max_draft_tokens": 99}}, "speculation.max_draft_tokens"),
     ({"speculation": {"kind": "auto"}}, "speculation"),
@@ -477,3 +528,16 @@ def test_metrics_count_what_happened(server: Server) -> None:
     assert accepted == server.metric("surefoot_accepted_tokens_total")
     assert 0 < server.metric("vllm:spec_decode_num_drafts_total") <= drafted
     assert server.metric("surefoot_rows_total") > server.metric("surefoot_rounds_total") > 0
+    offered, verified, accepted = (
+        by_position(server, f"surefoot_{kind}_tokens_by_position_total", "ngram")
+        for kind in ("offered", "verified", "accepted")
+    )
+    assert list(offered) == list(verified) == list(accepted) == ["0", "1", "2", "3"]
+    assert all(offered[i] >= verified[i] >= accepted[i] > 0 for i in verified)
+    assert sum(offered.values()) == server.metric("surefoot_offered_tokens_total")
+
+
+def by_position(server: Server, name: str, proposer: str) -> dict[str, float]:
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    samples = (sample for family in families for sample in family.samples if sample.name == name)
+    return {s.labels["position"]: s.value for s in samples if s.labels["proposer"] == proposer}

@@ -142,13 +142,18 @@ def test_answers_and_rounds_are_counted(tokenizer: Tokenizer) -> None:
     assert "process_resident_memory_bytes" in page
 
 
-def test_offers_are_counted_by_position(tokenizer: Tokenizer) -> None:
-    async def run() -> list[int]:
-        async with scripted_front(tokenizer, [[5]], hang=True) as (_, front, _core):
-            choice: Any = type("Choice", (), {"first_at": 0.0, "last_at": 0.0})
-            for offered in (2, 0, 3):
-                front.metrics.count_news(choice, News("a", [5], offered=offered), 1, 1.0)
-            assert front.metrics.request_rounds == 3
-            return front.metrics.offered
+def test_offers_are_counted_by_proposer_and_position(tokenizer: Tokenizer) -> None:
+    """Also those of which nothing is verified, or something of another proposer's."""
 
-    assert asyncio.run(run()) == [2, 2, 1]
+    async def run() -> dict[str, list[int]]:
+        fields = {name: getattr(READY, name) for name in READY.__struct_fields__}
+        ready = Ready(**{**fields, "proposers": ["ngram", "suffix"]})
+        async with scripted_front(tokenizer, [[5]], hang=True, ready=ready) as (_, front, _core):
+            choice: Any = type("Choice", (), {"first_at": 0.0, "last_at": 0.0})
+            for offered, offerer, verified in ((2, 0, 0), (0, -1, 2), (3, 1, 1)):
+                news = News("a", [5], 0 if verified else -1, offered, verified, offerer=offerer)
+                front.metrics.count_news(choice, news, 1, 1.0)
+            assert front.metrics.request_rounds == 3
+            return {name: counts.offered for name, counts in front.metrics.drafts.items()}
+
+    assert asyncio.run(run()) == {"ngram": [1, 1], "suffix": [1, 1, 1]}

@@ -3,77 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from prometheus_client.parser import text_string_to_metric_families
 
 from surefoot.errors import SurefootError
 from surefoot.request import Request, SamplingParams, SpeculationParams, TokenLogprobs
+from surefoot.server.chat_schema import ChatRequest
 from surefoot.server.errors import field_path
-from surefoot.server.exposition import Exposition
+from surefoot.server.fields import read_speculation_header
 from surefoot.server.generation import Choice
 from surefoot.server.guards import ApiKey
 from surefoot.server.logprobs import prompt_logprobs
-from surefoot.server.messages import Add, News, Ready, decode_to_core, encode
-from surefoot.server.metrics import DraftCounts, Histogram, Metrics
-from surefoot.server.schema import CompletionRequest, read_speculation_header
-from surefoot.server.tool_calls import ToolCall, ToolCallParser
-
-DOCS = Path(__file__).parents[2] / "docs"
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
-OTHER = '<tool_call>{"name": "time"}</tool_call>'
-
-
-def parse(text: str, sizes: list[int]) -> tuple[str, list[tuple[str, Any]]]:
-    """(text, calls) when it comes in pieces of these sizes, over and over."""
-    parser = ToolCallParser()
-    found: list[str | ToolCall] = []
-    at, turn = 0, 0
-    while at < len(text):
-        size = sizes[turn % len(sizes)]
-        found += parser.feed(text[at : at + size], final=False)
-        at, turn = at + size, turn + 1
-    found += parser.feed("", final=True)
-    calls = [part for part in found if isinstance(part, ToolCall)]
-    assert [call.index for call in calls] == list(range(len(calls)))
-    words = "".join(part for part in found if isinstance(part, str))
-    return words, [(call.name, json.loads(call.arguments)) for call in calls]
-
-
-TEXTS = {
-    CALL: ("", [("weather", {"city": "Zürich"})]),
-    f"Let me see.\n\n{CALL}\n{OTHER}\n": (
-        "Let me see.",
-        [("weather", {"city": "Zürich"}), ("time", {})],
-    ),
-    f"{OTHER} then {OTHER}": ("then", [("time", {}), ("time", {})]),
-    "no call \n": ("no call \n", []),
-    "a < b <tool": ("a < b <tool", []),
-    "a \n<tool_call>{broken</tool_call> b": ("a \n<tool_call>{broken</tool_call> b", []),
-    "<tool_call>[1, 2]</tool_call>": ("<tool_call>[1, 2]</tool_call>", []),
-    '<tool_call>{"name": 3}</tool_call>': ('<tool_call>{"name": 3}</tool_call>', []),
-    '<tool_call>{"name": "time", "arguments": {}}': ("", [("time", {})]),
-    '<tool_call>{"name": "ti': ('<tool_call>{"name": "ti', []),
-}
-
-
-@given(text=st.sampled_from(list(TEXTS)), sizes=st.lists(st.integers(1, 9), min_size=1))
-@settings(max_examples=200, deadline=None)
-def test_tool_calls_are_cut_out_however_they_arrive(text: str, sizes: list[int]) -> None:
-    assert parse(text, sizes) == TEXTS[text]
-
-
-def test_text_that_cannot_begin_a_call_is_not_held_back() -> None:
-    parser = ToolCallParser()
-    assert parser.feed("yes <", final=False) == ["yes"]
-    assert parser.feed("b", final=False) == [" <b"]
+from surefoot.server.messages import Add, News, decode_to_core, encode
+from surefoot.server.schema import CompletionRequest
 
 
 @pytest.mark.parametrize(
@@ -130,23 +74,6 @@ def test_the_key_must_be_equal(header: bytes | None, status: int) -> None:
     assert sent[0]["status"] == status
 
 
-def test_histogram_bounds_are_inclusive() -> None:
-    histogram = Histogram((1, 2, 5))
-    for value in (0.5, 1, 1.5, 5, 6):
-        histogram.observe(value)
-    histogram.observe(2, times=3)
-    assert histogram.counts == [2, 4, 1, 1]
-    assert histogram.total == pytest.approx(20)
-
-
-def test_drafts_are_counted_by_position() -> None:
-    counts = DraftCounts()
-    counts.count(3, 1)
-    counts.count(1, 1)
-    counts.count(2, 0)
-    assert (counts.rounds, counts.verified, counts.accepted) == (3, [3, 2, 1], [2, 0, 0])
-
-
 def test_places_of_tokens_in_their_drafts() -> None:
     """From 1; the target's own have none."""
     request = Request("r", (3,), SamplingParams(), SpeculationParams(), 0, 99)
@@ -185,10 +112,11 @@ def test_field_paths(location: tuple[Any, ...], path: str | None) -> None:
 
 
 def test_neutral_values_are_told_from_others_by_type() -> None:
-    CompletionRequest.model_validate({"prompt": "a", "best_of": 1})
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    ChatRequest.model_validate({**body, "best_of": 1})
     for value in (True, 2, "1"):
         with pytest.raises(ValueError, match="best_of"):
-            CompletionRequest.model_validate({"prompt": "a", "best_of": value})
+            ChatRequest.model_validate({**body, "best_of": value})
 
 
 def test_every_sampling_parameter_crosses_the_socket() -> None:
@@ -211,6 +139,8 @@ def test_every_sampling_parameter_crosses_the_socket() -> None:
         "skip_special_tokens": False,
         "logprobs": 2,
         "prompt_logprobs": 1,
+        "bad_words": ["x"],
+        "allowed_token_ids": [4, 5],
         "n": 3,
     }
     params = CompletionRequest.model_validate({"prompt": "a", **fields}).sampling({}, 0, {})
@@ -219,97 +149,3 @@ def test_every_sampling_parameter_crosses_the_socket() -> None:
     assert isinstance(message, Add) and message.speculation == speculation
     for name, value in {**fields, "logit_bias": {4: -3.0}}.items():
         assert getattr(message.params, name) == value
-
-
-METRIC = re.compile(r"\b(?:surefoot_|vllm:)[a-zA-Z0-9_:]+")
-
-
-def exported() -> tuple[set[str], set[str]]:
-    """Names of a metrics page's samples, with their bare names (no suffix of a counter's or
-    histogram's)."""
-    sizes = {"total": 9, "weights": 4}
-    ready = Ready("", 64, 64, 2, 3, 99, (2,), ["ngram"], saving_known=True, memory=sizes)
-    metrics = Metrics(ready)
-    metrics.statuses["GET", "/health", "200"] += 1
-    metrics.offered = [1]
-    metrics.drafts["ngram"].count(2, 1)
-    page = Exposition(metrics, "model").page().decode()
-    every = text_string_to_metric_families(page)
-    families = [family for family in every if not family.name.startswith("process_")]
-    samples = {sample.name for family in families for sample in family.samples}
-    return samples, samples | {family.name for family in families}
-
-
-def test_memory_is_exported_by_part() -> None:
-    def samples(sizes: dict[str, int]) -> dict[str, float]:
-        ready = Ready("", 64, 64, 2, 3, 99, (2,), [], saving_known=True, memory=sizes)
-        page = Exposition(Metrics(ready), "model").page().decode()
-        families = text_string_to_metric_families(page)
-        [found] = [f for f in families if f.name == "surefoot_memory_bytes"] or [None]
-        return {s.labels["part"]: s.value for s in found.samples} if found else {}
-
-    assert samples({"total": 9 << 30, "weights": 4}) == {"total": float(9 << 30), "weights": 4.0}
-    assert samples({}) == {}
-
-
-def test_the_dashboard_reads_what_is_exported() -> None:
-    board = json.loads((DOCS / "grafana.json").read_text())
-    samples, _ = exported()
-    queries = [t["expr"] for panel in board["panels"] for t in panel.get("targets", ())]
-    queries += [
-        item["query"]["query"] for item in board["templating"]["list"] if item["name"] == "model"
-    ]
-    assert len(queries) > 20
-    for query in queries:
-        names = METRIC.findall(query)
-        assert names and set(names) <= samples, query
-        assert query.count("(") == query.count(")")
-    ids = [panel["id"] for panel in board["panels"]]
-    assert len(set(ids)) == len(ids)
-
-
-def test_every_metric_is_documented_under_both_names() -> None:
-    _, names = exported()
-    section = (DOCS / "server.md").read_text().split("## Metrics")[1].split("\n## ")[0]
-    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
-    documented = set()
-    for row in rows[1:]:
-        own = re.findall(r"`([a-z_]+)`", row[0])
-        theirs = re.findall(r"`([a-z0-9_]+)`", row[1])
-        theirs += own if "the same" in row[1] else []
-        documented |= {f"surefoot_{name}" for name in own} | {f"vllm:{name}" for name in theirs}
-    assert documented <= names, documented - names
-    suffix = re.compile(r"_(bucket|count|sum|created|total)$")
-    bare = {suffix.sub("", name) for name in documented}
-    assert {suffix.sub("", name) for name in names} == bare
-
-
-# What ``vllm bench serve`` and vLLM's own dashboards ask for.
-READ_BY_OTHERS = [
-    "spec_decode_num_drafts_total",
-    "spec_decode_num_draft_tokens_total",
-    "spec_decode_num_accepted_tokens_total",
-    "spec_decode_num_accepted_tokens_per_pos_total",
-    "e2e_request_latency_seconds_bucket",
-    "e2e_request_latency_seconds_sum",
-    "e2e_request_latency_seconds_count",
-    "time_to_first_token_seconds_bucket",
-    "time_to_first_token_seconds_sum",
-    "inter_token_latency_seconds_bucket",
-    "time_per_output_token_seconds_bucket",
-    "num_requests_running",
-    "num_requests_waiting",
-    "prompt_tokens_total",
-    "generation_tokens_total",
-    "kv_cache_usage_perc",
-    "request_success_total",
-    "request_prompt_tokens_bucket",
-    "request_generation_tokens_bucket",
-    "num_preemptions_total",
-    "prefix_cache_hits_total",
-    "prefix_cache_queries_total",
-]
-
-
-def test_names_that_dashboards_for_vllm_read() -> None:
-    assert {f"vllm:{name}" for name in READ_BY_OTHERS} <= exported()[0]

@@ -30,12 +30,14 @@ from structured_harness import (
     BYTES,
     ENDS,
     Language,
+    check_rules,
     grammars,
     params_with,
     structured_engine,
     structures,
     text_of,
     watch_drafts,
+    word,
 )
 from surefoot import LLM
 from surefoot.engine import structured as engine_structured
@@ -96,6 +98,10 @@ def test_masks_are_those_of_brute_force(structure: Any, data: st.DataObject) -> 
             break
 
 
+# Of tokens that texts of the grammars are made of.
+bad_words = st.builds(lambda ids: word(*ids), st.lists(st.integers(2, 20), min_size=1, max_size=3))
+
+
 @st.composite
 def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[int, Language], dict[str, Any]]:
     jobs, wanted = [], {}
@@ -116,6 +122,8 @@ def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[int, Language], dict[str
             "stop_token_ids": st.lists(st.integers(2, 14), max_size=2),
             "logprobs": st.integers(0, 4),
             "prompt_logprobs": st.integers(0, 1),
+            "bad_words": st.lists(bad_words, min_size=1, max_size=3),
+            "allowed_token_ids": st.just([*range(12), *range(17, 23)]),
         }
         for name in draw(st.sets(st.sampled_from(sorted(extras)), max_size=4)):
             values[name] = draw(extras[name])
@@ -183,6 +191,7 @@ def check(backend: str, scenario: Any) -> None:
         if not cancelled:
             assert (got.finish_reason, got.stop_reason) == (want.finish_reason, want.stop_reason)
         check_text(got, wanted.get(got.seed))
+        check_rules(got)
         for left, right in zip(want.logprobs, got.logprobs, strict=False):
             assert left.token_id == right.token_id
             assert math.isclose(left.logprob, right.logprob, abs_tol=TIE)

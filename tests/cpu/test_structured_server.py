@@ -225,8 +225,8 @@ def called(server: Server, seeds: int = 4, **body: Any) -> list[list[str]]:
 
 
 def test_calls_that_are_required(server: Server) -> None:
-    one = called(server, tool_choice="required", parallel_tool_calls=False, seeds=8)
-    assert len(one) == 8 and all(len(names) == 1 for names in one)
+    one = called(server, tool_choice="required", parallel_tool_calls=False, seeds=16)
+    assert len(one) == 16 and all(len(names) == 1 for names in one)
     assert {name for names in one for name in names} == {"paint", "wait"}
     for name in FUNCTIONS:
         choice = {"type": "function", "function": {"name": name}}
@@ -244,10 +244,12 @@ def test_required_calls_are_streamed(server: Server) -> None:
     whole = client.chat.completions.create(**common, seed=5)
     [call] = whole.choices[0].message.tool_calls or []
     chunks = list(client.chat.completions.create(**common, seed=5, stream=True))
-    [told] = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or []]
-    assert told.function == call.function or (
-        told.function and told.function.arguments == call.function.arguments
-    )
+    told = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or []]
+    functions = [part.function for part in told if part.function]
+    assert (told[0].type, functions[0].name) == ("function", call.function.name)
+    assert not any(part.id for part in told[1:]) and not any(f.name for f in functions[1:])
+    assert len(functions) > 2, "the arguments come at once"
+    assert "".join(part.arguments or "" for part in functions) == call.function.arguments
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from surefoot.kernels.backend import FlatBatch
+from surefoot.kernels.losses import Objective
 from surefoot.speculation.proposers.dflash.checkpoint import open_checkpoint
 from surefoot.speculation.proposers.dflash.heads import ConfidenceHead, MarkovChain
 from surefoot.speculation.proposers.dflash.network import DFlashNetwork
@@ -36,7 +37,7 @@ def recipe_of(
     folder: Path, kind: str, lengths: Any = tuple(DOCUMENTS), **options: Any
 ) -> DFlashRecipe:
     """With random weights, heads included."""
-    corpus = Corpus(write_documents(folder, lengths), 64)
+    corpus = Corpus([write_documents(folder, lengths)], 64)
     recipe = DFlashRecipe(replace(KINDS[kind], **options), tiny_target(), corpus)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -226,7 +227,7 @@ def test_block_loss_and_its_gradients(
     expected = (weights * (objective[0] * right + objective[1] * distance)).sum()
     wanted = torch.autograd.grad(2 * expected, (hidden, before, after))
     rows = BlockRows(hidden, before, places, labels)
-    loss, overlap, counts = block_loss(rows, head, after, teacher, weights, objective)
+    loss, overlap, counts = block_loss(rows, head, after, teacher, weights, Objective(*objective))
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(overlap, 1 - distance.detach() / 2)
     assert counts.tolist() == [11, float((q.argmax(-1) == teacher.best[places]).sum())]
@@ -254,7 +255,7 @@ def test_splitting_a_step_changes_nothing(kind: str, tmp_path: Path) -> None:
 
 
 def test_it_learns_64_sequences_by_heart(tmp_path: Path) -> None:
-    corpus = Corpus(write_documents(tmp_path / "data", [(2, 4)] * 65), 64)
+    corpus = Corpus([write_documents(tmp_path / "data", [(2, 4)] * 65)], 64)
     options = replace(
         KINDS["dflash"], block=2, layers=1, steps=70, step_tokens=2048, batch_tokens=2048,
         anchors=1.0, learning_rate=1e-2, measure_every=10**9,

@@ -69,7 +69,7 @@ def test_documents_do_not_touch_each_other(tmp_path: Path, monkeypatch: pytest.M
     parts = target.forward(whole, (1,))
     torch.testing.assert_close(parts.features, together.features, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(parts.before_norm, together.before_norm, atol=1e-5, rtol=1e-5)
-    corpus = Corpus(write_documents(tmp_path, DOCUMENTS), 160)
+    corpus = Corpus([write_documents(tmp_path, DOCUMENTS)], 160)
     for index in range(3):
         alone = target.forward(corpus.batch([index], "cpu"), (1,))
         piece = slice(int(whole.starts[index]), int(whole.starts[index + 1]))
@@ -170,7 +170,7 @@ def test_packing_changes_neither_loss_nor_gradients(weighting: str, tmp_path: Pa
 
 
 def test_draft_vocabulary_by_frequency(tmp_path: Path) -> None:
-    corpus = Corpus(write_documents(tmp_path, [(2, 5), (2, 5), (2, 5)]), 160)
+    corpus = Corpus([write_documents(tmp_path, [(2, 5), (2, 5), (2, 5)])], 160)
     corpus.ids[:] = [9, 9, 3, 3, 5, 7, 3, 9, 9, 5, 5, 3, 3, 3, 9, 9, 6, 6, 6, 6, 6]
     ids, coverage = choose_vocabulary(corpus, np.array([0, 1]), VOCAB, 3)
     assert ids.tolist() == [3, 5, 7], "neither prompts nor what is held out counts"
@@ -182,7 +182,7 @@ def test_draft_vocabulary_by_frequency(tmp_path: Path) -> None:
 
 
 def test_documents_are_cut_and_packed(tmp_path: Path) -> None:
-    corpus = Corpus(write_documents(tmp_path, [(3, 10), (7, 9), (2, 3)]), 8)
+    corpus = Corpus([write_documents(tmp_path, [(3, 10), (7, 9), (2, 3)])], 8)
     assert len(corpus) == 2, "of the second one generated token is left"
     assert [corpus.length(index) for index in (0, 1)] == [8, 5]
     assert corpus.pairs.tolist() == [4, 2]
@@ -190,12 +190,21 @@ def test_documents_are_cut_and_packed(tmp_path: Path) -> None:
     batch = corpus.batch([1, 0], "cpu")
     assert batch.pairs.sum() == 6 and batch.longest == 8
     # Where texts begin without a prompt, too, chains end with the document.
-    bare = Corpus(write_documents(tmp_path, [(0, 4), (0, 5), (2, 3)]), 8)
+    bare = Corpus([write_documents(tmp_path, [(0, 4), (0, 5), (2, 3)])], 8)
     assert bare.pairs.tolist() == [2, 3, 2]
     pairs = bare.batch([0, 1, 2], "cpu").pairs
     assert pairs.nonzero()[0].tolist() == [0, 1, 4, 5, 6, 10, 11]
     train, held_out = corpus.split(5, 0)
     assert sorted([*train, *held_out]) == [0, 1] and len(held_out) == 1
+
+
+def test_documents_of_several_folders_count_once(tmp_path: Path) -> None:
+    first = write_documents(tmp_path / "a", [(3, 10), (7, 9)])
+    second = write_documents(tmp_path / "b", [(3, 5), (3, 6), (2, 8)], seed=1)
+    # Documents 0 and 1 have the prompts' keys of the first folder's.
+    assert Corpus([first, second], 99).pairs.tolist() == [9, 8, 7]
+    with pytest.raises(SurefootError, match="nothing"):
+        Corpus([first, tmp_path / "nothing"], 99)
 
 
 def test_captured_layers_that_cannot_be_told_apart_are_refused() -> None:

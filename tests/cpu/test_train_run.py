@@ -77,6 +77,30 @@ def test_a_run_that_was_ended_goes_on_to_the_same_weights(
     assert steps == [2, 4, 6, 6], "one line for each entry, and the measurement"
 
 
+def test_a_run_of_so_many_minutes_ends_with_its_learning_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr("surefoot.train.trainer.time.monotonic", lambda: next(clock) / 2)
+    monkeypatch.setattr("surefoot.train.trainer._LOG_EVERY", 1)
+    options = {**SHORT, "steps": None, "duration": 0.2, "warm_up": 0.25}
+    trainer = trainer_of(recipe_of(tmp_path / "data", DOCUMENTS, **options), tmp_path / "run")
+    outcome = trainer.run()
+    assert outcome.complete and outcome.results and 12 <= outcome.seconds < 15
+    lines = [json.loads(line) for line in (tmp_path / "run" / "curves.jsonl").open()]
+    rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
+    top = rates.index(max(rates))
+    assert len(rates) == outcome.steps and 0 < top < len(rates) / 2
+    assert rates[:top] == sorted(rates[:top]) and rates[top:] == sorted(rates[top:], reverse=True)
+    assert rates[-1] < 0.2 * max(rates)
+    with pytest.raises(SurefootError, match="duration"):
+        Eagle3TrainOptions(duration=-1.0)
+    with pytest.raises(SurefootError, match="steps"):
+        Eagle3TrainOptions(duration=1.0, steps=3)
+    with pytest.raises(SurefootError, match="one process"):
+        trainer_of(trainer.recipe, tmp_path / "two", Workers(0, 2))
+
+
 def test_the_best_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = iter([2.0, 3.0, 1.0])
     monkeypatch.setattr("surefoot.train.trainer.score", lambda results: next(scores))
@@ -101,7 +125,7 @@ def test_what_is_exported_drafts_the_same(arch: str, vocab: int, tmp_path: Path)
     config, weights = tiny_weights(arch, layers=7, rope_theta=5e4)
     decoder = Decoder(config, weights, TorchBackend("cpu", torch.float32))
     target = Target(f"tiny {arch}", decoder, weights)
-    corpus = Corpus(write_documents(tmp_path, [(1, 12), (37, 9)]), 64)
+    corpus = Corpus([write_documents(tmp_path, [(1, 12), (37, 9)])], 64)
     options = Eagle3TrainOptions(draft_vocab=vocab, unroll=STEPS, max_length=64, held_out=1)
     recipe = Eagle3Recipe(options, target, corpus)
     network = recipe.network
@@ -205,7 +229,7 @@ def test_the_certificate_is_in_the_card(
     )
     monkeypatch.setattr("surefoot.train.measure.engine_length", lambda *_: 1.9)
     options = Eagle3TrainOptions()
-    where = (tmp_path, tmp_path)
+    where = ([tmp_path], tmp_path)
     if code == 1:
         import typer
 

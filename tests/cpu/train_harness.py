@@ -56,14 +56,14 @@ def write_documents(
 
 
 def batch_of(folder: Path, lengths: Sequence[tuple[int, int]], seed: int = 0) -> Batch:
-    corpus = Corpus(write_documents(folder, lengths, seed), 160)
+    corpus = Corpus([write_documents(folder, lengths, seed)], 160)
     return corpus.batch(range(len(corpus)), "cpu")
 
 
 def recipe_of(folder: Path, lengths: Sequence[tuple[int, int]], **options: Any) -> Eagle3Recipe:
     """An EAGLE-3 recipe for the tiny target on random documents."""
     given = {"draft_vocab": 40, "unroll": 3, "max_length": 64, "held_out": 1, **options}
-    corpus = Corpus(write_documents(folder, lengths), 64)
+    corpus = Corpus([write_documents(folder, lengths)], 64)
     return Eagle3Recipe(Eagle3TrainOptions(**given), tiny_target(), corpus)
 
 

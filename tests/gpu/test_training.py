@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from surefoot.kernels.losses import Objective
 from surefoot.kernels.triton.backend import TritonBackend
 from surefoot.train.attention import chain_attention
 from surefoot.train.corpus import Corpus
@@ -20,12 +21,18 @@ from surefoot.train.dflash.recipe import DFlashRecipe
 from surefoot.train.eagle3.options import Eagle3TrainOptions
 from surefoot.train.eagle3.recipe import Eagle3Recipe
 from surefoot.train.loss import Teacher, soft_cross_entropy
+from test_triton_losses import OBJECTIVES, check_row_losses
 from train_harness import batch_of, tiny_target, trainer_of, write_documents
 
 pytestmark = pytest.mark.gpu
 ON_DEVICE = False
 TOLERANCE = 2e-2
 """bf16 has 8 bits; sums over a softmax of bf16 products."""
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_losses_of_rows(objective: Objective) -> None:
+    check_row_losses(objective, 40, 49152)
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -104,7 +111,7 @@ def test_loss_and_gradients() -> None:
 
 def test_a_short_run_learns(tmp_path: Path) -> None:
     backend = TritonBackend("cuda", torch.bfloat16)
-    corpus = Corpus(write_documents(tmp_path / "data", [(2, 30)] * 40), 64)
+    corpus = Corpus([write_documents(tmp_path / "data", [(2, 30)] * 40)], 64)
     options = Eagle3TrainOptions(
         draft_vocab=40, unroll=4, max_length=64, held_out=2, steps=60, step_tokens=2048,
         batch_tokens=2048, learning_rate=5e-3,

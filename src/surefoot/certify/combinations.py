@@ -22,7 +22,7 @@ BESIDE_GRAMMARS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.5, "top_k": 20, "logprobs": 2},
     {"temperature": 0.7, "min_p": 0.05, "presence_penalty": 0.5},
 )
-"""What grammars are combined with."""
+"""What grammars, and tokens ruled out, are combined with."""
 SINGLES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.05},
     {"temperature": 2.0},
@@ -150,8 +150,17 @@ def _from_text(judge: Judge, size: Size) -> list[dict[str, Any]]:
             {**base, "logit_bias": {early: -20.0, middle: 3.0}},
             {**base, "logit_bias": dict.fromkeys(likely, -8.0)},
         ]
+    vocab = judge.subject.decoder.config.vocab_size
+    # Half of what is likely, so that much of what plain text would have is ruled out.
+    allowed = tuple(sorted({*likely[::2], *Random(5).sample(range(vocab), min(vocab, 16))}))
+    for base in (GREEDY, SAMPLED, *BESIDE_GRAMMARS):
+        found.append({**base, "allowed_token_ids": allowed})
     tokenizer = judge.subject.tokenizer
     if tokenizer is not None:
+        spans = [text.tokens[at : at + size] for at in (0, 3, length // 2) for size in (1, 2, 3)]
+        bad = tuple(filter(None, map(tokenizer.decode, spans)))
+        for base in (GREEDY, SAMPLED, *BESIDE_GRAMMARS) if bad else ():
+            found.append({**base, "bad_words": bad})
         words = tokenizer.decode(text.tokens)
         piece = words[len(words) // 2 :][:3]
         for base in (GREEDY, SAMPLED):

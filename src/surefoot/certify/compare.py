@@ -15,6 +15,7 @@ from surefoot.certify.regret import Row, adjusted, regret, tie_bound
 from surefoot.certify.structure import allowed_tokens
 from surefoot.certify.subject import Subject
 from surefoot.request import SamplingParams, TokenLogprobs
+from surefoot.sampling.token_rules import word_tokens
 
 PLAIN_BATCH = 16
 SHOWN_CONTEXT = 24
@@ -161,10 +162,13 @@ class Judge:
         ends = () if params.ignore_eos else self.subject.decoder.config.eos_token_ids
         stops = tuple(dict.fromkeys((*ends, *(params.stop_token_ids or ()))))
         allowed = self._allowed(params, output)
-        return Row(job.prompt, list(output), params, job.choice, stops, allowed)
+        bad, grammars = [], self.subject.grammars
+        if params.bad_words and grammars is not None:
+            bad = word_tokens(grammars.tokenizer, params.bad_words)
+        return Row(job.prompt, list(output), params, job.choice, stops, allowed, bad)
 
     def _allowed(self, params: SamplingParams, output: Sequence[int]) -> torch.Tensor | None:
-        """From a grammar's state that never saw a draft."""
+        """By a grammar's state that never saw a draft."""
         if params.structured_outputs is None or self.subject.grammars is None:
             return None
         state = self.subject.grammars.start(params.structured_outputs)

@@ -67,8 +67,7 @@ def _batches(judge: Judge, jobs: Sequence[Job], turn: int, most: int) -> list[li
         hosted = {
             index
             for index in everyone
-            if jobs[index].params.logprobs is not None
-            or jobs[index].params.structured_outputs is not None
+            if jobs[index].params.logprobs is not None or jobs[index].params.hosted
         }
         groups = [[index for index in everyone if index not in hosted], sorted(hosted)]
     return [part for group in groups for part in _parts(group, jobs, most)]

@@ -31,6 +31,8 @@ class Row:
     ends: Sequence[int]
     allowed: torch.Tensor | None = None
     """Tokens that the request's grammar allows here, bool [vocab]."""
+    bad: Sequence[Sequence[int]] = ()
+    """Token sequences that the output must not have."""
 
     @property
     def plain_greedy(self) -> bool:
@@ -49,8 +51,10 @@ def tie_bound(noise: Noise, row: Row) -> float:
 
 
 def adjusted(logits: torch.Tensor, row: Row) -> torch.Tensor:
-    """Logits [vocab] after grammar, penalties, bias and the mask of early ends, float64."""
+    """Logits [vocab] after grammar, ruled out tokens, penalties, bias and the mask of early ends,
+    float64."""
     params, scores = row.params, logits.double().clone()
+    scores[_ruled_out(row, len(scores))] = float("-inf")
     if row.allowed is not None:
         scores[~row.allowed.to(scores.device)] = float("-inf")
     seen = torch.tensor(sorted({*row.prompt, *row.output}), device=scores.device)
@@ -67,6 +71,17 @@ def adjusted(logits: torch.Tensor, row: Row) -> torch.Tensor:
     if len(row.output) < params.min_tokens:
         scores[list(row.ends)] = float("-inf")
     return scores
+
+
+def _ruled_out(row: Row, vocab_size: int) -> list[int]:
+    """By ``allowed_token_ids`` and ``bad_words``; of a text with a grammar, no end."""
+    params, found = row.params, set[int]()
+    if params.allowed_token_ids is not None:
+        found = {*range(vocab_size)} - {*params.allowed_token_ids}
+    for *before, last in row.bad:
+        if list(row.output[len(row.output) - len(before) :]) == before:
+            found.add(last)
+    return sorted(found if row.allowed is None else found - {*row.ends})
 
 
 class Filters:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from surefoot.engine.engine import Engine
-from surefoot.kernels.backend import FlatBatch
+from surefoot.kernels.batch import FlatBatch, OutputRows
 from surefoot.kernels.rounds import RoundLayout, RoundSpans
 from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.sampling.noise import philox
@@ -77,9 +77,16 @@ class DecoderProxy:
         return getattr(self._decoder, name)
 
     def forward(
-        self, batch: FlatBatch, kv: Sequence[Any], capture: Sequence[int] = ()
+        self,
+        batch: FlatBatch,
+        kv: Sequence[Any],
+        capture: Sequence[int] = (),
+        outputs: OutputRows | None = None,
     ) -> ForwardResult:
-        return self._around(lambda changed: self._decoder.forward(changed, kv, capture), batch, kv)
+        def forward(changed: FlatBatch) -> ForwardResult:
+            return self._decoder.forward(changed, kv, capture, outputs)
+
+        return self._around(forward, batch, kv)
 
     def install(self, engine: Engine) -> None:
         override(engine.round, "decoder", self)

@@ -37,8 +37,7 @@ def accept_near_misses(engine: Engine, speculative: bool) -> None:
         held.clear()
         if size.samples and size.verifies:
             rows = round_.rows_to_sample(layout, size.kind, trees, keys)
-            some = hidden[layout.sample_index] if size.rows != size.samples else hidden
-            logits = adjust(engine.decoder.logits(some), rows, state.params, size.kind)
+            logits = adjust(engine.decoder.logits(hidden), rows, state.params, size.kind)
             held.append(scores(logits, rows, size))
         return sample(size, layout, hidden, keys, trees)
 

@@ -70,6 +70,14 @@ def serve(
         list[str] | None,
         _server(metavar="ORIGIN", help="Let pages of this origin call the server (repeatable)."),
     ] = None,
+    tool_call_parser: Annotated[
+        str | None,
+        _server(
+            metavar="NAME",
+            help="How the model writes calls of tools: hermes, llama3_json, mistral or json. "
+            "(default: as its chat template says)",
+        ),
+    ] = None,
     max_queue: Annotated[
         int, _server(help="Most texts that wait; more get 429.", show_default=True)
     ] = 256,
@@ -88,6 +96,16 @@ def serve(
             show_default=True,
         ),
     ] = 30.0,
+    chat_template: Annotated[
+        str | None,
+        _server(metavar="FILE", help="Render conversations with this template, not the model's."),
+    ] = None,
+    trust_request_chat_template: Annotated[
+        bool,
+        _server(
+            "--trust-request-chat-template", help="Let requests bring chat templates of their own."
+        ),
+    ] = False,
     access_log: Annotated[
         bool, _server("--access-log", help="Log every request on the standard output.")
     ] = False,
@@ -120,10 +138,13 @@ def serve(
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
         cors_origins=tuple(cors_origin or ()),
+        tool_call_parser=tool_call_parser,
         max_queue=max_queue,
         max_body_bytes=read_size(max_body, "max_body"),
         request_timeout=request_timeout,
         shutdown_timeout=shutdown_timeout,
+        chat_template=chat_template,
+        trust_request_chat_template=trust_request_chat_template,
         access_log="json" if access_log_json else "text" if access_log else None,
     )
     with contextlib.ExitStack() as loading:

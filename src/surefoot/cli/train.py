@@ -100,6 +100,14 @@ def data(
             help="Requests that run at once. (default: 32; 512 on a GPU)", show_default=False
         ),
     ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the GPU's memory to take, less for several processes at once. "
+            "(default: 0.9)",
+            show_default=False,
+        ),
+    ] = None,
     minutes: _Minutes = None,
 ) -> None:
     """Let the target answer prompts, and keep the tokens to train on.
@@ -115,8 +123,11 @@ def data(
     )
     asked = None if prompts is None else read_asked(prompts)
     at_once = 512 if engine.get("device", "cpu").startswith("cuda") else 32
+    sizes: dict[str, Any] = {"max_num_seqs": max_num_seqs or at_once}
+    if gpu_memory_utilization is not None:
+        sizes["gpu_memory_utilization"] = gpu_memory_utilization
     llm = load(
-        {**engine, "max_num_seqs": max_num_seqs or at_once},
+        {**engine, **sizes},
         proposers=(),
         generation_config="none",
     )
@@ -182,7 +193,8 @@ def _recipe_command(name: str, kind: Kind) -> None:
         engine: dict[str, Any],
         options: TrainOptions,
         data: Annotated[
-            Path, typer.Option(metavar="DIR", help="Token shards of `surefoot train data`.")
+            list[Path],
+            typer.Option(metavar="DIR", help="Token shards of `surefoot train data` (repeatable)."),
         ],
         out: Annotated[Path, typer.Option(metavar="DIR", help="The drafter's folder.")],
         certify: Annotated[

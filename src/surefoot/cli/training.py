@@ -25,7 +25,7 @@ def train_drafter(
     name: str,
     engine: dict[str, Any],
     options: TrainOptions,
-    data: Path,
+    data: list[Path],
     out: Path,
     certify: bool,
     seconds: float,

@@ -19,7 +19,7 @@ def check_texts(
     for token in prompt:
         if not 0 <= token < vocab:
             raise SurefootError("prompt", f"token id {token} is outside 0 to {vocab - 1}")
-    for option in ("logit_bias", "stop_token_ids"):
+    for option in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         for token in getattr(params, option) or ():
             if token >= vocab:
                 raise SurefootError(option, f"token id {token} is outside 0 to {vocab - 1}")

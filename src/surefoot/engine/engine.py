@@ -17,7 +17,6 @@ from surefoot.engine.scheduler import Scheduler
 from surefoot.engine.stats import EngineStats, Progress
 from surefoot.engine.structured import dead_end
 from surefoot.engine.whole import Restored, whole
-from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend
 from surefoot.kv.transaction import KVManager
 from surefoot.models.decoder import Decoder
@@ -29,13 +28,13 @@ from surefoot.request import (
     SpeculationParams,
 )
 from surefoot.sampling.grammar import Grammars
+from surefoot.sampling.token_rules import follow
 from surefoot.speculation.controller import Controller
 from surefoot.speculation.host_offers import HostOffers
 from surefoot.speculation.loading import choose_proposers
 from surefoot.speculation.proposer import Proposer
 from surefoot.speculation.round import Round
 from surefoot.speculation.state import SlotState
-from surefoot.structured import TextGrammar
 
 _END_REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH}
 
@@ -57,7 +56,8 @@ class Engine(Restored):
         chosen, hosts, drafts = choose_proposers(config)
         self.config = config = replace(config, max_draft_tokens=drafts)
         self.grammars: Grammars | None = None
-        """What compiles structured output; it takes a tokenizer, which ``build_engine`` has."""
+        """What compiles structured output and knows words; it takes a tokenizer, which
+        ``build_engine`` has."""
         backend: Backend = decoder.backend
         check_block_size(config, decoder)
         self.max_model_len = model_length(config, decoder.config)
@@ -166,6 +166,7 @@ class Engine(Restored):
         speculation: SpeculationParams | None = None,
         choice: int = 0,
         leader: Request | None = None,
+        priority: int = 0,
     ) -> Request:
         """Check a request against this engine; raises SurefootError naming the option at fault."""
         speculation = speculation or SpeculationParams()
@@ -181,7 +182,13 @@ class Engine(Restored):
         return Request(
             request_id=request_id,
             prompt=tuple(prompt),
-            grammar=self._start_grammar(params),
+            grammar=follow(
+                params,
+                self.grammars,
+                self.decoder.config.vocab_size,
+                self.decoder.config.eos_token_ids,
+                None if leader is None else leader.grammar,
+            ),
             params=params,
             speculation=speculation,
             seed=seed,
@@ -189,15 +196,9 @@ class Engine(Restored):
             end_tokens=self.decoder.config.eos_token_ids,
             choice=choice,
             leader=leader,
+            priority=priority,
             drafters=frozenset(drafters),
         )
-
-    def _start_grammar(self, params: SamplingParams) -> TextGrammar | None:
-        if params.structured_outputs is None:
-            return None
-        if self.grammars is None:
-            raise SurefootError("structured_outputs", "needs a tokenizer, this engine has none")
-        return self.grammars.start(params.structured_outputs)
 
     @whole
     def settle(self) -> None:

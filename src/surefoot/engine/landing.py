@@ -52,11 +52,11 @@ def read_report(
     names: Sequence[str],
     columns: ReportColumns,
     longest: int,
-    hosted: Mapping[int, int],
+    hosted: Mapping[int, tuple[int, int]],
 ) -> Landing:
     """Enter a landed round's tokens: those of at most ``longest`` drafts for each request of
     ``batch``, and one more. Requests that have ended are left alone. ``names`` are the
-    proposers'; ``hosted`` says by slot how many drafts the host had on offer for this round."""
+    proposers'; ``hosted`` says by slot who had how many drafts on offer for this very round."""
     requests, leases = batch.group.requests, batch.group.leases
     rows = report.rows[: len(requests)].numpy()
     scores: dict[int, torch.Tensor] = {}
@@ -66,19 +66,15 @@ def read_report(
     # for those that do not draft no list is made that is not needed.
     landing, keep, chunks = Landing(), kv.keep, len(batch.chunks)
     first_token = columns.FIRST_TOKEN
-    counts, _, ends, verified, _, offered, _ = rows[:, :first_token].T.tolist()
-    if hosted:
-        slots = batch.group.slots.tolist()
-        offered = [count + hosted.get(slot, 0) for slot, count in zip(slots, offered, strict=True)]
+    counts, _, ends, verified, _, offered, offerers = rows[:, :first_token].T.tolist()
     first: list[list[int]] = rows[:, first_token : first_token + 1].tolist()
-    for index, (request, lease, count, end, token, drafts, offers) in enumerate(
-        zip(requests, leases, counts, ends, first, verified, offered, strict=True)
-    ):
+    of_each = zip(requests, leases, counts, ends, first, verified, offered, offerers, strict=True)
+    offerer: int
+    for index, (request, lease, count, end, token, drafts, offers, offerer) in enumerate(of_each):
         if not count or request.status is not Status.RUNNING:
             continue
         if drafts:
             told: list[int] = rows[index, : first_token + 1 + longest].tolist()
-            told[columns.OFFERED] = offers
             item = _read_drafts(request, lease, told, kv, names, index < chunks)
             landing.drafting.append(item)
         else:
@@ -90,10 +86,14 @@ def read_report(
             stats.rounds += 1
             if offers:
                 stats.offered += offers
-                item = Progress(request, token, Drafting(None, offers))
+                item = Progress(request, token, Drafting(None, offers, offerer=names[offerer]))
                 landing.drafting.append(item)
             else:
                 item = Progress(request, token, NO_DRAFTING)
+        if hosted and (count_on_host := hosted.get(int(batch.group.slots[index]))):
+            item = _add_hosted(item, names, *count_on_host)
+            if not drafts and not offers:
+                landing.drafting.append(item)
         if index in scores and request.params.logprobs is not None:
             request.logprobs += unpack(scores[index], item.tokens, request.params.logprobs)
         landing.progress.append(item)
@@ -111,7 +111,7 @@ def _read_drafts(
     prompt: bool,
 ) -> Progress:
     """``prompt``: the round ran the end of a prompt, whose rows are kept already."""
-    count, accepted, _, verified, whose, offered, _, *tokens = row
+    count, accepted, _, verified, whose, offered, offerer, *tokens = row
     output, tokens = request.output, tokens[:count]
     settled = tokens[:-1]
     if not prompt:
@@ -123,7 +123,14 @@ def _read_drafts(
     request.note_drafts(name, drafts)
     output += tokens
     request.computed += len(settled)
-    return Progress(request, tokens, Drafting(name, offered, verified, drafts))
+    drafting = Drafting(name, offered, verified, drafts, names[offerer] if offered else None)
+    return Progress(request, tokens, drafting)
+
+
+def _add_hosted(item: Progress, names: Sequence[str], host: int, count: int) -> Progress:
+    item.request.stats.offered += count
+    drafting = item.drafting._replace(hosted=count, host=names[host])
+    return item._replace(drafting=drafting)
 
 
 def read_prompt_scores(report: Report, batch: Batch, targets: Sequence[int]) -> None:

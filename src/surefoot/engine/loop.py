@@ -48,8 +48,8 @@ class Flight:
     reach: Reach
     scored: list[int]
     """By prompt chunk, how many prompt tokens' logprobs come back."""
-    hosted: dict[int, int]
-    """By slot, how many drafts the host had on offer for it."""
+    hosted: dict[int, tuple[int, int]]
+    """By slot, who had how many drafts on offer for it on the host."""
     report: Report
     host_seconds: float
 
@@ -79,8 +79,9 @@ class Loop:
         self.controller = round_.controller
         self.flights: deque[Flight] = deque()
         self.preempted = 0
-        self.admitted: list[Request] = []
-        """Let in since somebody last looked."""
+        self.admitted: list[tuple[int, int]] = []
+        """Of requests let in for the first time since somebody last looked: tokens of the prompt,
+        and how many of them were found in the prefix cache."""
         trees = any(self.controller.trees)
         self.reservations = Reservations(kv, state, state.max_drafts if trees else 0)
         self._reported = ReportedOffers(state.slots, state.max_drafts, round_.books.columns)
@@ -94,11 +95,11 @@ class Loop:
 
     def _admit(self, requests: Sequence[Request]) -> None:
         """Requests, new or resumed, enter their slots."""
-        self.admitted += requests
         now = time.perf_counter()
         for request in requests:
             if request.queued_seconds is None:
                 request.queued_seconds = now - request.arrived
+                self.admitted.append((len(request.prompt), request.cached))
         slots = [request.slot for request in requests]
         self.state.admit(requests)
         index = upload(slots, self.state.device)
@@ -154,7 +155,7 @@ class Loop:
         decision: Decision,
         situation: Situation,
         reach: Reach,
-        hosted: dict[int, int],
+        hosted: dict[int, tuple[int, int]],
         begun: float,
     ) -> Flight:
         requests = batch.group.requests
@@ -176,8 +177,8 @@ class Loop:
         seconds += time.perf_counter() - begun
         return Flight(batch, size, decision, situation, reach, scored, hosted, report, seconds)
 
-    def _write_masks(self, batch: Batch) -> dict[int, int]:
-        """Of those that sample. Returns how many drafts the host offers, by slot."""
+    def _write_masks(self, batch: Batch) -> dict[int, tuple[int, int]]:
+        """Of those that sample. Returns by slot who offers how many drafts on the host."""
         sampling = [
             request
             for request, rows in zip(batch.group.requests, batch.quota, strict=True)

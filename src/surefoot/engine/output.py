@@ -58,7 +58,10 @@ class StreamChunk:
 class TextStream:
     """The text of one request, token by token, exactly the same however tokens are grouped."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, shown: frozenset[int] = frozenset()
+    ) -> None:
+        """``shown``: see ``IncrementalDetokenizer``."""
         self.request = request
         self.text = ""
         self.kept = 0
@@ -69,7 +72,7 @@ class TextStream:
         params = request.params
         self._stops = params.stop_strings
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer, skip_special_tokens=params.skip_special_tokens
+            tokenizer, skip_special_tokens=params.skip_special_tokens, shown=shown
         )
         self._sources: list[tuple[int, str | None]] = []
         self._emitted = self._chunked = 0

@@ -1,8 +1,8 @@
 """Who runs: the queue, slots, admission by room in the KV pool, preemption. No torch.
 
-Requests are let in by order of arrival once their whole known text has room. A shortage of KV later
-preempts the youngest request, which is recomputed when there is room again; it is never an error
-for the user.
+Requests are let in by priority (lower first), and within one by order of arrival, once their whole
+known text has room. A shortage of KV later preempts the last one in that order, which is recomputed
+when there is room again; it is never an error for the user.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        """In order of arrival."""
+        """Like ``waiting`` in order of priority, and within one of arrival."""
         self.changes = 0
         """How often ``running`` changed."""
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -34,7 +34,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self._arrivals[request] = self._next_arrival
         self._next_arrival += 1
-        self.waiting.append(request)
+        self._wait(request)
 
     def finish(self, request: Request, reason: FinishReason, stop: int | str | None = None) -> None:
         """End a request in any state and free what it holds. Ended ones are left alone."""
@@ -86,22 +86,22 @@ class Scheduler:
         self.waiting.extendleft(reversed(skipped))
         if admitted:
             self.changes += 1
-            self.running.sort(key=self._arrival)
+            self.running.sort(key=self._rank)
         return admitted
 
     def preempt(self) -> Request:
-        """The youngest running request goes back to the queue and gives up its blocks."""
-        request = max(self.running, key=self._arrival)
+        """The last running request in order goes back to the queue and gives up its blocks."""
+        request = max(self.running, key=self._rank)
         self._leave(request)
         request.status = Status.WAITING
         request.preemptions += 1
         request.computed = 0
-        self.waiting.appendleft(request)
+        self._wait(request)
         return request
 
     def restart(self) -> None:
-        """All that have not ended wait again, in order of arrival, and hold nothing; whatever state
-        this was left in."""
+        """All that have not ended wait again, in order, and hold nothing; whatever state this was
+        left in."""
         self.changes += 1
         self.running.clear()
         self._free_slots[:] = range(self.max_num_seqs - 1, -1, -1)
@@ -113,7 +113,7 @@ class Scheduler:
             request.preemptions += request.status is Status.RUNNING
             request.status = Status.WAITING
             request.slot, request.computed = -1, 0
-        self.waiting = deque(self._arrivals)
+        self.waiting = deque(sorted(self._arrivals, key=self._rank))
 
     def _leave(self, request: Request) -> None:
         self.changes += 1
@@ -122,8 +122,16 @@ class Scheduler:
         request.slot = -1
         self.kv.close(request.request_id)
 
-    def _arrival(self, request: Request) -> int:
-        return self._arrivals[request]
+    def _wait(self, request: Request) -> None:
+        """Put a request in its place in the queue."""
+        rank, place = self._rank(request), len(self.waiting)
+        # Those that come to a queue mostly belong at its end.
+        while place and self._rank(self.waiting[place - 1]) > rank:
+            place -= 1
+        self.waiting.insert(place, request)
+
+    def _rank(self, request: Request) -> tuple[int, int]:
+        return request.priority, self._arrivals[request]
 
     def _missing_blocks(self, request: Request) -> int:
         """Blocks that the known text lacks; one, at least, if it has none for its next token."""
@@ -139,6 +147,8 @@ class Scheduler:
         assert all(request.status is Status.RUNNING for request in self.running)
         assert all(request.status is Status.WAITING for request in self.waiting)
         assert {*self.running, *self.waiting} == set(self._arrivals)
+        for queue in (list(self.waiting), self.running):
+            assert queue == sorted(queue, key=self._rank)
         for request in self.running:
             assert request.computed == self.kv.leases[request.request_id].committed
             assert 0 <= request.computed <= request.length

@@ -14,12 +14,16 @@ if TYPE_CHECKING:
 
 class Drafting(NamedTuple):
     """What one round did with one request's drafts: whose were verified (None for no drafts), how
-    many were on offer for the next round, verified, and accepted."""
+    many were on offer for the next round, verified, and accepted, and whose were on offer; and of
+    those that the host had on offer for this very round, how many and whose."""
 
     proposer: str | None = None
     offered: int = 0
     verified: int = 0
     accepted: int = 0
+    offerer: str | None = None
+    hosted: int = 0
+    host: str | None = None
 
 
 NO_DRAFTING = Drafting()
@@ -36,7 +40,7 @@ class Progress(NamedTuple):
 @dataclass
 class EngineStats:
     """``rows`` are those of the target's forward passes, drafts and padding included;
-    ``prefix_queries`` and ``prefix_hits`` count tokens of admitted requests."""
+    ``prefix_queries`` and ``prefix_hits`` count tokens of prompts, each once."""
 
     rounds: int = 0
     replays: int = 0
@@ -57,9 +61,9 @@ class EngineStats:
 
     def count_admissions(self, loop: Loop) -> None:
         """Requests were let in, or sent back to the queue."""
-        for request in loop.admitted:
-            self.prefix_queries += request.length
-            self.prefix_hits += request.cached
+        for prompt, cached in loop.admitted:
+            self.prefix_queries += prompt
+            self.prefix_hits += cached
         loop.admitted.clear()
         self.preemptions += loop.preempted
         loop.preempted = 0

@@ -50,9 +50,9 @@ class GrammarMasks:
         """A report told of an offer."""
         self._known[slot] = whose, tokens, parents or list(range(-1, len(tokens) - 1))
 
-    def write(self, requests: Sequence[Request]) -> dict[int, int]:
+    def write(self, requests: Sequence[Request]) -> dict[int, tuple[int, int]]:
         """Cut or replace the offers of ``requests``, which sample in the next round, and write
-        their masks. Returns how many drafts are on offer from the host, by slot."""
+        their masks. Returns by slot who has how many drafts on offer on the host."""
         words = self.state.mask_bits.shape[1]
         rows: list[int] = []
         masks: list[np.ndarray] = []
@@ -81,7 +81,7 @@ class GrammarMasks:
         self.state.mask_bits[upload(rows, device)] = upload(bits, device)
         self._cut(kept)
         self._enter(hosted)
-        return {slot: len(offer.tokens) for slot, offer in hosted.items()}
+        return {slot: (item.proposer, len(item.tokens)) for slot, item in hosted.items()}
 
     def _enter(self, hosted: dict[int, HostOffer]) -> None:
         """Put the host's offers in the place of those that proposers made on the device."""

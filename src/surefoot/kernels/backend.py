@@ -14,14 +14,22 @@ from typing import Any
 
 import torch
 
-from surefoot.kernels.batch import FlatBatch, SpanTable
+from surefoot.kernels.batch import FlatBatch, OutputRows, SpanTable
 from surefoot.kernels.drafting import Drafting
 from surefoot.kernels.draws import Adjustments, Draws, TokenMasks, mask_tokens
 from surefoot.kernels.logprobs import row_logprobs
 from surefoot.kernels.quant import QuantTensor
 from surefoot.kernels.reference import rms_norm
 
-__all__ = ["AttentionShape", "Backend", "FlatBatch", "LayerWeights", "RopeTable", "SpanTable"]
+__all__ = [
+    "AttentionShape",
+    "Backend",
+    "FlatBatch",
+    "LayerWeights",
+    "OutputRows",
+    "RopeTable",
+    "SpanTable",
+]
 Weight = torch.Tensor | QuantTensor
 
 
@@ -135,10 +143,12 @@ class Backend(ABC):
         kv: Any,
         rope: RopeTable,
         inputs: torch.Tensor | None = None,
+        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
-        """One decoder block over the flat batch: [N, hidden] -> [N, hidden]. Writes the rows'
-        keys and values into ``kv``. May overwrite ``x``. ``inputs`` [N, any width]: what the
-        attention's projections read, as it is, in place of the normed ``x``."""
+        """One decoder block over the flat batch: [N, hidden] -> [N, hidden], or [M, hidden] of the
+        rows ``outputs``. Writes the rows' keys and values into ``kv``. May overwrite ``x``.
+        ``inputs`` [N, any width]: what the attention's projections read, as it is, in place of the
+        normed ``x``."""
 
     @abstractmethod
     def move_keys(
@@ -165,17 +175,25 @@ class Backend(ABC):
         kv: Sequence[Any],
         rope: RopeTable,
         capture: Collection[int],
+        outputs: OutputRows | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """``layer`` for one block after another: [N, hidden] -> the last output, and for each
-        index in ``capture`` the residual stream entering that block (one past the last: leaving
-        it). A backend may fuse the end of a block with the start of the next."""
+        """``layer`` for one block after another: [N, hidden] -> the last output, [N, hidden] or
+        [M, hidden] of the rows ``outputs``, and for each index in ``capture`` the residual stream
+        entering that block (one past the last: leaving it, of all rows). A backend may fuse the end
+        of a block with the start of the next."""
         features: dict[int, torch.Tensor] = {}
+        last = len(weights) - 1
+        # What the last block makes of other rows nobody reads.
+        early = None if last + 1 in capture else outputs
         for index, block in enumerate(weights):
             if index in capture:
                 features[index] = x.clone()
-            x = self.layer(block, x, batch, kv[index], rope)
-        if len(weights) in capture:
-            features[len(weights)] = x.clone()
+            wanted = early if index == last else None
+            x = self.layer(block, x, batch, kv[index], rope, outputs=wanted)
+        if last + 1 in capture:
+            features[last + 1] = x.clone()
+        if outputs is not None and (early is None or not weights):
+            x = x[outputs.index]
         return x, features
 
     @abstractmethod

@@ -66,3 +66,14 @@ class FlatBatch:
     """
     spans: SpanTable | None = None
     """The same rows by span, or None: backends that need it work it out from ``row_slot``."""
+
+
+@dataclass(frozen=True)
+class OutputRows:
+    """The rows of a forward whose results are wanted; of the others, keys and values are."""
+
+    index: torch.Tensor
+    """int64 [M]: which rows of the forward's batch, in rising order; where the last is repeated, as
+    padding, the result is unspecified."""
+    batch: FlatBatch
+    """They as a batch of their own, of the same keys. Each span's are its last."""

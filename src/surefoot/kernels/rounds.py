@@ -8,12 +8,12 @@ nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from surefoot.kernels.acceptance import accept_chain, cut_at_end
-from surefoot.kernels.batch import FlatBatch, SpanTable
+from surefoot.kernels.batch import FlatBatch, OutputRows, SpanTable
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,22 @@ def lay_out_spans(
         sample_positions=start[s_owner] + within + 1,
         first_sample=s_ends - sampled,
     )
+
+
+def sampled_rows(spans: RoundSpans, layout: RoundLayout, max_span_rows: int) -> OutputRows:
+    """The rows that are sampled, as a batch of their own: at most ``max_span_rows`` of a span."""
+    batch, index = layout.batch, layout.sample_index
+    sampled = torch.where((spans.known > 0) & (spans.samples > 0), spans.drafts + 1, 0)
+    rows = replace(
+        batch,
+        tokens=batch.tokens[index],
+        positions=batch.positions[index],
+        key_index=batch.key_index[index],
+        row_slot=batch.row_slot[index],
+        mask=None if batch.mask is None else batch.mask[index],
+        spans=SpanTable(layout.first_sample, sampled, spans.slots, max_span_rows),
+    )
+    return OutputRows(index, rows)
 
 
 def _ragged(

@@ -15,6 +15,7 @@ from surefoot.kernels.backend import (
     Backend,
     FlatBatch,
     LayerWeights,
+    OutputRows,
     RopeTable,
     Weight,
 )
@@ -81,11 +82,14 @@ class TorchBackend(Backend):
         kv: torch.Tensor,
         rope: RopeTable,
         inputs: torch.Tensor | None = None,
+        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
         if inputs is None:
             assert weights.input_norm is not None
             inputs = ops.rms_norm(x, weights.input_norm, weights.eps)
         x = x + self.attention(weights, inputs, batch, kv, rope)
+        if outputs is not None:
+            x = x[outputs.index]
         hidden = ops.rms_norm(x, weights.post_norm, weights.eps)
         return x + weights.down(ops.silu_mul(weights.gate_up(hidden)))
 

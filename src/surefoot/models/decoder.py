@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from surefoot.errors import SurefootError
-from surefoot.kernels.backend import AttentionShape, Backend, FlatBatch, LayerWeights, Weight
+from surefoot.kernels.backend import (
+    AttentionShape,
+    Backend,
+    FlatBatch,
+    LayerWeights,
+    OutputRows,
+    Weight,
+)
 from surefoot.models.config import ModelConfig
 from surefoot.models.rope import rope_table
 
@@ -23,8 +30,9 @@ MOST_NAMED = 10
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """``hidden`` [N, hidden] before the final norm; ``features`` [N, captured * hidden]: the
-    residual stream entering each captured layer, side by side, in the order asked for."""
+    """``hidden`` [N, hidden] before the final norm, or [M, hidden] of the rows that were wanted;
+    ``features`` [N, captured * hidden]: the residual stream entering each captured layer, side by
+    side, in the order asked for."""
 
     hidden: torch.Tensor
     features: torch.Tensor
@@ -62,15 +70,20 @@ class Decoder:
         ]
 
     def forward(
-        self, batch: FlatBatch, kv: Sequence[Any], capture: Sequence[int] = ()
+        self,
+        batch: FlatBatch,
+        kv: Sequence[Any],
+        capture: Sequence[int] = (),
+        outputs: OutputRows | None = None,
     ) -> ForwardResult:
         """Run every block over the flat batch, writing its KV. ``capture``: layer indices l whose
         *entering* residual stream is kept (l = 0: the embeddings; l = layers: the last output),
-        the convention of Hugging Face's ``hidden_states[l]`` for l < layers."""
+        the convention of Hugging Face's ``hidden_states[l]`` for l < layers. ``outputs``: the rows
+        whose last hidden states are wanted; None: all."""
         x = self.backend.embed(self.table, batch.tokens)
-        x, features = self.backend.layers(self.layers, x, batch, kv, self.rope, capture)
+        x, features = self.backend.layers(self.layers, x, batch, kv, self.rope, capture, outputs)
         if not capture:
-            return ForwardResult(x, x.new_empty((x.shape[0], 0)))
+            return ForwardResult(x, x.new_empty((len(batch.tokens), 0)))
         return ForwardResult(x, torch.cat([features[index] for index in capture], dim=1))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,9 @@ Send = Callable[[Any], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LogFormat = Literal["text", "json"]
-REQUEST_ID = b"x-request-id"
-GENERATION = "surefoot.generation"
-"""In a request's scope: what it generates."""
+ID_HEADER = b"x-request-id"
+GENERATION, REQUEST_ID, ID_GIVEN = "surefoot.generation", "surefoot.id", "surefoot.id_given"
+"""In a request's scope: what it generates, its id, and whether the client's header gave that."""
 _ID = re.compile(rb"[!-~]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"})
 _log = logging.getLogger("surefoot.access")
@@ -57,9 +57,9 @@ class Entry:
 
 
 class Access:
-    """Gives each request an id, the client's own if it sent one as ``x-request-id``, and says it
-    in the answer; counts answers; logs them if a format is given. Answers HEAD like GET (the
-    connection leaves the body out)."""
+    """Gives each request an id, the client's own if it sent one as ``x-request-id`` (endpoints may
+    find another in the body), and says it in the answer; counts answers; logs them if a format is
+    given. Answers HEAD like GET (the connection leaves the body out)."""
 
     def __init__(
         self, app: App, count: Callable[[str, str, int], None], log: LogFormat | None = None
@@ -73,21 +73,25 @@ class Access:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
-        own = given if _ID.fullmatch(given) else secrets.token_hex(16).encode()
+        given = next((value for name, value in scope["headers"] if name == ID_HEADER), b"")
+        known = _ID.fullmatch(given) is not None
+        own = given.decode() if known else secrets.token_hex(16)
         began, status, complete = time.perf_counter(), 0, False
 
         async def noting(message: Any) -> None:
             nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), (REQUEST_ID, own)]}
+                header = ID_HEADER, inner[REQUEST_ID].encode()
+                message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
             if message["type"] == "http.response.body":
                 complete = not message.get("more_body", False)
 
         method = scope["method"]
-        inner = {**scope, "method": "GET"} if method == "HEAD" else {**scope}
+        inner = {**scope, REQUEST_ID: own, ID_GIVEN: known}
+        if method == "HEAD":
+            inner["method"] = "GET"
         try:
             await self.app(inner, receive, noting)
         finally:
@@ -96,7 +100,7 @@ class Access:
             self._count(named, route, status)
             if self._log is not None:
                 seconds = time.perf_counter() - began
-                self._write(scope, inner, status, seconds, own.decode(), complete)
+                self._write(scope, inner, status, seconds, complete)
 
     def _write(
         self,
@@ -104,7 +108,6 @@ class Access:
         inner: Scope,
         status: int,
         seconds: float,
-        request_id: str,
         complete: bool,
     ) -> None:
         generation, client = inner.get(GENERATION), scope.get("client")
@@ -120,7 +123,7 @@ class Access:
             path=scope["path"],
             status=status,
             seconds=round(seconds, 6),
-            request_id=request_id,
+            request_id=inner[REQUEST_ID],
             complete=complete,
             prompt_tokens=prompt,
             completion_tokens=completion,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -12,10 +11,9 @@ from typing import Any
 import msgspec
 from fastapi.responses import Response
 
-from surefoot.server.errors import TimedOut, api_error
+from surefoot.server.errors import ApiError, TimedOut, api_error
 from surefoot.server.front import Front
 from surefoot.server.generation import Choice, Generation
-from surefoot.server.usage import usage
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
@@ -62,25 +60,25 @@ def take(choice: Choice) -> Delta | None:
 class Format(ABC):
     """The shape of an endpoint's answers to one request."""
 
-    object: str
-    chunk_object: str
-    hidden = False
-    """Whether the generated tokens are left out: a prompt was only to be scored."""
+    @abstractmethod
+    def whole(self, generation: Generation) -> dict[str, Any]:
+        """The body of the answer once everything is generated."""
 
-    def __init__(self, answer_id: str, model: str) -> None:
-        self.head = {"id": answer_id, "object": "", "created": int(time.time()), "model": model}
+    def begin(self, generation: Generation) -> bytes:
+        """What a stream begins with, before anything is generated."""
+        return b""
 
     @abstractmethod
-    def entry(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        """A finished choice as it stands in ``choices``, given all of its text."""
+    def news(self, generation: Generation) -> bytes:
+        """Events of a stream: what has come since the last call; b"" for nothing."""
 
     @abstractmethod
-    def chunks(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
-        """The same piece by piece, for a stream; none where there is nothing to tell yet."""
+    def end(self, generation: Generation) -> bytes:
+        """What a stream ends with when all of it was told."""
 
-    def extras(self, generation: Generation) -> dict[str, Any]:
-        """Fields of a whole answer beside ``choices`` and ``usage``."""
-        return {}
+    @abstractmethod
+    def failure(self, error: ApiError) -> bytes:
+        """What a stream ends with instead, after an error."""
 
 
 class Watch:
@@ -135,21 +133,7 @@ async def whole_answer(
         return Response(status_code=CLIENT_GONE)
     finally:
         watch.close()
-    choices = [form.entry(choice, _whole(choice)) for choice in generation.choices]
-    body = {
-        **form.head,
-        "object": form.object,
-        "choices": choices,
-        **form.extras(generation),
-        "usage": usage(generation, form.hidden),
-    }
-    return Response(msgspec.json.encode(body), media_type="application/json")
-
-
-def _whole(choice: Choice) -> Delta:
-    delta = take(choice)
-    assert delta is not None
-    return delta
+    return Response(msgspec.json.encode(form.whole(generation)), media_type="application/json")
 
 
 class StreamedAnswer(Response):
@@ -162,7 +146,6 @@ class StreamedAnswer(Response):
         generation: Generation,
         form: Format,
         seconds: float | None,
-        include_usage: bool,
     ) -> None:
         super().__init__(
             media_type="text/event-stream",
@@ -173,8 +156,6 @@ class StreamedAnswer(Response):
         self.generation = generation
         self.form = form
         self.seconds = seconds
-        self.include_usage = include_usage
-        self._head = {**form.head, "object": form.chunk_object}
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         watch = Watch(self.front, self.generation, receive, self.seconds)
@@ -198,39 +179,26 @@ class StreamedAnswer(Response):
             watch.close()
 
     async def _events(self) -> AsyncIterator[bytes]:
-        generation = self.generation
+        generation, form = self.generation, self.form
+        if begin := form.begin(generation):
+            yield begin
         try:
             while not all(choice.told for choice in generation.choices):
                 await generation.change()
-                if body := self._news():
+                if body := form.news(generation):
                     yield body
         except ClientGone:
             raise
         except Exception as error:
-            yield _event(api_error(error).body())
+            yield form.failure(api_error(error))
             return
-        last = b"data: [DONE]\n\n"
-        if self.include_usage:
-            totals = usage(generation, self.form.hidden)
-            last = _event({**self._head, "choices": [], "usage": totals}) + last
-        yield last
+        yield form.end(generation)
 
-    def _news(self) -> bytes:
-        events = []
-        for choice in self.generation.choices:
-            delta = take(choice)
-            if delta is None:
-                continue
-            for chunk in self.form.chunks(choice, delta):
-                body: dict[str, Any] = {**self._head, "choices": [chunk]}
-                if self.include_usage:
-                    body["usage"] = None
-                events.append(_event(body))
-        return b"".join(events)
+
+def event(body: dict[str, Any], name: str | None = None) -> bytes:
+    """A server-sent event."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + _encode(body) + b"\n\n"
 
 
 _encode = msgspec.json.Encoder().encode
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + _encode(body) + b"\n\n"

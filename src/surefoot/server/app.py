@@ -75,7 +75,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.router.route_class = route_class(lambda fields: service.check_size(fields))
+    app.router.route_class = route_class(lambda fields: service.prompts.check_size(fields))
     _answer_errors(app)
     _add_generation(app, service)
     _add_tokens(app, service)

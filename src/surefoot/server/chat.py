@@ -2,34 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from surefoot.server.answer import Delta, Format
+from surefoot.server.answer import Delta
+from surefoot.server.answer_events import (
+    Answer,
+    CallArguments,
+    CallStart,
+    Content,
+    Event,
+    Reasoning,
+    ToolCall,
+)
+from surefoot.server.answer_parser import AnswerParser
 from surefoot.server.chat_schema import ChatRequest
+from surefoot.server.choices import ChoicesFormat
 from surefoot.server.completions import sources
 from surefoot.server.generation import Choice, Generation
 from surefoot.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
-from surefoot.server.tool_calls import ToolCall, ToolCallParser
 
 
-class ChatFormat(Format):
+class ChatFormat(ChoicesFormat):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, answer_id: str, model: str, request: ChatRequest, texts: TokenTexts) -> None:
-        super().__init__(answer_id, model)
+    def __init__(
+        self,
+        answer_id: str,
+        model: str,
+        request: ChatRequest,
+        texts: TokenTexts,
+        new_parser: Callable[[], AnswerParser],
+    ) -> None:
+        """``new_parser`` makes one for each choice."""
+        super().__init__(answer_id, model, request)
         self.request = request
         self.texts = texts
-        self._parsers: dict[int, ToolCallParser] = {}
+        self._new_parser = new_parser
+        self._parsers: dict[int, AnswerParser] = {}
 
     def entry(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        parts = self._parts(choice, delta)
-        calls = [part for part in parts if isinstance(part, ToolCall)]
-        text = "".join(part for part in parts if isinstance(part, str))
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if calls:
-            message["content"] = text or None
-            message["tool_calls"] = [call.json() for call in calls]
+        answer = Answer.of(self._events(choice, delta))
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": answer.content,
+            "refusal": None,
+            **_reasoning(answer.reasoning),
+        }
+        if answer.calls:
+            message["content"] = answer.content or None
+            message["tool_calls"] = [call.json() for call in answer.calls]
         return {
             "index": choice.index,
             "message": message,
@@ -37,10 +60,10 @@ class ChatFormat(Format):
         }
 
     def chunks(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
-        """One chunk for each part, the last one with everything that is not text."""
-        parts = self._parts(choice, delta)
+        """One chunk for each event, the last one with everything that is not text."""
+        events = self._events(choice, delta)
         rest = self._rest(choice, delta)
-        deltas = [_part_delta(part) for part in parts]
+        deltas = [_event_delta(event) for event in events]
         # Held-back text is no news, but what was asked for by token is.
         tells = rest["finish_reason"] or rest["logprobs"] or len(rest) > 3
         if not deltas:
@@ -65,17 +88,19 @@ class ChatFormat(Format):
             extras["prompt_token_ids"] = generation.prompts[0]
         return extras
 
-    def _parts(self, choice: Choice, delta: Delta) -> list[str | ToolCall]:
-        if not self.request.uses_tools:
-            return [delta.text] if delta.text else []
-        parser = self._parsers.setdefault(choice.index, ToolCallParser())
-        return parser.feed(delta.text, final=delta.finish_reason is not None)
+    def _events(self, choice: Choice, delta: Delta) -> list[Event]:
+        if choice.index not in self._parsers:
+            self._parsers[choice.index] = self._new_parser()
+        parser = self._parsers[choice.index]
+        events = parser.feed(delta.text, final=delta.finish_reason is not None)
+        if self.request.include_reasoning:
+            return events
+        return [event for event in events if not isinstance(event, Reasoning)]
 
     def _rest(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         """A choice's fields beside its text."""
         reason = delta.finish_reason
-        parser = self._parsers.get(choice.index)
-        if reason == "stop" and parser is not None and parser.count:
+        if reason == "stop" and self._parsers[choice.index].calls:
             reason = "tool_calls"
         rest: dict[str, Any] = {
             "logprobs": None,
@@ -93,7 +118,18 @@ class ChatFormat(Format):
         return rest
 
 
-def _part_delta(part: str | ToolCall) -> dict[str, Any]:
-    if isinstance(part, ToolCall):
-        return {"tool_calls": [{"index": part.index, **part.json()}]}
-    return {"content": part}
+def _event_delta(event: Event) -> dict[str, Any]:
+    match event:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return _reasoning(text)
+        case CallStart(index, id, name):
+            return {"tool_calls": [{"index": index, **ToolCall(id, name).json()}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Under the name that most clients know, and vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}

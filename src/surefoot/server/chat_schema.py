@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from surefoot.errors import SurefootError
 from surefoot.models.loading.tokenizer import Tokenizer
-from surefoot.request import SamplingParams
-from surefoot.server.schema import Ids, RequestFields, Strict, structure_fields
+from surefoot.server.chat_style import ChatStyle
+from surefoot.server.fields import Ids, Strict
+from surefoot.server.schema import RequestFields, structure_fields, structured_outputs
 from surefoot.server.tool_choice import forced_calls
 from surefoot.structured import StructuredOutputsParams
 
@@ -27,6 +27,9 @@ _NEUTRAL_MESSAGE = {
 _RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "template", "self"}
 )
+
+
+_PARTS = 'send text, or parts {"type": "text", "text": "..."}'
 
 
 class TextPart(Strict):
@@ -55,6 +58,8 @@ class Message(Strict):
     tool_calls: Annotated[list[CalledTool], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name for ``reasoning_content``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -70,7 +75,7 @@ class Message(Strict):
             content = "\n".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
         plain: dict[str, Any] = {"role": role, "content": content or ""}
-        for name in ("name", "tool_call_id", "reasoning_content"):
+        for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
             if getattr(self, name) is not None:
                 plain[name] = getattr(self, name)
         if self.tool_calls:
@@ -113,7 +118,25 @@ class NamedTool(Strict):
     function: ChosenFunction
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+def _check_contents(messages: Any) -> Any:
+    """Say what would work instead of contents that are no text."""
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        where = f"messages[{index}].content"
+        if not isinstance(content, str | list | None):
+            raise SurefootError(where, "is neither text nor a list of parts", _PARTS)
+        for place, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text":
+                shown = f"is of type {kind[:40]!r}" if isinstance(kind, str) else "has no type"
+                problem = f"{shown}, but this model reads text only"
+                raise SurefootError(f"{where}[{place}]", problem, _PARTS)
+    return messages
+
+
+Messages = Annotated[
+    list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_check_contents)
+]
 Tools = Annotated[list[ToolDefinition], Field(fail_fast=True)]
 
 
@@ -127,8 +150,17 @@ class ChatRequest(RequestFields):
     """``required``, or a tool: the answer is a call, whose arguments fit the schema."""
     parallel_tool_calls: bool | None = None
     """Whether an answer that is required to be a call may be several."""
+    chat_template: str | None = None
+    """Instead of the model's; only if the server trusts its clients."""
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    enable_thinking: bool | None = None
+    """Both become variables of the chat template, if it has them."""
+    include_reasoning: bool = True
+    """Whether the answer tells what the model thinks before it."""
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The answer goes on where the last message ends."""
     add_special_tokens: bool = False
     parse_special: bool = False
     """Whether special tokens written in messages and tools are parsed as such, as Hugging Face
@@ -140,7 +172,22 @@ class ChatRequest(RequestFields):
     def uses_tools(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
 
-    def _forced(self) -> StructuredOutputsParams | None:
+    @property
+    def tool_names(self) -> list[str] | None:
+        """Of the tools that may be called; None where none may."""
+        return [tool.function.name for tool in self.tools or ()] if self.uses_tools else None
+
+    def variables(self, style: ChatStyle) -> dict[str, Any]:
+        """For the chat template. Raises SurefootError for what it has no variable for."""
+        given = dict(self.chat_template_kwargs or {})
+        own = style.reasoning_variables(self.reasoning_effort, self.enable_thinking)
+        for name, value in own.items():
+            if given.setdefault(name, value) != value:
+                field = "enable_thinking" if self.reasoning_effort is None else "reasoning_effort"
+                raise SurefootError(field, f"contradicts chat_template_kwargs.{name}", "give one")
+        return given
+
+    def _forced(self, style: ChatStyle) -> StructuredOutputsParams | None:
         """What the answer has to be for a call to be made; None where none has to. Raises
         SurefootError."""
         choice, tools = self.tool_choice, self.tools or []
@@ -168,7 +215,8 @@ class ChatRequest(RequestFields):
                 raise SurefootError("tool_choice", f"there is no tool {name[:200]!r}")
         many = self.parallel_tool_calls is not False and choice == "required"
         named = [(tool.function.name, tool.function.parameters) for tool in tools]
-        return forced_calls(named, many)
+        assert style.tools is not None
+        return forced_calls(style.tools, style.special, named, many)
 
     def names(self) -> dict[str, str]:
         """See ``RequestFields.names``."""
@@ -177,16 +225,14 @@ class ChatRequest(RequestFields):
             names |= {"structured_outputs.grammar": "tools", "structured_outputs": "tool_choice"}
         return names
 
-    def sampling(
-        self, defaults: Mapping[str, Any], room: int, more: Mapping[str, Any]
-    ) -> SamplingParams:
-        """See ``RequestFields.sampling``. A call of a tool is no text of a grammar."""
-        params = super().sampling(defaults, room, more)
-        if params.structured_outputs is not None and self.uses_tools:
+    def structure(self, style: ChatStyle) -> StructuredOutputsParams | None:
+        """What the answer has to fit; None for anything. A call of a tool is no text of a grammar.
+        Raises SurefootError."""
+        given = structured_outputs(self)
+        if given is not None and self.uses_tools:
             [name, *_] = [name for name, _, _ in structure_fields(self)] or ["structured_outputs"]
             raise SurefootError(name, "does not go with tools", "set tool_choice to none")
-        forced = self._forced()
-        return params if forced is None else replace(params, structured_outputs=forced)
+        return self._forced(style) or given
 
     def limit(self) -> int | None:
         """Most tokens of the answer, under either name. Raises SurefootError for two values."""
@@ -209,8 +255,12 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     messages: Messages | None = None
     tools: Tools | None = None
+    chat_template: str | None = None
+    """Instead of the model's; only if the server trusts its clients."""
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The answer goes on where the last message ends."""
     parse_special: bool = False
     """See ``ChatRequest``."""
     add_special_tokens: bool | None = None
@@ -230,23 +280,24 @@ def plain_tools(tools: Sequence[ToolDefinition] | None) -> list[dict[str, Any]] 
 
 def render_messages(
     tokenizer: Tokenizer,
+    style: ChatStyle,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
     variables: Mapping[str, Any] | None,
     add_generation_prompt: bool,
+    chat_template: str | None = None,
 ) -> str:
-    """The prompt's text. Raises SurefootError for what the model's template cannot take."""
+    """The prompt's text. Raises SurefootError for what the template cannot take: the model's, if
+    no other ``chat_template`` is given."""
     for name in variables or {}:
         if name in _RESERVED:
             raise SurefootError(f"chat_template_kwargs.{name}", "has its own field or none")
     if tools:
-        templates = tokenizer.settings.templates
-        template = templates.get("tool_use") or templates.get("default") or ""
-        if "tools" not in template:
-            raise SurefootError("tools", "this model's chat template takes none", "drop them")
+        style.check_tools()
     return tokenizer.render_chat(
         messages,
         tools=tools,
         add_generation_prompt=add_generation_prompt,
+        chat_template=chat_template,
         **(variables or {}),
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from surefoot.server.answer import Delta, Format
-from surefoot.server.generation import Choice
+from surefoot.server.answer import Delta
+from surefoot.server.choices import ChoicesFormat
+from surefoot.server.generation import Choice, Generation
 from surefoot.server.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
 from surefoot.server.schema import CompletionRequest
 from surefoot.server.usage import speculation
@@ -16,7 +18,7 @@ _ALWAYS = 5
 """Fields of every choice: index, text, logprobs and the two reasons."""
 
 
-class CompletionFormat(Format):
+class CompletionFormat(ChoicesFormat):
     """``echo`` puts the prompt before each text; ``scoring`` leaves only the prompt."""
 
     object = "text_completion"
@@ -31,13 +33,21 @@ class CompletionFormat(Format):
         texts: TokenTexts,
         scoring: bool,
     ) -> None:
-        super().__init__(answer_id, model)
+        super().__init__(answer_id, model, request)
         self.request = request
         self.prompts = prompts
         """Texts of the prompts, where they are to be echoed."""
         self.texts = texts
         self.hidden = scoring
         self._offsets: dict[int, Offsets] = {}
+
+    def chosen(self, generation: Generation) -> list[Choice]:
+        """Of ``best_of`` texts to each prompt, those with the highest mean logprobs."""
+        made, kept = generation.params.n, self.request.n or 1
+        if made == kept:
+            return generation.choices
+        groups = (generation.choices[i : i + made] for i in range(0, len(generation.choices), made))
+        return [choice for group in groups for choice in sorted(group, key=_worst_last)[:kept]]
 
     def chunks(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
         entry = self.entry(choice, delta)
@@ -88,6 +98,11 @@ class CompletionFormat(Format):
             tokens = [*request.prompt, *tokens]
             scores = [*choice.generation.prompt_logprobs(prompt), *scores]
         return completion_logprobs(self.texts, tokens, scores, self._offsets[choice.index])
+
+
+def _worst_last(choice: Choice) -> float:
+    kept = [score.logprob for score in choice.request.logprobs[: choice.stream.kept]]
+    return -sum(kept) / len(kept) if kept else math.inf
 
 
 def sources(choice: Choice, delta: Delta) -> dict[str, Any]:

@@ -120,7 +120,13 @@ class Core:
                     params = replace(params, prompt_logprobs=None)
                 group.append(
                     self.engine.make_request(
-                        name, message.prompt, params, message.speculation, choice, leader
+                        name,
+                        message.prompt,
+                        params,
+                        message.speculation,
+                        choice,
+                        leader,
+                        message.priority,
                     )
                 )
         except SurefootError as error:
@@ -144,6 +150,9 @@ class Core:
             offered=item.drafting.offered,
             verified=item.drafting.verified,
             accepted=item.drafting.accepted,
+            offerer=self._proposers.get(item.drafting.offerer or "", -1),
+            hosted=item.drafting.hosted,
+            host=self._proposers.get(item.drafting.host or "", -1),
             finish=request.finish_reason,
             stop=request.stop_reason,
             cached=request.cached if first else 0,

@@ -90,6 +90,9 @@ def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiEr
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first of pydantic's complaints, by the name of the field."""
     first = errors[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, SurefootError):
+        return api_error(cause)
     param = field_path(first["loc"][1:])
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first['ctx']['error']}", code="invalid_json")

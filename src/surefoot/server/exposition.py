@@ -113,8 +113,9 @@ class _Exporter(Collector):
             for name in drafts:
                 family.add_metric([self.model, name], name not in self.metrics.switched_off)
             yield family
-        by_name: dict[str, list] = {"rounds": [], "verified": [], "accepted": []}
-        by_position: dict[str, list] = {"verified": [], "accepted": []}
+        kinds = ("offered", "verified", "accepted")
+        by_name: dict[str, list] = {"rounds": [], **{kind: [] for kind in kinds}}
+        by_position: dict[str, list] = {kind: [] for kind in kinds}
         for name, counts in drafts.items():
             label = {"proposer": name}
             by_name["rounds"].append((label, counts.rounds))
@@ -124,8 +125,6 @@ class _Exporter(Collector):
                 per_position += [({**label, "position": str(i)}, n) for i, n in enumerate(values)]
         rounds = [({}, self.metrics.request_rounds)]
         yield from self._counter("request_rounds", "A request's rounds that gave tokens.", rounds)
-        offered = [({"position": str(i)}, n) for i, n in enumerate(self.metrics.offered)]
-        yield from self._counter("offered_tokens_by_position", "Draft tokens on offer.", offered)
         about = "A request's rounds with drafts."
         yield from self._counter("draft_rounds", about, by_name["rounds"])
         for kind, per_position in by_position.items():

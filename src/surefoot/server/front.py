@@ -59,8 +59,11 @@ class Front:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         speculation: SpeculationParams,
+        priority: int = 0,
+        shown: frozenset[int] = frozenset(),
     ) -> Generation:
-        """Start generating; returns when the core has accepted everything.
+        """Start generating; returns when the core has accepted everything. Those with a lower
+        ``priority`` run first. ``shown``: special tokens that are part of the text in any case.
 
         Raises SurefootError for what the engine refuses, Overloaded, and CoreDied.
         """
@@ -70,9 +73,9 @@ class Front:
         generation = Generation([list(prompt) for prompt in prompts], params, speculation)
         for tokens in generation.prompts:
             prompt = tuple(tokens)
-            ids = [self._open(generation, prompt) for _ in range(params.n)]
+            ids = [self._open(generation, prompt, shown) for _ in range(params.n)]
             generation.unanswered += len(ids)
-            self.core.send(Add(ids, tokens, params, speculation))
+            self.core.send(Add(ids, tokens, params, speculation, priority))
         try:
             while generation.unanswered:
                 await generation.change()
@@ -99,7 +102,7 @@ class Front:
             problem = f"asks for {texts} texts, more than run and wait at once"
             raise SurefootError(option, problem, f"{self._most} do")
 
-    def _open(self, generation: Generation, prompt: tuple[int, ...]) -> str:
+    def _open(self, generation: Generation, prompt: tuple[int, ...], shown: frozenset[int]) -> str:
         index = len(generation.choices)
         params = generation.params
         request = Request(
@@ -112,7 +115,7 @@ class Front:
             end_tokens=self.ready.end_tokens,
             choice=index % params.n,
         )
-        choice = Choice(index, request, TextStream(request, self.tokenizer), generation)
+        choice = Choice(index, request, TextStream(request, self.tokenizer, shown), generation)
         generation.choices.append(choice)
         self._choices[request.request_id] = choice
         return request.request_id

@@ -29,6 +29,8 @@ class Add(_Message):
     prompt: list[int]
     params: SamplingParams
     speculation: SpeculationParams
+    priority: int = 0
+    """Lower ones are let in first."""
 
 
 class Abort(_Message):
@@ -119,8 +121,10 @@ class Crashed(_Message):
 
 
 class News(msgspec.Struct, array_like=True):
-    """One choice's share of a round. ``proposer`` is an index into ``Ready.proposers``, -1 for no
-    drafts; the first ``accepted`` of ``tokens`` were its drafts."""
+    """One choice's share of a round. ``proposer``, of the drafts that were verified, ``offerer``,
+    of those on offer for the next round, and ``host``, of those that the host had on offer for this
+    one, are indices into ``Ready.proposers``, -1 for no drafts; the first ``accepted`` of
+    ``tokens`` were drafts."""
 
     id: str
     tokens: list[int]
@@ -136,6 +140,9 @@ class News(msgspec.Struct, array_like=True):
     """With the first tokens: seconds from arrival until it was let in."""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    offerer: int = -1
+    hosted: int = 0
+    host: int = -1
 
 
 class Totals(msgspec.Struct, array_like=True):

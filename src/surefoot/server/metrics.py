@@ -41,19 +41,27 @@ class DraftCounts:
     """Of one proposer: requests' rounds with drafts of its, and tokens by position in the draft."""
 
     rounds: int = 0
+    offered: list[int] = field(default_factory=list)
     verified: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
     def count(self, verified: int, accepted: int) -> None:
+        """A request's round verified so many of its drafts."""
         self.rounds += 1
-        missing = verified - len(self.verified)
-        if missing > 0:
-            self.verified += [0] * missing
-            self.accepted += [0] * missing
-        for position in range(verified):
-            self.verified[position] += 1
-        for position in range(accepted):
-            self.accepted[position] += 1
+        _count_positions(self.verified, verified, verified)
+        # Of as many positions: none accepted is a number, too.
+        _count_positions(self.accepted, accepted, verified)
+
+    def count_offer(self, drafts: int) -> None:
+        """So many were on the table for a request's next round."""
+        _count_positions(self.offered, drafts, drafts)
+
+
+def _count_positions(counts: list[int], positions: int, width: int) -> None:
+    """One more at each of the first ``positions`` of ``counts``, which gets ``width`` entries."""
+    counts += [0] * (width - len(counts))
+    for position in range(positions):
+        counts[position] += 1
 
 
 class Metrics:
@@ -73,8 +81,6 @@ class Metrics:
         """Until the engine let a text in."""
         self.request_rounds = 0
         """A request's rounds that brought tokens, with drafts or without."""
-        self.offered: list[int] = []
-        """Draft tokens that were on the table, by position."""
         self.statuses: Counter[tuple[str, str, str]] = Counter()
         """HTTP answers by method, path, status."""
         self.mean_token = Histogram(TOKEN_BOUNDS)
@@ -102,9 +108,10 @@ class Metrics:
         before the others."""
         self.generation_tokens += kept
         self.request_rounds += bool(news.tokens)
-        self.offered += [0] * (news.offered - len(self.offered))
-        for position in range(news.offered):
-            self.offered[position] += 1
+        if news.offered:
+            self.drafts[self.ready.proposers[news.offerer]].count_offer(news.offered)
+        if news.hosted:
+            self.drafts[self.ready.proposers[news.host]].count_offer(news.hosted)
         if choice.first_at is None:
             choice.first_at = now
             self.queue_time.observe(news.queued)

@@ -1,51 +1,17 @@
-"""Fields of requests. Unknown fields are refused, and so are values that cannot be honoured."""
+"""Fields of completions and chat completions. Unknown fields are refused, and so are values that
+cannot be honoured."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
 from surefoot.errors import SurefootError
-from surefoot.request import SamplingParams, SpeculationParams
+from surefoot.request import SamplingParams
+from surefoot.server.fields import GenerationFields, Ids, StopStrings, Strict, Texts
 from surefoot.structured import StructuredOutputsParams
-
-# Fields of OpenAI's API that change nothing here, whatever their value; docs/server.md lists them.
-IGNORED = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
-# Fields of OpenAI's API whose feature is not offered: accepted only with these values, which ask
-# for nothing.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "suffix": (None, ""),
-    "functions": (None, []),
-    "function_call": (None, "none"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "verbosity": (None,),
-    "service_tier": (None, "auto", "default"),
-    "web_search_options": (None,),
-    "parallel_tool_calls": (None, True),
-}
-MAX_STOPS = 64
-
-StopStrings = Annotated[list[str], Field(max_length=MAX_STOPS)]
-# A list of a million mistakes is told of the first.
-Ids = Annotated[list[int], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
-
-
-class Strict(BaseModel):
-    """Of JSON's own types: no text where a number belongs, no unknown fields."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class SpeculationField(Strict):
-    method: str = "auto"
-    max_draft_tokens: int | None = None
 
 
 class SurefootField(Strict):
@@ -81,31 +47,18 @@ class StructuredOutputsField(Strict):
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """``usage`` so far in every chunk."""
+    include_obfuscation: Literal[False] = False
 
 
-class RequestFields(Strict):
+class RequestFields(GenerationFields):
     """What chat and plain completions have in common; None means the default."""
 
-    model: str | None = None
     n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
     stop: str | StopStrings | None = None
-    stop_token_ids: Ids | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsField | None = None
@@ -113,24 +66,11 @@ class RequestFields(Strict):
     guided_regex: str | None = None
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
-    speculation: SpeculationField | str | None = None
     surefoot: SurefootField | None = None
     return_token_ids: bool | None = None
 
     # Options by their names here.
     option_names: ClassVar[Mapping[str, str]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_asks_for_nothing(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {
-            name: value
-            for name, value in data.items()
-            if name in cls.model_fields
-            or not (name in IGNORED or any(_same(value, item) for item in NEUTRAL.get(name, ())))
-        }
 
     def sampling(
         self, defaults: Mapping[str, Any], room: int, more: Mapping[str, Any]
@@ -139,6 +79,9 @@ class RequestFields(Strict):
         ``defaults`` (with ``room``, see ``SamplingParams.with_defaults``). Raises SurefootError."""
         if self.stream_options is not None and not self.stream:
             raise SurefootError("stream_options", "does nothing without stream", "drop it")
+        if self.continuous_usage and not self.include_usage:
+            option = "stream_options.continuous_usage_stats"
+            raise SurefootError(option, "needs include_usage", "set both")
         values = {
             name: getattr(self, name)
             for name in SamplingParams.__dataclass_fields__
@@ -155,18 +98,6 @@ class RequestFields(Strict):
         if not all(key.isascii() and key.isdigit() for key in self.logit_bias):
             raise SurefootError("logit_bias", "has a key that is no token id", "use whole numbers")
         return {int(key): bias for key, bias in self.logit_bias.items()}
-
-    def speculation_params(self, header: str | None) -> SpeculationParams:
-        """Of the field or of the header ``surefoot-speculation``. Raises SurefootError."""
-        if header is not None:
-            if self.speculation is not None:
-                raise SurefootError(
-                    "speculation", "is given as a field and as a header", "drop one of them"
-                )
-            return read_speculation_header(header)
-        if isinstance(self.speculation, SpeculationField):
-            return SpeculationParams.of(self.speculation.model_dump())
-        return SpeculationParams.of(self.speculation)
 
     def names(self) -> dict[str, str]:
         """The request's fields by Surefoot's names of options, where they differ."""
@@ -186,12 +117,36 @@ class RequestFields(Strict):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
 
 class CompletionRequest(RequestFields):
     prompt: str | Ids | Texts | Annotated[list[Ids], Field(fail_fast=True)]
     echo: bool = False
     logprobs: int | None = None
     add_special_tokens: bool = True
+    best_of: int | None = None
+    """So many texts are generated, and the ``n`` of them with the highest mean logprob kept."""
+
+    @property
+    def texts(self) -> int:
+        """How many are generated for each prompt. Raises SurefootError."""
+        kept = 1 if self.n is None else self.n
+        if self.best_of is None or self.best_of == kept:
+            return kept
+        if self.best_of < kept:
+            raise SurefootError("best_of", f"is less than n, {kept}", f"use at least {kept}")
+        if self.stream:
+            raise SurefootError(
+                "best_of", "cannot be streamed: texts are compared by their ends", "drop stream"
+            )
+        return self.best_of
+
+    def names(self) -> dict[str, str]:
+        """See ``RequestFields.names``."""
+        return super().names() | ({} if self.best_of is None else {"n": "best_of"})
 
 
 def structure_fields(request: RequestFields) -> list[tuple[str, str, Any]]:
@@ -229,22 +184,3 @@ def structured_outputs(request: RequestFields) -> StructuredOutputsParams | None
         return None
     [(_, kind, value)] = fields
     return StructuredOutputsParams(**{kind: value})
-
-
-def read_speculation_header(text: str) -> SpeculationParams:
-    """``off``, ``auto`` or a proposer's name, then perhaps ``; max_draft_tokens=4``."""
-    method, *options = (part.strip() for part in text.split(";"))
-    limit = None
-    for option in options:
-        name, _, value = (part.strip() for part in option.partition("="))
-        if name != "max_draft_tokens" or not value.isdecimal() or limit is not None:
-            raise SurefootError(
-                "surefoot-speculation", f"{option!r} is unknown", "use max_draft_tokens=N"
-            )
-        limit = int(value)
-    return SpeculationParams(method, limit)
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    """Equal and of one type: ``True`` is not 1 here."""
-    return type(value) is type(neutral) and value == neutral

@@ -18,6 +18,7 @@ from surefoot.config import EngineConfig
 from surefoot.engine.garbage import only_new_garbage
 from surefoot.errors import SurefootError
 from surefoot.models.loading import load_tokenizer
+from surefoot.models.loading.chat_template import read_chat_template
 from surefoot.server.access import LogFormat, log_to_stdout
 from surefoot.server.app import create_app
 from surefoot.server.connections import BoundedConnection
@@ -33,6 +34,7 @@ from surefoot.server.listening import (
     listening,
 )
 from surefoot.server.service import Service, ServiceSettings
+from surefoot.server.tool_formats import FORMATS
 
 ProgressCallback = Callable[[str, int, int], None]
 BACKLOG = 2048
@@ -60,12 +62,18 @@ class ServerConfig:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     cors_origins: tuple[str, ...] = ()
+    tool_call_parser: str | None = None
+    """How the model writes calls of tools (``FORMATS``); None for what its template says."""
     max_queue: int = 256
     max_body_bytes: int = 8 << 20
     request_timeout: float | None = None
     shutdown_timeout: float = 30.0
     access_log: LogFormat | None = None
     """None for none. Lines go to the standard output."""
+    chat_template: str | None = None
+    """A file with a chat template that replaces the model's."""
+    trust_request_chat_template: bool = False
+    """Whether requests may bring chat templates of their own."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
@@ -86,6 +94,9 @@ class ServerConfig:
         for name in self.allowed_hosts:
             if name != "*" and "*" in name.removeprefix("*."):
                 raise SurefootError("allowed_hosts", f"{name!r} is no host", "use *.example.com")
+        if self.tool_call_parser not in (None, *FORMATS):
+            problem = f"{self.tool_call_parser!r} is unknown"
+            raise SurefootError("tool_call_parser", problem, f"use {', '.join(FORMATS)}")
         check_certificate(self.ssl_certfile, self.ssl_keyfile)
 
 
@@ -131,10 +142,18 @@ async def _serve(
     try:
         await core.spawn()
         name, tokenizer = load_tokenizer(engine.model, progress)
+        if config.chat_template is not None:
+            tokenizer.replace_chat_template(read_chat_template(config.chat_template))
         ready = await core.load(engine, progress)
         front = Front(core, ready, tokenizer, config.max_queue)
         names = config.names or (name,)
-        service = Service(front, ServiceSettings(names, config.request_timeout))
+        settings = ServiceSettings(
+            names,
+            config.request_timeout,
+            config.tool_call_parser,
+            config.trust_request_chat_template,
+        )
+        service = Service(front, settings)
         app = create_app(
             service,
             api_keys=config.api_keys,

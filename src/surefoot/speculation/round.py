@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from surefoot.kernels.batch import FlatBatch
+from surefoot.kernels.batch import FlatBatch, OutputRows
 from surefoot.kernels.draws import TokenMasks
-from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
+from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict, sampled_rows
 from surefoot.kernels.upload import upload
 from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.sampling.params import SamplingStages
@@ -139,9 +139,15 @@ class Round:
         tree_rows = self.find_trees(spans, size, layout)
         if tree_rows is not None:
             layout = lay_out_trees(layout, tree_rows[0])
-        forward = self.forward(layout.batch)
-        sampled, logits = self.sample(size, layout, forward.hidden, max_keys, tree_rows)
+        outputs = None
+        if size.has_prompts and prompt_rows is None:
+            outputs = sampled_rows(spans, layout, 1 + self.state.max_drafts)
+        forward = self.forward(layout.batch, outputs)
         prompt_logprobs = self.scores.of_prompt(size, layout, forward.hidden, prompt_rows)
+        hidden = forward.hidden
+        if size.has_prompts and outputs is None:
+            hidden = hidden[layout.sample_index]
+        sampled, logits = self.sample(size, layout, hidden, max_keys, tree_rows)
         verdict, paths = self.judge(spans, layout, sampled, tree_rows)
         if logits is not None and size.logprobs is not None:
             places = self.scored[: size.scored]
@@ -165,9 +171,9 @@ class Round:
         trees = Trees(offers.tokens[spans.slots], parents, *self.books.ancestors(parents))
         return self.books.node_rows(layout, trees, spans.drafts), trees
 
-    def forward(self, batch: FlatBatch) -> ForwardResult:
+    def forward(self, batch: FlatBatch, outputs: OutputRows | None = None) -> ForwardResult:
         """The target's, with the layers that proposers read."""
-        return self.decoder.forward(batch, self.kv, self.capture)
+        return self.decoder.forward(batch, self.kv, self.capture, outputs)
 
     def sample(
         self,
@@ -177,12 +183,10 @@ class Round:
         max_keys: int,
         tree_rows: TreeRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The token of every row that samples, int64 [M], and the float32 logits [M, vocab] where
-        logprobs are wanted, for those."""
+        """The token of every row that samples, int64 [M], from their ``hidden`` [M, hidden], and
+        the float32 logits [M, vocab] where logprobs are wanted."""
         if size.samples == 0:
             return torch.zeros(1, dtype=torch.int64, device=self.state.device), None
-        if size.rows != size.samples:
-            hidden = hidden[layout.sample_index]
         decoder = self.decoder
         if size.kind == SamplingStages() and size.logprobs is None and not size.masked:
             return decoder.greedy(hidden), None

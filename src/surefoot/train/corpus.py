@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from surefoot.errors import SurefootError
+from surefoot.train.filters import Seen
 from surefoot.train.shards import read_shard, shard_paths
 
 
@@ -72,19 +73,27 @@ class Batch:
 
 
 class Corpus:
-    """All documents, in memory: ``ids`` int32 [N], ``generated`` bool [N], ``starts`` int64
-    [D + 1], ``temperature`` float32 [D]. Documents are cut to ``max_length`` tokens; those that
-    keep fewer than two generated ones are left out."""
+    """All documents of some folders, in memory: ``ids`` int32 [N], ``generated`` bool [N],
+    ``starts`` int64 [D + 1], ``temperature`` float32 [D]. Documents are cut to ``max_length``
+    tokens; those that keep fewer than two generated ones are left out, and those whose prompt or
+    answer another folder's has had before."""
 
-    def __init__(self, folder: Path, max_length: int) -> None:
-        paths = shard_paths(folder)
-        if not paths:
-            raise SurefootError("data", f"{folder} holds no shards", "run `surefoot train data`")
+    def __init__(self, folders: Sequence[Path], max_length: int) -> None:
+        paths = []
+        for folder in folders:
+            found = shard_paths(folder)
+            if not found:
+                advice = "run `surefoot train data`"
+                raise SurefootError("data", f"{folder} holds no shards", advice)
+            paths += found
         ids, generated, lengths, temperature = [], [], [], []
+        seen = Seen()
         for path in paths:
             shard = read_shard(path)
             ends = np.cumsum(shard["lengths"], dtype=np.int64)
             for index, end in enumerate(ends):
+                if not seen.take(*map(int, shard["keys"][index])):
+                    continue
                 start = end - shard["lengths"][index]
                 cut = slice(start, min(end, start + max_length))
                 mask = shard["mask"][cut].astype(bool)
@@ -95,7 +104,8 @@ class Corpus:
                 lengths.append(len(mask))
                 temperature.append(shard["temperature"][index])
         if not lengths:
-            raise SurefootError("data", f"{folder} holds no generated text within {max_length}")
+            names = ", ".join(map(str, folders))
+            raise SurefootError("data", f"{names}: no generated text within {max_length}")
         self.ids, self.generated = np.concatenate(ids), np.concatenate(generated)
         self.starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
         self.temperature = np.array(temperature, dtype=np.float32)

@@ -42,6 +42,13 @@ class Seen:
         self.answers: set[int] = set()
         self.add(keys)
 
+    def take(self, prompt: int, answer: int) -> bool:
+        """Add a document's keys, unless one of them is there."""
+        if prompt in self.prompts or answer in self.answers:
+            return False
+        self.add([(prompt, answer)])
+        return True
+
     def add(self, keys: Iterable[Sequence[int]]) -> None:
         for prompt, answer in keys:
             self.prompts.add(int(prompt))

@@ -37,7 +37,7 @@ Progress = Callable[[str, int, int], None]
 Messages = Sequence[Mapping[str, Any]]
 _TURN_TOKENS = 256
 """Most of a user's turn."""
-_TURN_TEMPERATURES = (0.7, 1.0)
+_TURN_TEMPERATURES = (0.7, 0.9)
 _TURN_WORDS = 24
 """Two user turns that begin with as many equal words are one."""
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from surefoot.kernels import losses as reference
+from surefoot.kernels.losses import Objective, RowLosses
 from surefoot.train.target import Target
 
 SLICE = 4096
@@ -62,6 +64,27 @@ def head_logits(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     return torch.mm(hidden, head.t()).float()
 
 
+def row_losses(
+    logits: torch.Tensor,
+    teacher: Teacher,
+    places: torch.Tensor,
+    labels: torch.Tensor | None,
+    weights: torch.Tensor,
+    objective: Objective,
+    dtype: torch.dtype,
+) -> RowLosses:
+    """As ``kernels.losses.row_losses``, by the fastest code for the device."""
+    rows = (logits, teacher.logprobs, places, labels, weights, objective, dtype)
+    if logits.device.type == "cuda":
+        from surefoot.kernels.triton.losses import row_losses as fused
+
+        return fused(*rows)
+    return reference.row_losses(*rows)
+
+
+_SOFT = Objective(cross_entropy=1.0)
+
+
 def soft_cross_entropy(
     hidden: torch.Tensor,
     head: torch.Tensor,
@@ -98,13 +121,12 @@ class _SoftCrossEntropy(torch.autograd.Function):
             part = slice(start, start + SLICE)
             own, best = hidden[part], teacher.best[rows[part]]
             weight = torch.where(best >= 0, weights[part], 0.0)
-            q = torch.log_softmax(head_logits(own, matrix), -1)
-            p = teacher.logprobs[rows[part]].float().exp_()
-            total += -(weight * (p * q).sum(-1)).sum()
-            counts += torch.stack(((best >= 0).sum(), (q.argmax(-1) == best).sum()))
-            if d_hidden is None and d_head is None:
-                continue
-            d_logits = q.exp_().sub_(p).mul_(weight.unsqueeze(-1)).to(dtype)
+            found = row_losses(
+                head_logits(own, matrix), teacher, rows[part], None, weight, _SOFT, dtype
+            )
+            total += (weight * found.losses).sum()
+            counts += torch.stack(((best >= 0).sum(), (found.best == best).sum()))
+            d_logits = found.d_logits
             if d_hidden is not None:
                 d_hidden[part] = d_logits @ matrix
             if d_head is not None:

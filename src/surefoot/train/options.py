@@ -20,6 +20,11 @@ class TrainOptions:
 
     epochs: float = option(2.0, "Passes over the data.")
     steps: int | None = option(None, "Optimizer steps, in place of --epochs.")
+    duration: float | None = option(
+        None,
+        "Minutes in place of --epochs, measurements included: the learning rate falls with the "
+        "time. Not the same from run to run.",
+    )
     learning_rate: float = option(1e-3, "Highest, after the warm-up.")
     warm_up: float = option(0.04, "Share of the steps in which the learning rate rises.")
     step_tokens: int = option(32768, "Tokens of an optimizer step.")
@@ -40,9 +45,11 @@ class TrainOptions:
         self.at_least(8, "max_length")
         if self.steps is not None:
             self.at_least(1, "steps")
-        for name in ("epochs", "learning_rate"):
-            if getattr(self, name) <= 0:
-                raise SurefootError(name, f"{getattr(self, name)} is not above 0")
+        for name in ("epochs", "learning_rate", "duration"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise SurefootError(name, f"{value} is not above 0")
+        if self.duration is not None and self.steps is not None:
+            raise SurefootError("duration", "and steps exclude each other", "drop one of them")
         if not 0 <= self.warm_up < 1:
             raise SurefootError("warm_up", f"{self.warm_up} is no share below 1")
         if self.weighting not in ("document", "token"):

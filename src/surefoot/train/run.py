@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class Trained:
 def train(
     kind: str,
     engine: Mapping[str, Any],
-    data: Path,
+    data: Sequence[Path],
     out: Path,
     options: TrainOptions,
     workers: Workers,
@@ -65,14 +65,15 @@ def train(
     seconds: float = math.inf,
 ) -> Trained:
     """Train, measure and export a drafter of one of ``KINDS`` for the model of ``engine`` (fields
-    of ``EngineConfig``). Only the first worker writes and reports."""
+    of ``EngineConfig``) on the texts of the folders ``data``. Only the first worker writes and
+    reports."""
     if not workers.first:
         report, progress = lambda text: None, lambda label, done, total: None
     state = out / STATE_FOLDER
     config = EngineConfig.from_dict(engine)
     target = load_target(config, options.max_length, progress)
     corpus = Corpus(data, min(options.max_length, target.config.max_positions))
-    made = _data_facts(data, target)
+    made = [_data_facts(folder, target) for folder in data]
     if workers.first:
         settings = {"kind": kind, "target": target.name, "documents": len(corpus)}
         settings |= {"tokens": len(corpus.ids), **asdict(options)}
@@ -131,7 +132,7 @@ def _facts(
     trainer: Trainer,
     outcome: Outcome,
     options: TrainOptions,
-    made: Mapping[str, Any],
+    made: Sequence[Mapping[str, Any]],
     curves: Curves,
 ) -> dict[str, Any]:
     speeds = [entry["tokens_per_s"] for entry in curves.entries if "tokens_per_s" in entry]
@@ -153,11 +154,16 @@ def _facts(
             "weights_of_step": outcome.best_step,
             "seconds": round(outcome.seconds, 1),
             "tokens_per_s": float(np.median(speeds)) if speeds else None,
-            "texts": f"by {made['target']} in {made['dtype']}, "
-            + ("its own prompts" if made["prompts"] is None else f"{made['prompts']} prompts"),
+            "texts": "; ".join(dict.fromkeys(map(_origin, made))),
             **{name: value for name, value in asdict(options).items() if value is not None},
         },
     }
+
+
+def _origin(made: Mapping[str, Any]) -> str:
+    given = made["prompts"]
+    prompts = "its own prompts" if given is None else f"{given['count']} prompts"
+    return f"by {made['target']} in {made['dtype']}, {prompts}"
 
 
 def _engine_check(recipe: Recipe, held_out: np.ndarray, tokens: int) -> EngineCheck | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,10 @@ class Trainer:
             )
         self.plan = Plan(corpus, documents, options.batch_tokens, micro, options.seed)
         per_epoch = len(self.plan.epoch(0))
+        self.limit = None if options.duration is None else 60 * options.duration
+        """Seconds after which the run is complete, in place of ``steps``."""
+        if self.limit is not None and workers.count > 1:
+            raise SurefootError("duration", "is for one process", "use --epochs or --steps")
         self.steps = options.steps or max(1, round(options.epochs * per_epoch))
         self.per_epoch = per_epoch
         self.step = self.tokens = self.best_step = 0
@@ -112,18 +117,18 @@ class Trainer:
         then, if complete, give the network the best weights."""
         self._resume()
         curves = Curves(self.folder, self.step) if self.workers.first else None
+        long = f"{self.steps} steps" if self.limit is None else f"{self.limit:.0f} s"
         self.report(
-            f"{self.steps} steps, {self.per_epoch} for each pass over the data; "
-            f"from step {self.step}"
+            f"{long}, {self.per_epoch} steps for each pass over the data; from step {self.step}"
         )
         started, before = time.monotonic(), self.seconds
         measured = saved = self.tokens
         meter = _Meter(self.device, self.tokens)
-        for packs in self.plan.steps(self.step, self.steps):
+        for packs in self.plan.steps(self.step, self.steps if self.limit is None else sys.maxsize):
             rate = self._set_rate()
             norm = self._step(packs, meter)
             self.seconds = before + time.monotonic() - started
-            last, told = self.step == self.steps, self.step % _LOG_EVERY == 0
+            last, told = self._done() >= 1, self.step % _LOG_EVERY == 0
             if told or last:
                 self._log(curves, meter, rate, float(norm))
             if last or self.tokens - measured >= self.options.measure_every:
@@ -136,9 +141,9 @@ class Trainer:
             if last or stopped or self.tokens - saved >= self.options.save_every:
                 saved = self.tokens
                 self._save()
-            if stopped:
+            if stopped or last:
                 break
-        complete = self.step == self.steps
+        complete = self._done() >= 1
         results = self._take_best() if complete and self.workers.first else {}
         return Outcome(complete, self.step, self.best_step, self.tokens, self.seconds, results)
 
@@ -151,8 +156,15 @@ class Trainer:
         self.step += 1
         meter.steps += 1
         self.tokens += sum(self.recipe.corpus.length(item) for pack in packs for item in pack)
-        self.progress("Training", self.step, self.steps)
+        if self.limit is None:
+            self.progress("Training", self.step, self.steps)
+        else:
+            self.progress("Training", int(min(self.seconds, self.limit)), int(self.limit))
         return norm
+
+    def _done(self) -> float:
+        """How much of the run is over, 1 at its end."""
+        return self.step / self.steps if self.limit is None else self.seconds / self.limit
 
     def _log(self, curves: Curves | None, meter: _Meter, rate: float, norm: float) -> None:
         self.workers.add_up([meter.totals])
@@ -193,12 +205,12 @@ class Trainer:
 
     def _set_rate(self) -> float:
         """Linear warm-up, then a cosine; returns the first group's."""
-        warm = max(1, round(self.options.warm_up * self.steps))
-        if self.step < warm:
-            share = (self.step + 1) / warm
+        warm, done = self.options.warm_up, self._done()
+        if done < warm:
+            share = max(done / warm, _LOWEST_RATE)
         else:
-            done = (self.step - warm) / max(1, self.steps - warm)
-            share = _LOWEST_RATE + (1 - _LOWEST_RATE) * (1 + math.cos(math.pi * done)) / 2
+            fallen = (1 + math.cos(math.pi * (done - warm) / (1 - warm))) / 2
+            share = _LOWEST_RATE + (1 - _LOWEST_RATE) * fallen
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * share
         return self.rates[0] * share

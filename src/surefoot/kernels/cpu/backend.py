@@ -19,6 +19,7 @@ from surefoot.kernels.backend import (
     Backend,
     FlatBatch,
     LayerWeights,
+    OutputRows,
     RopeTable,
     Weight,
 )
@@ -153,9 +154,11 @@ class NativeBackend(Backend):
         kv: NativeKV,
         rope: RopeTable,
         inputs: torch.Tensor | None = None,
+        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
-        """x float32 [N, hidden], overwritten with the result (a copy when not contiguous).
-        MemoryError when scratch memory cannot be had."""
+        """x float32 [N, hidden], overwritten with the result (a copy when not contiguous), of which
+        only the first M rows are returned where ``outputs`` are given. MemoryError when scratch
+        memory cannot be had."""
         prepared = weights.qkv.prepared
         if prepared is None or prepared.weights is not weights or prepared.rope is not rope:
             prepared = prepare_layer(weights, rope, KINDS[DENSE_KINDS[self.dtype]])
@@ -163,17 +166,21 @@ class NativeBackend(Backend):
             inputs = input_of(inputs, weights.qkv)
         if x.dtype is not torch.float32 or not x.is_contiguous():
             x = x.float().contiguous()
+        batch_address = self.prepared_batch(batch).address
+        wanted = None if outputs is None else prepare_batch(outputs.batch)
         if self.library.sf_layer(
             self.context_address,
             prepared.address,
-            self.prepared_batch(batch).address,
+            batch_address,
             kv.address,
             None if inputs is None else inputs.data_ptr(),
             x.data_ptr(),
+            None if wanted is None else wanted.address,
+            None if outputs is None else outputs.index.data_ptr(),
             self.thread_count,
         ):
             raise MemoryError("no memory for a layer's intermediate results")
-        return x
+        return x if outputs is None else x[: len(outputs.index)]
 
     def move_keys(
         self, kv: NativeKV, tables: torch.Tensor, source: torch.Tensor, target: torch.Tensor

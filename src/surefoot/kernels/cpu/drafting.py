@@ -97,6 +97,8 @@ class NativeDrafting(Drafting):
             kv.address,
             inputs.data_ptr(),
             out.data_ptr(),
+            None,
+            None,
             backend.thread_count,
         ):
             raise MemoryError("no memory for a layer's attention")

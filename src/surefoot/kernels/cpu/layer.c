@@ -1,6 +1,7 @@
 /* One decoder layer, and the final norm with the head: a single task for the team each, with a
  * barrier wherever a step reads what other threads wrote. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "act.h"
 #include "team.h"
@@ -120,6 +121,8 @@ typedef struct {
     const sf_batch *batch;
     const sf_kv *kv;
     const float *inputs; /* of the qkv projection; NULL: the norm of x */
+    const sf_batch *outputs; /* the rows whose results are wanted; NULL: all */
+    const int64_t *index;    /* which rows of the batch these are, in rising order */
     float *x, *qkv, *attended, *inner, *buffers;
     uint8_t *scratch;
     size_t per_thread;
@@ -127,6 +130,18 @@ typedef struct {
     sf_counter work[5];
     sf_barrier barrier;
 } layer_job;
+
+/* Move the queries and the x of wanted rows to the front. No row moves behind where it was, and a
+ * repeated last one is copied onto itself before it is read again. */
+static void gather_rows(const layer_job *j) {
+    size_t queries = (size_t)(j->w->heads * j->w->head_dim) * 4, width = (size_t)j->w->hidden * 4;
+    int64_t stride = j->w->qkv.outputs;
+    for (int64_t row = 0; row < j->outputs->rows; row++) {
+        int64_t from = j->index[row];
+        memmove(j->qkv + row * stride, j->qkv + from * stride, queries);
+        memmove(j->x + row * j->w->hidden, j->x + from * j->w->hidden, width);
+    }
+}
 
 static void layer_task(void *argument) {
     layer_job *j = argument;
@@ -141,7 +156,14 @@ static void layer_task(void *argument) {
     sf_wait(&j->barrier);
     prepare_heads(w, j->batch, j->kv, j->qkv, w->qkv.outputs);
     sf_wait(&j->barrier);
-    sf_attend(w, j->batch, j->kv, j->qkv, w->qkv.outputs, j->attended, w->o.inputs,
+    const sf_batch *batch = j->batch;
+    if (j->outputs) {
+        batch = j->outputs;
+        if (!batch->rows) return;
+        if (sf_me == 0) gather_rows(j);
+        sf_wait(&j->barrier);
+    }
+    sf_attend(w, batch, j->kv, j->qkv, w->qkv.outputs, j->attended, w->o.inputs,
               j->scratch + j->per_thread * (size_t)sf_me, &j->work[1]);
     sf_wait(&j->barrier);
     put_rows(j->attended, w->o.inputs, 0, &j->acts[1]);
@@ -160,9 +182,12 @@ static void layer_task(void *argument) {
 }
 
 /* x [rows, hidden] becomes the layer's output; `inputs` [rows, qkv.inputs] may be NULL. Of a layer
- * without an MLP, x plus its attention. Returns SF_OK or SF_NO_MEMORY. */
+ * without an MLP, x plus its attention. `outputs` and `index` [outputs->rows] may be NULL: else the
+ * first rows of x become the output of these, and what the others hold is unspecified.
+ * Returns SF_OK or SF_NO_MEMORY. */
 SF_EXPORT int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_batch *batch,
-                       const sf_kv *kv, const float *inputs, float *x, int threads) {
+                       const sf_kv *kv, const float *inputs, float *x, const sf_batch *outputs,
+                       const int64_t *index, int threads) {
     int64_t rows = batch->rows;
     if (rows == 0) return SF_OK;
     const sf_linear *linear[4] = {&w->qkv, &w->o, &w->gate_up, &w->down};
@@ -170,10 +195,12 @@ SF_EXPORT int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_
     sf_acts acts[4];
     if (4 * multiplications(w->down.segments ? &w->down : &w->o, rows) < context->serial_below)
         threads = 1;
-    for (int i = 0; i < 4; i++) acts[i] = reserve_acts(&cursor, linear[i], rows, place[i]);
+    int64_t wanted = outputs ? outputs->rows : rows;
+    for (int i = 0; i < 4; i++)
+        acts[i] = reserve_acts(&cursor, linear[i], i ? wanted : rows, place[i]);
     size_t qkv_at = reserve(&cursor, (size_t)(rows * w->qkv.outputs) * 4);
-    size_t attended_at = reserve(&cursor, (size_t)(rows * w->o.inputs) * 4);
-    size_t inner_at = reserve(&cursor, (size_t)(rows * w->gate_up.outputs) * 4);
+    size_t attended_at = reserve(&cursor, (size_t)(wanted * w->o.inputs) * 4);
+    size_t inner_at = reserve(&cursor, (size_t)(wanted * w->gate_up.outputs) * 4);
     size_t buffers_at = reserve(&cursor, (size_t)threads * (size_t)(w->hidden + 16) * 4);
     size_t scratch_at = reserve(&cursor, per_thread * (size_t)threads);
     if (sf_grow(context, cursor)) return SF_NO_MEMORY;
@@ -181,7 +208,7 @@ SF_EXPORT int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_
     for (int i = 0; i < 4; i++) place_acts(&acts[i], memory, place[i]);
     float *qkv = (float *)(memory + qkv_at), *attended = (float *)(memory + attended_at);
     float *inner = (float *)(memory + inner_at);
-    layer_job job = {w, batch, kv, inputs, x, qkv, attended, inner,
+    layer_job job = {w, batch, kv, inputs, outputs, index, x, qkv, attended, inner,
                      (float *)(memory + buffers_at), memory + scratch_at, per_thread,
                      {acts[0], acts[1], acts[2], acts[3]}, {{0}}, {0, 0, 0}};
     sf_run(threads, layer_task, &job);

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from surefoot.kernels.backend import AttentionShape, FlatBatch, LayerWeights, RopeTable
+from surefoot.kernels.backend import (
+    AttentionShape,
+    FlatBatch,
+    LayerWeights,
+    OutputRows,
+    RopeTable,
+)
 from surefoot.kernels.triton.attention import span_attention
 from surefoot.kernels.triton.chunk_attention import ChunkWork, chunk_attention, chunk_work_of
 from surefoot.kernels.triton.prompt_attention import prompt_attention, tiles_of
@@ -46,11 +52,17 @@ def attend_inputs(
     kv: torch.Tensor,
     rope: RopeTable,
     work: Work,
+    outputs: OutputRows | None = None,
 ) -> torch.Tensor:
     """A layer's attention short of its output projection: ``inputs`` [N, any width] in the weights'
-    dtype -> [N, heads * head_dim]. Writes the rows' keys and values."""
+    dtype -> [N, heads * head_dim], or [M, …] of the rows ``outputs``, whose the ``work`` is then.
+    Writes the rows' keys and values."""
     norms = None
     if weights.q_norm is not None and weights.k_norm is not None:
         norms = (weights.q_norm, weights.k_norm)
     q = queries(weights.qkv, inputs, kv, batch, weights.shape, rope, norms, weights.eps)
+    if outputs is not None:
+        q, batch = q[outputs.index], outputs.batch
+    if not len(q):
+        return q.flatten(1)
     return attend(q, kv, batch, weights.shape, work).flatten(1)

@@ -4,6 +4,7 @@ same bits. A row's results depend on the row and its request alone, not on the o
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 import torch
 from torch.nn.functional import embedding
@@ -13,6 +14,7 @@ from surefoot.kernels.backend import (
     Backend,
     FlatBatch,
     LayerWeights,
+    OutputRows,
     RopeTable,
     Weight,
 )
@@ -118,15 +120,14 @@ class TritonBackend(Backend):
         kv: torch.Tensor,
         rope: RopeTable,
         inputs: torch.Tensor | None = None,
+        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
         x = x.to(self.dtype).contiguous()
         if inputs is None:
             normed = rms_norm(x, weights.input_norm, weights.eps)
         else:
             normed = inputs.to(self.dtype).contiguous()
-        work = work_of(batch, weights.shape, kv)
-        x, hidden = self.up_to_down(weights, x, normed, batch, kv, rope, work)
-        return weights.down.added(hidden, x)
+        return self.finish(weights, x, normed, batch, kv, rope, outputs)
 
     def layers(
         self,
@@ -136,28 +137,51 @@ class TritonBackend(Backend):
         kv: Sequence[torch.Tensor],
         rope: RopeTable,
         capture: Collection[int],
+        outputs: OutputRows | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """As the base class, but the end of a layer is one kernel with the norm of the next."""
         features: dict[int, torch.Tensor] = {}
         x = x.to(self.dtype).contiguous()
-        normed, work = x, None
-        if weights:
-            normed = rms_norm(x, weights[0].input_norm, weights[0].eps)
-            # Layers are alike.
-            work = work_of(batch, weights[0].shape, kv[0])
-        for index, layer in enumerate(weights):
+        if not weights:
+            return super().layers(weights, x, batch, kv, rope, capture, outputs)
+        normed = rms_norm(x, weights[0].input_norm, weights[0].eps)
+        # Layers are alike.
+        work = work_of(batch, weights[0].shape, kv[0])
+        for index, (layer, following) in enumerate(pairwise(weights)):
             if index in capture:
                 features[index] = x
             x, hidden = self.up_to_down(layer, x, normed, batch, kv[index], rope, work)
-            if index + 1 < len(weights):
-                following = weights[index + 1]
-                norm = following.input_norm, following.eps
-                x, normed = layer.down.added_normed(hidden, x, norm)
-            else:
-                x = layer.down.added(hidden, x)
-        if len(weights) in capture:
-            features[len(weights)] = x
+            norm = following.input_norm, following.eps
+            x, normed = layer.down.added_normed(hidden, x, norm)
+        last = len(weights) - 1
+        if last in capture:
+            features[last] = x
+        captured = last + 1 in capture
+        early = None if captured else outputs
+        x = self.finish(weights[last], x, normed, batch, kv[last], rope, early, work)
+        if captured:
+            features[last + 1] = x
+            x = x if outputs is None else x[outputs.index]
         return x, features
+
+    def finish(
+        self,
+        weights: LayerWeights,
+        x: torch.Tensor,
+        normed: torch.Tensor,
+        batch: FlatBatch,
+        kv: torch.Tensor,
+        rope: RopeTable,
+        outputs: OutputRows | None,
+        work: Work = None,
+    ) -> torch.Tensor:
+        """A layer behind which no other follows at once. ``work``: of all its rows, if known."""
+        if outputs is not None:
+            work = work_of(outputs.batch, weights.shape, kv) if len(outputs.index) else None
+        elif work is None:
+            work = work_of(batch, weights.shape, kv)
+        x, hidden = self.up_to_down(weights, x, normed, batch, kv, rope, work, outputs)
+        return weights.down.added(hidden, x) if len(x) else x
 
     @staticmethod
     def up_to_down(
@@ -168,9 +192,15 @@ class TritonBackend(Backend):
         kv: torch.Tensor,
         rope: RopeTable,
         work: Work,
+        outputs: OutputRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer short of its last product: (residual stream, what ``down`` multiplies)."""
-        attended = attend_inputs(weights, normed, batch, kv, rope, work)
+        """A layer short of its last product: (residual stream, what ``down`` multiplies), of all
+        rows or of those wanted."""
+        attended = attend_inputs(weights, normed, batch, kv, rope, work, outputs)
+        if outputs is not None:
+            x = x[outputs.index]
+        if not len(x):
+            return x, x
         x, normed = weights.o.added_normed(attended, x, (weights.post_norm, weights.eps))
         return x, weights.gate_up.gated(normed)
 

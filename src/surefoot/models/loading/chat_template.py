@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from surefoot.errors import SurefootError
@@ -58,6 +59,30 @@ def render_chat_template(
         raise SurefootError(
             "messages", f"the model's chat template refused them: {detail[:400]}"
         ) from error
+
+
+def read_chat_template(path: str | Path) -> str:
+    """The text of a file with a chat template. Raises SurefootError for none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        _compile(text)
+    except (OSError, UnicodeError) as error:
+        raise SurefootError("chat_template", f"{path} cannot be read: {error}") from None
+    except Exception as error:  # what the parser, or a limit, makes of it
+        detail = " ".join(str(error).split())[:200]
+        raise SurefootError("chat_template", f"{path} is no chat template: {detail}") from None
+    return text
+
+
+def template_variables(source: str) -> frozenset[str]:
+    """Names that a chat template reads and does not set itself; none for one that cannot be
+    parsed, which rendering says."""
+    from jinja2 import meta
+
+    try:
+        return frozenset(meta.find_undeclared_variables(_compile(source).environment.parse(source)))
+    except Exception:  # whatever is wrong with it
+        return frozenset()
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

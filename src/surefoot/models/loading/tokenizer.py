@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +137,10 @@ class Tokenizer:
         """The usual chat template; None for a model without one."""
         return self.settings.templates.get("default")
 
+    def replace_chat_template(self, template: str) -> None:
+        """Render conversations with this one, tools or not."""
+        self.settings = replace(self.settings, templates={"default": template})
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -183,9 +187,15 @@ class IncrementalDetokenizer:
     it is whole. A ``push`` takes constant time.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """``shown``: ids that are not skipped though they are special."""
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
         self._stream = stream_for(tokenizer.decoder_json, tokenizer.decode)
 
     def push(self, token: int) -> str:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from surefoot.kernels.losses import Objective
 from surefoot.train import loss as common
-from surefoot.train.loss import Teacher, head_logits
+from surefoot.train.loss import Teacher, head_logits, row_losses
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,10 @@ def block_loss(
     after: torch.Tensor | None,
     teacher: Teacher,
     weights: torch.Tensor,
-    objective: tuple[float, float],
+    objective: Objective,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum over rows of weight * (a * -log q[label] + b * sum over v of abs(q[v] - p[v])), with
-    (a, b) the ``objective`` and q = softmax(head hidden + after before): ``head`` [vocab, hidden],
-    frozen; ``after`` float32 [vocab, rank]; ``weights`` float32 [R].
+    """Sum over rows of weight * the ``objective`` with q = softmax(head hidden + after before):
+    ``head`` [vocab, hidden], frozen; ``after`` float32 [vocab, rank]; ``weights`` float32 [R].
 
     Returns the float32 sum; without gradients sum over v of min(p, q), float32 [R]; and [2]: the
     rows, and those among them whose likeliest token is the target's."""
@@ -44,15 +44,10 @@ def block_loss(
     )
 
 
-def biased_logits(
-    hidden: torch.Tensor,
-    before: torch.Tensor | None,
-    head: torch.Tensor,
-    after: torch.Tensor | None,
-) -> torch.Tensor:
-    """float32 [M, vocab]."""
-    logits = head_logits(hidden, head)
-    return logits if before is None or after is None else logits + head_logits(before, after)
+def biased(hidden: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    """Rows [M, hidden] with what the Markov head reads beside them, [M, hidden + rank]; or a head's
+    matrix with that of the Markov head. Their product is the biased logits."""
+    return hidden if before is None else torch.cat((hidden, before.to(hidden.dtype)), dim=1)
 
 
 class _BlockLoss(torch.autograd.Function):
@@ -66,39 +61,31 @@ class _BlockLoss(torch.autograd.Function):
         rows: BlockRows,
         teacher: Teacher,
         weights: torch.Tensor,
-        objective: tuple[float, float],
+        objective: Objective,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        to_label, to_teacher = objective
-        matrix = None if after is None else after.to(hidden.dtype)
+        width, matrix = hidden.shape[1], biased(head, after)
+        inputs = biased(hidden, before)
         total, counts = (torch.zeros(size, device=hidden.device) for size in ((), (2,)))
         overlap = torch.empty(len(weights), device=hidden.device)
-        d_hidden = torch.empty_like(hidden)
-        d_before = None if before is None else torch.empty_like(before)
+        d_inputs = torch.empty_like(inputs)
         d_after = None if after is None else torch.zeros_like(after)
+        labels = rows.labels if objective.label else None
         for start in range(0, len(weights), common.SLICE):
             part = slice(start, start + common.SLICE)
-            own = None if before is None else before[part]
-            weight, places = weights[part].unsqueeze(-1), rows.places[part]
-            label = rows.labels[part].unsqueeze(-1)
-            q = torch.log_softmax(biased_logits(hidden[part], own, head, matrix), -1)
-            agreed = (q.argmax(-1) == teacher.best[places]).sum()
+            weight, places = weights[part], rows.places[part]
+            found = row_losses(
+                head_logits(inputs[part], matrix), teacher, places,
+                None if labels is None else labels[part], weight, objective, hidden.dtype,
+            )  # fmt: skip
+            agreed = (found.best == teacher.best[places]).sum()
             counts += torch.stack((agreed.new_tensor(len(places)), agreed))
-            total -= to_label * (weight * q.gather(1, label)).sum()
-            q = q.exp_()
-            apart = q - teacher.logprobs[places].float().exp_()
-            distance = apart.abs().sum(-1, keepdim=True)
-            overlap[part] = 1 - distance.squeeze(-1) / 2
-            total += to_teacher * (weight * distance).sum()
-            # The gradient of the distance: q * (s - sum of q * s), s the sign of q - p.
-            sign = apart.sign_()
-            sign -= (q * sign).sum(-1, keepdim=True)
-            d_logits = q * sign.mul_(to_teacher).add_(to_label)
-            d_logits.scatter_add_(1, label, torch.full_like(weight, -to_label))
-            d_logits = d_logits.mul_(weight).to(hidden.dtype)
-            d_hidden[part] = d_logits @ head
-            if d_before is not None and d_after is not None and matrix is not None:
-                d_before[part] = d_logits @ matrix
-                d_after += (d_logits.t() @ own).float()  # type: ignore[operator]
+            total += (weight * found.losses).sum()
+            overlap[part] = found.overlap
+            d_inputs[part] = found.d_logits @ matrix
+            if d_after is not None:
+                d_after += (found.d_logits.t() @ inputs[part, width:]).float()
+        d_hidden = d_inputs[:, :width]
+        d_before = None if before is None else d_inputs[:, width:]
         ctx.save_for_backward(d_hidden, d_before, d_after)
         ctx.mark_non_differentiable(overlap, counts)
         return total, overlap, counts

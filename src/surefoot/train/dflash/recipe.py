@@ -17,14 +17,15 @@ import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from surefoot.kernels.losses import Objective
 from surefoot.models.config import RopeScaling
 from surefoot.speculation.proposers.dflash.config import DFlashConfig, MarkovShape, Visibility
 from surefoot.train.corpus import Batch, Corpus, put
 from surefoot.train.dflash.export import write_checkpoint
-from surefoot.train.dflash.loss import BlockRows, biased_logits, block_loss
+from surefoot.train.dflash.loss import BlockRows, biased, block_loss
 from surefoot.train.dflash.network import AFTER, DFlashTraining
 from surefoot.train.dflash.options import DFlashTrainOptions
-from surefoot.train.loss import SLICE, Teacher, teach
+from surefoot.train.loss import SLICE, Teacher, head_logits, teach
 from surefoot.train.recipe import Drafted, Recipe
 from surefoot.train.target import Target
 
@@ -76,7 +77,7 @@ class DFlashRecipe(Recipe):
         weights = (share[chosen[0]] * self.decay[chosen[1]] / divisor).astype(np.float32)
         weight = self._put(weights)
         loss, overlap, counts = block_loss(
-            rows, self.head, self._after(), teacher, weight, self.options.objective
+            rows, self.head, self._after(), teacher, weight, Objective(*self.options.objective)
         )
         if self.config.confidence:
             logits = self.network.confidence(rows.hidden, rows.before)
@@ -100,15 +101,14 @@ class DFlashRecipe(Recipe):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For each row the likeliest token, the overlap with the target's distribution, and the
         confidence (0 without a head for it); on the host, [R] each."""
-        after = self._after()
-        matrix = None if after is None else after.to(self.compute)
+        matrix = biased(self.head, self._after())
         count, device = len(rows.places), self.target.device
         best = torch.empty(count, dtype=torch.int64, device=device)
         overlap, chance = (torch.zeros(count, device=device) for _ in range(2))
         for start in range(0, count, SLICE):
             part = slice(start, start + SLICE)
             before = None if rows.before is None else rows.before[part]
-            q = torch.softmax(biased_logits(rows.hidden[part], before, self.head, matrix), -1)
+            q = torch.softmax(head_logits(biased(rows.hidden[part], before), matrix), -1)
             p = teacher.logprobs[rows.places[part]].float().exp_()
             best[part], overlap[part] = q.argmax(-1), torch.minimum(p, q).sum(-1)
             if self.config.confidence:

@@ -1,0 +1,101 @@
+"""Fields that requests of several endpoints have, and their types."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from surefoot.errors import SurefootError
+from surefoot.params import MAX_BAD_WORDS, MAX_SEED
+from surefoot.request import SpeculationParams
+from surefoot.server.refusals import NEUTRAL, Neutral, drop_what_asks_for_nothing
+
+MAX_STOPS = 64
+
+REQUEST_ID = "^[!-~]{1,128}$"
+
+StopStrings = Annotated[list[str], Field(max_length=MAX_STOPS)]
+# A list of a million mistakes is told of the first.
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+
+
+class Strict(BaseModel):
+    """Of JSON's own types: no text where a number belongs, no unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class SpeculationField(Strict):
+    method: str = "auto"
+    max_draft_tokens: int | None = None
+
+
+class GenerationFields(Strict):
+    """What all endpoints that generate have in common; None means the default."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    stop_token_ids: Ids | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Ids | None = None
+    truncate_prompt_tokens: int | None = None
+    """The last so many tokens of a prompt are taken; -1: as many as there is room for."""
+    priority: Annotated[int, Field(ge=-MAX_SEED, le=MAX_SEED)] | None = None
+    """Lower ones are let in first."""
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
+    stream: bool | None = None
+    speculation: SpeculationField | str | None = None
+
+    # See ``refusals``.
+    neutral: ClassVar[Neutral] = NEUTRAL
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return drop_what_asks_for_nothing(data, cls.model_fields, cls.neutral)
+
+    def shared(self) -> dict[str, Any]:
+        """These fields, as far as they were given, for a request of another endpoint."""
+        return self.model_dump(include=set(GenerationFields.model_fields), exclude_unset=True)
+
+    def speculation_params(self, header: str | None) -> SpeculationParams:
+        """Of the field or of the header ``surefoot-speculation``. Raises SurefootError."""
+        if header is not None:
+            if self.speculation is not None:
+                raise SurefootError(
+                    "speculation", "is given as a field and as a header", "drop one of them"
+                )
+            return read_speculation_header(header)
+        if isinstance(self.speculation, SpeculationField):
+            return SpeculationParams.of(self.speculation.model_dump())
+        return SpeculationParams.of(self.speculation)
+
+
+def read_speculation_header(text: str) -> SpeculationParams:
+    """``off``, ``auto`` or a proposer's name, then perhaps ``; max_draft_tokens=4``."""
+    method, *options = (part.strip() for part in text.split(";"))
+    limit = None
+    for option in options:
+        name, _, value = (part.strip() for part in option.partition("="))
+        if name != "max_draft_tokens" or not value.isdecimal() or limit is not None:
+            raise SurefootError(
+                "surefoot-speculation", f"{option!r} is unknown", "use max_draft_tokens=N"
+            )
+        limit = int(value)
+    return SpeculationParams(method, limit)
