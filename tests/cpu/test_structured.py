@@ -78,6 +78,9 @@ def test_masks_are_those_of_brute_force(structure: Any, data: st.DataObject) -> 
         state.sync(output)
         allowed = language.allowed(output)
         assert masks_behind(state, []) == [allowed]
+        check_forced(state, language, output)
+        # Having been asked for it changes nothing.
+        assert masks_behind(state, []) == [allowed]
         assert state.accepting == (text_of(output) in language.texts)
         tokens = st.integers(0, VOCAB - 1)
         drafts = data.draw(st.lists(st.one_of(st.sampled_from(sorted(allowed)), tokens)))
@@ -100,6 +103,21 @@ def test_masks_are_those_of_brute_force(structure: Any, data: st.DataObject) -> 
 
 # Of tokens that texts of the grammars are made of.
 bad_words = st.builds(lambda ids: word(*ids), st.lists(st.integers(2, 20), min_size=1, max_size=3))
+
+
+def check_forced(state: GrammarState, language: Language, output: list[int]) -> None:
+    """The text that all texts of the language go on with, and no more than that."""
+    text = text_of(output)
+    beyond = [each[len(text) :] for each in language.texts if each.startswith(text)]
+    first, last = min(beyond), max(beyond)
+    same = [a == b for a, b in zip(first, last, strict=False)]
+    common = first[: same.index(False) if False in same else len(same)]
+    tokens, confidence = state.forced(4)
+    assert len(tokens) == len(confidence) <= 4 and all(0.0 < each <= 1.0 for each in confidence)
+    assert common.startswith(text_of(tokens)) and not set(tokens) & set(ENDS)
+    assert state.allowed_prefix(tokens) == len(tokens)
+    if common and common.isascii():
+        assert tokens, (text, common)
 
 
 @st.composite
@@ -132,7 +150,19 @@ def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[int, Language], dict[str
             params = params_with(options, **values)
         else:
             params = SamplingParams(**values)
-        methods = ["auto", "ngram", "oracle", "saboteur", "meddler", "meddler", "meddler", "off"]
+        methods = [
+            "auto",
+            "auto",
+            "grammar",
+            "grammar",
+            "ngram",
+            "oracle",
+            "saboteur",
+            "meddler",
+            "meddler",
+            "meddler",
+            "off",
+        ]
         method = draw(st.sampled_from(methods))
         jobs.append(
             Job(
@@ -154,7 +184,7 @@ def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[int, Language], dict[str
         "draft_policy": draw(st.sampled_from(["auto", "fixed", "fixed"])),
         "calibration_seconds": 0.0,
         "ahead": draw(st.booleans()),
-        "proposers": ("ngram", "oracle", "saboteur", "meddler"),
+        "proposers": ("ngram", "oracle", "saboteur", "meddler", "grammar"),
     }  # fmt: skip
 
 
