@@ -25,7 +25,7 @@ from surefoot.speculation.host_proposer import HostDrafts, HostProposer
 from surefoot.speculation.proposers import grammar as proposer_module
 from surefoot.speculation.proposers.grammar import GrammarProposer
 from surefoot.structured import StructuredOutputsParams
-from test_decisions import GivenCosts, planner_of, situation
+from test_decisions import GivenCosts, planner_of, play, situation
 from tree_proposers import Bush
 
 # What can be chosen is little, what follows from it long.
@@ -321,6 +321,8 @@ def test_planners_verify_what_the_host_offers_whoever_proposes(proposers: Any) -
         none = [0.0] * 3
         now = situation(none, none, proposers=proposers, hosted=HOSTED)
         assert planner.decide(now).drafts == drafts
+        decisions = play(planner, now, 40)[20:]
+        assert {each.drafts for each in decisions if not each.explores} == {drafts}
         if not proposers:
             assert planner.decide(situation(none, none, proposers=())).drafts == 0
     for exact in (True, False):
