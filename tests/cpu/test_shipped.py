@@ -51,7 +51,7 @@ def test_it_is_loaded_unasked_and_changes_no_text(model: Path, drafter: Path) ->
         str(model), max_num_seqs=1, max_model_len=64, kv_blocks=8,
         draft_policy="fixed",
     )  # fmt: skip
-    assert [item.name for item in llm.engine.proposers] == [*default(), "eagle3"]
+    assert [item.name for item in llm.engine.proposers] == ["ngram", "eagle3"]
     assert "eagle3" in llm.engine.drafts_from
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     with_drafts = llm.generate("one two", params)[0].outputs[0].token_ids
