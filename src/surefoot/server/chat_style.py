@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +21,13 @@ from surefoot.server.tool_formats import (
 )
 from surefoot.structured import StructuredOutputsParams
 
-# What templates of other formats hold: calls that cannot be read.
-_UNREAD = ("<function=", "\uff5ctool\u2581call", "<|tool_call", "<minimax:tool_call>", "functools[")
+# What templates hold that write calls in ways which are not read: markers that are none of the
+# formats', and what stands in calls that are no JSON.
+_MARKER = re.compile(
+    r"[<\[]/?([^\s<>\[\]{}'\"/]*tool.?calls?[^\s<>\[\]{}'\"]*)[>\]]", re.IGNORECASE
+)
+_READ = ("tool_call", "TOOL_CALLS")
+_UNREAD = ("<function=", "<arg_key>", "<|START_ACTION|>", "<use_mcp_tool>", "functools[")
 _SWITCHES = ("enable_thinking", "thinking")
 
 
@@ -142,7 +148,8 @@ class ChatStyle:
 
 
 def _tool_format(template: str) -> ToolFormat | None:
-    if any(text in template for text in _UNREAD):
+    others = [name for name in _MARKER.findall(template) if name not in _READ]
+    if others or any(text in template for text in _UNREAD):
         return None
     if "<tool_call>" in template:
         return FORMATS["hermes"]
