@@ -48,6 +48,7 @@ def tokenizer(template: str, *special: str) -> Tokenizer:
 def test_templates_tell_how_calls_are_written(template: str, name: str | None) -> None:
     style = ChatStyle.of(template, tokenizer(template))
     assert (style.tools and style.tools.name) == name
+    assert style.description.endswith(name or "its calls are not read")
     if name is None:
         with pytest.raises(SurefootError, match="--tool-call-parser"):
             style.check_tools()

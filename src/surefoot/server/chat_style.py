@@ -87,6 +87,19 @@ class ChatStyle:
         """The template's variable that says whether the model is to reason; None: it has none."""
         return next((name for name in _SWITCHES if name in self.variables), None)
 
+    @property
+    def description(self) -> str:
+        """What of this a user may have to know; "" for nothing."""
+        parts = []
+        if "tools" in self.variables:
+            name = self.tools.name if self.tools else None
+            parts.append(
+                f"tool calls read as {name}" if name else "no tools: its calls are not read"
+            )
+        if self.reasoning is not None:
+            parts.append(f"reasoning from {self.reasoning.opening} to {self.reasoning.closing}")
+        return ", ".join(parts)
+
     def check_tools(self) -> None:
         """Raises SurefootError where calls could not be read."""
         if self.tools is None:
