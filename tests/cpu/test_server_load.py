@@ -6,6 +6,7 @@ import asyncio
 import os
 from pathlib import Path
 
+from server_attacks import run
 from server_harness import emoji_model, offline, running_server
 from server_load import Tally, make_cases, so_many, storm, throughput
 
@@ -38,3 +39,17 @@ def test_serving_costs_little(tmp_path: Path) -> None:
     # front, the server reaches 0.8 times the speed in process when both of these hold.
     assert speeds.core_cpu <= speeds.inside_cpu / 0.8
     assert speeds.front_cpu <= speeds.inside_cpu / 0.8
+
+
+def test_a_stream_beside_attackers_keeps_its_text(tmp_path: Path) -> None:
+    """How long its gaps are is measured by ``server_attacks``, on a machine that nobody else
+    uses."""
+    names = ["300,000 headers", "mistakes"]
+    with running_server(emoji_model(tmp_path)) as server:
+        report = run(server, 150, names)
+    assert list(report["attacks"]) == names
+    for found in report["attacks"].values():
+        assert found["text_unchanged"] and 0 < found["median"] <= found["longest"]
+    answers = [found["answers"] for found in report["attacks"].values()]
+    assert set(answers[0]) <= {431, 0} and answers[0]
+    assert set(answers[1]) == {400}
