@@ -145,6 +145,34 @@ def data(
         print(f"all prompts are used, {tokens} tokens were not reached", file=sys.stderr)
 
 
+@app.command()
+@verb(engine=target_group)
+def export(
+    engine: dict[str, Any],
+    drafter: Annotated[
+        str,
+        typer.Option(metavar="PATH", help="Folder or hub name of an EAGLE-3 or DSpark drafter."),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The GGUF file, named *.gguf.")],
+) -> None:
+    """Write a drafter as a GGUF file of 8-bit blocks: half the bytes, so sooner on a CPU.
+
+    In llama.cpp's layout, without the tokenizer. A head that is the target's is left out.
+    """
+    from surefoot.speculation.drafting.folders import errors_about
+    from surefoot.train.gguf import export_gguf
+    from surefoot.train.target import load_target
+
+    if out.suffix != ".gguf":
+        raise SurefootError("out", f"{out} is not named *.gguf", "other names are not read as GGUF")
+    with progress_bars() as progress:
+        target = load_target(EngineConfig.from_dict(engine), 1, progress)
+    with errors_about("drafter"):
+        shared = export_gguf(drafter, out, target)
+    head = "; the head is the target's" if shared else ""
+    print(f"{out}: {out.stat().st_size} bytes{head}")
+
+
 def read_asked(path: Path) -> list[Asked]:
     """Prompts of a file; answers that it holds are left out."""
     from surefoot.bench.prompts import load_prompts
@@ -200,11 +228,18 @@ def _recipe_command(name: str, kind: Kind) -> None:
         certify: Annotated[
             bool, typer.Option("--certify/--no-certify", help="Certify it at the end.")
         ] = True,
+        check: Annotated[
+            bool,
+            typer.Option(
+                "--check/--no-check",
+                help="Compare the accepted length of the engine's rounds with the expected one.",
+            ),
+        ] = True,
         minutes: _Minutes = None,
     ) -> None:
         from surefoot.cli.training import train_drafter
 
-        train_drafter(name, engine, options, data, out, certify, seconds_of(minutes))
+        train_drafter(name, engine, options, data, out, check, certify, seconds_of(minutes))
 
     command.__doc__ = f"""Train a drafter of the kind {kind.label} on what the target wrote.
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surefoot.errors import SurefootError
+from surefoot.sampling.reasoning_grammar import behind_reasoning
 from surefoot.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class Grammars:
         library = _library()
         try:
             grammar = grammar_text(wanted)
+            if wanted.reasoning is not None:
+                grammar = behind_reasoning(grammar, self._markers(wanted.reasoning), NO_FORCING)
         except ValueError as error:
             raise SurefootError(wanted.option, _one_line(str(error))) from None
         limits = library.LLParserLimits(
@@ -108,6 +111,12 @@ class Grammars:
                 problem = _PLACE.sub("", problem)
             raise SurefootError(wanted.option, problem)
         return matcher
+
+    def _markers(self, texts: Sequence[str]) -> list[str | int]:
+        """Ids of those that are special tokens."""
+        ids = [self.tokenizer.id_of(text) for text in texts]
+        special = self.tokenizer.special_ids
+        return [i if i in special else text for i, text in zip(ids, texts, strict=True)]
 
     def _load_vocabulary(self, library: Any) -> Any:
         with self._loading:

