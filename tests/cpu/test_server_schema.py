@@ -109,6 +109,14 @@ def test_every_field_is_described_with_its_range(server: Server) -> None:
     assert "number above 0 to 1" in page and html.escape(DESCRIPTIONS["top_p"]) in page
 
 
+def test_what_cannot_be_answered_is_not_counted(server: Server) -> None:
+    wrong: list[dict[str, Any]] = [{"temperature": -1}, {"speculation": {"max_draft_tokens": -1}}]
+    for fields in ({}, *wrong):
+        body = {"messages": [{"role": "user", "content": "a"}], **fields}
+        answer = server.post("/v1/messages/count_tokens", **body)
+        assert answer.status_code == (400 if fields else 200), answer.text
+
+
 @pytest.mark.parametrize("name", RANGES)
 def test_ranges_are_those_that_are_checked(name: str) -> None:
     """What the document allows at its borders is taken, and what is beyond them refused."""
