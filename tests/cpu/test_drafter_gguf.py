@@ -145,6 +145,16 @@ def test_the_command_writes_what_loads_and_drafts(
     made = Eagle3Drafter if kind == "eagle3" else DFlashNetwork
     decoder = tiny_target().decoder
     assert made(opened, decoder).captured_layers == recipe.layers
+    few = [*wanted, "--out", str(path), "--draft-vocab", "7"]
+    assert CliRunner().invoke(app, few).exit_code != 0
+    result = CliRunner().invoke(app, [*few, "--data", str(tmp_path / "data")])
+    assert result.exit_code == 0 and "% of the texts" in result.output
+    cut: Any = (open_eagle3 if kind == "eagle3" else open_dflash)(str(path))
+    assert len(cut.target_ids) == 7 == cut.config.draft_vocab_size
+    hidden = torch.randn(2, decoder.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    whole, small = made(opened, decoder), made(cut, decoder)
+    places = torch.searchsorted(opened.target_ids, cut.target_ids)
+    torch.testing.assert_close(small.logits(hidden), whole.logits(hidden)[:, places])
     result = CliRunner().invoke(app, [*wanted, "--out", str(tmp_path / "other.bin")])
     assert result.exit_code != 0
     with torch.no_grad():

@@ -214,7 +214,7 @@ def test_the_certificate_is_in_the_card(
 
     results = Measurement(2).results()
     facts = {"label": "EAGLE-3", "target": "t", "proposer": "eagle3", "held_out": 1, "depth": 2}
-    facts |= {"results": results, "trained": {"steps": 3}}
+    facts |= {"results": results, "trained": {"steps": 3}, "successors": None}
     (tmp_path / "training").mkdir()
     asked: list[Any] = []
 

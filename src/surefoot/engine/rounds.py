@@ -12,6 +12,7 @@ from surefoot.engine.batch import Batch
 from surefoot.speculation.decisions import Action, Decision
 from surefoot.speculation.recorded_costs import RecordedSize
 from surefoot.speculation.round import Round
+from surefoot.speculation.scoring import PromptReads, PromptScores
 from surefoot.speculation.size import Size
 
 BLOCK_DEPTHS = 3, 5, 8
@@ -36,8 +37,8 @@ class Report:
     scores: torch.Tensor | None
     """int32 [scored, n, columns] as ``kernels.logprobs`` has them, where the round's size asks for
     logprobs."""
-    prompt_scores: list[torch.Tensor]
-    """int32 [rows, columns] each, likewise of prompt tokens."""
+    prompt_scores: PromptScores
+    """Of prompts, where such were wanted."""
     wait: Callable[[], None]
     """Returns when all is there; raises what the device raises."""
     seconds: Callable[[], float | None]
@@ -88,13 +89,13 @@ class Rounds:
         drafters = self.round.drafters
         return not drafters or any(index in drafters for index in batch.group.proposers)
 
-    def launch(self, size: Size, keys: int, prompt_rows: torch.Tensor | None = None) -> Report:
+    def launch(self, size: Size, keys: int, reads: PromptReads | None = None) -> Report:
         """Run a round, or have a GPU run it behind those before. Arguments as ``Round``'s."""
         # What is recorded now is not to be timed.
         self.ready(size)
         if not self._on_gpu:
             begun = time.perf_counter()
-            prompt_scores = self.run(size, keys, prompt_rows)
+            prompt_scores = self.run(size, keys, reads)
             seconds = time.perf_counter() - begun
             books, scores = self.round.books, self.round.scores.part(size)
             return Report(
@@ -107,13 +108,13 @@ class Rounds:
         self._turn = (self._turn + 1) % len(self._copies)
         copy = self._copies[self._turn]
         copy.begun.record()
-        prompt_scores = self.run(size, keys, prompt_rows)
+        prompt_scores = self.run(size, keys, reads)
         copy.ended.record()
         return copy.take(size, prompt_scores)
 
-    def run(self, size: Size, keys: int, prompt_rows: torch.Tensor | None) -> list[torch.Tensor]:
+    def run(self, size: Size, keys: int, reads: PromptReads | None) -> PromptScores:
         """The round itself."""
-        return self.round(size, keys, prompt_rows)
+        return self.round(size, keys, reads)
 
     def ready(self, size: Size) -> None:
         """A round of this size is about to run."""
@@ -137,7 +138,7 @@ class _PinnedReport:
         self.begun, self.ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.copied = torch.cuda.Event()
 
-    def take(self, size: Size, prompt_scores: list[torch.Tensor]) -> Report:
+    def take(self, size: Size, prompt_scores: PromptScores) -> Report:
         rows = self.rows[: size.spans]
         rows.copy_(self.round.books.report[: size.spans], non_blocking=True)
         scores = self.round.scores.part(size)

@@ -25,6 +25,8 @@ from surefoot.kernels.quant import dense
 from surefoot.models.config import ModelConfig
 from surefoot.models.rope import rope_table
 
+POOLED_ROWS = 256
+"""Rows that are there in float64 at once."""
 MOST_NAMED = 10
 """Tensors in an error."""
 
@@ -90,6 +92,16 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states of selected rows [M, hidden] -> float32 logits [M, vocab]."""
         return self.backend.head(self.norm, self.config.norm_eps, self.head_linear, hidden)
+
+    def pooled(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states of selected rows [M, hidden] -> the sum of the normed ones, float64
+        [hidden]."""
+        total = torch.zeros(hidden.shape[1], dtype=torch.float64, device=hidden.device)
+        for rows in hidden.split(POOLED_ROWS):
+            total += (
+                self.backend.rms_norm(rows, self.norm, self.config.norm_eps).double().sum(dim=0)
+            )
+        return total
 
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
         """The most likely token of each of the rows [M, hidden], int64 [M]; the lowest id among

@@ -33,6 +33,7 @@ class _ToolUse(_Cached):
     name: str
     input: dict[str, Any]
     caller: Any = None
+    toolset_name: None = None
 
 
 class _ToolResult(_Cached):
@@ -42,6 +43,7 @@ class _ToolResult(_Cached):
     tool_use_id: str
     content: str | list[Any] | None = None
     is_error: bool | None = None
+    toolset_name: None = None
 
 
 class _Thinking(Strict):
@@ -78,6 +80,9 @@ class CustomTool(_Cached):
     strict: bool | None = None
     eager_input_streaming: bool | None = None
     """Arguments are streamed as they come in any case."""
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    input_examples: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 class ToolChoice(Strict):
@@ -89,7 +94,7 @@ class ToolChoice(Strict):
 class ThinkingField(Strict):
     """Whether a model thinks is its template's business; how much, its own."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
     display: Literal["summarized", "omitted"] | None = None
 
@@ -114,12 +119,19 @@ class CountRequest(TranslatedRequest):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingField | None = None
     output_config: OutputConfig | None = None
+    cache_control: Any = None
+    """Without effect, as the next three."""
+    inference_geo: str | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     neutral: ClassVar[Neutral] = {
         **NEUTRAL,
         "service_tier": ((None, "auto", "standard_only"), "use priority"),
         "container": ((None,), "drop it: nothing is run here"),
+        "speed": ((None, "standard"), "use priority"),
+        "diagnostics": ((None,), "look at the server's metrics"),
         "mcp_servers": ((None, []), "call them yourself, and give the model tools for them"),
         "context_management": (
             (None, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),

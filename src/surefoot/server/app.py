@@ -22,6 +22,7 @@ from surefoot.server.bodies import route_class
 from surefoot.server.chat_schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from surefoot.server.core_process import CoreDied
 from surefoot.server.docs_page import docs_page
+from surefoot.server.embeddings import EmbeddingRequest
 from surefoot.server.errors import ApiError, TimedOut, api_error, validation_error
 from surefoot.server.exposition import CONTENT_TYPE
 from surefoot.server.generation import Overloaded, ShuttingDown
@@ -150,6 +151,11 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         """Answer a conversation, in OpenAI's newer form; nothing is kept."""
         return await service.respond(http, request)
 
+    @app.post("/v1/embeddings", **_documented(*statuses))
+    async def embeddings(http: Request, request: EmbeddingRequest) -> Response:
+        """Means of the model's last hidden states."""
+        return await service.embed(http, request)
+
     @app.post("/v1/messages", **anthropic)
     async def messages(http: Request, request: MessagesRequest) -> Response:
         """Answer a conversation, in Anthropic's form."""
@@ -188,6 +194,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
             "owned_by": "surefoot",
             "max_model_len": service.front.ready.max_model_len,
             "deterministic": service.front.ready.deterministic,
+            "capabilities": service.prompts.capabilities,
             "speculation": {
                 "methods": service.front.methods,
                 "max_draft_tokens": service.front.ready.max_draft_tokens,

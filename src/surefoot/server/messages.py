@@ -31,6 +31,8 @@ class Add(_Message):
     speculation: SpeculationParams
     priority: int = 0
     """Lower ones are let in first."""
+    pools: bool = False
+    """Whether the prompt's embedding is wanted, rather than a text."""
 
 
 class Abort(_Message):
@@ -140,6 +142,9 @@ class News(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     offerer: int = -1
+    embedding: list[float] | None = None
+    """With the end, where it was asked for: the mean of the prompt's last, normed hidden
+    states."""
 
 
 class Totals(msgspec.Struct, array_like=True):

@@ -11,6 +11,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from surefoot.errors import SurefootError
+from surefoot.request import SpeculationParams
 from surefoot.server.access import GENERATION, ID_GIVEN, REQUEST_ID
 from surefoot.server.answer import Format, StreamedAnswer, whole_answer
 from surefoot.server.answer_parser import AnswerParser
@@ -19,10 +20,12 @@ from surefoot.server.anthropic_schema import CountRequest, MessagesRequest
 from surefoot.server.chat import ChatFormat
 from surefoot.server.chat_schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from surefoot.server.completions import DEFAULT_MAX_TOKENS, CompletionFormat
+from surefoot.server.embeddings import EmbeddingFormat, EmbeddingRequest
 from surefoot.server.errors import ApiError, api_error
 from surefoot.server.exposition import Exposition
 from surefoot.server.fields import GenerationFields
 from surefoot.server.front import Front
+from surefoot.server.generation import Generation
 from surefoot.server.logprobs import TokenTexts
 from surefoot.server.prompts import Prompts
 from surefoot.server.responses import ResponsesFormat
@@ -119,6 +122,19 @@ class Service:
         request.settle(self.prompts.style(request.chat))
         return await self._converse(http, request.chat, new_form, request.named)
 
+    async def embed(self, http: Request, request: EmbeddingRequest) -> Response:
+        """``/v1/embeddings``."""
+        self.check_model(request.model)
+        completion = request.completion
+        self._answer_id("", http, completion)
+        try:
+            prompts, _ = await self.prompts.completion(completion, 1)
+            generation = await self._start(http, completion, prompts, {}, pools=True)
+        except SurefootError as error:
+            raise _named(error, completion, request.named) from error
+        form, seconds = EmbeddingFormat(self.settings.names[0], request), self._seconds
+        return await whole_answer(self.front, generation, form, http.receive, seconds)
+
     async def count(self, request: CountRequest) -> dict[str, int]:
         """``/v1/messages/count_tokens``."""
         self.check_model(request.model)
@@ -139,9 +155,9 @@ class Service:
         request's fields to the endpoint's."""
         try:
             style = self.prompts.style(request)
-            more: dict[str, Any] = {"max_tokens": request.limit(), "logprobs": request.width()}
             wanted = request.structure(style)
             prompt = await self.prompts.conversation(request)
+            more: dict[str, Any] = {"max_tokens": request.limit(), "logprobs": request.width()}
             more["structured_outputs"] = style.behind_reasoning(wanted, prompt)
 
             def new_parser() -> AnswerParser:
@@ -168,16 +184,34 @@ class Service:
         more: dict[str, Any],
         shown: frozenset[int] = frozenset(),
     ) -> Response:
-        seconds, ready = self.settings.request_timeout, self.front.ready
+        generation = await self._start(http, request, prompts, more, shown)
+        if request.stream:
+            return StreamedAnswer(self.front, generation, form, self._seconds)
+        return await whole_answer(self.front, generation, form, http.receive, self._seconds)
+
+    async def _start(
+        self,
+        http: Request,
+        request: RequestFields,
+        prompts: list[list[int]],
+        more: dict[str, Any],
+        shown: frozenset[int] = frozenset(),
+        pools: bool = False,
+    ) -> Generation:
+        ready = self.front.ready
         room = ready.room + 1 - max(map(len, prompts))
         params = request.sampling(ready.sampling_defaults, room, more)
         speculation = request.speculation_params(http.headers.get(SPECULATION_HEADER))
+        if pools:
+            speculation = SpeculationParams("off")
         priority = request.priority or 0
-        generation = await self.front.submit(prompts, params, speculation, priority, shown)
+        generation = await self.front.submit(prompts, params, speculation, priority, shown, pools)
         http.scope[GENERATION] = generation
-        if request.stream:
-            return StreamedAnswer(self.front, generation, form, seconds)
-        return await whole_answer(self.front, generation, form, http.receive, seconds)
+        return generation
+
+    @property
+    def _seconds(self) -> float | None:
+        return self.settings.request_timeout
 
     async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
         """``/tokenize``."""

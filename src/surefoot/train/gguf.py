@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +30,19 @@ from surefoot.train.target import Target
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
+_VOCABULARY_ROWS = ("lm_head.weight", "markov_head.markov_w2.weight")
+"""Tensors with a row for each token of the draft vocabulary."""
 _ROUNDING = 2**-7
 """Relative difference between numbers that are the same but for bfloat16."""
 
 
-def export_gguf(drafter: str, path: Path, target: Target) -> bool:
+def export_gguf(
+    drafter: str, path: Path, target: Target, vocabulary: torch.Tensor | None = None
+) -> bool:
     """Write the ``drafter`` (a folder or a name of the hub) to the file ``path``; a head that is
-    made of the target's rows is left out. Whether one is. Raises SurefootError for what is no
-    drafter of a kind that is trained here, for this target."""
+    made of the target's rows is left out. Whether one is. ``vocabulary`` int64 [n], ascending ids
+    of the target: draft these only. Raises SurefootError for what is no drafter of a kind that is
+    trained here, for this target."""
     folder = find_folder(drafter)
     for kind in KINDS.values():
         known, opened, written = kind.files()
@@ -44,10 +50,27 @@ def export_gguf(drafter: str, path: Path, target: Target) -> bool:
             checkpoint = opened(drafter)
             problems = misfits(interface(checkpoint, target.config), target.config)
             refuse_misfits(problems, folder, None)
+            if vocabulary is not None:
+                checkpoint = smaller(checkpoint, vocabulary)
             own = own_head(checkpoint, target)
             written(path, checkpoint, target.config, own)
             return not own
     raise SurefootError("drafter", f"{folder} holds no drafter of a kind that is written")
+
+
+def smaller(checkpoint: DrafterCheckpoint[Any], ids: torch.Tensor) -> DrafterCheckpoint[Any]:
+    """The drafter with those of its draft vocabulary that are among ``ids``, int64 ascending."""
+    kept = torch.isin(checkpoint.target_ids, ids)
+    chosen = checkpoint.target_ids[kept]
+    if not len(chosen):
+        raise SurefootError("draft_vocab", "keeps no token that the drafter knows")
+    tensors = {name: item for name, item in checkpoint.tensors.items() if name != "t2d"}
+    for name in _VOCABULARY_ROWS:
+        if name in tensors:
+            tensors[name] = dense(tensors[name])[kept]
+    tensors[layout.IDS] = chosen - torch.arange(len(chosen))
+    config = replace(checkpoint.config, draft_vocab_size=len(chosen))
+    return replace(checkpoint, config=config, tensors=tensors, target_ids=chosen)
 
 
 def own_head(checkpoint: DrafterCheckpoint[Any], target: Target) -> bool:

@@ -54,9 +54,13 @@ class EmbeddedModel:
     def is_whole(self) -> bool:
         """Whether the file's checksum is right; reads all of it, once per process while the file
         does not change."""
-        status = self.path.stat()
-        version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        return _sha256(self.path, version) == self.sha256
+        return checksum(self.path) == self.sha256
+
+
+def checksum(path: Path) -> str:
+    """The file's SHA-256; read once per process while it does not change."""
+    status = path.stat()
+    return _sha256(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
 
 
 @functools.lru_cache(maxsize=8)
