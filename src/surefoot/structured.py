@@ -145,6 +145,11 @@ class TextGrammar(Protocol):
         including the first end token."""
         ...
 
+    def forced(self, most: int) -> tuple[list[int], list[float]]:
+        """Up to ``most`` tokens of the only text that can follow the committed tokens, as far as
+        there is only one, and how likely each of them is, in 0..1, to be how a model cuts it."""
+        ...
+
     def write_masks(self, drafts: Sequence[int], bits: Any) -> None:
         """Write into ``bits``, a C-contiguous int32 array [len(drafts) + 1, words], which tokens
         may follow the committed tokens and each prefix of the allowed ``drafts``: bit t % 32 of

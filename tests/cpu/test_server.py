@@ -552,7 +552,12 @@ def test_version_and_documents(server: Server) -> None:
 
 def test_limits_are_printed(server: Server, llm: LLM) -> None:
     printed = "\n".join(server.lines)
-    for name in ("max_model_len 512", "max_num_seqs 8", "kv_cache_memory"):
+    for name in (
+        "tool calls read as hermes",
+        "max_model_len 512",
+        "max_num_seqs 8",
+        "kv_cache_memory",
+    ):
         assert name in printed
     assert f"for {llm.engine.kv_tokens} tokens" in printed
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surefoot.errors import SurefootError
+from surefoot.sampling.forced import Cutter, confidences
 from surefoot.sampling.reasoning_grammar import behind_reasoning
 from surefoot.structured import StructuredOutputsParams
 
@@ -41,6 +42,9 @@ WHITE_SPACE = r" |\n{1,2}[ \t]{0,32}"
 their texts with line breaks."""
 # Without it, a mask holds only the one way in which the tokenizer would cut text that is certain.
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+MAX_FORCED_SECONDS = 0.005
+"""Of a processor, for what is forced at one place: usually some microseconds. A text that takes
+more is not looked at again, and goes on without such drafts."""
 # Where a library's message shows the grammar and points into it.
 _DRAWING = re.compile(r"\s*(\d+ \||\^|<state>|<non-verbose/>).*")
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
@@ -61,6 +65,7 @@ class Grammars:
         self._loading = threading.Lock()
         self._vocabulary: Any = None
         self._compiled: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
+        self._cutter = Cutter(tokenizer)
 
     def knows(self, wanted: StructuredOutputsParams) -> bool:
         """Whether ``start`` has nothing to compile."""
@@ -80,7 +85,7 @@ class Grammars:
                 self._compiled[wanted] = compiled
                 if len(self._compiled) > CACHED_GRAMMARS:
                     self._compiled.popitem(last=False)
-        return GrammarState(compiled, self.end_tokens)
+        return GrammarState(compiled, self.end_tokens, self._cutter)
 
     def _compile(self, wanted: StructuredOutputsParams) -> Any:
         if not self.end_tokens:
@@ -103,7 +108,8 @@ class Grammars:
         matcher = library.LLMatcher(
             self._load_vocabulary(library), grammar, log_level=0, limits=limits
         )
-        problem = matcher.get_error() or GrammarState(matcher, self.end_tokens).problem
+        state = GrammarState(matcher, self.end_tokens, self._cutter)
+        problem = matcher.get_error() or state.problem
         if problem:
             problem = _one_line(problem)
             if wanted.kind != "grammar":
@@ -199,11 +205,12 @@ class GrammarState:
     only end; ``accepting`` is then false. So does one whose masks take too long.
     """
 
-    def __init__(self, start: Any, end_tokens: Sequence[int]) -> None:
+    def __init__(self, start: Any, end_tokens: Sequence[int], cutter: Cutter) -> None:
         """``start``: the library's matcher before any text; it is copied, not moved."""
         self._start = start
         self._ends = list(end_tokens)
-        self._slow = False
+        self._cutter = cutter
+        self._slow = self._slow_to_force = False
         self.restart()
 
     def restart(self) -> None:
@@ -245,6 +252,17 @@ class GrammarState:
         bits[len(text) + 1 :] = 0
         for token in self._ends:
             bits[len(text) + 1 :, token // 32] |= _BITS[token % 32]
+
+    def forced(self, most: int) -> tuple[list[int], list[float]]:
+        """See ``TextGrammar.forced``."""
+        if self._slow_to_force:
+            return [], []
+        began = time.thread_time()
+        # Nothing is consumed: masks stay as they are, since forcing is switched off.
+        text = self._matcher.compute_ff_bytes()
+        tokens = self._cutter.cut(self._text[-1] if self._text else None, text) if text else []
+        self._slow_to_force = time.thread_time() - began > MAX_FORCED_SECONDS
+        return tokens[:most], confidences(tokens, len(tokens) <= most)[:most]
 
     def _go_back(self, drafts: int) -> None:
         """Forget so many tokens that were only tried."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,10 @@ class Choice:
     def finished(self) -> bool:
         return self.request.finished
 
+    def tokens_before(self, place: int) -> int:
+        """How many tokens the text's first ``place`` characters took."""
+        return bisect.bisect_left(self.stream.offsets, place)
+
     def output(self) -> CompletionOutput:
         return self.stream.output()
 
@@ -64,7 +69,7 @@ class Choice:
         request.output += news.tokens
         own = [None] * (len(news.tokens) - news.accepted)
         self.draft_positions += [*range(1, news.accepted + 1), *own]
-        request.stats.count(name, news.offered, news.verified, news.accepted)
+        request.stats.count(name, news.offered + news.hosted, news.verified, news.accepted)
         request.cached = news.cached or request.cached
         request.logprobs += news.logprobs or []
         request.prompt_logprobs += news.prompt_logprobs or []

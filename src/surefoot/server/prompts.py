@@ -53,6 +53,11 @@ class Prompts:
             "vision": False,
         }
 
+    @property
+    def description(self) -> str:
+        """How answers to conversations with tools are read; "" for nothing to tell."""
+        return self._styles[True].description
+
     def check_size(self, fields: Mapping[str, Any]) -> None:
         """Refuse more prompts, token ids or messages than can ever be served, before each of them
         is looked at. Raises SurefootError."""
