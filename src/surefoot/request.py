@@ -88,6 +88,23 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass
+class PromptPool:
+    """The sum of the last, normed hidden states of a prompt's first ``rows`` tokens, float64."""
+
+    rows: int = 0
+    total: Sequence[float] = ()
+
+    def add(self, rows: int, total: Sequence[float]) -> None:
+        """Those of the next ``rows`` tokens."""
+        self.total = [a + b for a, b in zip(self.total, total, strict=True)] if self.rows else total
+        self.rows += rows
+
+    @property
+    def mean(self) -> list[float]:
+        return [value / self.rows for value in self.total]
+
+
 @dataclass(eq=False)
 class Request:
     """One text being generated: a choice of a user's prompt, with its own seed and choice index.
@@ -122,6 +139,9 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     priority: int = 0
     """Lower ones are let in first."""
+    pooling: PromptPool | None = None
+    """What is kept of the prompt's hidden states, where they are wanted; then the one token that it
+    generates means nothing."""
     drafters: frozenset[str] = frozenset()
     """Proposers with KV of their own that may draft for it."""
     grammar: TextGrammar | None = None
@@ -159,9 +179,22 @@ class Request:
 
     @property
     def prompt_scored(self) -> bool:
-        """Whether no prompt logprobs are wanted, or all are there."""
+        """Whether nothing is wanted of the prompt's rows, or all logprobs are there."""
         wanted = self.params.prompt_logprobs is not None
-        return not wanted or len(self.prompt_logprobs) == len(self.prompt) - 1
+        scored = not wanted or len(self.prompt_logprobs) == len(self.prompt) - 1
+        return scored and self.pooling is None
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether it has rows of its prompt before it, beside the current token's; that one counts
+        where all are pooled."""
+        return self.length - self.computed > (1 if self.pooling is None else 0)
+
+    def forget_scores(self) -> None:
+        """The prompt will run again from the start."""
+        self.prompt_logprobs.clear()
+        if self.pooling is not None:
+            self.pooling = PromptPool()
 
     @property
     def end(self) -> FinishReason | None:

@@ -15,7 +15,7 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The text as a whole fits exactly one of these, unless ``max_tokens`` cuts it.
+    """The text fits exactly one of these, unless ``max_tokens`` cuts it.
 
     ``json``: a JSON Schema, as an object or as text; ``json_object``: any JSON object; ``regex``:
     matched from end to end, in the syntax of Rust's regex crate (no look-around, no
@@ -25,6 +25,10 @@ class StructuredOutputsParams:
     Between two tokens of JSON there is at most one space, or one or two line breaks and then up to
     32 spaces or tabs, unless the schema's ``x-guidance`` (llguidance's options) has a
     ``whitespace_pattern`` or ``whitespace_flexible``, or ``disable_any_whitespace`` allows none.
+
+    ``reasoning``: two markers; any text between them may come first, beside white space, and the
+    rest is what fits. With "" as the first marker the prompt has it already: such a text comes
+    first, up to the second marker.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -33,6 +37,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     disable_any_whitespace: bool = False
+    reasoning: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -48,6 +53,8 @@ class StructuredOutputsParams:
                 raise SurefootError(f"structured_outputs.{name}", "is no text")
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
+        if self.reasoning is not None:
+            object.__setattr__(self, "reasoning", _markers(self.reasoning))
         if self.disable_any_whitespace and self.kind not in ("json", "json_object"):
             raise SurefootError(
                 "structured_outputs.disable_any_whitespace", f"does nothing for {self.kind}"
@@ -110,6 +117,14 @@ def _choices(choice: Any) -> tuple[str, ...]:
     if any(not isinstance(text, str) or not text for text in choice):
         raise SurefootError(option, "has an entry that is no text, or an empty one")
     return tuple(choice)
+
+
+def _markers(markers: Any) -> tuple[str, ...]:
+    pair = isinstance(markers, Sequence) and not isinstance(markers, str)
+    given = tuple(markers) if pair else ()
+    if len(given) != 2 or not all(isinstance(text, str) for text in given) or not given[1]:
+        raise SurefootError("structured_outputs.reasoning", "is no pair of markers")
+    return given
 
 
 class TextGrammar(Protocol):

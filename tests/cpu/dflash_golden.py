@@ -4,6 +4,7 @@ order."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -13,8 +14,9 @@ from safetensors.torch import load_file
 
 from harness import random_weights, tiny_config
 from surefoot.kernels.backend import Backend, FlatBatch
+from surefoot.kernels.quant import dense
 from surefoot.models.decoder import Decoder
-from surefoot.speculation.proposer import Commits, Drafts
+from surefoot.speculation.proposer import Commits, DraftRequest, Drafts
 from surefoot.speculation.proposers.dflash import proposer
 from surefoot.speculation.proposers.dflash.checkpoint import DFlashCheckpoint, open_checkpoint
 from surefoot.speculation.proposers.dflash.network import DFlashNetwork
@@ -28,7 +30,7 @@ SLOT = 1
 
 def golden_target(backend: Backend, tensors: dict[str, torch.Tensor], layers: int = 12) -> Decoder:
     """A target of which only embedding and head matter."""
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    tensors = {name: dense(tensor).clone() for name, tensor in tensors.items()}
     embedding = tensors["model.embed_tokens.weight"]
     vocab, hidden = embedding.shape
     head = tensors.get("lm_head.weight")
@@ -46,7 +48,7 @@ def golden_target(backend: Backend, tensors: dict[str, torch.Tensor], layers: in
 def open_aligned(path: str) -> DFlashCheckpoint:
     """Tensors mapped from a file need not be aligned as a device's would be."""
     checkpoint = open_checkpoint(path)
-    tensors = {name: tensor.clone() for name, tensor in checkpoint.tensors.items()}
+    tensors = {name: dense(tensor).clone() for name, tensor in checkpoint.tensors.items()}
     return replace(checkpoint, tensors=tensors)
 
 
@@ -90,6 +92,29 @@ class Bench:
 
     def propose(self) -> Drafts:
         return self.proposer.propose(torch.tensor([SLOT]))
+
+    def check_fewer(self, whole: Drafts, depths: Sequence[int], exact: bool = True) -> None:
+        """For fewer drafts the last layer is run of their own rows alone: they are the first of the
+        ``whole`` block's, and as sure, to the bit if ``exact``."""
+        network, state = self.network, self.state
+        place = SLOT, state.length[SLOT] - 1
+        for depth in depths:
+            # Another block's keys lie where these go.
+            token = state.history[place].clone()
+            state.history[place] = (token + 1) % state.vocab_size
+            self.propose()
+            state.history[place] = token
+            assert len(network.wanted_rows(depth)) < network.rows_for(depth)
+            self.proposer.expect(DraftRequest(longest=depth))
+            fewer = self.propose()
+            assert torch.equal(fewer.tokens, whole.tokens[:, :depth])
+            tolerance = 0.0 if exact else 1e-5
+            torch.testing.assert_close(
+                fewer.confidence, whole.confidence[:, :depth], atol=tolerance, rtol=tolerance
+            )
+        depth = whole.tokens.shape[1]
+        assert len(network.wanted_rows(depth)) == network.rows_for(depth)
+        self.proposer.expect(DraftRequest())
 
     def context(self, layer: int, count: int) -> torch.Tensor:
         """Keys and values of one layer on the torch backend, [2, kv heads, count, head dim]."""

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from harness import random_weights, tiny_config
 from surefoot.kernels.backend import Backend, FlatBatch
+from surefoot.kernels.quant import dense
 from surefoot.models.decoder import Decoder
 from surefoot.speculation.proposers.eagle3.checkpoint import open_checkpoint
 from surefoot.speculation.proposers.eagle3.drafter import Eagle3Drafter
@@ -37,7 +38,7 @@ class Bench:
         self.target = golden_target(folder, backend, vocab, hidden)
         checkpoint = open_checkpoint(str(folder / "draft"))
         # Tensors mapped from a file need not be aligned as a device's would be.
-        tensors = {name: tensor.clone() for name, tensor in checkpoint.tensors.items()}
+        tensors = {name: dense(tensor).clone() for name, tensor in checkpoint.tensors.items()}
         self.drafter = Eagle3Drafter(replace(checkpoint, tensors=tensors), self.target)
         self.kv = backend.allocate_kv(1, 40, BLOCK, self.drafter.shape)
         order = torch.randperm(20, generator=torch.Generator().manual_seed(2)) + 3

@@ -227,6 +227,11 @@ def score_gap(decoder: Decoder, request: Request, at: int, other: int) -> float:
 
 def fresh_logits(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
     """Logits [len(tokens), vocab] of a text prefilled in one go."""
+    return decoder.logits(fresh_hidden(decoder, tokens))
+
+
+def fresh_hidden(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
+    """Its last hidden states [len(tokens), hidden], before the norm."""
     count = len(tokens)
     blocks = -(-count // 4)
     kv = decoder.backend.allocate_kv(decoder.config.layers, blocks + 1, 4, decoder.shape)
@@ -240,4 +245,4 @@ def fresh_logits(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
         span_start=torch.zeros(1, dtype=torch.int64),
         max_keys=count,
     )
-    return decoder.logits(decoder.forward(batch, kv).hidden)
+    return decoder.forward(batch, kv).hidden

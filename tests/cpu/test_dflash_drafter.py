@@ -89,6 +89,7 @@ def test_variants_equal_their_formulas(name: str, backend: str, tmp_path: Path) 
         assert drafts.tokens[0].tolist() == expected
         assert drafts.lengths.tolist() == [flags.drafts] == [bench.proposer.longest]
         near(drafts.confidence[0], torch.tensor(chances))
+    bench.check_fewer(drafts, (2, 1), exact=backend == "native")
 
 
 def test_rows_that_say_the_same_draft_other_tokens_under_penalties(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from surefoot.kv.block_pool import chain_hash
 from surefoot.kv.transaction import KVManager
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams, Status
 from surefoot.speculation.books import ReportColumns
+from surefoot.speculation.scoring import PromptScores
 from surefoot.speculation.state import SlotState
 
 COLUMNS = ReportColumns(2, trees=False)
@@ -45,7 +46,7 @@ def running(count: int, caching: bool, finished: set[int]) -> tuple[KVManager, l
 
 def read(rows: torch.Tensor, scores: Any, requests: list[Request], kv: KVManager) -> Landing:
     batch = Batch(group(requests, kv, {0: "a", 1: "b"}, 2), (), 0)
-    report = Report(rows, scores, [], lambda: None, lambda: None)
+    report = Report(rows, scores, PromptScores([], []), lambda: None, lambda: None)
     return read_report(report, batch, kv, ("a", "b"), COLUMNS, 2, {})
 
 

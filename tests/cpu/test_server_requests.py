@@ -149,6 +149,20 @@ def test_ids_go_in_and_out(tokenizer: Tokenizer) -> None:
     assert told.headers["x-request-id"] == "header"
 
 
+def test_what_a_model_can_do_is_listed(tokenizer: Tokenizer) -> None:
+    async def use(client: httpx.AsyncClient, core: ScriptedCore) -> Any:
+        return (await client.get("/v1/models/scripted")).json()["capabilities"]
+
+    found = [ask(tokenizer, [[5]], use)]
+    for template in ("{{ messages }}", "<think></think>{{ messages }}"):
+        own = read_hf_own(tokenizer)
+        own.replace_chat_template(template)
+        found.append(ask(own, [[5]], use))
+    assert [each["tools"] for each in found] == [True, False, False]
+    assert [each["reasoning"] for each in found] == [False, False, True]
+    assert all(each["chat"] and not each["vision"] for each in found)
+
+
 def test_priorities_reach_the_core(tokenizer: Tokenizer) -> None:
     bodies = [{"prompt": "a", "priority": -3}, {"prompt": "a"}, {"prompt": "a", "priority": None}]
     _, asked = post(tokenizer, COMPLETIONS, *bodies)

@@ -237,6 +237,14 @@ def test_calls_that_are_required(server: Server) -> None:
     assert any(len(names) > 1 for names in several)
 
 
+def test_calls_that_may_be_made_fit_if_they_are_strict(server: Server) -> None:
+    body: dict[str, Any] = {"seed": 3, "max_tokens": 20, "temperature": 1.0, **CHAT}
+    for fields in ({"tools": CALLABLE}, {"tools": TOOLS, "parallel_tool_calls": False}):
+        answer = server.post("/v1/chat/completions", **body, **fields)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"]
+
+
 def test_required_calls_are_streamed(server: Server) -> None:
     client = OpenAI(base_url=server.url + "/v1", api_key="none")
     common: Any = {"model": client.models.list().data[0].id, "messages": CHAT["messages"]}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from surefoot import LLM, SamplingParams, SurefootError
-from surefoot.train.filters import Seen, prompt_key, reason_to_drop, repeated_share
+from surefoot.train.filters import Seen, before_loop, prompt_key, reason_to_drop, repeated_share
 from surefoot.train.generate import Asked, DataOptions, DataSummary, generate_data
 from surefoot.train.openings import opening
 from surefoot.train.shards import Document, read_shard, shard_paths, write_shard
@@ -116,7 +116,8 @@ def test_what_is_left_out() -> None:
     seen = Seen([(7, 8)])
     assert reason_to_drop(varied, (1, 2), seen, 14) is None
     assert reason_to_drop(varied[:13], (1, 2), seen, 14) == "short"
-    assert reason_to_drop([1, 2, 3, 4] * 10, (1, 2), seen, 14) == "loop"
+    assert before_loop([*varied, 1, 2, 3, 4, *range(9)]) == [*varied, 1, 2, 3, 4]
+    assert before_loop(varied) == varied
     assert reason_to_drop(varied, (7, 2), seen, 14) == "duplicate"
     assert reason_to_drop(varied, (1, 8), seen, 14) == "duplicate"
     # 40 tokens have 33 8-grams; of 8 more that repeat the start one is old.

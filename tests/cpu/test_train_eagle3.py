@@ -10,6 +10,7 @@ import torch
 
 from eagle3_reference import Flags, random_checkpoint
 from surefoot.kernels.backend import FlatBatch
+from surefoot.kernels.quant import dense
 from surefoot.speculation.proposers.eagle3.checkpoint import open_checkpoint
 from surefoot.speculation.proposers.eagle3.drafter import Eagle3Drafter
 from surefoot.train.attention import chain_attention
@@ -34,10 +35,10 @@ def network_of(folder: Path, flags: Flags) -> tuple[Eagle3Network, Eagle3Drafter
     random_checkpoint(folder, flags)
     checkpoint = open_checkpoint(str(folder))
     network = Eagle3Network(
-        checkpoint.config, checkpoint.tensors["lm_head.weight"], 200, torch.float32
+        checkpoint.config, dense(checkpoint.tensors["lm_head.weight"]), 200, torch.float32
     )
     own = dict(network.named_parameters())
-    names = {name: checkpoint.tensors[name] for name in network.tensors()}
+    names = {name: dense(checkpoint.tensors[name]) for name in network.tensors()}
     with torch.no_grad():
         for name, tensor in names.items():
             own[name.replace(".", "/")].copy_(tensor)

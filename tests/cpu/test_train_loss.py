@@ -17,6 +17,7 @@ from surefoot.train.eagle3.options import Eagle3TrainOptions
 from surefoot.train.loss import Teacher, compare, soft_cross_entropy, teach
 from surefoot.train.measure import Measurement, Walk, score
 from surefoot.train.recipe import Drafted
+from surefoot.train.shards import Document, shard_path, write_shard
 from surefoot.train.vocabulary import choose_vocabulary
 from train_harness import LAYERS, VOCAB, batch_of, recipe_of, tiny_target, write_documents
 
@@ -48,9 +49,9 @@ def test_captured_layers_are_what_enters_them(tmp_path: Path) -> None:
     backend = target.decoder.backend
     original = type(backend).layer
 
-    def watched(weights, x, *rest):  # type: ignore[no-untyped-def]
+    def watched(weights, x, *rest, **others):  # type: ignore[no-untyped-def]
         seen.append(x.clone())
-        return original(backend, weights, x, *rest)
+        return original(backend, weights, x, *rest, **others)
 
     backend.layer = watched  # type: ignore[method-assign]
     try:
@@ -233,6 +234,25 @@ def test_rounds_are_walked_as_the_engine_runs_them() -> None:
     assert (short.rounds, short.tokens) == (3, 5)
 
 
+def test_a_table_of_successors_is_walked_too(tmp_path: Path) -> None:
+    from surefoot.train.baseline import frequent_successors, successor_length
+
+    folder = tmp_path / "data"
+    folder.mkdir()
+    texts = [[9, 1, 2, 3, 1, 2, 3, 1, 4], [9, 1, 2, 3, 1, 4], [1, 5, 1, 2, 3, 1, 2, 6]]
+    documents = [Document(ids, len(ids) - 1, 0.0, (n, n)) for n, ids in enumerate(texts)]
+    write_shard(shard_path(folder, 0), documents, VOCAB, {"dropped": {}})
+    corpus = Corpus([folder], 99)
+    table = frequent_successors(corpus, np.array([0, 1]), VOCAB)
+    # 1 leads to 2 three times and to 4 twice; the last document is not counted.
+    assert table[[9, 1, 2, 3]].tolist() == [1, 2, 3, 1] and table[[4, 5, 6]].tolist() == [-1] * 3
+    # 5: nothing known; 1: 2, 3 right; 1: 2 right, 3 wrong.
+    length = successor_length(corpus, np.array([0, 1]), np.array([2]), VOCAB, 2)
+    assert length == (1 + 3 + 2) / 3
+    corpus.temperature[:] = 1
+    assert successor_length(corpus, np.array([0]), np.array([2]), VOCAB, 2) is None
+
+
 def test_measures_of_a_batch() -> None:
     batch = replace(toy(), temperature=np.zeros(1, dtype=np.float32))
     tokens = np.full((12, 2), -1)
@@ -245,7 +265,10 @@ def test_measures_of_a_batch() -> None:
     found.add(batch, Drafted(tokens, overlap, best))
     results = found.results()
     # Answer 3-6: [4 5] accepted and 6. Answer 9-11: [10] accepted and 11.
-    assert results["accepted_length"] == {"2": 2.5}
+    assert results["accepted_length"] == {"2": 2.5} and results["without_markov"] is None
+    apart = Measurement(2)
+    apart.add(batch, Drafted(tokens, overlap, best, alone=np.full_like(tokens, -1)))
+    assert apart.results()["without_markov"] == 1
     assert results["agreement"] == pytest.approx(2 / 5)
     assert results["on_policy"]["greedy"] == pytest.approx(4 / 5)
     assert results["sampled_length"] == pytest.approx(1 + (3 * 0.75 + 2 * 0.5) / 5)
@@ -258,7 +281,7 @@ def test_measures_of_a_batch() -> None:
     told = np.where(tokens >= 0, 0.75, 9.0).astype(np.float32)
     told[2, 0] = 0.25
     sure = Measurement(2)
-    sure.add(batch, Drafted(tokens, overlap, best, told))
+    sure.add(batch, Drafted(tokens, overlap, best, confidence=told))
     # Eight drafts can be judged.
     expected = {"told": (0.25 + 7 * 0.75) / 8, "found": 0.5, "apart": 0.25}
     assert sure.results()["confidence"] == pytest.approx(expected)

@@ -214,7 +214,7 @@ def test_the_certificate_is_in_the_card(
 
     results = Measurement(2).results()
     facts = {"label": "EAGLE-3", "target": "t", "proposer": "eagle3", "held_out": 1, "depth": 2}
-    facts |= {"results": results, "trained": {"steps": 3}}
+    facts |= {"results": results, "trained": {"steps": 3}, "successors": None}
     (tmp_path / "training").mkdir()
     asked: list[Any] = []
 
@@ -234,9 +234,9 @@ def test_the_certificate_is_in_the_card(
         import typer
 
         with pytest.raises(typer.Exit):
-            training.train_drafter("eagle3", {"model": "t"}, options, *where, True, 9.0)
+            training.train_drafter("eagle3", {"model": "t"}, options, *where, True, True, 9.0)
     else:
-        training.train_drafter("eagle3", {"model": "t"}, options, *where, True, 9.0)
+        training.train_drafter("eagle3", {"model": "t"}, options, *where, True, True, 9.0)
     assert asked[0]["proposers"] == (f"eagle3={tmp_path}",)
     card = (tmp_path / "README.md").read_text()
     assert f"`surefoot certify --quick`: {told}" in card and "| 1.90 |" in card

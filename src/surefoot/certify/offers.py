@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from surefoot.certify.compare import Judge
 from surefoot.certify.findings import Section
 from surefoot.certify.jobs import Job, run_jobs
@@ -27,6 +25,7 @@ from surefoot.engine.rounds import Report
 from surefoot.request import Request, SpeculationParams
 from surefoot.speculation import registry
 from surefoot.speculation.decisions import Decision, Situation
+from surefoot.speculation.scoring import PromptReads
 from surefoot.speculation.size import Size as RoundSize
 
 SPELL = 5
@@ -155,8 +154,8 @@ class _Listener:
         """A round left these drafts on offer for a request, behind ``text`` (output tokens)."""
         raise NotImplementedError
 
-    def launch(self, size: RoundSize, keys: int, prompt_rows: torch.Tensor | None = None) -> Report:
-        report = self._launch(size, keys, prompt_rows)
+    def launch(self, size: RoundSize, keys: int, reads: PromptReads | None = None) -> Report:
+        report = self._launch(size, keys, reads)
         if self.index not in size.proposers:
             return report
         report.wait()

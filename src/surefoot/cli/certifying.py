@@ -37,8 +37,9 @@ def issue(
     from surefoot.certify.html import page
     from surefoot.certify.sizes import DEFAULT, QUICK
     from surefoot.certify.subject import check
+    from surefoot.speculation.shipped import with_shipped
 
-    check(EngineConfig.from_dict(engine))
+    check(with_shipped(EngineConfig.from_dict(engine)))
     llm = _load(engine)
     subject = _subject(llm, engine, chosen)
     setup = _setup(llm, subject)
@@ -71,9 +72,10 @@ def _load(engine: dict[str, Any]) -> LLM:
 def _subject(llm: LLM, engine: dict[str, Any], chosen: list[Any] | None) -> Subject:
     from surefoot.certify.prompts import default_prompts
     from surefoot.certify.subject import Subject
+    from surefoot.speculation.shipped import with_shipped
 
     model = llm.engine.decoder.config
-    config = EngineConfig.from_dict(engine)
+    config = with_shipped(EngineConfig.from_dict(engine))
     if chosen is None:
         prompts = default_prompts(model.vocab_size, model.max_positions, llm.tokenizer)
     else:

@@ -248,5 +248,23 @@ def _check_embedded(name: str) -> Finding:
     return Finding("model", WARN, detail, f"to fetch it now: surefoot models fetch {name}")
 
 
+def check_drafter(model: str) -> Finding | None:
+    """Whether the drafters that are shipped for ``model`` are whole; None if there are none."""
+    from surefoot.cache import size_in_words
+    from surefoot.speculation.registry import DRAFTERS
+    from surefoot.speculation.shipped import shipped_drafters
+
+    found = [item for item in shipped_drafters() if item.model == model]
+    for item in found:
+        if not item.is_whole():
+            return Finding("drafter", FAIL, f"{item.path} is damaged", "install Surefoot again")
+    parts = [
+        f"{DRAFTERS[item.proposer]}, {size_in_words(item.size)}"
+        f"{', loaded by default' if item.default else ''}"
+        for item in found
+    ]
+    return Finding("drafter", OK, f"for {model}: {'; '.join(parts)}") if found else None
+
+
 def one_line(text: str) -> str:
     return " ".join(text.split())[:300]

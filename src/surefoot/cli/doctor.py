@@ -17,6 +17,7 @@ from surefoot.cli.checks import (
     Finding,
     check_cache,
     check_compiler,
+    check_drafter,
     check_gpu,
     check_kernels,
     check_model,
@@ -36,7 +37,7 @@ _COLOURS = {OK: "32", WARN: "33", FAIL: "31"}
 
 def findings(model: str) -> Iterator[Finding]:
     """One after the other, as some take seconds."""
-    checks: dict[str, Callable[[], Finding]] = {
+    checks: dict[str, Callable[[], Finding | None]] = {
         "Python": check_python,
         "packages": lambda: check_packages("packages", "", FAIL, "Surefoot"),
         "torch": check_torch,
@@ -45,11 +46,14 @@ def findings(model: str) -> Iterator[Finding]:
         "GPU": check_gpu,
         "cache": check_cache,
         "model": lambda: check_model(model),
+        "drafter": lambda: check_drafter(model),
         "server": lambda: check_packages("server", "server", WARN, "`surefoot serve`"),
     }
     for name, check in checks.items():
         try:
-            yield check()
+            finding = check()
+            if finding is not None:
+                yield finding
         except SurefootError as error:
             yield Finding(name, FAIL, f"{error.option}: {error.problem}", error.fix)
         except Exception as error:  # whatever is broken here is what the user came for

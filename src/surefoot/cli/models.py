@@ -24,15 +24,26 @@ def list_models(as_json: Annotated[bool, _JSON] = False) -> None:
     """List the models that can be named without a path, and what the cache folder holds."""
     from surefoot.cache import cache_root, size_in_words
     from surefoot.models.loading import list_local_models, stored_entries
+    from surefoot.speculation.shipped import shipped_drafters
 
     models, entries = list_local_models(), stored_entries()
     total = sum(entry.bytes for entry in entries)
     useless = sum(entry.bytes for entry in entries if entry.useless)
     if as_json:
         listed = [entry.as_dict() for entry in entries]
-        facts = {"cache": str(cache_root()), "bytes": total, "useless_bytes": useless}
+        shipped = [
+            {"model": item.model, "proposer": item.proposer, "path": str(item.path)}
+            for item in shipped_drafters()
+        ]
+        facts = {
+            "drafters": shipped,
+            "cache": str(cache_root()),
+            "bytes": total,
+            "useless_bytes": useless,
+        }
         print(json.dumps({"models": models, **facts, "entries": listed}))
         return
+    drafters = shipped_drafters()
     order = {model["name"]: place for place, model in enumerate(models)}
     rows = [
         (model["name"], model["kind"], model["bytes"], model["path"] or "fetched on first use")
@@ -43,6 +54,7 @@ def list_models(as_json: Annotated[bool, _JSON] = False) -> None:
             remark = entry.useless or ("being written" if entry.kind == "unfinished" else None)
             where = f"{entry.path} ({remark})" if remark else str(entry.path)
             rows.append((entry.model or "", entry.kind, entry.bytes, where))
+    rows += [(item.model, item.proposer, item.size, str(item.path)) for item in drafters]
     rows.sort(key=lambda row: order.get(row[0], len(order)))
     width = max(len(row[0]) for row in rows)
     for name, kind, size, where in rows:

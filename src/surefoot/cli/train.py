@@ -145,6 +145,64 @@ def data(
         print(f"all prompts are used, {tokens} tokens were not reached", file=sys.stderr)
 
 
+@app.command()
+@verb(engine=target_group)
+def export(
+    engine: dict[str, Any],
+    drafter: Annotated[
+        str,
+        typer.Option(metavar="PATH", help="Folder or hub name of an EAGLE-3 or DSpark drafter."),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The GGUF file, named *.gguf.")],
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option(
+            help="Draft no more than so many tokens, the most frequent ones in --data: fewer are "
+            "sooner weighed.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help="Token shards of `surefoot train data` (repeatable), for --draft-vocab.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write a drafter as a GGUF file of 8-bit blocks: half the bytes, so sooner on a CPU.
+
+    In llama.cpp's layout, without the tokenizer. A head that is the target's is left out.
+    """
+    import numpy as np
+    import torch
+
+    from surefoot.speculation.drafting.folders import errors_about
+    from surefoot.train.corpus import Corpus
+    from surefoot.train.gguf import export_gguf
+    from surefoot.train.target import load_target
+    from surefoot.train.vocabulary import choose_vocabulary
+
+    if out.suffix != ".gguf":
+        raise SurefootError("out", f"{out} is not named *.gguf", "other names are not read as GGUF")
+    with progress_bars() as progress:
+        target = load_target(EngineConfig.from_dict(engine), 1, progress)
+    vocabulary, told = None, ""
+    if (draft_vocab is None) != (not data):
+        raise SurefootError("draft_vocab", "and --data go together", "give both or neither")
+    if draft_vocab is not None and data:
+        if draft_vocab < 1:
+            raise SurefootError("draft_vocab", f"{draft_vocab} is below 1")
+        corpus, size = Corpus(data, target.config.max_positions), target.config.vocab_size
+        ids, share = choose_vocabulary(corpus, np.arange(len(corpus)), size, draft_vocab)
+        vocabulary, told = torch.from_numpy(ids), f"; these tokens are {share:.1%} of the texts"
+    with errors_about("drafter"):
+        shared = export_gguf(drafter, out, target, vocabulary)
+    head = "; the head is the target's" if shared else ""
+    print(f"{out}: {out.stat().st_size} bytes{head}{told}")
+
+
 def read_asked(path: Path) -> list[Asked]:
     """Prompts of a file; answers that it holds are left out."""
     from surefoot.bench.prompts import load_prompts
@@ -200,11 +258,18 @@ def _recipe_command(name: str, kind: Kind) -> None:
         certify: Annotated[
             bool, typer.Option("--certify/--no-certify", help="Certify it at the end.")
         ] = True,
+        check: Annotated[
+            bool,
+            typer.Option(
+                "--check/--no-check",
+                help="Compare the accepted length of the engine's rounds with the expected one.",
+            ),
+        ] = True,
         minutes: _Minutes = None,
     ) -> None:
         from surefoot.cli.training import train_drafter
 
-        train_drafter(name, engine, options, data, out, certify, seconds_of(minutes))
+        train_drafter(name, engine, options, data, out, check, certify, seconds_of(minutes))
 
     command.__doc__ = f"""Train a drafter of the kind {kind.label} on what the target wrote.
 

@@ -27,6 +27,7 @@ def train_drafter(
     options: TrainOptions,
     data: list[Path],
     out: Path,
+    check: bool,
     certify: bool,
     seconds: float,
 ) -> None:
@@ -49,7 +50,7 @@ def train_drafter(
 
         torch.cuda.empty_cache()
     facts, proposer = trained.facts, KINDS[name].proposer
-    if trained.check is not None:
+    if check and trained.check is not None:
         facts["engine"] = _in_engine(engine, proposer, out, trained.check)
     write_card(out, facts)
     code = 0

@@ -18,6 +18,7 @@ from surefoot.models.decoder import Decoder
 from surefoot.models.loading import Checkpoint, load_checkpoint
 from surefoot.sampling.grammar import Grammars
 from surefoot.speculation.round import Round
+from surefoot.speculation.shipped import with_shipped
 
 logger = logging.getLogger(__name__)
 _TORCH_THREADS = torch.get_num_threads()
@@ -30,7 +31,9 @@ def build_engine(
     progress: ProgressCallback | None = None,
     prepare: Callable[[Round], None] | None = None,
 ) -> tuple[Engine, Checkpoint]:
-    """Load ``config.model`` and build an engine around it; ``prepare`` as there."""
+    """Load ``config.model`` and build an engine around it, with the drafter that is shipped for it;
+    ``prepare`` as there."""
+    config = with_shipped(config)
     torch.set_num_threads(config.threads or _TORCH_THREADS)
     backend = choose_backend(config)
     checkpoint = load_checkpoint(

@@ -15,6 +15,7 @@ from surefoot.engine.rounds import PaddedRounds, Report
 from surefoot.engine.stand_ins import stand_in
 from surefoot.speculation.decisions import Decision
 from surefoot.speculation.round import Round
+from surefoot.speculation.scoring import PromptReads, PromptScores
 from surefoot.speculation.size import Size
 
 RECORDING_SHARE = 0.02
@@ -57,11 +58,11 @@ class RecordedRounds(PaddedRounds):
             self._asked.add(size)
             self.wanted.insert(place, size)
 
-    def run(self, size: Size, keys: int, prompt_rows: torch.Tensor | None) -> list[torch.Tensor]:
+    def run(self, size: Size, keys: int, reads: PromptReads | None) -> PromptScores:
         if size.prompt_logprobs is not None:
-            return self.round(size, keys, prompt_rows)
+            return self.round(size, keys, reads)
         self.graphs[self._next or size].replay()
-        return []
+        return PromptScores([], [])
 
     def ready(self, size: Size) -> None:
         if size.prompt_logprobs is None:
@@ -83,8 +84,8 @@ class RecordedRounds(PaddedRounds):
         self._held_up += time.perf_counter() - now
         return size
 
-    def launch(self, size: Size, keys: int, prompt_rows: torch.Tensor | None = None) -> Report:
-        report = super().launch(size, keys, prompt_rows)
+    def launch(self, size: Size, keys: int, reads: PromptReads | None = None) -> Report:
+        report = super().launch(size, keys, reads)
         if size.prompt_logprobs is not None or self._next == size:
             return report
         # What another round took tells nothing of this one.

@@ -23,6 +23,7 @@ from surefoot.models.decoder import Decoder
 from surefoot.request import (
     MAX_SEED,
     FinishReason,
+    PromptPool,
     Request,
     SamplingParams,
     SpeculationParams,
@@ -167,8 +168,10 @@ class Engine(Restored):
         choice: int = 0,
         leader: Request | None = None,
         priority: int = 0,
+        pools: bool = False,
     ) -> Request:
-        """Check a request against this engine; raises SurefootError naming the option at fault."""
+        """Check a request against this engine; raises SurefootError naming the option at fault.
+        ``pools``: the prompt's hidden states are wanted."""
         speculation = speculation or SpeculationParams()
         room = check_texts(
             prompt, params, self.decoder.config.vocab_size, self.max_model_len, self.kv_tokens
@@ -197,6 +200,7 @@ class Engine(Restored):
             choice=choice,
             leader=leader,
             priority=priority,
+            pooling=PromptPool() if pools else None,
             drafters=frozenset(drafters),
         )
 

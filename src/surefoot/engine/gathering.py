@@ -81,8 +81,8 @@ class Gathering:
         if self._changes == self.scheduler.changes:
             return
         running = self.scheduler.running
-        self._prompts = [request for request in running if missing(request) > 1]
-        decoding = [request for request in running if missing(request) <= 1]
+        self._prompts = [request for request in running if request.in_prompt]
+        decoding = [request for request in running if not request.in_prompt]
         self._synchronous = [request for request in decoding if request.grammar is not None]
         free = [request for request in decoding if request.grammar is None]
         self._free = Batch(self._group(free), (), 0) if free else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from surefoot.request import FinishReason, Request, SamplingParams, SpeculationP
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Speculation = SpeculationParams | Mapping[str, Any] | str | None
+
+_PAUSE = 0.1
+"""Seconds between two reports of progress."""
 
 
 class LLM:
@@ -185,11 +189,15 @@ class LLM:
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
         """Rounds until all requests have ended. ``streams``: of those with stop strings."""
-        done = 0
         requests = [request for _, group in groups for request in group]
+        first, told = 0, time.monotonic()
 
         def unfinished() -> bool:
-            return any(not request.finished for request in requests)
+            # Those before the first have ended: looking at all of many in every round takes long.
+            nonlocal first
+            while first < len(requests) and requests[first].finished:
+                first += 1
+            return first < len(requests)
 
         def go_on() -> None:
             # Others' rounds may have ended the last ones.
@@ -199,12 +207,11 @@ class LLM:
 
         while unfinished() or any(stream.behind for stream in streams):
             self._turns.take(go_on)
-            if on_progress is None:
+            if on_progress is None or (unfinished() and time.monotonic() - told < _PAUSE):
                 continue
+            told = time.monotonic()
             finished = sum(all(r.finished for r in group) for _, group in groups)
-            if finished > done:
-                done = finished
-                on_progress(done, len(groups))
+            on_progress(finished, len(groups))
 
     def _follow(self, streams: Sequence[TextStream]) -> None:
         """Read what is new, and end requests whose stop string occurred."""

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from surefoot.engine.batch import Batch, slots_of
 from surefoot.engine.gathering import Gathering, missing
@@ -34,6 +33,7 @@ from surefoot.speculation.host_offers import HostOffers
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.proposer import blamed
 from surefoot.speculation.round import Round
+from surefoot.speculation.scoring import PromptReads
 from surefoot.speculation.size import Size
 
 
@@ -116,8 +116,8 @@ class Loop:
             self._reported.clear(request.slot)
             self._grammars.forget(request.slot)
             if not request.prompt_scored:
-                # Preempted halfway through its prompt, which now runs again from the start.
-                request.prompt_logprobs.clear()
+                # Perhaps preempted halfway through its prompt.
+                request.forget_scores()
 
     # --- launching ----------------------------------------------------------------------------
 
@@ -164,13 +164,12 @@ class Loop:
             self._batch_set = batch
         size = self.rounds.size(batch, decision, situation.context)
         scored = [_prompt_targets(*pair) for pair in zip(requests, batch.chunks, strict=False)]
-        prompt_rows = None
-        if any(scored):
+        reads = self._prompt_reads(batch, scored)
+        if reads is not None:
             widths = (request.params.prompt_logprobs or 0 for request in requests)
             size = replace(size, prompt_logprobs=max(widths))
-            prompt_rows = self._prompt_rows(batch, scored)
         seconds = time.perf_counter() - begun
-        report = self.rounds.launch(size, reach.keys, prompt_rows)
+        report = self.rounds.launch(size, reach.keys, reads)
         begun = time.perf_counter()
         self._count_chunks(batch)
         self.reservations.launched(batch, reach)
@@ -186,12 +185,18 @@ class Loop:
         ]
         return self._grammars.write(sampling) if sampling else {}
 
-    def _prompt_rows(self, batch: Batch, scored: Sequence[int]) -> torch.Tensor:
-        rows, first = [], 0
-        for chunk, targets in zip(batch.chunks, scored, strict=True):
+    def _prompt_reads(self, batch: Batch, scored: Sequence[int]) -> PromptReads | None:
+        """What is wanted of the prompts' rows; None: nothing."""
+        rows, pooled, first = [], [], 0
+        chunks = zip(batch.group.requests, batch.chunks, scored, strict=False)
+        for request, chunk, targets in chunks:
             rows.extend(range(first, first + targets))
+            if request.pooling is not None:
+                pooled.append((first, chunk))
             first += chunk
-        return upload(rows, self.state.device)
+        if not rows and not pooled:
+            return None
+        return PromptReads(upload(rows, self.state.device) if rows else None, tuple(pooled))
 
     def _count_chunks(self, batch: Batch) -> None:
         """Rows of prompts are final as soon as they are launched: whoever comes later finds them in
@@ -277,6 +282,6 @@ class Loop:
 
 def _prompt_targets(request: Request, rows: int) -> int:
     """How many prompt tokens are predicted by a chunk's rows and still lack their logprob."""
-    if request.prompt_scored:
+    if request.prompt_scored or request.pooling is not None:
         return 0
     return max(0, min(request.computed + rows, len(request.prompt) - 1) - request.computed)

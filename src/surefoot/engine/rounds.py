@@ -12,10 +12,12 @@ from surefoot.engine.batch import Batch
 from surefoot.speculation.decisions import Action, Decision
 from surefoot.speculation.recorded_costs import RecordedSize
 from surefoot.speculation.round import Round
+from surefoot.speculation.scoring import PromptReads, PromptScores
 from surefoot.speculation.size import Size
 
-BLOCK_DEPTHS = 3, 8
-"""How far drafters that draft whole blocks may draft, besides all the way."""
+BLOCK_DEPTHS = 3, 5, 8
+"""How far drafters that draft whole blocks may draft, besides all the way. Where rows begin to cost
+more, five drafts of each of a few dozen requests are better than three or eight (docs/log.md)."""
 MANY_HEAD_ROWS = 128
 """Rows from which on a head's time depends on their number."""
 PROMPT_DRAFTS = 8
@@ -35,8 +37,8 @@ class Report:
     scores: torch.Tensor | None
     """int32 [scored, n, columns] as ``kernels.logprobs`` has them, where the round's size asks for
     logprobs."""
-    prompt_scores: list[torch.Tensor]
-    """int32 [rows, columns] each, likewise of prompt tokens."""
+    prompt_scores: PromptScores
+    """Of prompts, where such were wanted."""
     wait: Callable[[], None]
     """Returns when all is there; raises what the device raises."""
     seconds: Callable[[], float | None]
@@ -87,13 +89,13 @@ class Rounds:
         drafters = self.round.drafters
         return not drafters or any(index in drafters for index in batch.group.proposers)
 
-    def launch(self, size: Size, keys: int, prompt_rows: torch.Tensor | None = None) -> Report:
+    def launch(self, size: Size, keys: int, reads: PromptReads | None = None) -> Report:
         """Run a round, or have a GPU run it behind those before. Arguments as ``Round``'s."""
         # What is recorded now is not to be timed.
         self.ready(size)
         if not self._on_gpu:
             begun = time.perf_counter()
-            prompt_scores = self.run(size, keys, prompt_rows)
+            prompt_scores = self.run(size, keys, reads)
             seconds = time.perf_counter() - begun
             books, scores = self.round.books, self.round.scores.part(size)
             return Report(
@@ -106,13 +108,13 @@ class Rounds:
         self._turn = (self._turn + 1) % len(self._copies)
         copy = self._copies[self._turn]
         copy.begun.record()
-        prompt_scores = self.run(size, keys, prompt_rows)
+        prompt_scores = self.run(size, keys, reads)
         copy.ended.record()
         return copy.take(size, prompt_scores)
 
-    def run(self, size: Size, keys: int, prompt_rows: torch.Tensor | None) -> list[torch.Tensor]:
+    def run(self, size: Size, keys: int, reads: PromptReads | None) -> PromptScores:
         """The round itself."""
-        return self.round(size, keys, prompt_rows)
+        return self.round(size, keys, reads)
 
     def ready(self, size: Size) -> None:
         """A round of this size is about to run."""
@@ -136,7 +138,7 @@ class _PinnedReport:
         self.begun, self.ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.copied = torch.cuda.Event()
 
-    def take(self, size: Size, prompt_scores: list[torch.Tensor]) -> Report:
+    def take(self, size: Size, prompt_scores: PromptScores) -> Report:
         rows = self.rows[: size.spans]
         rows.copy_(self.round.books.report[: size.spans], non_blocking=True)
         scores = self.round.scores.part(size)
@@ -235,19 +237,25 @@ class PaddedRounds(Rounds):
         most = spans * (1 + self.width)
         steps = [spans * i // 4 for i in (4, 5, 6, 8, 10, 12, 16, 20, 36)]
         steps += [spans * (1 + i) for i in (16, 31, 63)]
+        steps += [spans * (1 + depth) for depth in self.block_depths(spans)]
         return sorted({rows for rows in steps if rows < most} | {spans, most})
+
+    def block_depths(self, spans: int) -> tuple[int, ...]:
+        """How far drafters may draft, besides all the way, where all of them draft whole blocks. Of
+        these only the last layer and the head depend on it, which read their weights for however
+        few rows: nothing is gained in rounds of few spans."""
+        whole, trees = self.round.whole, any(self.round.controller.trees)
+        blocks = whole and whole.issuperset(self.round.drafters) and not trees
+        return BLOCK_DEPTHS if blocks and spans * self.longest > MANY_HEAD_ROWS else ()
 
     def depths(self, spans: int) -> list[int]:
         """How far drafters may draft in rounds of so many spans, rising: as far as some number of
-        rows holds it all, or as far as they can. Trees are not cut short. Of blocks only the head
-        depends on it, which reads its weights for however few rows: in rounds of many spans there
-        are two shorter ones.
-        """
+        rows holds it all, or as far as they can. Trees are not cut short."""
         if any(self.round.controller.trees):
             return [self.longest]
-        whole = {rows // spans - 1 for rows in self.rows(spans) if rows % spans == 0}
-        if self.round.whole.issuperset(self.round.drafters):
-            whole &= set(BLOCK_DEPTHS) if spans * self.longest > MANY_HEAD_ROWS else set()
+        whole = set(self.block_depths(spans))
+        if not self.round.whole.issuperset(self.round.drafters):
+            whole = {rows // spans - 1 for rows in self.rows(spans) if rows % spans == 0}
         return sorted({steps for steps in whole if 0 < steps < self.longest} | {self.longest})
 
 

@@ -109,6 +109,11 @@ class Backend(ABC):
     def pack_embedding(self, weight: Weight) -> tuple[Any, Any]:
         """An embedding ``[vocab, hidden]`` as (table for ``embed``, linear for a tied head)."""
 
+    def take_rows(self, table: Any, rows: torch.Tensor) -> Any:
+        """The rows int64 [M] of a table that ``pack_embedding`` made, as a linear of M outputs. May
+        be rounded to other blocks than the table's."""
+        return self.pack_linear([self.embed(table, rows.to(self.device))])
+
     def prepare(self, layers: Sequence[LayerWeights], rows: Sequence[int]) -> None:
         """Before rounds of ``rows`` rows are recorded: find out by measuring how products with the
         weights of ``layers`` are computed fastest. Results do not depend on it."""

@@ -59,3 +59,24 @@ class QuantTensor:
             q = torch.cat((packed & 15, packed >> 4), dim=-1).float()
             values = q * scale + scales[..., 1:] if self.kind == "Q4_1" else (q - 8) * scale
         return values.reshape(self.shape).to(dtype)
+
+    @staticmethod
+    def of(matrix: torch.Tensor) -> QuantTensor:
+        """``matrix`` [out_features, in_features] rounded to Q8_0 as llama.cpp rounds it. What came
+        from Q8_0 blocks becomes the same blocks again. ValueError for rows that blocks do not
+        fit."""
+        outputs, inputs = matrix.shape
+        if inputs % BLOCK:
+            raise ValueError(f"rows of {inputs} weights, not a multiple of {BLOCK}")
+        values = matrix.detach().float().view(outputs, inputs // BLOCK, BLOCK)
+        scale = values.abs().amax(-1, keepdim=True) / 127
+        # Halves away from zero, as C's roundf.
+        scaled = values * torch.where(scale == 0, 0.0, 1 / scale)
+        q = (scaled.abs() + 0.5).floor().copysign(scaled).to(torch.int8)
+        data = torch.cat((scale.half().view(torch.uint8), q.view(torch.uint8)), dim=-1)
+        return QuantTensor("Q8_0", data.view(outputs, -1).contiguous(), inputs)
+
+
+def dense(weight: torch.Tensor | QuantTensor) -> torch.Tensor:
+    """As a tensor: blocks in float32, others as they are."""
+    return weight.dequantize() if isinstance(weight, QuantTensor) else weight

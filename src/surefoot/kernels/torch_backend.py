@@ -155,5 +155,7 @@ class TorchDrafting(Drafting):
         batch: FlatBatch,
         kv: torch.Tensor,
         rope: RopeTable,
+        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
-        return TorchBackend.attention(weights, inputs, batch, kv, rope)
+        attended = TorchBackend.attention(weights, inputs, batch, kv, rope)
+        return attended if outputs is None else attended[outputs.index]

@@ -21,9 +21,12 @@ from surefoot.kernels.backend import (
     OutputRows,
     Weight,
 )
+from surefoot.kernels.quant import dense
 from surefoot.models.config import ModelConfig
 from surefoot.models.rope import rope_table
 
+POOLED_ROWS = 256
+"""Rows that are there in float64 at once."""
 MOST_NAMED = 10
 """Tensors in an error."""
 
@@ -63,7 +66,7 @@ class Decoder:
         self.table, self.head_linear = backend.pack_embedding(embedding)
         if not config.tied_embeddings:
             self.head_linear = backend.pack_linear([weights["lm_head.weight"]])
-        self.norm = backend.pack_norm(_dense(weights["model.norm.weight"]))
+        self.norm = backend.pack_norm(dense(weights["model.norm.weight"]))
         self.layers = [
             pack_layer(backend, weights, f"model.layers.{index}.", config, self.shape)
             for index in range(config.layers)
@@ -90,6 +93,16 @@ class Decoder:
         """Hidden states of selected rows [M, hidden] -> float32 logits [M, vocab]."""
         return self.backend.head(self.norm, self.config.norm_eps, self.head_linear, hidden)
 
+    def pooled(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states of selected rows [M, hidden] -> the sum of the normed ones, float64
+        [hidden]."""
+        total = torch.zeros(hidden.shape[1], dtype=torch.float64, device=hidden.device)
+        for rows in hidden.split(POOLED_ROWS):
+            total += (
+                self.backend.rms_norm(rows, self.norm, self.config.norm_eps).double().sum(dim=0)
+            )
+        return total
+
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
         """The most likely token of each of the rows [M, hidden], int64 [M]; the lowest id among
         equals."""
@@ -112,11 +125,11 @@ def pack_layer(
     def linear(*names: str) -> Any:
         parts = [weights[f"{prefix}{name}.weight"] for name in names]
         biases = [weights.get(f"{prefix}{name}.bias") for name in names]
-        dense = [_dense(bias) for bias in biases if bias is not None]
-        return backend.pack_linear(parts, torch.cat(dense) if dense else None)
+        known = [dense(bias) for bias in biases if bias is not None]
+        return backend.pack_linear(parts, torch.cat(known) if known else None)
 
     def norm(name: str) -> torch.Tensor:
-        return backend.pack_norm(_dense(weights[f"{prefix}{name}.weight"]))
+        return backend.pack_norm(dense(weights[f"{prefix}{name}.weight"]))
 
     keys = ("self_attn.k_proj", "self_attn.v_proj")
     return LayerWeights(
@@ -194,7 +207,3 @@ def check_tensors(config: ModelConfig, weights: Mapping[str, Weight]) -> None:
             f"the checkpoint does not fit its config: {'; '.join(problems[:MOST_NAMED])}"
             + (f"; and {len(problems) - MOST_NAMED} more" * (len(problems) > MOST_NAMED)),
         )
-
-
-def _dense(weight: Weight) -> torch.Tensor:
-    return weight if isinstance(weight, torch.Tensor) else weight.dequantize()

@@ -20,6 +20,7 @@ import numpy as np
 
 from surefoot.errors import SurefootError
 from surefoot.sampling.forced import REACH, Ahead, Cutter, confidences
+from surefoot.sampling.reasoning_grammar import behind_reasoning
 from surefoot.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ class Grammars:
         library = _library()
         try:
             grammar = grammar_text(wanted)
+            if wanted.reasoning is not None:
+                grammar = behind_reasoning(grammar, self._markers(wanted.reasoning), NO_FORCING)
         except ValueError as error:
             raise SurefootError(wanted.option, _one_line(str(error))) from None
         limits = library.LLParserLimits(
@@ -122,6 +125,12 @@ class Grammars:
     def _state(self, start: Any) -> GrammarState:
         assert self._cutter is not None, "the vocabulary was loaded to compile"
         return GrammarState(start, self.end_tokens, self._cutter)
+
+    def _markers(self, texts: Sequence[str]) -> list[str | int]:
+        """Ids of those that are special tokens."""
+        ids = [self.tokenizer.id_of(text) for text in texts]
+        special = self.tokenizer.special_ids
+        return [i if i in special else text for i, text in zip(ids, texts, strict=True)]
 
     def _load_vocabulary(self, library: Any) -> Any:
         with self._loading:

@@ -57,12 +57,16 @@ def take(choice: Choice) -> Delta | None:
     )
 
 
-class Format(ABC):
+class WholeFormat(ABC):
     """The shape of an endpoint's answers to one request."""
 
     @abstractmethod
     def whole(self, generation: Generation) -> dict[str, Any]:
         """The body of the answer once everything is generated."""
+
+
+class Format(WholeFormat):
+    """The same, and how it is streamed."""
 
     def begin(self, generation: Generation) -> bytes:
         """What a stream begins with, before anything is generated."""
@@ -121,7 +125,11 @@ async def _leaving(receive: Receive) -> None:
 
 
 async def whole_answer(
-    front: Front, generation: Generation, form: Format, receive: Receive, seconds: float | None
+    front: Front,
+    generation: Generation,
+    form: WholeFormat,
+    receive: Receive,
+    seconds: float | None,
 ) -> Response:
     """The answer once everything is generated. Raises what ended the generation, if not its
     client."""

@@ -43,6 +43,11 @@ class AnswerParser:
         self.calls = 0
         """How many calls have begun."""
 
+    @property
+    def closing(self) -> str:
+        """What ends reasoning."""
+        return "" if self._thinks is None else self._thinks.closing
+
     def feed(self, text: str, final: bool) -> list[Event]:
         """What is certain after ``text``; ``final`` when nothing follows."""
         self._text += text

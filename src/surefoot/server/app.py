@@ -17,15 +17,18 @@ from starlette.exceptions import HTTPException
 from surefoot import __version__
 from surefoot.errors import SurefootError
 from surefoot.server.access import Access, LogFormat
+from surefoot.server.anthropic_schema import CountRequest, MessagesRequest
 from surefoot.server.bodies import route_class
 from surefoot.server.chat_schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from surefoot.server.core_process import CoreDied
 from surefoot.server.docs_page import docs_page
+from surefoot.server.embeddings import EmbeddingRequest
 from surefoot.server.errors import ApiError, TimedOut, api_error, validation_error
 from surefoot.server.exposition import CONTENT_TYPE
 from surefoot.server.generation import Overloaded, ShuttingDown
 from surefoot.server.guards import ApiKey, BodyLimit, Hosts
 from surefoot.server.playground import add_playground
+from surefoot.server.responses_schema import ResponsesRequest
 from surefoot.server.schema import CompletionRequest
 from surefoot.server.service import SPECULATION_HEADER, Service
 
@@ -45,6 +48,18 @@ _ERROR_SCHEMA = {
                 "code": {"type": ["string", "null"]},
             },
         }
+    },
+}
+_ANTHROPIC_SCHEMA = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
     },
 }
 _HEADER = {
@@ -101,9 +116,14 @@ def create_app(
     return app
 
 
-def _documented(*statuses: int, media: str = "application/json", **operation: Any) -> dict:
+def _documented(
+    *statuses: int,
+    media: str = "application/json",
+    errors: dict[str, Any] = _ERROR_SCHEMA,
+    **operation: Any,
+) -> dict:
     """Arguments of a route: its answers, for the OpenAPI document."""
-    error = {"content": {"application/json": {"schema": _ERROR_SCHEMA}}}
+    error = {"content": {"application/json": {"schema": errors}}}
     responses: dict[int | str, dict[str, Any]] = {
         status: {"description": "Refused", **error} for status in statuses
     }
@@ -112,7 +132,9 @@ def _documented(*statuses: int, media: str = "application/json", **operation: An
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    answers = _documented(400, 401, 404, 413, 422, 429, 503, 504, parameters=[_HEADER])
+    statuses = 400, 401, 404, 413, 422, 429, 503, 504
+    answers = _documented(*statuses, parameters=[_HEADER])
+    anthropic = _documented(*statuses, errors=_ANTHROPIC_SCHEMA, parameters=[_HEADER])
 
     @app.post("/v1/completions", **answers)
     async def completions(http: Request, request: CompletionRequest) -> Response:
@@ -124,9 +146,31 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         """Answer a conversation."""
         return await service.chat(http, request)
 
+    @app.post("/v1/responses", **answers)
+    async def responses(http: Request, request: ResponsesRequest) -> Response:
+        """Answer a conversation, in OpenAI's newer form; nothing is kept."""
+        return await service.respond(http, request)
+
+    @app.post("/v1/embeddings", **_documented(*statuses))
+    async def embeddings(http: Request, request: EmbeddingRequest) -> Response:
+        """Means of the model's last hidden states."""
+        return await service.embed(http, request)
+
+    @app.post("/v1/messages", **anthropic)
+    async def messages(http: Request, request: MessagesRequest) -> Response:
+        """Answer a conversation, in Anthropic's form."""
+        return await service.message(http, request)
+
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
     answers = _documented(400, 401, 404, 413, 422)
+
+    anthropic = _documented(400, 401, 404, 413, 422, errors=_ANTHROPIC_SCHEMA)
+
+    @app.post("/v1/messages/count_tokens", **anthropic)
+    async def count_tokens(request: CountRequest) -> Response:
+        """How many tokens the prompt of Anthropic's messages has."""
+        return _json(await service.count(request))
 
     @app.post("/tokenize", **answers)
     async def tokenize(request: TokenizeRequest) -> Response:
@@ -150,6 +194,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
             "owned_by": "surefoot",
             "max_model_len": service.front.ready.max_model_len,
             "deterministic": service.front.ready.deterministic,
+            "capabilities": service.prompts.capabilities,
             "speculation": {
                 "methods": service.front.methods,
                 "max_draft_tokens": service.front.ready.max_draft_tokens,
@@ -197,23 +242,24 @@ def _json(value: Any) -> Response:
 
 def _answer_errors(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
-        return api_error(error).response()
+        return api_error(error).response(request.url.path)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return validation_error(error.errors()).response()
+        return validation_error(error.errors()).response(request.url.path)
 
     async def routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         cause = error.__cause__
         if isinstance(cause, (ApiError, SurefootError)):
-            return api_error(cause).response()
+            return api_error(cause).response(request.url.path)
         headers = dict(error.headers or {})
-        return ApiError(error.status_code, str(error.detail), headers=headers).response()
+        problem = ApiError(error.status_code, str(error.detail), headers=headers)
+        return problem.response(request.url.path)
 
     async def unforeseen(request: Request, error: Exception) -> Response:
         logger.error("unforeseen error", exc_info=error)
-        return api_error(error).response()
+        return api_error(error).response(request.url.path)
 
     for kind in (ApiError, SurefootError, Overloaded, CoreDied, ShuttingDown, TimedOut):
         app.add_exception_handler(kind, answer)

@@ -45,6 +45,8 @@ class CallParser:
         self._names = names
         self._first = index
         self._listed = False
+        self._last = False
+        """Whether no call can follow without a marker."""
         self._stage: Callable[[str, int, bool], int | None] = self._read_head
         self._object: JsonEnd | None = None
         """Of the call that is read as a whole, or the rest of one."""
@@ -145,6 +147,7 @@ class CallParser:
             return None
         if text[place] != "{" or not self._known(found[0]):
             return -1
+        self._last = True
         return self._begin(found[0], place)
 
     def _known(self, name: str) -> bool:
@@ -202,9 +205,9 @@ class CallParser:
             self.over = True
             return place + len(closing)
         if self._listed and rest[:1] == "]":
-            self._listed = False
+            self._listed, self._last = False, True
             return place + 1
-        if rest[:1] in ("{", ",", ";"):
+        if rest[:1] in ("{", ",", ";") and not self._last:
             self._stage = self._read_head
             return at
         self.over = True

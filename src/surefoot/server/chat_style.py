@@ -18,6 +18,7 @@ from surefoot.server.tool_formats import (
     ReasoningFormat,
     ToolFormat,
 )
+from surefoot.structured import StructuredOutputsParams
 
 # What templates of other formats hold: calls that cannot be read.
 _UNREAD = ("<function=", "\uff5ctool\u2581call", "<|tool_call", "<minimax:tool_call>", "functools[")
@@ -62,7 +63,8 @@ class ChatStyle:
         tools = _tool_format(template) if tool_format is None else FORMATS[tool_format]
         if tools is not None and tools.named:
             between = tuple(text for text in (CALL_ID, ARGUMENTS) if text in template)
-            tools = replace(tools, between=between)
+            if between:
+                tools = replace(tools, between=between, separator="", listed=False, brackets=False)
         reasoning = next((form for form in REASONING if form.closing in template), None)
         markers = [*(tools.markers if tools else ())]
         markers += [reasoning.opening, reasoning.closing] if reasoning else []
@@ -74,10 +76,13 @@ class ChatStyle:
         }
         return cls(tools, reasoning, template_variables(template), special)
 
+    @property
+    def switch(self) -> str | None:
+        """The template's variable that says whether the model is to reason; None: it has none."""
+        return next((name for name in _SWITCHES if name in self.variables), None)
+
     def check_tools(self) -> None:
-        """Raises SurefootError where tools cannot be used."""
-        if "tools" not in self.variables:
-            raise SurefootError("tools", "this model's chat template takes none", "drop them")
+        """Raises SurefootError where calls could not be read."""
         if self.tools is None:
             raise SurefootError(
                 "tools",
@@ -98,6 +103,15 @@ class ChatStyle:
         """Whether an answer to a prompt may have reasoning."""
         return self.reasoning is not None and not prompt.rstrip().endswith(self.reasoning.closing)
 
+    def behind_reasoning(
+        self, wanted: StructuredOutputsParams | None, prompt: ChatPrompt
+    ) -> StructuredOutputsParams | None:
+        """What an answer has to fit, with room for reasoning before it."""
+        if wanted is None or self.reasoning is None or not prompt.may_think:
+            return wanted
+        opening = "" if prompt.inside else self.reasoning.opening
+        return replace(wanted, reasoning=(opening, self.reasoning.closing))
+
     def parser(self, names: Collection[str] | None, inside: bool) -> AnswerParser:
         """For an answer. ``names``: of the tools, None for an answer without calls; ``inside``: as
         ``thinks`` says."""
@@ -108,7 +122,7 @@ class ChatStyle:
         """The template's variables for ``reasoning_effort`` and ``enable_thinking``. Raises
         SurefootError where it has none for them."""
         values: dict[str, Any] = {}
-        switch = next((name for name in _SWITCHES if name in self.variables), None)
+        switch = self.switch
         if effort is not None:
             if "reasoning_effort" in self.variables:
                 values["reasoning_effort"] = effort

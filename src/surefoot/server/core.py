@@ -127,6 +127,7 @@ class Core:
                         choice,
                         leader,
                         message.priority,
+                        message.pools,
                     )
                 )
         except SurefootError as error:
@@ -161,6 +162,7 @@ class Core:
             prompt_logprobs=(
                 request.prompt_logprobs if first and params.prompt_logprobs is not None else None
             ),
+            embedding=None if request.pooling is None else request.pooling.mean,
         )
 
     def _totals(self) -> Totals:

@@ -17,6 +17,15 @@ _FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 # What pydantic puts into a location for the member of a union that it tried.
 _TAGS = frozenset({"str", "int", "float", "bool", "none"})
 RETRY_WHEN_DEAD = 10
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
 
 
 class TimedOut(Exception):
@@ -54,24 +63,29 @@ class ApiError(Exception):
             }
         }
 
-    def response(self) -> Response:
+    def response(self, path: str = "") -> Response:
+        """For a request of ``path``, whose clients may expect errors of Anthropic's form."""
+        anthropic = path.startswith(ANTHROPIC_PATH)
         return Response(
-            msgspec.json.encode(self.body()),
+            msgspec.json.encode(anthropic_body(self) if anthropic else self.body()),
             self.status,
             headers=self.headers,
             media_type="application/json",
         )
 
 
-def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
-    """The answer to what a request ran into; ``names`` maps Surefoot's names of options to the
-    request's fields where they differ."""
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """As Anthropic's clients expect it."""
+    kind = _ANTHROPIC.get(error.status, "api_error" if error.status >= 500 else error.kind)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def api_error(error: Exception) -> ApiError:
+    """The answer to what a request ran into."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, SurefootError):
-        param = (names or {}).get(error.option, error.option)
-        message = f"{param}: {error.problem}" + (f"; {error.fix}" if error.fix else "")
-        return ApiError(400, message, param=param, code="invalid_value")
+        return ApiError(400, str(error), param=error.option, code="invalid_value")
     if isinstance(error, Overloaded):
         retry = {"Retry-After": str(error.retry_after)}
         return ApiError(429, str(error), kind="rate_limit_error", code="overloaded", headers=retry)

@@ -61,9 +61,11 @@ class Front:
         speculation: SpeculationParams,
         priority: int = 0,
         shown: frozenset[int] = frozenset(),
+        pools: bool = False,
     ) -> Generation:
         """Start generating; returns when the core has accepted everything. Those with a lower
         ``priority`` run first. ``shown``: special tokens that are part of the text in any case.
+        ``pools``: the prompts' embeddings are wanted.
 
         Raises SurefootError for what the engine refuses, Overloaded, and CoreDied.
         """
@@ -75,7 +77,7 @@ class Front:
             prompt = tuple(tokens)
             ids = [self._open(generation, prompt, shown) for _ in range(params.n)]
             generation.unanswered += len(ids)
-            self.core.send(Add(ids, tokens, params, speculation, priority))
+            self.core.send(Add(ids, tokens, params, speculation, priority, pools))
         try:
             while generation.unanswered:
                 await generation.change()

@@ -44,6 +44,8 @@ class Choice:
     """Tokens handed to the client so far."""
     told: bool = False
     """Whether the client was told of the end."""
+    embedding: list[float] | None = None
+    """Of the prompt, once it is there."""
     draft_positions: list[int | None] = field(default_factory=list)
     """Per output token: its place in its round's draft, from 1; None for the target's own."""
 
@@ -66,6 +68,7 @@ class Choice:
         request.cached = news.cached or request.cached
         request.logprobs += news.logprobs or []
         request.prompt_logprobs += news.prompt_logprobs or []
+        self.embedding = news.embedding
         if news.finish is not None:
             request.finish(FinishReason(news.finish), news.stop)
         self.stream.push(news.tokens, last=request.finished)

@@ -21,7 +21,8 @@ OPEN_PATHS = frozenset({"/health", *playground.PATHS})
 
 
 class ApiKey:
-    """Asks for ``Authorization: Bearer KEY`` with one of ``keys``."""
+    """Asks for ``Authorization: Bearer KEY``, or ``x-api-key: KEY`` as Anthropic's clients send it,
+    with one of ``keys``."""
 
     def __init__(self, app: App, keys: Sequence[str]) -> None:
         self.app = app
@@ -30,9 +31,11 @@ class ApiKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             scheme, _, given = (_header(scope, b"authorization") or b"").partition(b" ")
+            bearer = given if scheme.lower() == b"bearer" else b""
+            both = bearer, _header(scope, b"x-api-key") or b""
             # Every key is looked at, so that the time does not tell which came near.
-            found = [hmac.compare_digest(given, key) for key in self._keys]
-            if scheme.lower() != b"bearer" or not any(found):
+            found = [hmac.compare_digest(text, key) for key in self._keys for text in both]
+            if not any(found):
                 error = ApiError(
                     401,
                     "the API key is missing or wrong",
@@ -40,7 +43,7 @@ class ApiKey:
                     kind="authentication_error",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-                await error.response()(scope, receive, send)
+                await error.response(scope["path"])(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
@@ -67,7 +70,7 @@ class Hosts:
             if problem is not None:
                 message = f"{problem} is not allowed; see --allowed-hosts and --cors-origin"
                 error = ApiError(403, message, code="host_not_allowed", kind="permission_error")
-                await error.response()(scope, receive, send)
+                await error.response(scope["path"])(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
@@ -98,7 +101,7 @@ class BodyLimit:
             return
         announced = _header(scope, b"content-length") or b"0"
         if not announced.isdigit() or int(announced[:20]) > self.limit:
-            await self._refusal().response()(scope, receive, send)
+            await self._refusal().response(scope["path"])(scope, receive, send)
             return
         seen = 0
 

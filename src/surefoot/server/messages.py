@@ -31,6 +31,8 @@ class Add(_Message):
     speculation: SpeculationParams
     priority: int = 0
     """Lower ones are let in first."""
+    pools: bool = False
+    """Whether the prompt's embedding is wanted, rather than a text."""
 
 
 class Abort(_Message):
@@ -143,6 +145,9 @@ class News(msgspec.Struct, array_like=True):
     offerer: int = -1
     hosted: int = 0
     host: int = -1
+    embedding: list[float] | None = None
+    """With the end, where it was asked for: the mean of the prompt's last, normed hidden
+    states."""
 
 
 class Totals(msgspec.Struct, array_like=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,13 +12,8 @@ from typing import Any
 from surefoot.errors import SurefootError
 from surefoot.models.loading.special_text import SpecialText
 from surefoot.models.loading.tokenizer import Tokenizer
-from surefoot.server.chat_schema import (
-    ChatRequest,
-    TokenizeRequest,
-    ToolDefinition,
-    plain_tools,
-    render_messages,
-)
+from surefoot.server.chat_messages import ToolDefinition, plain_tools
+from surefoot.server.chat_schema import ChatRequest, TokenizeRequest, render_messages
 from surefoot.server.chat_style import ChatPrompt, ChatStyle
 from surefoot.server.encoding import MOST_CHARACTERS, Encoder, too_long
 from surefoot.server.front import Front
@@ -43,17 +39,33 @@ class Prompts:
             # Worked out now: that takes a while, for which everybody would wait.
             _ = tokenizer.lengths
 
+    @property
+    def capabilities(self) -> dict[str, bool]:
+        """What the model may be asked for."""
+        tools = self._styles[True]
+        return {
+            "completion": True,
+            "chat": self.tokenizer.chat_template is not None,
+            "tools": tools.tools is not None and "tools" in tools.variables,
+            "reasoning": self._styles[False].reasoning is not None,
+            "structured_outputs": importlib.util.find_spec("llguidance") is not None,
+            "embeddings": True,
+            "vision": False,
+        }
+
     def check_size(self, fields: Mapping[str, Any]) -> None:
         """Refuse more prompts, token ids or messages than can ever be served, before each of them
         is looked at. Raises SurefootError."""
-        room, given = self.encoder.most, fields.get("prompt")
+        room, name = self.encoder.most, "prompt" if "prompt" in fields else "input"
+        given = fields.get(name)
         if isinstance(given, list):
             many = given if given and isinstance(given[0], (str, list)) else [given]
-            self.front.check_count(len(many), "prompt")
+            self.front.check_count(len(many), name)
             longest = max((len(item) for item in many if isinstance(item, list)), default=0)
             most = room if fields.get("truncate_prompt_tokens") is None else MOST_CHARACTERS
             if longest > most:
-                raise SurefootError("prompt", too_long(longest, "tokens", most), "shorten it")
+                what = "entries" if given and isinstance(given[0], dict) else "tokens"
+                raise SurefootError(name, too_long(longest, what, most), "shorten it")
         messages = fields.get("messages")
         if isinstance(messages, list) and len(messages) > room:
             raise SurefootError("messages", too_long(len(messages), "entries", room), "drop some")
@@ -117,6 +129,12 @@ class Prompts:
         text = await self._render(request)
         ids = await self._encode(text.text, request.add_special_tokens, text.tokenizer, size)
         return ChatPrompt(ids, text.inside, text.may_think)
+
+    async def length(self, request: ChatRequest) -> int:
+        """How many tokens a conversation's prompt has, be they too many. Raises SurefootError."""
+        text = await self._render(request)
+        special = request.add_special_tokens
+        return len(await self.encoder.any_ids(text.text, special, text.tokenizer))
 
     async def tokenized(self, request: TokenizeRequest) -> list[int]:
         """What ``/tokenize`` answers with. Raises SurefootError."""

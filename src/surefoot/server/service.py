@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,19 +11,28 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from surefoot.errors import SurefootError
+from surefoot.request import SpeculationParams
 from surefoot.server.access import GENERATION, ID_GIVEN, REQUEST_ID
 from surefoot.server.answer import Format, StreamedAnswer, whole_answer
 from surefoot.server.answer_parser import AnswerParser
+from surefoot.server.anthropic_format import MessagesFormat
+from surefoot.server.anthropic_schema import CountRequest, MessagesRequest
 from surefoot.server.chat import ChatFormat
 from surefoot.server.chat_schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from surefoot.server.completions import DEFAULT_MAX_TOKENS, CompletionFormat
+from surefoot.server.embeddings import EmbeddingFormat, EmbeddingRequest
 from surefoot.server.errors import ApiError, api_error
 from surefoot.server.exposition import Exposition
+from surefoot.server.fields import GenerationFields
 from surefoot.server.front import Front
+from surefoot.server.generation import Generation
 from surefoot.server.logprobs import TokenTexts
 from surefoot.server.prompts import Prompts
+from surefoot.server.responses import ResponsesFormat
+from surefoot.server.responses_schema import ResponsesRequest
 from surefoot.server.schema import CompletionRequest, RequestFields
 
+NewParser = Callable[[], AnswerParser]
 SPECULATION_HEADER = "surefoot-speculation"
 
 
@@ -72,37 +82,98 @@ class Service:
         if request.echo and request.logprobs is not None:
             more["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
         prompts, shown = await self.prompts.completion(request, more["max_tokens"])
-        answer_id, name = self._answer_id("cmpl", http, request), self.settings.names[0]
+        answer_id, name = self._answer_id("cmpl-", http, request), self.settings.names[0]
         form = CompletionFormat(answer_id, name, request, shown, self.texts, scoring)
-        return await self._answer(http, request, prompts, form, more)
+        try:
+            return await self._answer(http, request, prompts, form, more)
+        except SurefootError as error:
+            raise _named(error, request) from error
 
     async def chat(self, http: Request, request: ChatRequest) -> Response:
         """``/v1/chat/completions``."""
         self.check_model(request.model)
-        more: dict[str, Any] = {"max_tokens": request.limit(), "logprobs": request.width()}
         if request.stream and request.prompt_logprobs is not None:
             raise SurefootError("prompt_logprobs", "cannot be streamed", "drop stream")
+        answer_id, name = self._answer_id("chatcmpl-", http, request), self.settings.names[0]
+
+        def new_form(new_parser: NewParser) -> Format:
+            return ChatFormat(answer_id, name, request, self.texts, new_parser)
+
+        return await self._converse(http, request, new_form)
+
+    async def respond(self, http: Request, request: ResponsesRequest) -> Response:
+        """``/v1/responses``."""
+        self.check_model(request.model)
+        answer_id, name = self._answer_id("resp_", http, request), self.settings.names[0]
+
+        def new_form(new_parser: NewParser) -> Format:
+            return ResponsesFormat(answer_id, name, request, new_parser())
+
+        return await self._converse(http, request.chat, new_form, request.named)
+
+    async def message(self, http: Request, request: MessagesRequest) -> Response:
+        """``/v1/messages``."""
+        self.check_model(request.model)
+        answer_id, name = self._answer_id("msg_", http, request), self.settings.names[0]
+
+        def new_form(new_parser: NewParser) -> Format:
+            return MessagesFormat(answer_id, name, new_parser())
+
+        request.settle(self.prompts.style(request.chat))
+        return await self._converse(http, request.chat, new_form, request.named)
+
+    async def embed(self, http: Request, request: EmbeddingRequest) -> Response:
+        """``/v1/embeddings``."""
+        self.check_model(request.model)
+        completion = request.completion
+        self._answer_id("", http, completion)
+        try:
+            prompts, _ = await self.prompts.completion(completion, 1)
+            generation = await self._start(http, completion, prompts, {}, pools=True)
+        except SurefootError as error:
+            raise _named(error, completion, request.named) from error
+        form, seconds = EmbeddingFormat(self.settings.names[0], request), self._seconds
+        return await whole_answer(self.front, generation, form, http.receive, seconds)
+
+    async def count(self, request: CountRequest) -> dict[str, int]:
+        """``/v1/messages/count_tokens``."""
+        self.check_model(request.model)
+        request.settle(self.prompts.style(request.chat))
+        try:
+            return {"input_tokens": await self.prompts.length(request.chat)}
+        except SurefootError as error:
+            raise _named(error, request.chat, request.named) from error
+
+    async def _converse(
+        self,
+        http: Request,
+        request: ChatRequest,
+        new_form: Callable[[NewParser], Format],
+        rename: Callable[[str], str] | None = None,
+    ) -> Response:
+        """Answer a conversation in the form that an endpoint gives it. ``rename``: from the chat
+        request's fields to the endpoint's."""
         try:
             style = self.prompts.style(request)
-            more["structured_outputs"] = request.structure(style)
+            wanted = request.structure(style)
             prompt = await self.prompts.conversation(request)
+            more: dict[str, Any] = {"max_tokens": request.limit(), "logprobs": request.width()}
+            more["structured_outputs"] = style.behind_reasoning(wanted, prompt)
+
+            def new_parser() -> AnswerParser:
+                return style.parser(request.tool_names, prompt.inside)
+
+            form, shown = new_form(new_parser), frozenset(style.special.values())
+            return await self._answer(http, request, [prompt.ids], form, more, shown)
         except SurefootError as error:
-            raise api_error(error, request.names()) from error
-        answer_id = self._answer_id("chatcmpl", http, request)
+            raise _named(error, request, rename) from error
 
-        def new_parser() -> AnswerParser:
-            return style.parser(request.tool_names, prompt.inside)
-
-        form = ChatFormat(answer_id, self.settings.names[0], request, self.texts, new_parser)
-        shown = frozenset(style.special.values())
-        return await self._answer(http, request, [prompt.ids], form, more, shown)
-
-    def _answer_id(self, kind: str, http: Request, request: RequestFields) -> str:
+    def _answer_id(self, kind: str, http: Request, request: GenerationFields) -> str:
         """Of the request's id: the header's, if the client sent one, or the field's, or a new one.
         The answer's header says the same."""
         if request.request_id is not None and not http.scope.get(ID_GIVEN):
             http.scope[REQUEST_ID] = request.request_id
-        return f"{kind}-{http.scope[REQUEST_ID]}"
+        return f"{kind}{http.scope[REQUEST_ID]}"
 
     async def _answer(
         self,
@@ -113,20 +184,34 @@ class Service:
         more: dict[str, Any],
         shown: frozenset[int] = frozenset(),
     ) -> Response:
-        seconds, ready = self.settings.request_timeout, self.front.ready
-        room = ready.room + 1 - max(map(len, prompts))
-        try:
-            params = request.sampling(ready.sampling_defaults, room, more)
-            speculation = request.speculation_params(http.headers.get(SPECULATION_HEADER))
-            generation = await self.front.submit(
-                prompts, params, speculation, request.priority or 0, shown
-            )
-            http.scope[GENERATION] = generation
-        except SurefootError as error:
-            raise api_error(error, request.names()) from error
+        generation = await self._start(http, request, prompts, more, shown)
         if request.stream:
-            return StreamedAnswer(self.front, generation, form, seconds)
-        return await whole_answer(self.front, generation, form, http.receive, seconds)
+            return StreamedAnswer(self.front, generation, form, self._seconds)
+        return await whole_answer(self.front, generation, form, http.receive, self._seconds)
+
+    async def _start(
+        self,
+        http: Request,
+        request: RequestFields,
+        prompts: list[list[int]],
+        more: dict[str, Any],
+        shown: frozenset[int] = frozenset(),
+        pools: bool = False,
+    ) -> Generation:
+        ready = self.front.ready
+        room = ready.room + 1 - max(map(len, prompts))
+        params = request.sampling(ready.sampling_defaults, room, more)
+        speculation = request.speculation_params(http.headers.get(SPECULATION_HEADER))
+        if pools:
+            speculation = SpeculationParams("off")
+        priority = request.priority or 0
+        generation = await self.front.submit(prompts, params, speculation, priority, shown, pools)
+        http.scope[GENERATION] = generation
+        return generation
+
+    @property
+    def _seconds(self) -> float | None:
+        return self.settings.request_timeout
 
     async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
         """``/tokenize``."""
@@ -151,3 +236,12 @@ class Service:
         self.prompts.check_ids("tokens", request.tokens)
         [text] = await asyncio.to_thread(self.tokenizer.decode_batch, [request.tokens])
         return {"prompt": text}
+
+
+def _named(
+    error: SurefootError, request: RequestFields, rename: Callable[[str], str] | None = None
+) -> ApiError:
+    """The answer to an error that names an option of Surefoot's, by the request's field."""
+    option = request.names().get(error.option, error.option)
+    option = option if rename is None else rename(option)
+    return api_error(SurefootError(option, error.problem, error.fix))

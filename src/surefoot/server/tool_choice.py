@@ -14,57 +14,100 @@ Tools = Sequence[tuple[str, dict[str, Any] | None]]
 """(name, schema of the arguments; None for any object)."""
 # As templates write calls, and as models have learnt them.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANYTHING = r"TEXT: /(.|\n)*/"
+# Where a call needs no marker: what is none, at the beginning and behind a call.
+_NO_CALL = r"BEGINNING: /\s*([^\s{\[](.|\n)*)?/"
+_NO_MORE = r"REST: /\s*([^\s{,;](.|\n)*)?/"
 
 
-def forced_calls(
-    form: ToolFormat, special: Mapping[str, int], tools: Tools, many: bool
-) -> StructuredOutputsParams:
-    """The texts that call one of ``tools``, or with ``many`` one or more after another.
-    ``special``: markers that are special tokens, and their ids."""
-    return StructuredOutputsParams(grammar=_calls(form, special, tools, many, "start"))
+class CallGrammar:
+    """The grammars of answers that call ``tools``. ``special``: markers that are special tokens,
+    and their ids; ``many``: whether an answer may be several calls."""
 
+    def __init__(
+        self, form: ToolFormat, special: Mapping[str, int], tools: Tools, many: bool
+    ) -> None:
+        self._form = form
+        self._special = special
+        self._many = many
+        any_call = " | ".join(f"call_{index}" for index in range(len(tools)))
+        self._rules = [f"call: {any_call}", f"calls: {self._calls()}"]
+        for index, (name, schema) in enumerate(tools):
+            self._rules.append(f"call_{index}: {self._call(name, f'arguments_{index}')}")
+            spaced = {"x-guidance": _SPACING, **({"type": "object"} if schema is None else schema)}
+            # Elsewhere these three mean another notation of grammars.
+            text = json.dumps(spaced).replace("::=", "\\u003a:=")
+            self._rules.append(f"arguments_{index}: %json {text}")
+        if CALL_ID in form.between:
+            self._rules.append("CALL_ID: /[a-zA-Z0-9]{9}/")
 
-def _calls(
-    form: ToolFormat, special: Mapping[str, int], tools: Tools, many: bool, start: str
-) -> str:
-    """The rules of one or more calls; ``start`` is the first one's name."""
+    def required(self) -> StructuredOutputsParams:
+        """Of answers that are calls, and nothing else."""
+        form, one = self._form, "calls"
+        if not form.bare:
+            one = f"{self._marker(form.opening)} calls"
+        return self._grammar(f"start: {one}{'' if form.listed else self._more(one)}")
 
-    def marker(text: str) -> str:
-        return f"<[{special[text]}]>" if text in special else _text(text)
+    def free(self) -> StructuredOutputsParams:
+        """Of answers that may be anything, but the calls in them."""
+        form = self._form
+        if not form.bare:
+            start = "(head calls)* TEXT" if self._many else "TEXT | head calls"
+            return self._grammar(f"start: {start}", _ANYTHING, *self._heads("head", "TEXT"))
+        start, rules = "calls | BEGINNING", [_NO_CALL]
+        if form.opening:
+            rules += self._heads("first", "BEGINNING")
+            start += " | first calls"
+            if self._many:
+                rules += [_NO_MORE, *self._heads("head", "REST")]
+                start += " (head calls)* REST"
+        return self._grammar(f"start: {start}", *rules)
 
-    rules, any_call = [], " | ".join(f"call_{index}" for index in range(len(tools)))
-    more = ""
-    if form.between:
-        # The name and the arguments, not in an object.
-        call, more = f"{marker(form.opening)} ({any_call})", "call"
-    elif form.name == "mistral":
-        call = any_call
-        separated = f' (", " ({any_call}))*' if many else ""
-        call = f'{marker(form.opening)} " "? "[" ({any_call}){separated} "]"'
-    elif form.closing:
-        call = f"{marker(form.opening)} {_text(chr(10))} ({any_call}) {_text(chr(10))}"
-        call += f" {marker(form.closing)}"
-        more = f"{_text(chr(10))} call"
-    else:
-        call, more = any_call, f"{_text('; ')} (call)"
-    rules.append(f"{start}: call{f' ({more})*' if many and more else ''}")
-    rules.append(f"call: {call}")
-    for index, (name, schema) in enumerate(tools):
-        if form.between:
-            parts = [_text(name)]
-            for inner in form.between:
-                parts += [marker(inner), "CALL_ID"] if inner == CALL_ID else [marker(inner)]
-            rules.append(f"call_{index}: {' '.join(parts)} arguments_{index}")
-        else:
+    def _grammar(self, *rules: str) -> StructuredOutputsParams:
+        return StructuredOutputsParams(grammar="\n".join([*rules, *self._rules]) + "\n")
+
+    def _more(self, one: str) -> str:
+        """Perhaps more of ``one``, where there may be several calls."""
+        separator = f"{_text(self._form.separator)} " if self._form.separator else ""
+        return f" ({separator}{one})*" if self._many else ""
+
+    def _heads(self, name: str, before: str) -> list[str]:
+        """Rules of the text up to and including the marker before calls."""
+        opening = self._form.opening
+        spelled = f"{before} {_text(opening)}"
+        if opening not in self._special:
+            return [f"{name}[lazy]: {spelled}"]
+        # The special token's text may also be spelled, and is read all the same.
+        head = f"{name}: {before} {self._marker(opening)} | {name}_spelled"
+        return [head, f"{name}_spelled[lazy]: {spelled}"]
+
+    def _calls(self) -> str:
+        """What stands behind the opening marker."""
+        form = self._form
+        if form.closing:
+            return f"{_text(chr(10))} call {_text(chr(10))} {self._marker(form.closing)}"
+        if not form.listed:
+            return "call"
+        calls = f"call{self._more('call')}"
+        if not form.brackets:
+            return calls
+        listed = f'"[" {calls} "]"'
+        if not form.bare:
+            return f'" "? {listed}'
+        return f"call | {listed}" if self._many else "call"
+
+    def _call(self, name: str, arguments: str) -> str:
+        form = self._form
+        if not form.between:
             head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{form.key}": '
-            rules.append(f"call_{index}: {_text(head)} arguments_{index} {_text('}')}")
-        spaced = {"x-guidance": _SPACING, **({"type": "object"} if schema is None else schema)}
-        # Elsewhere these three mean another notation of grammars.
-        schema_text = json.dumps(spaced).replace("::=", "\\u003a:=")
-        rules.append(f"arguments_{index}: %json {schema_text}")
-    if CALL_ID in form.between:
-        rules.append("CALL_ID: /[a-zA-Z0-9]{9}/")
-    return "\n".join(rules) + "\n"
+            return f"{_text(head)} {arguments} {_text('}')}"
+        parts = [_text(name)]
+        for marker in form.between:
+            parts += [self._marker(marker), *(["CALL_ID"] if marker == CALL_ID else [])]
+        return " ".join([*parts, arguments])
+
+    def _marker(self, text: str) -> str:
+        return f"<[{self._special[text]}]>" if text in self._special else _text(text)
 
 
 def _text(value: str) -> str:

@@ -26,10 +26,17 @@ class ToolFormat:
     """Whether a call may also be the name behind ``opening``, and then the arguments."""
     short_ids: bool = False
     """Whether the template takes only ids of nine letters and digits."""
+    # How calls are written that a grammar makes; all of this is read, whatever is said here.
     key: str = "arguments"
-    """Of a call's object, where calls are forced; both names are read."""
+    """Of a call's object."""
     between: tuple[str, ...] = ()
-    """Markers between a name and its arguments, where calls are forced; () for an object."""
+    """Markers between a name and its arguments; () for an object."""
+    separator: str = "\n"
+    """Between calls."""
+    listed: bool = False
+    """Whether several calls stand behind one opening marker."""
+    brackets: bool = False
+    """Whether these are a JSON list."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -49,9 +56,24 @@ FORMATS: Mapping[str, ToolFormat] = {
     form.name: form
     for form in (
         ToolFormat("hermes", "<tool_call>", "</tool_call>"),
-        ToolFormat("llama3_json", "<|python_tag|>", bare=True, key="parameters"),
-        ToolFormat("mistral", "[TOOL_CALLS]", named=True, short_ids=True),
-        ToolFormat("json", bare=True),
+        ToolFormat(
+            "llama3_json",
+            "<|python_tag|>",
+            bare=True,
+            key="parameters",
+            separator="; ",
+            listed=True,
+        ),
+        ToolFormat(
+            "mistral",
+            "[TOOL_CALLS]",
+            named=True,
+            short_ids=True,
+            separator=", ",
+            listed=True,
+            brackets=True,
+        ),
+        ToolFormat("json", bare=True, separator=", ", listed=True, brackets=True),
     )
 }
 

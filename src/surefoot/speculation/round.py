@@ -33,7 +33,7 @@ from surefoot.speculation.proposer import (
     Proposer,
     blamed,
 )
-from surefoot.speculation.scoring import TokenScores
+from surefoot.speculation.scoring import PromptReads, PromptScores, TokenScores
 from surefoot.speculation.size import Size
 from surefoot.speculation.state import SlotState
 from surefoot.speculation.trees import (
@@ -124,13 +124,12 @@ class Round:
         self._batch.copy_(upload(torch.from_numpy(table), self.state.device))
 
     def __call__(
-        self, size: Size, max_keys: int | None = None, prompt_rows: torch.Tensor | None = None
-    ) -> list[torch.Tensor]:
+        self, size: Size, max_keys: int | None = None, reads: PromptReads | None = None
+    ) -> PromptScores:
         """Run a round: updates the slots, and leaves ``books.report`` and ``scores``.
 
         ``max_keys`` bounds what the texts hold after it, drafts included (None: nothing is
-        known). ``prompt_rows`` int64 [R]: flat rows of prompts whose next token's logprobs are
-        wanted, which are returned.
+        known). ``reads``: what is wanted of prompts' rows, which is returned.
         """
         max_keys = max_keys or self.state.history.shape[1]
         slots, books = self.slots[: size.spans], self.books
@@ -140,10 +139,10 @@ class Round:
         if tree_rows is not None:
             layout = lay_out_trees(layout, tree_rows[0])
         outputs = None
-        if size.has_prompts and prompt_rows is None:
+        if size.has_prompts and reads is None:
             outputs = sampled_rows(spans, layout, 1 + self.state.max_drafts)
         forward = self.forward(layout.batch, outputs)
-        prompt_logprobs = self.scores.of_prompt(size, layout, forward.hidden, prompt_rows)
+        prompt_scores = self.scores.of_prompt(size, layout, forward.hidden, reads)
         hidden = forward.hidden
         if size.has_prompts and outputs is None:
             hidden = hidden[layout.sample_index]
@@ -158,7 +157,7 @@ class Round:
             return self.propose(index, going, size, max_keys)
 
         books.finish(slots, size, spans.drafts, verdict, propose)
-        return prompt_logprobs
+        return prompt_scores
 
     def find_trees(self, spans: RoundSpans, size: Size, layout: RoundLayout) -> TreeRows | None:
         """The trees among the drafts of a round, and where its rows stand in them; None where there

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,6 +18,24 @@ if TYPE_CHECKING:
 
 PROMPT_ROWS = 64
 """Rows of prompts whose logits are there at once."""
+
+
+@dataclass(frozen=True)
+class PromptReads:
+    """What is wanted of the prompts' rows in a round."""
+
+    scored: torch.Tensor | None = None
+    """int64 [R]: the flat rows whose next token's logprobs are wanted."""
+    pooled: tuple[tuple[int, int], ...] = ()
+    """(First flat row, rows) of the chunks whose hidden states are to be summed up."""
+
+
+class PromptScores(NamedTuple):
+    """``logprobs``: int32 [rows, columns] each, as ``kernels.logprobs`` has them; ``pooled``:
+    float64 [hidden] for each chunk."""
+
+    logprobs: list[torch.Tensor]
+    pooled: list[torch.Tensor]
 
 
 class TokenScores:
@@ -70,15 +89,21 @@ class TokenScores:
         size: Size,
         layout: RoundLayout,
         hidden: torch.Tensor,
-        prompt_rows: torch.Tensor | None,
-    ) -> list[torch.Tensor]:
-        """Of prompt tokens, each under the row before it, a few rows at a time. ``hidden``
-        [N, hidden] of all rows; ``prompt_rows`` int64 [R]: the flat rows in question."""
-        if prompt_rows is None or size.prompt_logprobs is None:
-            return []
-        batch, backend, scores = layout.batch, self.decoder.backend, []
-        for rows in prompt_rows.split(PROMPT_ROWS):
+        reads: PromptReads | None,
+    ) -> PromptScores:
+        """What ``reads`` asks for, logprobs of prompt tokens each under the row before it and a few
+        rows at a time. ``hidden`` [N, hidden] of all rows."""
+        scores = PromptScores([], [])
+        if reads is None:
+            return scores
+        for first, count in reads.pooled:
+            scores.pooled.append(self.decoder.pooled(hidden[first : first + count]))
+        if reads.scored is None or size.prompt_logprobs is None:
+            return scores
+        batch, backend = layout.batch, self.decoder.backend
+        for rows in reads.scored.split(PROMPT_ROWS):
             following = self.state.history[batch.row_slot[rows], batch.positions[rows] + 1]
             logits = self.decoder.logits(hidden[rows])
-            scores.append(backend.row_logprobs(logits, following, size.prompt_logprobs))
+            packed = backend.row_logprobs(logits, following, size.prompt_logprobs)
+            scores.logprobs.append(packed)
         return scores

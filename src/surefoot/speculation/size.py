@@ -48,7 +48,8 @@ class Size:
     masked: bool = False
     """Whether some request has a grammar."""
     prompt_logprobs: int | None = None
-    """Likewise of prompt tokens. Such rounds are never recorded."""
+    """Likewise of prompt tokens; also where all hidden states of some prompt are wanted. Such
+    rounds are never recorded."""
 
     @property
     def has_prompts(self) -> bool:

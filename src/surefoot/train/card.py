@@ -31,6 +31,16 @@ def card(facts: Mapping[str, Any]) -> str:
     ]
     for count, length in results["accepted_length"].items():
         lines.append(f"| greedy, chains of {count} drafts, rounds walked offline | {length:.2f} |")
+    if results["without_markov"] is not None:
+        lines.append(
+            f"| the same, if no draft knew of the one before it | {results['without_markov']:.2f} |"
+        )
+    if facts["successors"] is not None:
+        usual = next(iter(results["accepted_length"]))
+        lines.append(
+            f"| greedy, chains of {usual} from a table of each token's most frequent successor | "
+            f"{facts['successors']:.2f} |"
+        )
     if facts.get("engine") is not None:
         engine = facts["engine"]
         lines.append(

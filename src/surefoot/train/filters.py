@@ -1,4 +1,4 @@
-"""What is not worth training on: texts that loop, texts that were there before, short ones."""
+"""What is not worth training on: loops, texts that were there before, short ones."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ def repeated_share(ids: Sequence[int], length: int = LOOP_LENGTH) -> float:
     """The share of the n-grams of ``length`` tokens that occurred before; 0 for a short text."""
     grams = [tuple(ids[start : start + length]) for start in range(len(ids) - length + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def before_loop(ids: Sequence[int], length: int = LOOP_LENGTH) -> Sequence[int]:
+    """``ids`` up to where the first n-gram of ``length`` tokens occurs again."""
+    seen: set[tuple[int, ...]] = set()
+    for start in range(len(ids) - length + 1):
+        gram = tuple(ids[start : start + length])
+        if gram in seen:
+            return ids[:start]
+        seen.add(gram)
+    return ids
 
 
 def prompt_key(text: str, words: int | None = None) -> int:
@@ -58,11 +69,9 @@ class Seen:
 def reason_to_drop(
     answer: Sequence[int], keys: tuple[int, int], seen: Seen, shortest: int
 ) -> str | None:
-    """``short``, ``loop``, ``duplicate``, or None for an answer (token ids) that is kept."""
+    """``short``, ``duplicate``, or None for an answer (token ids) that is kept."""
     if len(answer) < shortest:
         return "short"
-    if repeated_share(answer) > MOST_REPEATED:
-        return "loop"
     if keys[0] in seen.prompts or keys[1] in seen.answers:
         return "duplicate"
     return None

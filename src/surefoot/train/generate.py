@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 from surefoot.errors import SurefootError
 from surefoot.request import SamplingParams
 from surefoot.train import openings
-from surefoot.train.filters import Seen, answer_key, prompt_key, reason_to_drop
+from surefoot.train.filters import (
+    MOST_REPEATED,
+    Seen,
+    answer_key,
+    before_loop,
+    prompt_key,
+    reason_to_drop,
+    repeated_share,
+)
 from surefoot.train.shards import (
     SETTINGS,
     Document,
@@ -37,7 +45,8 @@ Progress = Callable[[str, int, int], None]
 Messages = Sequence[Mapping[str, Any]]
 _TURN_TOKENS = 256
 """Most of a user's turn."""
-_TURN_TEMPERATURES = (0.7, 0.9)
+_TURN_TEMPERATURES = (0.6, 0.8)
+"""No other filter: finding the likeliest tokens of a share takes a GPU longer."""
 _TURN_WORDS = 24
 """Two user turns that begin with as many equal words are one."""
 
@@ -122,6 +131,9 @@ def generate_data(
     del settings["tokens"]
     settle(folder, SETTINGS, settings, "out")
     writer = _Writer(llm, options, prompts)
+    # Rounds that are not recorded yet would be stood in for by larger ones.
+    while llm.engine.prepare():
+        pass
     summary = DataSummary(0, 0, 0, 0, {}, False, 0.0)
     dropped: Counter[str] = Counter()
     started = time.monotonic()
@@ -189,6 +201,9 @@ class _Writer:
         documents: list[Document] = []
         outputs = self._generate(requests, params, progress, f"Shard {index}: answers")
         for item, ids, drawn, answer in zip(chosen, requests, params, outputs, strict=True):
+            if repeated_share(answer) > MOST_REPEATED:
+                # What led to the loop is worth learning, the loop is too easy.
+                answer = before_loop(answer)
             keys = (item.key, answer_key(answer))
             reason = reason_to_drop(answer, keys, self.seen, self.options.min_tokens)
             if reason is not None:
@@ -211,10 +226,7 @@ class _Writer:
         most = max(1, min(_TURN_TOKENS, *(self.llm.room(ids) for ids in drawn)))
         params = [
             SamplingParams(
-                temperature=chooser.choice(_TURN_TEMPERATURES),
-                top_p=0.95,
-                max_tokens=most,
-                seed=_seed(chooser),
+                temperature=chooser.choice(_TURN_TEMPERATURES), max_tokens=most, seed=_seed(chooser)
             )
             for _ in drawn
         ]

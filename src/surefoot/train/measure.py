@@ -72,6 +72,8 @@ class Measurement:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.walks = {count: Walk(count) for count in sorted({min(USUAL_DEPTH, depth), depth})}
+        self.alone = Walk(depth)
+        """Of drafts that know nothing of each other."""
         self.rows = self.agreed = 0
         self.sampled = 0.0
         self.marginal = np.zeros(depth)
@@ -105,13 +107,15 @@ class Measurement:
 
     def _walk(self, batch: Batch, drafted: Drafted, ids: np.ndarray, index: int) -> None:
         start, end = batch.starts[index], batch.starts[index + 1]
-        for first, last in _runs(batch.generated[start:end]):
+        for first, last in generated_runs(batch.generated[start:end]):
             if first == 0:
                 continue
             text = ids[start + first : start + last]
             chains = drafted.tokens[start + first - 1 : start + last - 1]
             for walk in self.walks.values():
                 walk.span(chains, text)
+            if drafted.alone is not None:
+                self.alone.span(drafted.alone[start + first - 1 : start + last - 1], text)
 
     def results(self) -> dict[str, Any]:
         """JSON-ready. ``accepted_length`` by the number of drafts, ``survival`` and
@@ -119,9 +123,10 @@ class Measurement:
         ``sampled_length``: expected with the best possible coupling at temperature 1, over all
         rows; ``marginal``: mean overlap of the distributions after true tokens; ``confidence``:
         means of the chances that the drafter gives itself at temperature 1, of what they turn out
-        to be, and of how far they are apart; ``agreement``: of the first draft with the target's
-        likeliest token; ``on_policy``: share of tokens, in greedy documents and in all, that are
-        the target's likeliest."""
+        to be, and of how far they are apart; ``without_markov``: the accepted length at full depth
+        if no draft knew of the one before it, where some do; ``agreement``: of the first draft with
+        the target's likeliest token; ``on_policy``: share of tokens, in greedy documents and in
+        all, that are the target's likeliest."""
         deepest = self.walks[self.depth]
         walks = self.walks if deepest.rounds else {}
         return {
@@ -136,6 +141,7 @@ class Measurement:
                 "all": self.all_equal / max(1, self.all_tokens),
             },
             "confidence": self._confidence(),
+            "without_markov": self.alone.accepted_length if self.alone.rounds else None,
             "greedy_tokens": deepest.tokens,
             "rows": self.rows,
         }
@@ -148,7 +154,7 @@ class Measurement:
         return {"told": float(told.mean()), "found": float(found.mean()), "apart": apart}
 
 
-def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
+def generated_runs(mask: np.ndarray) -> list[tuple[int, int]]:
     """Where True begins and ends."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
     return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]

@@ -29,6 +29,8 @@ class Drafted:
     """float32 [N, depth]: sum over tokens of min(draft's, target's probability)."""
     best: np.ndarray
     """int64 [N]: the target's likeliest token *after* token i; -1 where it was not asked."""
+    alone: np.ndarray | None = None
+    """int64 [N, depth]: ``tokens`` if none knew of the one before it, where some do."""
     confidence: np.ndarray | None = None
     """float32 [N, depth]: the chance of acceptance that the drafter itself gives, if it does."""
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from surefoot.config import EngineConfig
 from surefoot.errors import SurefootError
+from surefoot.train.baseline import successor_length
 from surefoot.train.card import card
 from surefoot.train.corpus import Corpus
 from surefoot.train.curves import PICTURE, Curves, draw
@@ -143,6 +144,13 @@ def _facts(
         "proposer": KINDS[kind].proposer,
         "target": recipe.target.name,
         "depth": recipe.depth,
+        "successors": successor_length(
+            corpus,
+            trainer.plan.documents,
+            trainer.held_out,
+            recipe.target.config.vocab_size,
+            min(USUAL_DEPTH, recipe.depth),
+        ),
         "held_out": len(trainer.held_out),
         "results": outcome.results,
         "trained": {

@@ -37,6 +37,7 @@ from surefoot.kernels.cpu.linear import (
 from surefoot.kernels.cpu.prepare import PreparedBatch, prepare_batch, prepare_layer
 from surefoot.kernels.cpu.structs import BAD_INDEX, ContextStruct
 from surefoot.kernels.draws import Adjustments, Draws, TokenMasks
+from surefoot.kernels.quant import QuantTensor
 
 SERIAL_BELOW = 1 << 19
 
@@ -119,6 +120,12 @@ class NativeBackend(Backend):
         """Table and tied head are the same packed matrix."""
         packed = self.pack_linear([weight])
         return packed, packed
+
+    def take_rows(self, table: NativeLinear, rows: torch.Tensor) -> NativeLinear:
+        """Of blocks as Q8_0, which is exact for Q8_0 and needs no more bytes than it has to."""
+        found = self.embed(table, rows)
+        packed = table.segments[0].kind > KINDS["BF16"]
+        return self.pack_linear([QuantTensor.of(found) if packed else found])
 
     def allocate_kv(
         self, layers: int, blocks: int, block_size: int, shape: AttentionShape

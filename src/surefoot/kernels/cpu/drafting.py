@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from surefoot.kernels.batch import FlatBatch
+from surefoot.kernels.batch import FlatBatch, OutputRows
 from surefoot.kernels.cpu.linear import DENSE_KINDS, KINDS, input_of
-from surefoot.kernels.cpu.prepare import keys_struct, prepare_attention
+from surefoot.kernels.cpu.prepare import keys_struct, prepare_attention, prepare_batch
 from surefoot.kernels.drafting import Drafting
 from surefoot.kernels.lookup import Matches
 
@@ -83,6 +83,7 @@ class NativeDrafting(Drafting):
         batch: FlatBatch,
         kv: NativeKV,
         rope: RopeTable,
+        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
         """MemoryError when scratch memory cannot be had."""
         backend, prepared = self.backend, weights.o.prepared
@@ -90,16 +91,18 @@ class NativeDrafting(Drafting):
             prepared = prepare_attention(weights, rope, KINDS[DENSE_KINDS[backend.dtype]])
         inputs = input_of(inputs, weights.qkv)
         out = torch.zeros(len(inputs), weights.o.shape[0])
+        batch_address = backend.prepared_batch(batch).address
+        wanted = None if outputs is None else prepare_batch(outputs.batch)
         if backend.library.sf_layer(
             backend.context_address,
             prepared.address,
-            backend.prepared_batch(batch).address,
+            batch_address,
             kv.address,
             inputs.data_ptr(),
             out.data_ptr(),
-            None,
-            None,
+            None if wanted is None else wanted.address,
+            None if outputs is None else outputs.index.data_ptr(),
             backend.thread_count,
         ):
             raise MemoryError("no memory for a layer's attention")
-        return out
+        return out if outputs is None else out[: len(outputs.index)]

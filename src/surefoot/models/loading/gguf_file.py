@@ -102,6 +102,12 @@ def unpermute(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return paired.transpose(1, 2).reshape(rows.shape)
 
 
+def permute(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """The opposite of ``unpermute``."""
+    halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape)
+
+
 def read_tensor(
     file: GgufFile, tensor: GgufTensor, heads: int, dtype: torch.dtype | None
 ) -> Weight:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from surefoot.cache import Progress
@@ -28,11 +29,13 @@ HUB_PATTERNS = [
 
 @dataclass(frozen=True)
 class Source:
-    """``name`` for people; ``path`` is a Hugging Face folder or, with ``gguf``, a file."""
+    """``name`` for people; ``path`` is a Hugging Face folder or, with ``gguf``, a file.
+    ``templates``: chat templates beside its own, by name."""
 
     name: str
     path: Path
     gguf: bool
+    templates: Mapping[str, str] = field(default_factory=dict)
 
 
 def resolve_model(model: str, progress: Progress | None = None) -> Source:
@@ -40,7 +43,8 @@ def resolve_model(model: str, progress: Progress | None = None) -> Source:
     path that exists, ``org/name`` or ``org/name:file.gguf`` on the Hugging Face hub. Raises
     SurefootError when it is none of these or cannot be fetched."""
     if model in EMBEDDED:
-        return Source(model, embedded_path(model, progress), gguf=True)
+        path, templates = embedded_path(model, progress), EMBEDDED[model].templates()
+        return Source(model, path, gguf=True, templates=templates)
     path = Path(model).expanduser()
     if model and path.is_dir():
         return Source(path.resolve().name, path, gguf=False)

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from surefoot.errors import SurefootError
-from surefoot.models.loading.chat_template import render_chat_template
+from surefoot.models.loading.chat_template import render_chat_template, template_variables
 from surefoot.models.loading.detokenizer import piece_bytes, stream_for
 from surefoot.models.loading.token_lengths import TokenLengths, token_lengths
 
@@ -137,6 +137,11 @@ class Tokenizer:
         """The usual chat template; None for a model without one."""
         return self.settings.templates.get("default")
 
+    def add_chat_templates(self, templates: Mapping[str, str]) -> None:
+        """Templates by name, where it has none of that name itself."""
+        templates = {**templates, **self.settings.templates}
+        self.settings = replace(self.settings, templates=templates)
+
     def replace_chat_template(self, template: str) -> None:
         """Render conversations with this one, tools or not."""
         self.settings = replace(self.settings, templates={"default": template})
@@ -164,6 +169,8 @@ class Tokenizer:
                 "this model has no chat template",
                 "use a plain prompt, an instruction-tuned model, or give a chat template",
             )
+        if tools and "tools" not in template_variables(template):
+            raise SurefootError("tools", "this model's chat template takes none", "drop them")
         return render_chat_template(
             template,
             messages,

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch
-
+from surefoot.kernels.backend import Weight
 from surefoot.models.config import ModelConfig
 from surefoot.speculation.drafting.fit import Interface
 from surefoot.speculation.drafting.folders import (
@@ -39,7 +38,7 @@ Config = TypeVar("Config", bound=ReadsFeatures)
 def checked(
     folder: Path,
     config: Config,
-    stored: Mapping[str, torch.Tensor],
+    stored: Mapping[str, Weight],
     expected: Shapes,
     optional: Shapes | None = None,
 ) -> DrafterCheckpoint[Config]:

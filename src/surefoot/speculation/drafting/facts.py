@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ def drafter_facts(
         "name": checkpoint.folder.resolve().name,
         "source": str(checkpoint.folder),
         "kind": kind,
-        "parameters": sum(tensor.numel() for tensor in counted),
+        "parameters": sum(math.prod(tensor.shape) for tensor in counted),
         "sizes": {
             "layers": layer.layers,
             "hidden": layer.hidden_size,

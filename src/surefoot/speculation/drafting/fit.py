@@ -38,9 +38,11 @@ def misfits(own: Interface, target: ModelConfig) -> list[str]:
         problems.append(f"it captures layers {list(captured)} of a target with {target.layers}")
     if not own.own_embedding and own.hidden_size != target.hidden_size:
         problems.append("it has no embedding, and the target's is of another width")
-    head = (own.draft_vocab_size, own.hidden_size)
-    if not own.own_head and head != (target.vocab_size, target.hidden_size):
-        problems.append("it has no lm_head, and the target's is of another size")
+    if not own.own_head and own.hidden_size != target.hidden_size:
+        problems.append("it has no lm_head, and the target's is of another width")
+    elif not (own.own_head or own.draft_vocab_size == target.vocab_size or target.tied_embeddings):
+        # Rows can be taken from an embedding alone.
+        problems.append("it has no lm_head for its draft vocabulary, and the target's is whole")
     return problems
 
 

@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from surefoot.errors import SurefootError
+from surefoot.kernels.backend import Weight
+from surefoot.kernels.quant import dense
 from surefoot.models.loading.hub import hub_cache_for
 from surefoot.models.loading.lazy import finite
 from surefoot.models.loading.safetensors_dir import INDEX, SINGLE, weight_files
@@ -29,7 +31,7 @@ class DrafterCheckpoint(Generic[Config]):
 
     folder: Path
     config: Config
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Weight]
     target_ids: torch.Tensor
     """int64 [draft vocabulary]: the target's id of each draft id."""
 
@@ -120,7 +122,7 @@ def _finite(tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, torch.
 
 
 def check_tensors(
-    folder: Path, stored: Mapping[str, torch.Tensor], expected: Shapes, optional: Shapes
+    folder: Path, stored: Mapping[str, Weight], expected: Shapes, optional: Shapes
 ) -> None:
     """Name every tensor that is missing or misshapen, or that nobody would read."""
     problems = [f"{name} is missing" for name in expected if name not in stored]
@@ -145,12 +147,14 @@ def vocabulary_shapes(vocab: int, hidden: int, draft_vocab: int) -> dict[str, tu
 
 
 def read_target_ids(
-    folder: Path, stored: Mapping[str, torch.Tensor], vocab: int, draft_vocab: int
+    folder: Path, stored: Mapping[str, Weight], vocab: int, draft_vocab: int
 ) -> torch.Tensor:
     """The target's id of each draft id, int64 [draft_vocab]: ``d2t`` holds offsets, ``t2d`` marks
     the members, and both must agree; without either both vocabularies are one."""
     index = torch.arange(draft_vocab)
-    offsets, members = stored.get("d2t"), stored.get("t2d")
+    offsets, members = (
+        None if (item := stored.get(name)) is None else dense(item) for name in ("d2t", "t2d")
+    )
     ids = index if offsets is None else index + offsets.long()
     if offsets is None and members is not None:
         ids = members.bool().nonzero().flatten()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from surefoot.kernels.backend import AttentionShape, FlatBatch
+from surefoot.kernels.backend import AttentionShape, FlatBatch, Weight
+from surefoot.kernels.quant import dense
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
 from surefoot.models.rope import rope_table
@@ -39,12 +41,13 @@ class Network(ABC):
     def __init__(
         self,
         config: ModelConfig,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Weight],
         target_ids: torch.Tensor,
         target: Decoder,
     ) -> None:
         """``config``: of the layers, its vocabulary the target's. ``tensors`` may hold
-        ``embed_tokens.weight`` and ``lm_head.weight``; what is missing is the target's.
+        ``embed_tokens.weight`` and ``lm_head.weight``; what is missing is the target's, the head's
+        rows those of the draft vocabulary.
         ``target_ids`` int64 [draft vocabulary]: the target's id of each draft id."""
         self.backend = backend = target.backend
         self.layers = config.layers
@@ -54,16 +57,25 @@ class Network(ABC):
         )
         positions = min(config.max_positions, target.rope.cos.shape[0]) + _ROOM
         self.rope = rope_table(config, positions, backend.device)
-        self.table, self.head = _embedding(tensors, target), _head(tensors, target)
-        kept = {name: item.numel() for name, item in tensors.items() if item.is_floating_point()}
+        identity = torch.equal(target_ids, torch.arange(config.vocab_size))
+        own = None if identity else target_ids
+        self.table, self.head = _embedding(tensors, target), _head(tensors, own, target)
+        kept = {name: self.bytes_of(item) for name, item in tensors.items()}
         if self.table is target.table:
             kept.pop("embed_tokens.weight", None)
         if self.head is target.head_linear:
             kept.pop("lm_head.weight", None)
-        self.weight_bytes = sum(kept.values()) * backend.dtype.itemsize
-        identity = torch.equal(target_ids, torch.arange(config.vocab_size))
-        self.target_ids = None if identity else target_ids.to(backend.device)
+        elif "lm_head.weight" not in kept:
+            kept["lm_head.weight"] = len(target_ids) * config.hidden_size * backend.dtype.itemsize
+        self.weight_bytes = sum(kept.values())
+        self.target_ids = None if own is None else own.to(backend.device)
         """int64 [draft vocabulary]: the target's ids; None where both vocabularies are one."""
+
+    def bytes_of(self, weight: Weight) -> int:
+        """What keeping it takes at most."""
+        if isinstance(weight, torch.Tensor) and not weight.is_floating_point():
+            return 0
+        return math.prod(weight.shape) * self.backend.dtype.itemsize
 
     @property
     def last_position(self) -> int:
@@ -98,28 +110,29 @@ class Network(ABC):
         return hidden
 
 
-def _embedding(tensors: Mapping[str, torch.Tensor], target: Decoder) -> Any:
+def _embedding(tensors: Mapping[str, Weight], target: Decoder) -> Any:
     """The drafter's own embedding, or the target's where it has none or just the same."""
     own = tensors.get("embed_tokens.weight")
     backend, config = target.backend, target.config
     if own is None:
         return target.table
     if own.shape == (config.vocab_size, config.hidden_size):
-        for ids in torch.arange(len(own)).split(_EMBEDDING_CHUNK):
+        known = dense(own)
+        for ids in torch.arange(len(known)).split(_EMBEDDING_CHUNK):
             rows = backend.embed(target.table, ids.to(backend.device))
-            if not torch.equal(rows, own[ids].to(backend.device, backend.dtype).to(rows.dtype)):
+            if not torch.equal(rows, known[ids].to(backend.device, backend.dtype).to(rows.dtype)):
                 break
         else:
             return target.table
     return backend.pack_embedding(own)[0]
 
 
-def _head(tensors: Mapping[str, torch.Tensor], target: Decoder) -> Any:
-    """The drafter's own head, or the target's where it has none or just the same: a copy gives the
-    same bits, whatever it is multiplied with."""
+def _head(tensors: Mapping[str, Weight], ids: torch.Tensor | None, target: Decoder) -> Any:
+    """The drafter's own head, or the target's (its rows ``ids``) where it has none or just the
+    same: a copy gives the same bits, whatever it is multiplied with."""
     own, backend = tensors.get("lm_head.weight"), target.backend
     if own is None:
-        return target.head_linear
+        return target.head_linear if ids is None else backend.take_rows(target.table, ids)
     packed = backend.pack_linear([own])
     if own.shape != (target.config.vocab_size, target.config.hidden_size):
         return packed

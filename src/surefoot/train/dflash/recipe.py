@@ -22,7 +22,7 @@ from surefoot.models.config import RopeScaling
 from surefoot.speculation.proposers.dflash.config import DFlashConfig, MarkovShape, Visibility
 from surefoot.train.corpus import Batch, Corpus, put
 from surefoot.train.dflash.export import write_checkpoint
-from surefoot.train.dflash.loss import BlockRows, biased, block_loss
+from surefoot.train.dflash.loss import BlockRows, block_loss
 from surefoot.train.dflash.network import AFTER, DFlashTraining
 from surefoot.train.dflash.options import DFlashTrainOptions
 from surefoot.train.loss import SLICE, Teacher, head_logits, teach
@@ -89,31 +89,42 @@ class DFlashRecipe(Recipe):
         anchors = batch.pairs.nonzero()[0] + 1
         rows, teacher, (block, draft) = self._rows(batch, anchors)
         place = anchors[block] - 1, draft
-        tokens = np.full((len(batch), self.depth), -1, dtype=np.int64)
+        tokens, alone = (np.full((len(batch), self.depth), -1, dtype=np.int64) for _ in range(2))
         overlap, chance = (np.zeros(tokens.shape, dtype=np.float32) for _ in range(2))
-        tokens[place], overlap[place], chance[place] = self._judge(rows, teacher)
+        judged = self._judge(rows, teacher)
+        tokens[place], alone[place], overlap[place], chance[place] = judged
         likeliest = np.full(len(batch), -1, dtype=np.int64)
         likeliest[_asked(batch)] = teacher.best.cpu().numpy()
-        return Drafted(tokens, overlap, likeliest, chance if self.config.confidence else None)
+        return Drafted(
+            tokens,
+            overlap,
+            likeliest,
+            None if self.config.markov is None else alone,
+            chance if self.config.confidence else None,
+        )
 
-    def _judge(
-        self, rows: BlockRows, teacher: Teacher
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each row the likeliest token, the overlap with the target's distribution, and the
-        confidence (0 without a head for it); on the host, [R] each."""
-        matrix = biased(self.head, self._after())
+    def _judge(self, rows: BlockRows, teacher: Teacher) -> tuple[np.ndarray, ...]:
+        """For each row the likeliest token, the likeliest without the Markov head, the overlap with
+        the target's distribution, and the confidence (0 without a head for it); on the host, [R]
+        each."""
+        after = self._after()
+        matrix = None if after is None else after.to(self.compute)
         count, device = len(rows.places), self.target.device
-        best = torch.empty(count, dtype=torch.int64, device=device)
+        best, alone = (torch.empty(count, dtype=torch.int64, device=device) for _ in range(2))
         overlap, chance = (torch.zeros(count, device=device) for _ in range(2))
         for start in range(0, count, SLICE):
             part = slice(start, start + SLICE)
             before = None if rows.before is None else rows.before[part]
-            q = torch.softmax(head_logits(biased(rows.hidden[part], before), matrix), -1)
+            logits = head_logits(rows.hidden[part], self.head)
+            alone[part] = logits.argmax(-1)
+            if before is not None and matrix is not None:
+                logits += head_logits(before, matrix)
+            q = torch.softmax(logits, -1)
             p = teacher.logprobs[rows.places[part]].float().exp_()
             best[part], overlap[part] = q.argmax(-1), torch.minimum(p, q).sum(-1)
             if self.config.confidence:
                 chance[part] = self.network.confidence(rows.hidden[part], before).sigmoid()
-        return best.cpu().numpy(), overlap.cpu().numpy(), chance.cpu().numpy()
+        return best.cpu().numpy(), alone.cpu().numpy(), overlap.cpu().numpy(), chance.cpu().numpy()
 
     def _after(self) -> torch.Tensor | None:
         """float32 [vocab, rank]: the Markov head's second matrix."""

@@ -26,6 +26,7 @@ from surefoot.speculation.drafting.folders import (
     read_tensor_file,
     read_tensors,
 )
+from surefoot.speculation.drafting.gguf import holds, is_gguf
 from surefoot.speculation.proposers.dflash.config import (
     Convolutions,
     DFlashConfig,
@@ -34,8 +35,7 @@ from surefoot.speculation.proposers.dflash.config import (
     Visibility,
 )
 from surefoot.speculation.proposers.dflash.gguf import (
-    is_dflash_gguf,
-    is_gguf,
+    ARCHITECTURE,
     open_gguf,
     read_gguf_config,
     read_gguf_tensors,
@@ -166,7 +166,7 @@ def checkpoint_facts(path: str, target: ModelConfig | None) -> dict[str, Any] | 
     """JSON-ready facts about the local folder or file, and with ``target`` whether it fits; None if
     it holds no drafter of this family. Raises SurefootError for one that is broken."""
     folder = Path(path).expanduser()
-    known = is_dflash_gguf(folder) if is_gguf(path) else folder.is_dir() and is_dflash(folder)
+    known = holds(folder, ARCHITECTURE) if is_gguf(path) else folder.is_dir() and is_dflash(folder)
     if not known:
         return None
     checkpoint = open_checkpoint(path)

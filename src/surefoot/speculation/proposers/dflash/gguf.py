@@ -1,22 +1,19 @@
 """Drafters of the DFlash family as GGUF files (llama.cpp's architecture ``dflash``).
 
-Their matrices are dequantised when they are read. A file without a head means the target's: what
-its converter dropped was a copy of it.
+A file without a head means the target's: what its converter dropped was a copy of it.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from surefoot.errors import SurefootError
+from surefoot.kernels.backend import Weight
 from surefoot.models.config import MOST_LAYERS, NORM_EPSILON, ROPE_THETA, ModelConfig
 from surefoot.models.loading.gguf_config import Metadata
 from surefoot.models.loading.gguf_container import GgufFile
-from surefoot.models.loading.gguf_file import BLOCK_NAMES, KINDS, read_tensor
+from surefoot.speculation.drafting import gguf
+from surefoot.speculation.drafting.gguf import TAPS, read_flag
 from surefoot.speculation.proposers.dflash.config import (
     MOST_BLOCK_ROWS,
     Convolutions,
@@ -33,11 +30,11 @@ _KNOWN = {
     *("attention.value_length", "attention.layer_norm_rms_epsilon", "attention.causal"),
     *("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base"),
     *("rope.dimension_count", "rope.dimension_sections", "rope.scaling.type", "block_size"),
-    *("target_layers", "sample_from_anchor", "has_confidence_head", "embedding_scale"),
+    *(TAPS, "sample_from_anchor", "has_confidence_head", "embedding_scale"),
     *("logit_scale", "final_logit_softcapping", "conv_kernel_size", "conv_group_size"),
     *("selector_rank", "selector_top_k"),
 }
-_NAMES = {
+NAMES = {
     "fc.weight": "fc.weight",
     "enc.output_norm.weight": "hidden_norm.weight",
     "output_norm.weight": "norm.weight",
@@ -51,53 +48,28 @@ _NAMES = {
     "selector_successor.weight": "candidate_selector.successor_codebook",
     "selector_hidden.weight": "candidate_selector.hidden_projection.weight",
 }
-_CONVOLUTIONS = {
+BLOCK_NAMES = {
     "attn_conv_base": "attention_conv.base_kernel",
     "attn_conv_proj.weight": "attention_conv.kernel_projection.weight",
     "ffn_conv_base": "mlp_conv.base_kernel",
     "ffn_conv_proj.weight": "mlp_conv.kernel_projection.weight",
 }
-_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
-_IDS = "d2t"
-
-
-def is_gguf(path: str) -> bool:
-    """Whether a path is meant to be that of a GGUF file."""
-    return path.lower().endswith(".gguf")
 
 
 def open_gguf(path: Path) -> GgufFile:
     """SurefootError for a file that is none of this family."""
-    file = GgufFile(path)
-    found = file.metadata.get("general.architecture")
-    if found != ARCHITECTURE:
-        raise SurefootError("path", f"{path} holds a {found!r} model, not one of this family")
-    return file
-
-
-def is_dflash_gguf(path: Path) -> bool:
-    """Whether a file holds a drafter of this family."""
-    return path.is_file() and GgufFile(path).metadata.get("general.architecture") == ARCHITECTURE
+    return gguf.open_gguf(path, ARCHITECTURE)
 
 
 def read_gguf_config(file: GgufFile) -> DFlashConfig:
     """The config of a file. SurefootError, naming key and file, for what is missing, mistyped or
     unknown."""
-    reader = Metadata(file)
-    for key, value in file.metadata.items():
-        own = key.removeprefix(reader.prefix)
-        if own != key and own not in _KNOWN:
-            raise reader.refuse(own, f"is {str(value)[:60]}, and not known")
-    if reader.find("rope.scaling.type") not in (None, "none"):
-        raise reader.refuse("rope.scaling.type", "is set, which is not supported for drafters")
+    reader = gguf.open_metadata(file, _KNOWN)
     hidden, heads = reader.integer("embedding_length"), reader.integer("attention.head_count")
-    head_dim = reader.integer("attention.key_length", hidden // heads)
+    head_dim = gguf.read_head_dim(reader, hidden, heads)
     if reader.find("rope.dimension_sections") not in (None, [head_dim // 2, 0, 0, 0]):
         raise reader.refuse("rope.dimension_sections", "tells positions of images apart")
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if reader.integer(key, head_dim) != head_dim:
-            raise reader.refuse(key, f"differs from the head size of {head_dim}")
-    vocab = _vocabulary(file, reader)
+    vocab = gguf.read_vocabulary(file, reader)
     layers = reader.integer("block_count", most=MOST_LAYERS)
     bias = "blk.0.attn_q.bias" in file.tensors
     layer = ModelConfig(
@@ -127,19 +99,19 @@ def read_gguf_config(file: GgufFile) -> DFlashConfig:
         raise file.broken("it has no tokenizer.ggml.mask_token_id")
     head = file.tensors.get("output.weight") or file.tensors.get("markov_w2.weight")
     fused = file.tensors.get("fc.weight")
-    taps = _taps(reader)
+    taps = gguf.read_taps(reader)
     return DFlashConfig(
         layout="gguf",
         layer=layer,
-        draft_vocab_size=head.shape[0] if head is not None and _IDS in file.tensors else vocab,
+        draft_vocab_size=head.shape[0] if head is not None and gguf.IDS in file.tensors else vocab,
         target_hidden_size=fused.shape[1] // len(taps) if fused is not None else hidden,
         block_size=block,
         layer_ids=taps,
         mask_token_id=mask,
-        anchor_predicts=_flag(reader, "sample_from_anchor", markov is not None),
+        anchor_predicts=read_flag(reader, "sample_from_anchor", markov is not None),
         layers=_visibilities(reader, layers),
         markov=markov,
-        confidence=_flag(reader, "has_confidence_head", "conf_proj.weight" in file.tensors),
+        confidence=read_flag(reader, "has_confidence_head", "conf_proj.weight" in file.tensors),
         confidence_with_markov=markov is not None,
         convolutions=None
         if selector is None
@@ -149,28 +121,6 @@ def read_gguf_config(file: GgufFile) -> DFlashConfig:
         logit_scale=reader.number("logit_scale", 0.0) or 1.0,
         logit_cap=reader.number("final_logit_softcapping", 0.0),
     )
-
-
-def _vocabulary(file: GgufFile, reader: Metadata) -> int:
-    """The target's, whose tokenizer the file carries."""
-    tokens = file.items("tokenizer.ggml.tokens")
-    embedding = file.tensors.get("token_embd.weight")
-    known = len(tokens) or (embedding.shape[0] if embedding is not None else None)
-    return reader.integer("vocab_size", known)
-
-
-def _taps(reader: Metadata) -> tuple[int, ...]:
-    ids = reader.file.items(f"{reader.prefix}target_layers", int)
-    if not ids or sorted(set(ids)) != ids or ids[0] < 0:
-        raise reader.refuse("target_layers", f"is {ids}, expected ascending layer indices")
-    return tuple(ids)
-
-
-def _flag(reader: Metadata, key: str, default: bool) -> bool:
-    value = reader.find(key)
-    if value is not None and not isinstance(value, bool):
-        raise reader.refuse(key, f"is {str(value)[:60]}, expected true or false")
-    return default if value is None else value
 
 
 def _visibilities(reader: Metadata, layers: int) -> tuple[Visibility, ...]:
@@ -185,37 +135,13 @@ def _visibilities(reader: Metadata, layers: int) -> tuple[Visibility, ...]:
     width = reader.integer("attention.sliding_window") if window else 0
     return tuple(
         Visibility(
-            slides if causal is None else _flag(reader, "attention.causal", False),
+            slides if causal is None else read_flag(reader, "attention.causal", False),
             width if slides else 0,
         )
         for slides in pattern[:layers]
     )
 
 
-def read_gguf_tensors(file: GgufFile) -> dict[str, torch.Tensor]:
-    """All tensors under canonical names, in float32."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in file.tensors.items():
-        if name == _IDS:
-            # Ids of the target, where safetensors hold offsets.
-            ids = file.raw(tensor).flatten().view(torch.int64)
-            tensors[_IDS] = ids - torch.arange(len(ids))
-            continue
-        if tensor.kind not in KINDS:
-            raise SurefootError("path", f"{name} of {file.path} is {tensor.kind}, not supported")
-        weight = read_tensor(file, tensor, 0, torch.float32)
-        assert isinstance(weight, torch.Tensor)
-        # Read on demand, these would be mapped memory at any address.
-        tensors[_canonical(name)] = weight.clone()
-    return tensors
-
-
-def _canonical(name: str) -> str:
-    match = _BLOCK.fullmatch(name)
-    if match is None:
-        return _NAMES.get(name, name)
-    index, own = match.groups()
-    if own in _CONVOLUTIONS:
-        return f"layers.{index}.{_CONVOLUTIONS[own]}"
-    part, _, kind = own.partition(".")
-    return f"layers.{index}.{BLOCK_NAMES[part]}.{kind}" if part in BLOCK_NAMES else name
+def read_gguf_tensors(file: GgufFile) -> dict[str, Weight]:
+    """All tensors, as ``drafting.gguf`` reads them."""
+    return gguf.read_gguf_tensors(file, NAMES, BLOCK_NAMES)

@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import embedding
 
 from surefoot.kernels.backend import Backend
+from surefoot.kernels.quant import dense
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.drafting.picking import Picker
 from surefoot.speculation.proposers.dflash.checkpoint import DFlashCheckpoint
@@ -85,7 +86,7 @@ class MarkovChain(Walk):
         self.gate: Any = None
         if name is not None:
             weight, bias = (tensors[f"markov_head.{name}.{part}"] for part in ("weight", "bias"))
-            self.gate = backend.pack_linear([weight], bias)
+            self.gate = backend.pack_linear([weight], dense(bias))
 
     def pick(
         self, picker: Picker, slots: torch.Tensor, current: torch.Tensor, parts: Iterator[Rows]
@@ -131,8 +132,8 @@ class PathSelector(Walk):
         assert shape is not None
         self.backend, self.top_k = backend, shape.top_k
         device, dtype = backend.device, backend.dtype
-        self.before = tensors["candidate_selector.predecessor_codebook"].to(device, dtype)
-        self.after = tensors["candidate_selector.successor_codebook"].to(device, dtype)
+        self.before = dense(tensors["candidate_selector.predecessor_codebook"]).to(device, dtype)
+        self.after = dense(tensors["candidate_selector.successor_codebook"]).to(device, dtype)
         hidden = tensors["candidate_selector.hidden_projection.weight"]
         self.projection = backend.pack_linear([hidden])
 
@@ -179,14 +180,14 @@ class ConfidenceHead:
 
     def __init__(self, checkpoint: DFlashCheckpoint, backend: Backend) -> None:
         config, tensors, device = checkpoint.config, checkpoint.tensors, backend.device
-        weight = tensors["confidence_head.proj.weight"].to(device).float().flatten()
+        weight = dense(tensors["confidence_head.proj.weight"]).to(device).float().flatten()
         self.hidden, of_token = weight.split(
             (config.layer.hidden_size, len(weight) - config.layer.hidden_size)
         )
-        bias = tensors["confidence_head.proj.bias"].to(device).float()
+        bias = dense(tensors["confidence_head.proj.bias"]).to(device).float()
         self.of_token = bias.expand(config.layer.vocab_size)
         if config.confidence_with_markov:
-            stored = tensors["markov_head.markov_w1.weight"].to(device, backend.dtype)
+            stored = dense(tensors["markov_head.markov_w1.weight"]).to(device, backend.dtype)
             self.of_token = (stored.float() @ of_token) + bias
 
     def __call__(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from surefoot.kernels.backend import FlatBatch
+from surefoot.kernels.backend import FlatBatch, OutputRows
 from surefoot.kernels.drafting import ContextWeights
+from surefoot.kernels.quant import dense
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder, pack_layer
 from surefoot.speculation.drafting.checkpoints import interface
@@ -30,6 +31,9 @@ from surefoot.speculation.proposers.dflash.checkpoint import (
     misfits,
 )
 from surefoot.speculation.proposers.dflash.config import Visibility
+
+MOST_WANTED = 0.75
+"""The share of a block's rows above which the last layer computes all of them."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,8 @@ class DFlashNetwork(Network):
         self.captured_layers = touching.captured_layers
         self.eps, self.block = config.layer.norm_eps, config.block_size
         self.fc = backend.pack_linear([tensors["fc.weight"]])
-        self.hidden_norm = backend.pack_norm(tensors["hidden_norm.weight"])
-        self.norm = backend.pack_norm(tensors["norm.weight"])
+        self.hidden_norm = backend.pack_norm(dense(tensors["hidden_norm.weight"]))
+        self.norm = backend.pack_norm(dense(tensors["norm.weight"]))
         one = torch.zeros(1, dtype=torch.int64, device=backend.device)
         self.activations = backend.embed(self.table, one).dtype
         self.stack = [
@@ -64,14 +68,14 @@ class DFlashNetwork(Network):
         ]
         self.context, again = self._pack_context(tensors)
         # The keys' and values' parts of the layers are kept a second time, side by side.
-        self.weight_bytes += again * backend.dtype.itemsize
+        self.weight_bytes += again
         self.convolutions = [
             self._pack_convolutions(tensors, f"layers.{index}.")
             for index in range(self.layers if config.convolutions else 0)
         ]
         self.mask_embedding = None
         if MASK in tensors:
-            self.mask_embedding = tensors[MASK].to(backend.device, self.activations)
+            self.mask_embedding = dense(tensors[MASK]).to(backend.device, self.activations)
         self._masks = {
             each: _mask_bits(each, self.block).to(backend.device) for each in set(config.layers)
         }
@@ -79,7 +83,7 @@ class DFlashNetwork(Network):
         self._runs = [(kind, [index for index, _ in members]) for kind, members in kinds]
 
     def _pack_context(self, tensors: Any) -> tuple[ContextWeights, int]:
-        """And how many numbers that are."""
+        """And the bytes that they take."""
         names = [
             f"layers.{index}.self_attn.{part}_proj"
             for index in range(self.layers)
@@ -88,20 +92,22 @@ class DFlashNetwork(Network):
         weights = [tensors[f"{name}.weight"] for name in names]
         bias = None
         if self.config.layer.attention_bias:
-            bias = torch.cat([tensors[f"{name}.bias"] for name in names])
+            bias = torch.cat([dense(tensors[f"{name}.bias"]) for name in names])
         stacked = ContextWeights(
             kv=self.backend.pack_linear(weights, bias),
             k_norms=[layer.k_norm for layer in self.stack],
             eps=self.eps,
             shape=self.shape,
         )
-        return stacked, sum(weight.numel() for weight in weights)
+        return stacked, sum(map(self.bytes_of, weights))
 
     def _pack_convolutions(self, tensors: Any, prefix: str) -> tuple[Convolution, Convolution]:
         backend = self.backend
 
         def packed(name: str) -> Convolution:
-            base = tensors[f"{prefix}{name}.base_kernel"].to(backend.device, self.activations)
+            base = dense(tensors[f"{prefix}{name}.base_kernel"]).to(
+                backend.device, self.activations
+            )
             dynamic = tensors[f"{prefix}{name}.kernel_projection.weight"]
             return Convolution(base, backend.pack_linear([dynamic]))
 
@@ -127,10 +133,23 @@ class DFlashNetwork(Network):
             return self.config.first_row + drafts
         return self.block
 
+    def wanted_rows(self, drafts: int) -> range:
+        """The rows of a block whose last hidden states are wanted where so many drafts are: those
+        that these are predicted from, and those before them that convolutions read. All rows, where
+        too few would be left out to pay for it."""
+        rows, first = self.rows_for(drafts), self.config.first_row
+        wanted = range(0 if self.convolutions else first, first + drafts)
+        return wanted if len(wanted) <= MOST_WANTED * rows else range(rows)
+
     def step(
-        self, features: torch.Tensor | None, batch: FlatBatch, kv: Sequence[Any]
+        self,
+        features: torch.Tensor | None,
+        batch: FlatBatch,
+        kv: Sequence[Any],
+        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
-        """Run blocks, whose rows are neighbours, without final norm. Needs no ``features``."""
+        """Run blocks, whose rows are neighbours, without final norm. Needs no ``features``.
+        ``outputs``: the rows whose hidden states are returned, as many of each block."""
         blocks = batch.span_start.shape[0]
         rows = batch.tokens.shape[0] // blocks
         x = self.backend.embed(self.table, batch.tokens)
@@ -139,13 +158,18 @@ class DFlashNetwork(Network):
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
         batches = {each: self._visible(batch, each, blocks, rows) for each in self._masks}
+        last = self.layers - 1
+        if outputs is not None:
+            outputs = _seeing(outputs, batches[self.config.layers[last]])
         for kind, indices in self._runs:
             if self.convolutions:
                 for index in indices:
-                    x = self._convolved(index, x, batches[kind], kv[index], rows)
+                    wanted = outputs if index == last else None
+                    x = self._convolved(index, x, batches[kind], kv[index], rows, wanted)
                 continue
             layers, pools = [self.stack[i] for i in indices], [kv[i] for i in indices]
-            x, _ = self.backend.layers(layers, x, batches[kind], pools, self.rope, ())
+            wanted = outputs if last in indices else None
+            x, _ = self.backend.layers(layers, x, batches[kind], pools, self.rope, (), wanted)
         return x
 
     def _visible(self, batch: FlatBatch, kind: Visibility, blocks: int, rows: int) -> FlatBatch:
@@ -164,16 +188,26 @@ class DFlashNetwork(Network):
         )  # fmt: skip
 
     def _convolved(
-        self, index: int, x: torch.Tensor, batch: FlatBatch, pool: Any, rows: int
+        self,
+        index: int,
+        x: torch.Tensor,
+        batch: FlatBatch,
+        pool: Any,
+        rows: int,
+        outputs: OutputRows | None,
     ) -> torch.Tensor:
-        """A layer with convolutions before and after each of its sublayers."""
+        """A layer with convolutions before and after each of its sublayers. ``outputs`` are the
+        first rows of each block: convolutions read the rows before."""
         backend, layer, drafting = self.backend, self.stack[index], self.backend.drafting
         attention, mlp = self.convolutions[index]
         assert layer.input_norm is not None
         inputs = backend.rms_norm(x, layer.input_norm, self.eps)
         before, after = self._coefficients(attention, inputs)
         mixed = drafting.convolve(inputs, attention.base[0], before, rows)
-        mixed = drafting.attention(layer, mixed, batch, pool, self.rope)
+        mixed = drafting.attention(layer, mixed, batch, pool, self.rope, outputs)
+        if outputs is not None:
+            x, after = x[outputs.index], after[outputs.index]
+            rows = rows * len(x) // len(inputs)
         x = x + drafting.convolve(mixed, attention.base[1], after, rows)
         inputs = backend.rms_norm(x, layer.post_norm, self.eps)
         before, after = self._coefficients(mlp, inputs)
@@ -203,6 +237,17 @@ class DFlashNetwork(Network):
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The hidden states as heads read them, after the final norm."""
         return self.backend.rms_norm(hidden, self.norm, self.eps)
+
+
+def _seeing(outputs: OutputRows, batch: FlatBatch) -> OutputRows:
+    """Rows of ``batch`` that see what they see there."""
+    assert batch.mask is not None
+    oldest = None if batch.oldest is None else batch.oldest[outputs.index]
+    some = replace(
+        outputs.batch, mask=batch.mask[outputs.index], oldest=oldest, all_masked=True,
+        both_ways=batch.both_ways,
+    )  # fmt: skip
+    return replace(outputs, batch=some)
 
 
 def _mask_bits(kind: Visibility, rows: int) -> torch.Tensor:

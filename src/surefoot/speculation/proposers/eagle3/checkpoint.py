@@ -24,7 +24,14 @@ from surefoot.speculation.drafting.folders import (
     find_folder,
     read_tensors,
 )
+from surefoot.speculation.drafting.gguf import holds, is_gguf
 from surefoot.speculation.proposers.eagle3.config import Eagle3Config, is_eagle3, read_config
+from surefoot.speculation.proposers.eagle3.gguf import (
+    ARCHITECTURE,
+    open_gguf,
+    read_gguf_config,
+    read_gguf_tensors,
+)
 
 LAYER = "layers.0."
 OPTION = "eagle3.path"
@@ -32,9 +39,14 @@ Eagle3Checkpoint = DrafterCheckpoint[Eagle3Config]
 
 
 def open_checkpoint(path: str) -> Eagle3Checkpoint:
-    """Read the folder, or the repository ``org/name`` of the Hugging Face hub. Raises
-    SurefootError about ``eagle3.path``."""
+    """Read the folder, the GGUF file, or the repository ``org/name`` of the Hugging Face hub.
+    Raises SurefootError about ``eagle3.path``."""
     with errors_about(OPTION):
+        if is_gguf(path):
+            file = open_gguf(Path(path).expanduser())
+            config = read_gguf_config(file)
+            tensors = read_gguf_tensors(file, config)
+            return checked(file.path, config, tensors, expected_shapes(config))
         folder = find_folder(path)
         config = read_config(folder)
         stored = {canonical(name): tensor for name, tensor in read_tensors(folder).items()}
@@ -95,10 +107,11 @@ def dummy_checkpoint(
 
 
 def checkpoint_facts(path: str, target: ModelConfig | None) -> dict[str, Any] | None:
-    """JSON-ready facts about the local folder, and with ``target`` whether it fits; None if it
-    holds no EAGLE-3 drafter. Raises SurefootError for one that is broken."""
+    """JSON-ready facts about the local folder or file, and with ``target`` whether it fits; None if
+    it holds no EAGLE-3 drafter. Raises SurefootError for one that is broken."""
     folder = Path(path).expanduser()
-    if not folder.is_dir() or not is_eagle3(folder):
+    known = holds(folder, ARCHITECTURE) if is_gguf(path) else folder.is_dir() and is_eagle3(folder)
+    if not known:
         return None
     checkpoint = open_checkpoint(path)
     config = checkpoint.config

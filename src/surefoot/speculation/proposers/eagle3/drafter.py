@@ -15,6 +15,7 @@ import torch
 
 from surefoot.kernels.backend import FlatBatch
 from surefoot.kernels.drafting import EntryWeights
+from surefoot.kernels.quant import dense
 from surefoot.models.decoder import Decoder, pack_layer
 from surefoot.speculation.drafting.checkpoints import interface
 from surefoot.speculation.drafting.fit import misfits, refuse_misfits
@@ -40,15 +41,15 @@ class Eagle3Drafter(Network):
         backend = self.backend
         self.captured_layers = touching.captured_layers
         # The keys' and values' part of the layer is kept a second time, by itself.
-        again = sum(tensors[f"{LAYER}self_attn.{name}_proj.weight"].numel() for name in ("k", "v"))
-        self.weight_bytes += again * backend.dtype.itemsize
+        again = (tensors[f"{LAYER}self_attn.{name}_proj.weight"] for name in ("k", "v"))
+        self.weight_bytes += sum(map(self.bytes_of, again))
         self.fc = backend.pack_linear([tensors["fc.weight"]])
         self.layer = pack_layer(
             backend, tensors, LAYER, config.layer, self.shape, normed_inputs=False, keys_again=True
         )
 
         def norm(name: str) -> torch.Tensor:
-            return backend.pack_norm(tensors[f"{name}.weight"])
+            return backend.pack_norm(dense(tensors[f"{name}.weight"]))
 
         self.entry = EntryWeights(
             self.table,

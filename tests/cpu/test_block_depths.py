@@ -1,0 +1,95 @@
+"""Drafters that draft whole blocks, on a made-up GPU: how far they may draft, and that the planner
+finds how far they should."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from planner_world import Texts, World
+from surefoot.engine.measuring import actions_of, decoding_sizes
+from surefoot.engine.rounds import PaddedRounds
+from surefoot.speculation.decisions import NOTHING, Action
+from surefoot.speculation.host_costs import HostCosts
+from surefoot.speculation.measured_times import RecordedSize
+from surefoot.speculation.planner import Planner
+from surefoot.speculation.recorded_costs import RecordedCosts
+from surefoot.speculation.size import GREEDY
+from test_planner import gpu_host, samples
+
+WIDTH = 15
+CHANCE = 0.753
+"""Of a draft, given those before it."""
+TARGET = {
+    32: ((32, 128, 192, 256, 544), (3.6, 4.2, 4.8, 6.0, 7.9)),
+    128: ((128, 256, 512, 1152, 2048), (6.7, 8.0, 10.1, 21.0, 37.0)),
+}
+"""Milliseconds of the target by rows: Qwen3-4B's shapes on an H200, about."""
+BLOCK = {32: (1.35, 0.02), 128: (4.0, 0.15)}
+"""Those of the drafter's blocks: what they take in any case, and for each draft."""
+
+
+def rounds_of(drafters: dict[int, int], whole: set[int]) -> PaddedRounds:
+    """Of an engine for 128 requests whose proposers draft so far."""
+    state = SimpleNamespace(device=torch.device("cpu"), max_drafts=WIDTH)
+    controller = SimpleNamespace(trees=(False,) * len(drafters))
+    round_ = SimpleNamespace(
+        state=state, controller=controller, slots=range(128), drafters=drafters, whole=whole,
+        proposers=list(drafters),
+    )  # fmt: skip
+    return PaddedRounds(cast(Any, round_), 2048)
+
+
+def seconds(requests: int, rows: int, action: Action) -> float:
+    own, more = BLOCK[requests]
+    block = own + more * action[1] if action != NOTHING else 0.0
+    return float(np.interp(rows, *TARGET[requests]) + block) / 1000
+
+
+def test_a_few_depths_of_blocks_are_recorded_where_there_are_many_rows() -> None:
+    blocks, steps = rounds_of({0: 15}, {0}), rounds_of({0: 15}, set())
+    assert blocks.depths(8) == [15] and blocks.depths(32) == [3, 5, 8, 15]
+    assert all(32 * (1 + depth) in blocks.rows(32) for depth in blocks.depths(32))
+    assert rounds_of({0: 4}, {0}).depths(128) == [3, 4]
+    assert steps.depths(8) == steps.depths(32) == [1, 2, 3, 4, 8, 15]
+    assert 192 not in steps.rows(32)
+    assert rounds_of({0: 15, 1: 4}, {0}).depths(32) == [1, 2, 3, 4, 8, 15]
+
+
+@pytest.mark.parametrize("requests", [32, 128])
+def test_the_planner_finds_how_many_drafts_of_blocks_pay(requests: int) -> None:
+    """Within a few dozen rounds it is as fast as with the best number of all, the same for every
+    request, whether rounds of just this depth are recorded or not."""
+    rounds = cast(Any, rounds_of({0: WIDTH}, {0}))
+    times = {
+        RecordedSize(requests, size.rows, size.rows, action): seconds(requests, size.rows, action)
+        for action in actions_of(rounds, requests)
+        for size in decoding_sizes(rounds, requests, GREEDY, action)
+    }
+    costs, true = (RecordedCosts({s: [(100, t)] for s, t in times.items()}) for _ in range(2))
+    planner = Planner(costs, HostCosts(samples(gpu_host)), WIDTH, [0])
+    known: dict[tuple[Action, int], float] = {}
+
+    def device(requests: int, prompt_rows: int, action: Action, drafts: int) -> float:
+        if (action, drafts) not in known:
+            size = true.size_for(requests, action, drafts, 100.0)
+            assert size is not None
+            known[action, drafts] = times[size]
+        return known[action, drafts]
+
+    texts = Texts(lookup=None, drafter=0, chances=(CHANCE,) * WIDTH, spread=0.05, width=WIDTH)
+    world = World(device, gpu_host, texts, requests, 2, True, (0,), 0.01, hiccups=0.0)
+    gained = np.cumsum(CHANCE ** np.arange(1 + WIDTH))
+    best = max(
+        requests * gained[n] / seconds(requests, requests * (1 + n), ((0,), n))
+        for n in range(1, 1 + WIDTH)
+    )
+    assert world.run(planner, 50) > 0.9 * best
+    assert world.run(planner, 50) > 0.96 * best
+    explored = planner.explored
+    assert world.run(planner, 300) > 0.985 * best
+    assert planner.explored - explored < 30
