@@ -26,9 +26,9 @@ class StructuredOutputsParams:
     32 spaces or tabs, unless the schema's ``x-guidance`` (llguidance's options) has a
     ``whitespace_pattern`` or ``whitespace_flexible``, or ``disable_any_whitespace`` allows none.
 
-    ``reasoning``: two markers; any text between them may come first, beside white space, and the
-    rest is what fits. With "" as the first marker the prompt has it already: such a text comes
-    first, up to the second marker.
+    ``reasoning``: two markers; any text between them may come first, with a little white space
+    around it, and the rest is what fits. With "" as the first marker the prompt has it already:
+    such a text comes first, up to the second marker.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -143,6 +143,11 @@ class TextGrammar(Protocol):
     def allowed_prefix(self, drafts: Sequence[int]) -> int:
         """How many leading drafts the grammar allows behind the committed tokens, up to and
         including the first end token."""
+        ...
+
+    def forced(self, most: int) -> tuple[list[int], list[float]]:
+        """Up to ``most`` tokens of the only text that can follow the committed tokens, as far as
+        there is only one, and how likely each of them is, in 0..1, to be how a model cuts it."""
         ...
 
     def write_masks(self, drafts: Sequence[int], bits: Any) -> None:

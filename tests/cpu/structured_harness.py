@@ -38,10 +38,19 @@ class Pieces:
         return BYTES[token]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Of ``word``s only."""
+        """Of ``word``s; other texts greedily, without what the vocabulary lacks."""
         mark, _, ids = text.strip().partition(":")
-        assert mark == "word", "masks must not depend on how a text would be tokenised"
-        return [int(token) for token in ids.split(",")]
+        if mark == "word":
+            return [int(token) for token in ids.split(",")]
+        data, found = text.encode(), []
+        while data:
+            known = [
+                token for token in range(2, VOCAB) if BYTES[token] and data.startswith(BYTES[token])
+            ]
+            if known:
+                found.append(max(known, key=lambda token: len(BYTES[token])))
+            data = data[len(BYTES[found[-1]]) if known else 1 :]
+        return found
 
 
 def word(*tokens: int) -> str:

@@ -38,6 +38,9 @@ class GivenCosts:
     def with_prompts(self, requests: int, action: Action) -> Action:
         return action
 
+    def with_drafts(self, requests: int, action: Action) -> Action:
+        return action
+
     def table(
         self, requests: int, prompt_rows: int, action: Action, most: int, context: float
     ) -> tuple[np.ndarray, np.ndarray]:

@@ -91,7 +91,9 @@ def test_a_drafter_that_could_draft_nothing_is_refused_by_name(tmp_path: Path) -
     line = ["generate", "x", "-m", str(model), "--eagle3", "dummy", "--max-draft-tokens"]
     refused = CliRunner().invoke(app, [*line, "0"])
     assert refused.exit_code == 2
-    assert "--max-draft-tokens: is 0, so ngram and eagle3 cannot draft" in refused.stderr
+    assert (
+        "--max-draft-tokens: is 0, so ngram and grammar and eagle3 cannot draft" in refused.stderr
+    )
 
 
 def test_the_certificate_may_draft_less_than_it_is_told() -> None:

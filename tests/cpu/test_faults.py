@@ -73,7 +73,7 @@ def engines() -> Iterator[dict[str, Engine]]:
 
 def engine_of(ahead: bool) -> Engine:
     engine = make_engine(
-        target("native"), ahead, proposers=("ngram", DRAFTER), max_draft_tokens=3,
+        target("native"), ahead, proposers=("ngram", DRAFTER, "grammar"), max_draft_tokens=3,
         proposer_options={DRAFTER: {"path": folder("skilled"), "draft_tokens": 2}},
         draft_policy="fixed", max_num_seqs=3, kv_blocks=6, max_num_batched_tokens=8,
         calibration_seconds=0.0,

@@ -181,7 +181,7 @@ def test_a_proposer_that_fails_is_switched_off_and_the_texts_go_on(
     assert off.error == f"KeyError: 'first\\nsecond'; raised by proposer 'ngram' in {told}()"
     [refused] = [m for m in link.sent if isinstance(m, Refused)]
     assert refused.ids == ["e"] and "failed, and was switched off" in refused.problem
-    assert refused.fix == "use one of auto, off"
+    assert refused.fix == "use one of auto, off, grammar"
 
 
 def test_what_no_proposer_raises_ends_the_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from surefoot.models.decoder import Decoder
 from surefoot.models.loading import load_checkpoint
 from surefoot.speculation import shipped
 from surefoot.speculation.proposers.eagle3.checkpoint import dummy_checkpoint
-from surefoot.speculation.registry import DEFAULT, inspect_drafter
+from surefoot.speculation.registry import default, inspect_drafter
 from surefoot.speculation.shipped import shipped_drafters, with_shipped
 from surefoot.train.eagle3.gguf import write_eagle3
 from tiny_models import tiny_hf_model
@@ -51,7 +51,7 @@ def test_it_is_loaded_unasked_and_changes_no_text(model: Path, drafter: Path) ->
         str(model), max_num_seqs=1, max_model_len=64, kv_blocks=8,
         draft_policy="fixed",
     )  # fmt: skip
-    assert [item.name for item in llm.engine.proposers] == [*DEFAULT, "eagle3"]
+    assert [item.name for item in llm.engine.proposers] == ["ngram", "eagle3"]
     assert "eagle3" in llm.engine.drafts_from
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     with_drafts = llm.generate("one two", params)[0].outputs[0].token_ids
@@ -62,14 +62,14 @@ def test_who_gets_it(model: Path, drafter: Path) -> None:
     options = {"eagle3": {"path": str(drafter)}}
     name = str(model)
     found = with_shipped(EngineConfig(model=name))
-    assert found.proposers == (*DEFAULT, "eagle3") and found.proposer_options == options
+    assert found.proposers == (*default(), "eagle3") and found.proposer_options == options
     # By its name alone, with other options kept.
     asked = EngineConfig(
         model=name, proposers=("eagle3",), proposer_options={"eagle3": {"top_k": 2}}
     )
     assert with_shipped(asked).proposer_options == {"eagle3": {"top_k": 2, **options["eagle3"]}}
     for other in (
-        EngineConfig(model=name, proposers=DEFAULT),
+        EngineConfig(model=name, proposers=default()),
         EngineConfig(model=name, proposers=()),
         EngineConfig(model=name, max_draft_tokens=0),
         EngineConfig(model=name, proposers=("eagle3=mine",)),
@@ -87,7 +87,7 @@ def test_a_damaged_one_is_told_of(model: Path, drafter: Path) -> None:
     with pytest.raises(SurefootError, match="is damaged") as caught:
         with_shipped(EngineConfig(model=str(model)))
     assert caught.value.option == "eagle3.path"
-    with_shipped(EngineConfig(model=str(model), proposers=DEFAULT))
+    with_shipped(EngineConfig(model=str(model), proposers=default()))
     drafter.unlink()
     found = check_drafter(str(model))
     assert found is not None and found.status == "fail" and found.fix

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -79,6 +78,9 @@ def test_masks_are_those_of_brute_force(structure: Any, data: st.DataObject) -> 
         state.sync(output)
         allowed = language.allowed(output)
         assert masks_behind(state, []) == [allowed]
+        check_forced(state, language, output)
+        # Having been asked for it changes nothing.
+        assert masks_behind(state, []) == [allowed]
         assert state.accepting == (text_of(output) in language.texts)
         tokens = st.integers(0, VOCAB - 1)
         drafts = data.draw(st.lists(st.one_of(st.sampled_from(sorted(allowed)), tokens)))
@@ -101,6 +103,21 @@ def test_masks_are_those_of_brute_force(structure: Any, data: st.DataObject) -> 
 
 # Of tokens that texts of the grammars are made of.
 bad_words = st.builds(lambda ids: word(*ids), st.lists(st.integers(2, 20), min_size=1, max_size=3))
+
+
+def check_forced(state: GrammarState, language: Language, output: list[int]) -> None:
+    """The text that all texts of the language go on with, and no more than that."""
+    text = text_of(output)
+    beyond = [each[len(text) :] for each in language.texts if each.startswith(text)]
+    first, last = min(beyond), max(beyond)
+    same = [a == b for a, b in zip(first, last, strict=False)]
+    common = first[: same.index(False) if False in same else len(same)]
+    tokens, confidence = state.forced(4)
+    assert len(tokens) == len(confidence) <= 4 and all(0.0 < each <= 1.0 for each in confidence)
+    assert common.startswith(text_of(tokens)) and not set(tokens) & set(ENDS)
+    assert state.allowed_prefix(tokens) == len(tokens)
+    if common and common.isascii():
+        assert tokens, (text, common)
 
 
 @st.composite
@@ -133,7 +150,19 @@ def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[int, Language], dict[str
             params = params_with(options, **values)
         else:
             params = SamplingParams(**values)
-        methods = ["auto", "ngram", "oracle", "saboteur", "meddler", "meddler", "meddler", "off"]
+        methods = [
+            "auto",
+            "auto",
+            "grammar",
+            "grammar",
+            "ngram",
+            "oracle",
+            "saboteur",
+            "meddler",
+            "meddler",
+            "meddler",
+            "off",
+        ]
         method = draw(st.sampled_from(methods))
         jobs.append(
             Job(
@@ -155,7 +184,7 @@ def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[int, Language], dict[str
         "draft_policy": draw(st.sampled_from(["auto", "fixed", "fixed"])),
         "calibration_seconds": 0.0,
         "ahead": draw(st.booleans()),
-        "proposers": ("ngram", "oracle", "saboteur", "meddler"),
+        "proposers": ("ngram", "oracle", "saboteur", "meddler", "grammar"),
     }  # fmt: skip
 
 
@@ -329,14 +358,15 @@ def test_what_is_cut_is_neither_offered_nor_watched() -> None:
     offers.tokens[slot, :4] = torch.tensor([good[0], 7, 7, 7])
     offers.lengths[slot], offers.chances[slot, :4], offers.proposer[slot] = 4, 0.5, 0
     engine.loop._grammars.note(slot, 0, [good[0], 7, 7, 7], None)
-    assert engine.loop._grammars.write([request]) == {slot: 1}
+    engine.loop._grammars.write([request])
     assert int(offers.lengths[slot]) == 1
     assert offers.chances[slot, :4].tolist() == [0.5, 0.0, 0.0, 0.0]
     assert [int(e.watched_length[slot]) for e in controller.estimators] == [1, 4]
     # An older offer is still being watched: the cut is not its.
     engine.state.length[slot] += 1
     engine.loop._grammars.note(slot, 0, [7, 7], None)
-    assert engine.loop._grammars.write([request]) == {slot: 0}
+    engine.loop._grammars.write([request])
+    assert int(offers.lengths[slot]) == 0
     assert int(controller.estimators[0].watched_length[slot]) == 1
 
 
@@ -375,10 +405,12 @@ def test_offers_are_cut_before_the_first_draft_that_is_forbidden(
     state.mask_bits = torch.zeros((state.slots * (1 + state.max_drafts), WORDS), dtype=torch.int32)
     grammar: Any = Forbids(forbidden)
     grammar.write_masks = lambda drafts, bits: bits.fill(-1)
-    request: Any = SimpleNamespace(slot=1, output=[3], grammar=grammar)
+    grammar.forced = lambda most: ([], [])
+    request = engine.make_request("r", (3, 4), SamplingParams())
+    request.slot, request.output, request.grammar = 1, [3], grammar
     masks.note(1, 0, [5, 6, 7, 8], parents)
     engine.round.books.offers.lengths[1] = 4
-    assert masks.write([request]) == {1: left}
+    assert masks.write([request]) == {}
     assert int(engine.round.books.offers.lengths[1]) == left
 
 

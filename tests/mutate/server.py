@@ -7,8 +7,8 @@ from .mutation import mutation as m
 MUTATIONS = (
     m(
         "server/guards.py",
-        "found = [hmac.compare_digest(given, key) for key in self._keys]",
-        "found = [key.startswith(given) for key in self._keys]",
+        "found = [hmac.compare_digest(text, key) for key in self._keys for text in both]",
+        "found = [key.startswith(text) for key in self._keys for text in both]",
         "test_server_stream.py::test_key_origin_and_size",
     ),
     m(
@@ -83,5 +83,35 @@ MUTATIONS = (
         "        self._at += len(self._detokenizer.push(token).encode())",
         "test_server.py",
         "test_server_units.py",
+    ),
+    m(
+        "server/prompts.py",
+        "return [ids[0], *ids[1 - size :]] if added else ids[-size:]",
+        "return ids[-size:]",
+        "test_server_requests.py",
+    ),
+    m(
+        "server/service.py",
+        "if request.request_id is not None and not http.scope.get(ID_GIVEN):",
+        "if request.request_id is not None:",
+        "test_server_requests.py",
+    ),
+    m(
+        "server/translating.py",
+        'if last.get("role") != "assistant" or any(name in last for name in without):',
+        'if last.get("role") != "assistant":',
+        "test_server_blocks.py",
+    ),
+    m(
+        "server/blocks.py",
+        "        if not self._is_open or self.blocks[-1].kind != kind:",
+        "        if not self._is_open:",
+        "test_server_blocks.py",
+    ),
+    m(
+        "server/completions.py",
+        "    return -sum(kept) / len(kept) if kept else math.inf",
+        "    return -sum(kept)",
+        "test_server.py::test_the_best_of_many_have_the_highest_mean_logprobs",
     ),
 )

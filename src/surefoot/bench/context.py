@@ -42,7 +42,7 @@ def everything(
             "backend": backend.name,
             "weights": llm.config.weights_on(backend.name),
             "dtype": str(backend.dtype).removeprefix("torch."),
-            "proposers": [item.name for item in llm.engine.proposers],
+            "proposers": list(llm.engine.proposer_names),
             "max_model_len": llm.engine.max_model_len,
         },
         "settings": asdict(settings),

@@ -141,7 +141,7 @@ def describe_subject(engine: Engine, subject: Subject) -> dict[str, Any]:
             **asdict(config),
             "backend": backend.name,
             "dtype": str(backend.dtype).removeprefix("torch."),
-            "proposers": [item.name for item in engine.proposers],
+            "proposers": list(engine.proposer_names),
             "max_model_len": engine.max_model_len,
             "kv_tokens": engine.kv_tokens,
             "deterministic": engine.deterministic,

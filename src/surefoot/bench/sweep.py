@@ -240,7 +240,7 @@ def _check(engine: Engine, settings: SweepSettings, load: Load) -> None:
 def check_modes(engine: Engine, modes: Sequence[Mode]) -> None:
     """Refuse modes that draft more than the engine may."""
     for mode in modes:
-        if mode != PLAIN and not engine.proposers:
+        if mode != PLAIN and not engine.proposer_names:
             raise SurefootError("modes", f"{mode_name(mode)} needs drafts, and none are allowed")
         if isinstance(mode, int) and mode > engine.state.max_drafts:
             raise SurefootError(

@@ -225,6 +225,7 @@ def certify(
         "rounds": RECORDED if subject.recorded else CALLED,
         "requests": subject.config.max_num_seqs,
         "proposers": list(subject.proposers),
+        "hosts": list(subject.hosts),
         "probes": list(subject.probes),
     }
     certificate = Certificate(setup, size, noise)

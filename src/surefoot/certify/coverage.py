@@ -85,9 +85,16 @@ def _drafts(certificate: Certificate, subject: Subject, sections: Sections) -> S
         f"{refused.near:,} of them near ties; and {refused.likelier:,} times a token likelier than "
         "the sampled one.",
     ]
+    missing = []
+    for name in subject.hosts:
+        verified = certificate.total("verified", (name,))
+        if verified:
+            done.append(f"{verified:,} drafts of {name}, in texts with a grammar.")
+        else:
+            missing.append(f"Drafts of {name}: no text with a grammar had any.")
     if subject.trees:
-        return [*done, "Trees, with the right path beside wrong branches."], []
-    return done, ["Trees: no proposer under test offers any."]
+        return [*done, "Trees, with the right path beside wrong branches."], missing
+    return done, [*missing, "Trees: no proposer under test offers any."]
 
 
 def _rounds(certificate: Certificate, subject: Subject, sections: Sections) -> Sentences:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from surefoot.certify.compare import Judge
 from surefoot.certify.findings import Section
@@ -53,7 +54,8 @@ def run_offers(judge: Judge, size: Size, progress: Progress) -> Section:
     names = judge.subject.proposers
     for number, name in enumerate(names):
         progress(section.name, number, len(names))
-        if not registry.find(name).replayable:
+        kind: Any = registry.find(name)
+        if not kind.replayable:
             section.notes.append(f"{name} says that its offers cannot be replayed: not checked")
             continue
         _check(judge, section, size, name)

@@ -113,6 +113,8 @@ def _run_batch(
     tested = []
     for place, job in enumerate(jobs):
         method = methods[(place + turn) % len(methods)]
+        if method == RIGHT and subject.hosts and job.params.structured_outputs is not None:
+            method = subject.hosts[place % len(subject.hosts)]
         tested.append(replace(job, method=method, arrival=place // 2))
     longest = max(job.longest for job in tested)
     options: dict[str, Any] = {"max_num_batched_tokens": 256}

@@ -23,7 +23,7 @@ from surefoot.errors import SurefootError
 from surefoot.models.decoder import Decoder
 from surefoot.models.loading.tokenizer import Tokenizer
 from surefoot.sampling.grammar import Grammars
-from surefoot.speculation.loading import choose_proposers, lower_drafts, names_of
+from surefoot.speculation.loading import choose_proposers, lower_drafts
 from surefoot.speculation.proposer import Proposer
 
 RIGHT, MIXED, GARBAGE, RUNNER_UP, TREE = (
@@ -40,7 +40,9 @@ def check(config: EngineConfig) -> None:
     if config.max_draft_tokens == 0:
         raise SurefootError("max_draft_tokens", "is 0: nothing would be drafted")
     if not choose_proposers(config)[0]:
-        raise SurefootError("proposers", "are none", "name at least one to certify")
+        raise SurefootError(
+            "proposers", "are none that draft for any text", "name at least one to certify"
+        )
 
 
 class ProbedEngine(Engine):
@@ -100,8 +102,13 @@ class Subject:
 
     @property
     def proposers(self) -> tuple[str, ...]:
-        """Names of the proposers under test."""
-        return names_of(self.config)
+        """Names of the proposers under test, but for ``hosts``."""
+        return tuple(kind.name for kind, _ in choose_proposers(self.config)[0])
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of those that draft for texts with a grammar alone."""
+        return tuple(kind.name for kind, _ in choose_proposers(self.config)[1])
 
     @property
     def probes(self) -> tuple[str, ...]:
@@ -117,7 +124,7 @@ class Subject:
     @cached_property
     def max_drafts(self) -> int:
         """Of a request, in one round."""
-        return choose_proposers(self.config)[1]
+        return choose_proposers(self.config)[2]
 
     @property
     def trees(self) -> bool:
@@ -158,7 +165,7 @@ class Subject:
             "draft_policy": "fixed",
             # Sizes of rounds are recorded when they are met, and none is timed.
             "calibration_seconds": 0.0,
-            "proposers": self.proposers if drafts else (),
+            "proposers": (*self.proposers, *self.hosts) if drafts else (),
             "proposer_options": lower_drafts(self.config.proposer_options, drafts)
             if drafts
             else {},

@@ -210,7 +210,7 @@ def _run(
     from surefoot.bench.measure import measure
     from surefoot.bench.report import summaries
 
-    painter = DraftPainter([item.name for item in llm.engine.proposers], sys.stdout)
+    painter = DraftPainter(llm.engine.controller.names, sys.stdout)
     if show_drafts:
         print(f"\n{INTRODUCTION}\n({painter.legend()})")
     watch = LoadWatch()

@@ -46,7 +46,7 @@ def issue(
     print(
         f"{setup['model']}: {setup['backend']} backend, {setup['dtype']}, {setup['weights']} "
         f"weights, {'recorded' if subject.recorded else 'called'} rounds; "
-        f"drafts from {', '.join(subject.proposers)}",
+        f"drafts from {', '.join((*subject.proposers, *subject.hosts))}",
         file=sys.stderr,
     )
     with progress_bars() as progress:

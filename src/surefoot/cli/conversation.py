@@ -34,7 +34,7 @@ class Conversation:
         self.system = system
         self.show_drafts = show_drafts
         self.stats = stats
-        self.painter = DraftPainter([item.name for item in llm.engine.proposers], sys.stdout)
+        self.painter = DraftPainter(llm.engine.controller.names, sys.stdout)
         self.messages: list[dict[str, str]] = []
         self.reset()
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from surefoot.speculation.registry import DEFAULT, DRAFTERS
+from surefoot.speculation.registry import DRAFTERS, default
 
 
 def with_drafters(group: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ def with_drafters(group: Callable[..., Any]) -> Callable[..., Any]:
         paths = {name: values.pop(name, None) for name in DRAFTERS}
         named = [f"{name}={path}" for name, path in paths.items() if path is not None]
         if named:
-            values["proposer"] = [*(values.get("proposer") or DEFAULT), *named]
+            values["proposer"] = [*(values.get("proposer") or default()), *named]
         return group(**values)
 
     parameters = [

@@ -134,7 +134,9 @@ def _result(
 def _stream(
     llm: LLM, request: dict[str, Any], params: SamplingParams, speculation: str, show_drafts: bool
 ) -> None:
-    painter = DraftPainter([item.name for item in llm.engine.proposers], sys.stdout)
+    engine = llm.engine
+    names = engine.controller.names if params.structured_outputs is None else engine.proposer_names
+    painter = DraftPainter(names, sys.stdout)
     for chunk in llm.stream(request, params, speculation=speculation):
         for text, source in chunk.pieces:
             painter.write(text, source if show_drafts else None)

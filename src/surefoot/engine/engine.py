@@ -31,6 +31,7 @@ from surefoot.request import (
 from surefoot.sampling.grammar import Grammars
 from surefoot.sampling.token_rules import follow
 from surefoot.speculation.controller import Controller
+from surefoot.speculation.host_offers import HostOffers
 from surefoot.speculation.loading import choose_proposers
 from surefoot.speculation.proposer import Proposer
 from surefoot.speculation.round import Round
@@ -53,7 +54,7 @@ class Engine(Restored):
         on a GPU, unless ``config.enforce_eager``. ``prepare`` may change the round, before the
         first one runs and is measured."""
         self.decoder = decoder
-        chosen, drafts = choose_proposers(config)
+        chosen, hosts, drafts = choose_proposers(config)
         self.config = config = replace(config, max_draft_tokens=drafts)
         self.grammars: Grammars | None = None
         """What compiles structured output and knows words; it takes a tokenizer, which
@@ -92,6 +93,10 @@ class Engine(Restored):
         self.kv = KVManager(self.kv_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(self.kv, config.max_num_seqs)
         names = [proposer.name for proposer in self.proposers]
+        self.hosts = HostOffers(
+            [kind(options) for kind, options in hosts], len(names), decoder.config.vocab_size
+        )
+        """The proposers that work on the host."""
         trees = [need.trees for need in needs]
         self.controller = Controller(self.state, names, trees)
         self.round = Round(
@@ -106,7 +111,7 @@ class Engine(Restored):
             held = self._taken.reserved() - before
             self.memory = count_recorded(self.memory, self.rounds, held)
         self.loop = Loop(
-            self.round, self.rounds, self.scheduler, self.kv, self.planner,
+            self.round, self.rounds, self.scheduler, self.kv, self.planner, self.hosts,
             config.max_num_batched_tokens, depth=2 if ahead else 1,
         )  # fmt: skip
 
@@ -125,7 +130,13 @@ class Engine(Restored):
             f"{proposer.name} (up to {need.longest_draft} {'levels' if need.trees else 'tokens'})"
             for proposer, need in zip(self.proposers, self.round.needs, strict=True)
         ]
+        parts += [f"{name} (texts with a grammar)" for name in self.hosts.names]
         return ", ".join(parts) or "nobody"
+
+    @property
+    def proposer_names(self) -> tuple[str, ...]:
+        """Of all proposers, in the order of their numbers."""
+        return (*self.controller.names, *self.hosts.names)
 
     @property
     def deterministic(self) -> bool:
@@ -165,8 +176,8 @@ class Engine(Restored):
         room = check_texts(
             prompt, params, self.decoder.config.vocab_size, self.max_model_len, self.kv_tokens
         )
-        active = self.controller.active.values()
-        check_speculation(speculation, self.controller.names, active, self.state.max_drafts)
+        active = (*self.controller.active.values(), *self.hosts.active.values())
+        check_speculation(speculation, self.proposer_names, active, self.state.max_drafts)
         drafters = (name for name in self._drafters if name in active and speculation.allows(name))
         seed = params.seed
         if seed is None:
@@ -252,18 +263,18 @@ class Engine(Restored):
     def switch_off_failed(self) -> list[str]:
         """Have proposers that raised an exception in a round draft for nobody from now on, and keep
         nothing. Returns their names; requests go on with what is left, to the same texts."""
-        failed = {
-            index: name
-            for index, name in self.controller.active.items()
-            if self.proposers[index].has_raised
-        }
+        controller, hosts = self.controller, self.hosts
+        loaded = [(controller.active, item) for item in self.proposers]
+        loaded += [(hosts.active, item) for item in hosts.proposers.values()]
+        failed: list[str] = []
+        for number, (active, proposer) in enumerate(loaded):
+            if proposer.has_raised and number in active:
+                failed.append(active.pop(number))
         if failed:
             self.restore()
-        for index, name in failed.items():
-            del self.controller.active[index]
-            for request in self.scheduler.waiting:
-                request.drafters -= {name}
-        return list(failed.values())
+        for request in self.scheduler.waiting:
+            request.drafters -= set(failed)
+        return failed
 
     def check_integrity(self) -> None:
         """Assert that scheduler, KV and slots agree (tests call it after every step)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -52,10 +52,11 @@ def read_report(
     names: Sequence[str],
     columns: ReportColumns,
     longest: int,
+    hosted: Mapping[int, tuple[int, int]],
 ) -> Landing:
     """Enter a landed round's tokens: those of at most ``longest`` drafts for each request of
     ``batch``, and one more. Requests that have ended are left alone. ``names`` are the
-    proposers'."""
+    proposers'; ``hosted`` says by slot who had how many drafts on offer for this very round."""
     requests, leases = batch.group.requests, batch.group.leases
     rows = report.rows[: len(requests)].numpy()
     scores: dict[int, torch.Tensor] = {}
@@ -89,6 +90,10 @@ def read_report(
                 landing.drafting.append(item)
             else:
                 item = Progress(request, token, NO_DRAFTING)
+        if hosted and (count_on_host := hosted.get(int(batch.group.slots[index]))):
+            item = _add_hosted(item, names, *count_on_host)
+            if not drafts and not offers:
+                landing.drafting.append(item)
         if index in scores and request.params.logprobs is not None:
             request.logprobs += unpack(scores[index], item.tokens, request.params.logprobs)
         landing.progress.append(item)
@@ -120,6 +125,12 @@ def _read_drafts(
     request.computed += len(settled)
     drafting = Drafting(name, offered, verified, drafts, names[offerer] if offered else None)
     return Progress(request, tokens, drafting)
+
+
+def _add_hosted(item: Progress, names: Sequence[str], host: int, count: int) -> Progress:
+    item.request.stats.offered += count
+    drafting = item.drafting._replace(hosted=count, host=names[host])
+    return item._replace(drafting=drafting)
 
 
 def read_prompt_scores(report: Report, batch: Batch, targets: Sequence[int]) -> None:

@@ -29,6 +29,7 @@ from surefoot.kv.transaction import KVManager
 from surefoot.request import Request
 from surefoot.speculation.decisions import Decision, Landed, Situation
 from surefoot.speculation.fixed import FixedPlanner
+from surefoot.speculation.host_offers import HostOffers
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.proposer import blamed
 from surefoot.speculation.round import Round
@@ -47,6 +48,8 @@ class Flight:
     reach: Reach
     scored: list[int]
     """By prompt chunk, how many prompt tokens' logprobs come back."""
+    hosted: dict[int, tuple[int, int]]
+    """By slot, who had how many drafts on offer for it on the host."""
     report: Report
     host_seconds: float
 
@@ -61,6 +64,7 @@ class Loop:
         scheduler: Scheduler,
         kv: KVManager,
         planner: Planner | FixedPlanner,
+        hosts: HostOffers,
         most_rows: int,
         depth: int,
     ) -> None:
@@ -80,13 +84,14 @@ class Loop:
         and how many of them were found in the prefix cache."""
         trees = any(self.controller.trees)
         self.reservations = Reservations(kv, state, state.max_drafts if trees else 0)
-        self._grammars = GrammarMasks(round_.books.offers, self.controller)
+        self._reported = ReportedOffers(state.slots, state.max_drafts, round_.books.columns)
+        self._grammars = GrammarMasks(round_.books.offers, self.controller, self._reported, hosts)
+        self.names = (*self.controller.names, *hosts.names)
         self.gathering = Gathering(
             scheduler, kv, self.controller.active, state.max_drafts, most_rows,
             rounds.longest_chunk, self._admit,
         )  # fmt: skip
         self._batch_set: Batch | None = None
-        self._reported = ReportedOffers(state.slots, state.max_drafts, round_.books.columns)
 
     def _admit(self, requests: Sequence[Request]) -> None:
         """Requests, new or resumed, enter their slots."""
@@ -121,8 +126,7 @@ class Loop:
         read."""
         begun = time.perf_counter()
         while (batch := self.gathering.next([f.batch for f in self.flights])) is not None:
-            if batch.group.masked:
-                self._write_masks(batch)
+            hosted = self._write_masks(batch) if batch.group.masked else {}
             situation = self._situation(batch)
             decision = self.planner.decide(situation)
             shorter = batch.beside(decision.drafts, self.gathering.most_rows)
@@ -134,7 +138,7 @@ class Loop:
                     decision = replace(decision, drafts=0)
                     reach = self.reservations.make(transaction, batch, decision)
                 if reach is not None:
-                    self.flights.append(self._run(batch, decision, situation, reach, begun))
+                    self.flights.append(self._run(batch, decision, situation, reach, hosted, begun))
                     transaction.keep()
                     return True
             if self.flights:
@@ -151,6 +155,7 @@ class Loop:
         decision: Decision,
         situation: Situation,
         reach: Reach,
+        hosted: dict[int, tuple[int, int]],
         begun: float,
     ) -> Flight:
         requests = batch.group.requests
@@ -169,18 +174,16 @@ class Loop:
         self._count_chunks(batch)
         self.reservations.launched(batch, reach)
         seconds += time.perf_counter() - begun
-        return Flight(batch, size, decision, situation, reach, scored, report, seconds)
+        return Flight(batch, size, decision, situation, reach, scored, hosted, report, seconds)
 
-    def _write_masks(self, batch: Batch) -> None:
-        """Of those that sample."""
+    def _write_masks(self, batch: Batch) -> dict[int, tuple[int, int]]:
+        """Of those that sample. Returns by slot who offers how many drafts on the host."""
         sampling = [
             request
             for request, rows in zip(batch.group.requests, batch.quota, strict=True)
             if request.grammar is not None and rows == missing(request)
         ]
-        if sampling:
-            for slot, length in self._grammars.write(sampling).items():
-                self._reported.cut(slot, length)
+        return self._grammars.write(sampling) if sampling else {}
 
     def _prompt_reads(self, batch: Batch, scored: Sequence[int]) -> PromptReads | None:
         """What is wanted of the prompts' rows; None: nothing."""
@@ -213,6 +216,7 @@ class Loop:
             prompt_rows=batch.prompt_rows,
             chances=chances,
             whose=whose,
+            hosted=self._reported.hosted(batch),
             proposers=batch.group.proposers,
             draft_limit=batch.group.draft_limit,
             context=self.reservations.mean_length(batch),
@@ -233,9 +237,10 @@ class Loop:
             report,
             batch,
             self.kv,
-            self.controller.names,
+            self.names,
             self.round.books.columns,
             self.state.max_drafts if flight.size.verifies else 0,
+            flight.hosted,
         )
         slots = slots_of(batch.group.requests)
         self._note_offers(flight, slots)

@@ -37,10 +37,10 @@ def decoding_sizes(
 ) -> list[Size]:
     """Rounds of so many spans that propose so, by rows; the first verifies no drafts. With drafters
     at full depth or asleep, any number of rows; with another depth just as many as hold that for
-    every request; where nobody proposes, none for drafts."""
+    every request; where nobody proposes, none for drafts, unless nobody ever does on the device."""
     base = Size(spans, spans, spans, kind, *action)
     proposers, steps = action
-    if not proposers:
+    if not proposers and rounds.round.proposers:
         return [base]
     rows = rounds.rows(spans)
     if 0 < steps < rounds.longest:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from surefoot.engine.batch import Batch
@@ -17,10 +19,24 @@ class ReportedOffers:
         self.columns = columns
         self._chances = np.full((slots, width), np.nan, dtype=np.float32)
         self._whose = np.zeros(slots, dtype=np.int64)
+        self._hosted = np.full((slots, width), np.nan, dtype=np.float32)
 
     def clear(self, slot: int) -> None:
         """Nothing is known of a slot."""
         self._chances[slot] = np.nan
+        self._hosted[slot] = np.nan
+
+    def gain(self, slot: int, length: int) -> float:
+        """Tokens that the first ``length`` drafts on offer promise; 0 where nothing is known."""
+        return float(np.nan_to_num(self._chances[slot, :length]).sum())
+
+    def host(self, slot: int, chances: Sequence[float] | None) -> None:
+        """The host has drafts with these ``chances`` on offer, which have replaced what the report
+        told of, so that who made that gained nothing; None: it has none."""
+        self._hosted[slot] = np.nan
+        if chances is not None:
+            self._hosted[slot] = self._chances[slot] = 0.0
+            self._hosted[slot, : len(chances)] = chances
 
     def cut(self, slot: int, length: int) -> None:
         """Of its offer, only so many drafts are left."""
@@ -39,6 +55,17 @@ class ReportedOffers:
         self._chances.view(np.int32)[slots] = chances
         self._whose[slots] = rows[:, columns.OFFERER]
         return known
+
+    def hosted(self, batch: Batch) -> np.ndarray | None:
+        """As ``Situation`` has it."""
+        slots = batch.group.slots[len(batch.chunks) :]
+        if not self.width or not batch.group.masked or not len(slots):
+            return None
+        hosted = self._hosted[slots]
+        if np.isnan(hosted[:, 0]).all():
+            return None
+        unknown = np.full((batch.ending, self.width), np.nan, dtype=np.float32)
+        return np.concatenate((hosted, unknown))
 
     def of(self, batch: Batch) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
         """(Chances float32 [samples, K], whose int64 [samples]) as ``Situation`` has them; of

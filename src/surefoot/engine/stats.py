@@ -14,13 +14,16 @@ if TYPE_CHECKING:
 
 class Drafting(NamedTuple):
     """What one round did with one request's drafts: whose were verified (None for no drafts), how
-    many were on offer for the next round, verified, and accepted, and whose were on offer."""
+    many were on offer for the next round, verified, and accepted, and whose were on offer; and of
+    those that the host had on offer for this very round, how many and whose."""
 
     proposer: str | None = None
     offered: int = 0
     verified: int = 0
     accepted: int = 0
     offerer: str | None = None
+    hosted: int = 0
+    host: str | None = None
 
 
 NO_DRAFTING = Drafting()

@@ -1,55 +1,89 @@
 """Grammars in a round: what they cut from the offers, and the masks of its rows. Host-side.
 
 A request with a grammar takes part in a round once its last report was read: its offer is cut
-before the first draft that the grammar forbids, and the masks of the rows that it will sample are
-sent to its slot, all behind the rounds in flight.
+before the first draft that the grammar forbids, or replaced by a better one of the proposers that
+work on the host, and the masks of the rows that it will sample are sent to its slot, all behind the
+rounds in flight.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from surefoot.engine.reported import ReportedOffers
 from surefoot.kernels.upload import upload
 from surefoot.request import Request
-from surefoot.speculation.books import Offers
+from surefoot.speculation.books import LEAST, Offers
 from surefoot.speculation.controller import Controller
+from surefoot.speculation.host_offers import HostOffer, HostOffers, room_for
+from surefoot.speculation.trees import chain_parents
 from surefoot.structured import TextGrammar
+
+MAX_HOST_SECONDS = 0.001
+"""Of a launch, for offers that the host makes: who is left goes without."""
 
 
 class GrammarMasks:
     """Writes what the next round of requests with grammars needs."""
 
-    def __init__(self, offers: Offers, controller: Controller) -> None:
+    def __init__(
+        self,
+        offers: Offers,
+        controller: Controller,
+        reported: ReportedOffers,
+        hosts: HostOffers,
+    ) -> None:
         self.offers = offers
         self.controller = controller
+        self.reported = reported
+        self.hosts = hosts
         self.state = controller.state
         self._known: dict[int, tuple[int, list[int], list[int]]] = {}
         """By slot, the last offer read: whose, tokens, parents."""
+        self._turn = 0
 
     def forget(self, slot: int) -> None:
-        """Nothing is on offer in a slot."""
+        """Another request has the slot, and nothing is on offer there."""
         self._known.pop(slot, None)
+        self.hosts.forget(slot)
 
     def note(self, slot: int, whose: int, tokens: list[int], parents: list[int] | None) -> None:
         """A report told of an offer."""
         self._known[slot] = whose, tokens, parents or list(range(-1, len(tokens) - 1))
 
-    def write(self, requests: Sequence[Request]) -> dict[int, int]:
-        """Cut the offers of ``requests``, which sample in the next round, and write their masks.
-        Returns how many drafts are left, by slot."""
+    def write(self, requests: Sequence[Request]) -> dict[int, tuple[int, int]]:
+        """Cut or replace the offers of ``requests``, which sample in the next round, and write
+        their masks. Returns by slot who has how many drafts on offer on the host."""
         words = self.state.mask_bits.shape[1]
         rows: list[int] = []
         masks: list[np.ndarray] = []
         kept: dict[int, int] = {}
-        for request in requests:
+        hosted: dict[int, HostOffer] = {}
+        left = MAX_HOST_SECONDS
+        self._turn += 1
+        for place in range(len(requests)):
+            # Another one is the first each time: none is always without an offer.
+            request = requests[(place + self._turn) % len(requests)]
             assert request.grammar is not None
             slot = request.slot
             _, tokens, parents = self._known.get(slot, (0, [], []))
             length = kept[slot] = _allowed(request, tokens, parents, len(tokens))
             request.grammar.sync(request.output)
+            self.reported.cut(slot, length)
+            own = None
+            if left > 0.0:
+                began = time.perf_counter()
+                own = self.hosts.of(request, room_for(request, self.state.max_drafts))
+                left -= time.perf_counter() - began
+            if own is not None and sum(own.chances) > self.reported.gain(slot, length):
+                hosted[slot] = own
+                tokens, length = own.tokens, len(own.tokens)
+                parents = list(range(-1, length - 1))
+            self.reported.host(slot, own.chances if own and slot in hosted else None)
             bits = np.empty((1 + length, words), dtype=np.int32)
             _write_masks(request.grammar, tokens[:length], parents[:length], bits)
             masks.append(bits)
@@ -59,7 +93,28 @@ class GrammarMasks:
         bits = torch.from_numpy(np.concatenate(masks))
         self.state.mask_bits[upload(rows, device)] = upload(bits, device)
         self._cut(kept)
-        return kept
+        self._enter(hosted)
+        return {slot: (item.proposer, len(item.tokens)) for slot, item in hosted.items()}
+
+    def _enter(self, hosted: dict[int, HostOffer]) -> None:
+        """Put the host's offers in the place of those that proposers made on the device."""
+        if not hosted:
+            return
+        device, offers, width = self.state.device, self.offers, self.state.max_drafts
+        numbers = np.zeros((len(hosted), 3 + width), dtype=np.int64)
+        chances = np.zeros((len(hosted), width), dtype=np.float32)
+        for place, (slot, offer) in enumerate(hosted.items()):
+            length = len(offer.tokens)
+            numbers[place, :3] = slot, offer.proposer, length
+            numbers[place, 3 : 3 + length] = offer.tokens
+            chances[place, :length] = np.maximum(offer.chances, LEAST)
+        table = upload(torch.from_numpy(numbers), device)
+        slots = table[:, 0]
+        offers.proposer[slots], offers.lengths[slots] = table[:, 1], table[:, 2]
+        offers.tokens[slots] = table[:, 3:]
+        offers.chances[slots] = upload(torch.from_numpy(chances), device)
+        if offers.parents is not None:
+            offers.parents[slots] = chain_parents(len(hosted), width, device)
 
     def _cut(self, kept: dict[int, int]) -> None:
         shorter = {

@@ -156,6 +156,11 @@ class RuledText:
                 return place
         return count
 
+    def forced(self, most: int) -> tuple[list[int], list[float]]:
+        """See ``TextGrammar.forced``: what the grammar forces; how the rules would have it cut into
+        tokens is not looked for."""
+        return ([], []) if self._grammar is None else self._grammar.forced(most)
+
     def write_masks(self, drafts: Sequence[int], bits: np.ndarray) -> None:
         """See ``TextGrammar.write_masks``."""
         if self._grammar is None:

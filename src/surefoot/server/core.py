@@ -56,7 +56,7 @@ class Core:
         grammars = engine.grammars
         trial = None if grammars is None else Trial(grammars)
         self._compiler = Compiler(grammars, trial, link.wake)
-        self._proposers = {item.name: index for index, item in enumerate(engine.proposers)}
+        self._proposers = {name: index for index, name in enumerate(engine.proposer_names)}
 
     def run(self) -> None:
         """Serve until told to stop."""
@@ -152,6 +152,8 @@ class Core:
             verified=item.drafting.verified,
             accepted=item.drafting.accepted,
             offerer=self._proposers.get(item.drafting.offerer or "", -1),
+            hosted=item.drafting.hosted,
+            host=self._proposers.get(item.drafting.host or "", -1),
             finish=request.finish_reason,
             stop=request.stop_reason,
             cached=request.cached if first else 0,
@@ -195,8 +197,8 @@ def ready(engine: Engine, sampling_defaults: Mapping[str, Any]) -> Ready:
         max_draft_tokens=engine.state.max_drafts,
         vocab_size=engine.decoder.config.vocab_size,
         end_tokens=tuple(engine.decoder.config.eos_token_ids),
-        proposers=[item.name for item in engine.proposers],
-        saving_known=bool(engine.proposers) and config.draft_policy == "auto",
+        proposers=list(engine.proposer_names),
+        saving_known=bool(engine.proposer_names) and config.draft_policy == "auto",
         deterministic=engine.deterministic,
         sampling_defaults=dict(sampling_defaults),
         build={

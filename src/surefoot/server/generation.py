@@ -69,7 +69,7 @@ class Choice:
         request.output += news.tokens
         own = [None] * (len(news.tokens) - news.accepted)
         self.draft_positions += [*range(1, news.accepted + 1), *own]
-        request.stats.count(name, news.offered, news.verified, news.accepted)
+        request.stats.count(name, news.offered + news.hosted, news.verified, news.accepted)
         request.cached = news.cached or request.cached
         request.logprobs += news.logprobs or []
         request.prompt_logprobs += news.prompt_logprobs or []

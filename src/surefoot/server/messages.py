@@ -123,9 +123,10 @@ class Crashed(_Message):
 
 
 class News(msgspec.Struct, array_like=True):
-    """One choice's share of a round. ``proposer``, of the drafts that were verified, and
-    ``offerer``, of those on offer for the next round, are indices into ``Ready.proposers``, -1 for
-    no drafts; the first ``accepted`` of ``tokens`` were drafts."""
+    """One choice's share of a round. ``proposer``, of the drafts that were verified, ``offerer``,
+    of those on offer for the next round, and ``host``, of those that the host had on offer for this
+    one, are indices into ``Ready.proposers``, -1 for no drafts; the first ``accepted`` of
+    ``tokens`` were drafts."""
 
     id: str
     tokens: list[int]
@@ -142,6 +143,8 @@ class News(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     offerer: int = -1
+    hosted: int = 0
+    host: int = -1
     embedding: list[float] | None = None
     """With the end, where it was asked for: the mean of the prompt's last, normed hidden
     states."""

@@ -110,6 +110,8 @@ class Metrics:
         self.request_rounds += bool(news.tokens)
         if news.offered:
             self.drafts[self.ready.proposers[news.offerer]].count_offer(news.offered)
+        if news.hosted:
+            self.drafts[self.ready.proposers[news.host]].count_offer(news.hosted)
         if choice.first_at is None:
             choice.first_at = now
             self.queue_time.observe(news.queued)

@@ -114,6 +114,10 @@ class ExactCosts:
         """As ``RoundCosts`` has it."""
         return action
 
+    def with_drafts(self, requests: int, action: Action) -> Action:
+        """As ``RoundCosts`` has it."""
+        return action
+
     def table(
         self, requests: int, prompt_rows: int, action: Action, most: int, context: float
     ) -> tuple[np.ndarray, np.ndarray]:

@@ -52,6 +52,9 @@ class Situation:
     """The largest ``max_draft_tokens`` of the requests."""
     context: float
     """Mean tokens of the texts."""
+    hosted: np.ndarray | None = None
+    """float32 [requests, K], nan for those without: chances of the drafts that the host has on
+    offer for this very round, in place of what the report said. None: for nobody."""
     lasting: np.ndarray | None = None
     """bool [requests]: whether more than a twentieth of its text is left. Who has less is not kept
     from being slowed: over the whole text that is a twentieth at most, in rounds up to twice as
@@ -128,6 +131,11 @@ class RoundCosts(Protocol):
     def with_prompts(self, requests: int, action: Action) -> Action:
         """What a round that carries prompts proposes with where ``action`` is wanted: rounds with
         prompts may come in fewer kinds."""
+        ...
+
+    def with_drafts(self, requests: int, action: Action) -> Action:
+        """What a round proposes with that verifies drafts where ``action`` is wanted: of those that
+        propose nothing, none may have room for drafts."""
         ...
 
     def table(

@@ -21,12 +21,12 @@ class FixedPlanner:
     def decide(self, situation: Situation) -> Decision:
         """What to launch now."""
         drafts = situation.requests * min(situation.draft_limit, self.width)
-        if not situation.proposers:
-            drafts = 0
-        elif self.exact:
-            chances = situation.chances
-            offered = 0 if chances is None else int((chances > 0.0).sum())
-            drafts = min(drafts, offered)
+        offers = [situation.hosted]
+        if situation.proposers and self.exact:
+            offers.append(situation.chances)
+        if self.exact or not situation.proposers:
+            offered = (int((each > 0.0).sum()) for each in offers if each is not None)
+            drafts = min(drafts, sum(offered))
         return Decision(drafts, situation.proposers, min(situation.draft_limit, self.width))
 
     def landed(self, decision: Decision, situation: Situation, outcome: Landed) -> None:

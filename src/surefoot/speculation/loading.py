@@ -9,6 +9,7 @@ from typing import Any
 from surefoot.config import MOST_DRAFTS, EngineConfig
 from surefoot.errors import SurefootError
 from surefoot.speculation import registry
+from surefoot.speculation.host_proposer import HostProposer
 from surefoot.speculation.proposer import Proposer, read_options
 
 USUAL_DRAFTS = 8
@@ -20,32 +21,37 @@ def names_of(config: EngineConfig) -> tuple[str, ...]:
     """The proposers that an engine of this configuration loads."""
     if config.max_draft_tokens == 0:
         return ()
-    return tuple(registry.DEFAULT if config.proposers is None else config.proposers)
+    return tuple(registry.default() if config.proposers is None else config.proposers)
 
 
-def choose_proposers(config: EngineConfig) -> tuple[list[tuple[type[Proposer], Any]], int]:
-    """Classes and options of the proposers to load, and ``max_draft_tokens``: as configured, else
-    what the one that offers most offers, 0 without proposers. SurefootError for options that are
-    unknown or mistaken, or that ask for more drafts than ``max_draft_tokens`` lets through."""
+Chosen = list[tuple[type[Proposer], Any]]
+ChosenHosts = list[tuple[type[HostProposer], Any]]
+
+
+def choose_proposers(config: EngineConfig) -> tuple[Chosen, ChosenHosts, int]:
+    """Classes and options of the proposers to load, those that work on the host apart, and
+    ``max_draft_tokens``: as configured, else what the one that offers most offers, 0 without
+    proposers. SurefootError for options that are unknown or mistaken, or that ask for more drafts
+    than ``max_draft_tokens`` lets through."""
     names, most = names_of(config), config.max_draft_tokens
     for name in config.proposer_options:
         if name not in names:
             raise SurefootError("proposer_options", f"{name!r} is not among the proposers")
-    chosen, wanted = [], []
+    chosen: list[tuple[Any, Any, int]] = []
     for name in names:
         kind, given = registry.find(name), config.proposer_options.get(name, {})
         options = read_options(kind, given)
         drafts = kind.draft_tokens(options)
         if given.get(DRAFT_TOKENS) is not None and drafts is not None:
             _check_explicit(name, drafts, most)
-        chosen.append((kind, options))
-        wanted.append(drafts or most or USUAL_DRAFTS)
+        chosen.append((kind, options, drafts or most or USUAL_DRAFTS))
     if most is None:
-        most = min(max(wanted, default=0), MOST_DRAFTS)
-    return [
-        (kind, _with_drafts(options, min(drafts, most)))
-        for (kind, options), drafts in zip(chosen, wanted, strict=True)
-    ], most
+        # Beside others, who works on the host takes what room there is.
+        device = [drafts for kind, _, drafts in chosen if not issubclass(kind, HostProposer)]
+        most = min(max(device or [drafts for *_, drafts in chosen], default=0), MOST_DRAFTS)
+    pairs = [(kind, _with_drafts(options, min(drafts, most))) for kind, options, drafts in chosen]
+    hosts = [pair for pair in pairs if issubclass(pair[0], HostProposer)]
+    return [pair for pair in pairs if pair not in hosts], hosts, most
 
 
 def _check_explicit(name: str, drafts: int, most: int | None) -> None:

@@ -97,7 +97,7 @@ class Planner:
         actions = self.weighing.allowed(situation)
         plain, prompts = self.weighing.plain_seconds(situation)
         self.weighing.weigh(situation, actions, plain)
-        chances = self._at_hand(situation)
+        chances = self._with_hosted(situation, self._at_hand(situation))
         action, apart = self._possible(situation, self.weighing.best), prompts
         drafts, seconds = self._verify(situation, action, chances, apart)
         without = seconds
@@ -138,8 +138,19 @@ class Planner:
         )
         return self._last
 
+    def _with_hosted(self, situation: Situation, chances: np.ndarray | None) -> np.ndarray | None:
+        """``chances`` as of ``_at_hand``, and what the host has on offer."""
+        hosted = situation.hosted
+        if hosted is None:
+            return chances
+        if chances is None:
+            return np.nan_to_num(hosted)
+        return np.where(np.isnan(hosted), chances, hosted)
+
     def _possible(self, situation: Situation, action: Action) -> Action:
         """What this round proposes with where ``action`` is wanted."""
+        if situation.hosted is not None:
+            action = self.costs.with_drafts(situation.requests, action)
         if not situation.prompt_rows:
             return action
         return self.costs.with_prompts(situation.requests, action)

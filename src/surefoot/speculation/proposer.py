@@ -23,6 +23,7 @@ from surefoot.kernels.backend import FlatBatch
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
 from surefoot.sampling.params import SamplingStages
+from surefoot.speculation.host_proposer import HostProposer
 from surefoot.speculation.state import SlotState
 
 
@@ -216,7 +217,7 @@ class Proposer(ABC):
 
 
 @contextmanager
-def blamed(proposer: Proposer, method: str) -> Iterator[None]:
+def blamed(proposer: Proposer | HostProposer, method: str) -> Iterator[None]:
     """What ``proposer`` raises in ``method`` goes on as it is, with a note that says so, and is
     remembered."""
     try:
@@ -227,7 +228,7 @@ def blamed(proposer: Proposer, method: str) -> Iterator[None]:
         raise
 
 
-def read_options(proposer: type[Proposer], values: Mapping[str, Any]) -> Any:
+def read_options(proposer: type[Proposer] | type[HostProposer], values: Mapping[str, Any]) -> Any:
     """A proposer's ``Options`` from named values; unknown names are refused."""
     known = [item.name for item in fields(proposer.Options)]
     for name in values:

@@ -101,6 +101,15 @@ class RecordedCosts:
         wanted = set(action[0])
         return next(each for each in self._prompt_actions if wanted.issubset(each[0]))
 
+    def with_drafts(self, requests: int, action: Action) -> Action:
+        """As ``RoundCosts`` has it: with the same proposers, or more if need be."""
+        wanted = set(action[0])
+        for each in (action, *self.actions(requests)):
+            room = self._layout(requests, each)[0]
+            if wanted.issubset(each[0]) and len(room) and room[-1]:
+                return each
+        return action
+
     def _spans_for(self, requests: int) -> int:
         place = bisect.bisect_left(self._ladder, max(1, requests))
         return self._ladder[min(place, len(self._ladder) - 1)]

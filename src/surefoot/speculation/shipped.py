@@ -61,7 +61,7 @@ def with_shipped(config: EngineConfig) -> EngineConfig:
     names = config.proposers
     if names is None:
         usual = (item.proposer for item in found if item.default)
-        names = tuple(dict.fromkeys((*registry.DEFAULT, *usual)))
+        names = tuple(dict.fromkeys((*registry.default(), *usual)))
     options = {name: dict(values) for name, values in config.proposer_options.items()}
     for item in found:
         own = options.get(item.proposer, {})
