@@ -268,6 +268,30 @@ def test_who_has_no_time_left_goes_without(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(each.stats.offered for each in got)
 
 
+def test_what_was_offered_for_a_round_that_was_not_launched_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device has it, and the masks are of its rows: the time that is left changes nothing."""
+    engine = structured_engine(tiny_decoder(BACKEND), proposers=("grammar",), draft_policy="fixed")
+    request = engine.make_request("r", (3, 4, 5), params_of())
+    engine.add(request)
+    masks, write = engine.loop._grammars, engine.loop._grammars.write
+    offered = []
+
+    def twice(requests: Sequence[Request]) -> Any:
+        first = write(requests)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_structured, "MAX_HOST_SECONDS", -1.0)
+            assert write(requests) == first
+        offered.append(len(first))
+        return first
+
+    masks.write = twice  # type: ignore[method-assign]
+    while engine.has_work:
+        engine.step()
+    assert request.output == plain(params_of()).output and sum(offered) > 2
+
+
 def test_it_competes_with_chains_and_trees() -> None:
     """Wherever it offers, it is likelier than what knows nothing; and a right offer of another
     proposer that reaches further beats it."""

@@ -44,11 +44,15 @@ class GrammarMasks:
         self.state = controller.state
         self._known: dict[int, tuple[int, list[int], list[int]]] = {}
         """By slot, the last offer read: whose, tokens, parents."""
+        self._entered: dict[int, tuple[int, HostOffer]] = {}
+        """By slot, the last offer of the host that replaced the device's, and the length of the
+        output that it follows."""
         self._turn = 0
 
     def forget(self, slot: int) -> None:
         """Another request has the slot, and nothing is on offer there."""
         self._known.pop(slot, None)
+        self._entered.pop(slot, None)
         self.hosts.forget(slot)
 
     def note(self, slot: int, whose: int, tokens: list[int], parents: list[int] | None) -> None:
@@ -74,13 +78,14 @@ class GrammarMasks:
             length = kept[slot] = _allowed(request, tokens, parents, len(tokens))
             request.grammar.sync(request.output)
             self.reported.cut(slot, length)
-            own = None
-            if left > 0.0:
+            own = self._entered_for(request)
+            if own is None and left > 0.0:
                 began = time.perf_counter()
                 own = self.hosts.of(request, room_for(request, self.state.max_drafts))
                 left -= time.perf_counter() - began
             if own is not None and sum(own.chances) > self.reported.gain(slot, length):
                 hosted[slot] = own
+                self._entered[slot] = len(request.output), own
                 tokens, length = own.tokens, len(own.tokens)
                 parents = list(range(-1, length - 1))
             self.reported.host(slot, own.chances if own and slot in hosted else None)
@@ -95,6 +100,12 @@ class GrammarMasks:
         self._cut(kept)
         self._enter(hosted)
         return {slot: (item.proposer, len(item.tokens)) for slot, item in hosted.items()}
+
+    def _entered_for(self, request: Request) -> HostOffer | None:
+        """The host's offer that stands on the device already: the round that it was made for was
+        not launched, for want of room."""
+        length, offer = self._entered.get(request.slot, (-1, None))
+        return offer if length == len(request.output) else None
 
     def _enter(self, hosted: dict[int, HostOffer]) -> None:
         """Put the host's offers in the place of those that proposers made on the device."""
