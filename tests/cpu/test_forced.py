@@ -8,16 +8,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from harness import Job, make_engine, needs_native, run_jobs, tiny_decoder
-from structured_harness import BYTES, VOCAB, grammars, params_with, structured_engine, text_of
+from harness import (
+    Job,
+    make_engine,
+    needs_native,
+    random_weights,
+    run_jobs,
+    tiny_config,
+    tiny_decoder,
+)
+from structured_harness import BYTES, ENDS, VOCAB, grammars, params_with, structured_engine, text_of
+from surefoot.engine import structured as engine_structured
 from surefoot.engine.engine import Engine
 from surefoot.errors import SurefootError
 from surefoot.kernels.cpu.build import native_unavailable
+from surefoot.kernels.torch_backend import TorchBackend
+from surefoot.models.decoder import Decoder
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling import grammar as grammar_module
-from surefoot.sampling.forced import LAST, SURE, Cutter
-from surefoot.sampling.grammar import GrammarState
+from surefoot.sampling.forced import GUESSED, LAST, SURE, Cutter
+from surefoot.sampling.grammar import Grammars, GrammarState
 from surefoot.speculation.decisions import NOTHING
 from surefoot.speculation.fixed import FixedPlanner
 from surefoot.speculation.host_offers import HostOffers
@@ -50,11 +62,17 @@ class Letters:
     """A tokenizer whose pieces are the longest of ``words`` or single letters, of which those of a
     character of two bytes are tokens of their own. ``space``: it puts one before every text."""
 
+    special_ids = frozenset(ENDS)
+
     def __init__(self, *words: str, space: bool = False) -> None:
         self.pieces = [bytes([value]) for value in range(256)]
         self.pieces += sorted((word.encode() for word in words), key=len, reverse=True)
         self.space = space
         self.calls = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.pieces)
 
     def token_bytes(self, token: int) -> bytes:
         return self.pieces[token]
@@ -73,10 +91,13 @@ class Letters:
         return found
 
 
+def cutter_of(tokenizer: Any) -> Cutter:
+    return Cutter(tokenizer, tokenizer.pieces, len(tokenizer.pieces))
+
+
 def cut(tokenizer: Letters, before: bytes, text: bytes) -> list[bytes]:
-    given: Any = tokenizer
     token = tokenizer.pieces.index(before) if before else None
-    return [tokenizer.pieces[found] for found in Cutter(given).cut(token, text)]
+    return [tokenizer.pieces[found] for found in cutter_of(tokenizer).cut(token, text)]
 
 
 def test_text_is_cut_as_the_tokenizer_would_behind_what_is_there() -> None:
@@ -102,8 +123,8 @@ def test_a_space_that_the_tokenizer_adds_is_no_part_of_the_text() -> None:
 
 
 def test_what_was_cut_is_remembered() -> None:
-    tokenizer: Any = Letters("name")
-    cutter = Cutter(tokenizer)
+    tokenizer = Letters("name")
+    cutter = cutter_of(tokenizer)
     assert cutter.cut(34, b"name") == cutter.cut(34, b"name") and tokenizer.calls == 1
     assert cutter.cut(35, b"name") and tokenizer.calls == 2
 
@@ -117,10 +138,75 @@ def test_the_last_token_is_less_sure_unless_it_was_not_the_last() -> None:
     assert state.forced(5) == ([], [])
 
 
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "ab": {"type": "string", "maxLength": 2},
+        "list": {"type": "array", "items": {"enum": ["yes", "no"]}, "maxItems": 2},
+        "in": {"const": {"x": None}},
+    },
+    "required": ["ab", "list", "in"],
+    "additionalProperties": False,
+}
+WORDS = '":', ' "', '",', "list", "yes", "no", "null", " {", " [", "}}", "], "
+
+
+def spelling(**values: Any) -> tuple[Letters, GrammarState]:
+    tokenizer: Any = Letters(*WORDS)
+    known = Grammars(tokenizer, len(tokenizer.pieces), ENDS)
+    return tokenizer, known.start(StructuredOutputsParams(json=SCHEMA, **values))
+
+
+@pytest.mark.parametrize(
+    ("text", "beyond"),
+    [
+        ("", "{"),
+        ("{", ""),
+        ('{"', 'ab": "'),
+        ('{"ab"', ': "'),
+        ('{"ab":"', ""),
+        ('{"ab":"x"', ","),
+        ('{"ab":"x",', ""),
+        ('{"ab": "x", "list": ["yes",', ' "'),
+        ('{"ab": "x",\n  "list": [\n"yes"],', '\n  "in": {"x": null'),
+        ('{"ab": "x",\n  "list": [\n"yes"],\n', '  "in": {"x": null'),
+        ('{"ab": "x",\n  "list": [\n"yes"],\n   ', ""),
+        ('{"ab":"x","list":["y', 'es"'),
+        ('{"ab": "x", "list": ["yes", "no"], "', 'in": {"x": null'),
+    ],
+)
+def test_white_space_is_guessed_by_what_it_was_before(text: str, beyond: str) -> None:
+    """And what is the only thing that can follow; the rest is the model's."""
+    tokenizer, state = spelling()
+    state.sync(tokenizer.encode(text))
+    before = mask_of(state)
+    tokens, confidence = state.forced(40)
+    assert b"".join(tokenizer.pieces[token] for token in tokens).decode() == beyond
+    assert confidence[-1:] == [LAST][: len(beyond)] and {*confidence[:-1]} <= {SURE, GUESSED}
+    assert state.allowed_prefix(tokens) == len(tokens) and mask_of(state) == before
+
+
+def mask_of(state: GrammarState) -> list[int]:
+    bits = np.zeros((1, 9), dtype=np.int32)
+    state.write_masks([], bits)
+    return bits[0].tolist()
+
+
+def test_guessed_tokens_are_those_with_white_space_and_what_follows_it() -> None:
+    tokenizer, state = spelling()
+    state.sync(tokenizer.encode('{"ab": "x", '))
+    tokens, confidence = state.forced(9)
+    told = list(zip([tokenizer.pieces[t].decode() for t in tokens], confidence, strict=True))
+    assert told == [('"', SURE), ("list", SURE), ('":', GUESSED), (" [", LAST)]
+    # Where there is none, nothing is guessed.
+    tokenizer, state = spelling(disable_any_whitespace=True)
+    assert state.forced(9)[1] == [SURE] * 5 + [LAST]
+
+
 def test_who_takes_too_long_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_module, "MAX_FORCED_SECONDS", -1.0)
     state = grammars().start(StructuredOutputsParams(choice=["abcabc"]))
-    assert state.forced(4)[0] and state.forced(4) == ([], []) == state.forced(4)
+    assert [bool(state.forced(4)[0]) for _ in range(5)] == [True, True, True, False, False]
     assert not state.problem
 
 
@@ -151,6 +237,35 @@ def test_forced_text_is_verified_and_the_text_stays(backend: str, ahead: bool, p
         assert stats.accepted > 0 and stats.verified <= stats.offered
         assert stats.rounds + stats.accepted == len(got.output)
         assert {"grammar", None} == set(got.proposed_by)
+
+
+def test_objects_with_white_space_are_those_of_plain_decoding() -> None:
+    tokenizer: Any = Letters(*WORDS)
+    config = tiny_config(vocab_size=tokenizer.vocab_size)
+    decoder = Decoder(config, random_weights(config), TorchBackend("cpu", torch.float32))
+    outputs = []
+    plainly: dict[str, Any] = {"max_draft_tokens": 0}
+    for options in (plainly, {"proposers": ("grammar",), "ahead": True}):
+        engine = make_engine(decoder, draft_policy="fixed", **options)
+        engine.grammars = Grammars(tokenizer, config.vocab_size, ENDS)
+        wanted = {"json": SCHEMA}
+        jobs = [
+            Job((3, 4), params_with(wanted, temperature=float(seed), seed=seed, max_tokens=40))
+            for seed in range(2)
+        ]
+        requests = run_jobs(engine, jobs)
+        outputs.append([request.output for request in requests])
+    assert outputs[0] == outputs[1]
+    assert sum(request.stats.accepted for request in requests) > 5
+
+
+def test_who_has_no_time_left_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have offers in the next round; the texts are the same."""
+    monkeypatch.setattr(engine_structured, "MAX_HOST_SECONDS", 1e-9)
+    engine = structured_engine(tiny_decoder(BACKEND), proposers=("grammar",), draft_policy="fixed")
+    got = run_jobs(engine, [Job((3, 4, 5), params_of(seed)) for seed in range(3)])
+    assert [each.output for each in got] == [plain(params_of(seed)).output for seed in range(3)]
+    assert all(each.stats.offered for each in got)
 
 
 def test_it_competes_with_chains_and_trees() -> None:

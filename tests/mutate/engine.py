@@ -141,8 +141,8 @@ MUTATIONS = (
     ),
     m(
         "engine/engine.py",
-        "                request.drafters -= {name}",
-        "                pass",
+        "            request.drafters -= set(failed)",
+        "            pass",
         "test_faults.py::test_without_a_drafter_that_failed_texts_go_on",
     ),
     # --- KV ---------------------------------------------------------------------------------------

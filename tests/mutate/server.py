@@ -66,6 +66,18 @@ MUTATIONS = (
         "test_server_units.py::test_places_of_tokens_in_their_drafts",
     ),
     m(
+        "server/metrics.py",
+        "self.drafts[self.ready.proposers[news.offerer]].count_offer(news.offered)",
+        "self.drafts[self.ready.proposers[news.proposer]].count_offer(news.offered)",
+        "test_server_access.py::test_offers_are_counted_by_proposer_and_position",
+    ),
+    m(
+        "engine/landing.py",
+        "Drafting(None, offers, offerer=names[offerer])",
+        "Drafting(None, offers, offerer=names[0])",
+        "test_landing.py::test_a_draft_is_its_proposer_s_and_the_rest_the_target_s",
+    ),
+    m(
         "server/logprobs.py",
         "    ranked.append((score.token_id, score.logprob, score.rank))",
         "    ranked.append((score.token_id, score.logprob, len(ranked) + 1))",

@@ -459,4 +459,47 @@ MUTATIONS = (
         "served = None",
         "test_drafter_state.py",
     ),
+    # --- offers of the host -----------------------------------------------------------------------
+    m(
+        "speculation/host_offers.py",
+        "tokens = tokens[: request.grammar.allowed_prefix(tokens)]",
+        "pass",
+        "test_forced.py",
+    ),
+    m(
+        "speculation/host_offers.py",
+        "if tried == len(right) < len(tokens) and all(right):",
+        "if False:",
+        "test_forced.py",
+    ),
+    m(
+        "speculation/host_offers.py",
+        "return min(limit, request.max_length - request.length - 1)",
+        "return limit",
+        "test_forced.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "return np.where(np.isnan(hosted), chances, hosted)",
+        "return chances",
+        "test_forced.py",
+    ),
+    m(
+        "engine/structured.py",
+        "if own is not None and sum(own.chances) > self.reported.gain(slot, length):",
+        "if own is not None:",
+        "test_forced.py",
+    ),
+    m(
+        "engine/structured.py",
+        "offers.parents[slots] = chain_parents(len(hosted), width, device)",
+        "pass",
+        "test_forced.py",
+    ),
+    m(
+        "sampling/grammar.py",
+        "self._go_back(ahead.consumed)",
+        "pass",
+        "test_forced.py",
+    ),
 )

@@ -23,7 +23,8 @@ class ReportedOffers:
 
     def clear(self, slot: int) -> None:
         """Nothing is known of a slot."""
-        self._chances[slot] = self._hosted[slot] = np.nan
+        self._chances[slot] = np.nan
+        self._hosted[slot] = np.nan
 
     def gain(self, slot: int, length: int) -> float:
         """Tokens that the first ``length`` drafts on offer promise; 0 where nothing is known."""

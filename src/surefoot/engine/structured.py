@@ -8,6 +8,7 @@ rounds in flight.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,6 +22,9 @@ from surefoot.speculation.controller import Controller
 from surefoot.speculation.host_offers import HostOffer, HostOffers, room_for
 from surefoot.speculation.trees import chain_parents
 from surefoot.structured import TextGrammar
+
+MAX_HOST_SECONDS = 0.001
+"""Of a launch, for offers that the host makes: who is left goes without."""
 
 
 class GrammarMasks:
@@ -40,6 +44,7 @@ class GrammarMasks:
         self.state = controller.state
         self._known: dict[int, tuple[int, list[int], list[int]]] = {}
         """By slot, the last offer read: whose, tokens, parents."""
+        self._turn = 0
 
     def forget(self, slot: int) -> None:
         """Another request has the slot, and nothing is on offer there."""
@@ -58,14 +63,22 @@ class GrammarMasks:
         masks: list[np.ndarray] = []
         kept: dict[int, int] = {}
         hosted: dict[int, HostOffer] = {}
-        for request in requests:
+        left = MAX_HOST_SECONDS
+        self._turn += 1
+        for place in range(len(requests)):
+            # Another one is the first each time: none is always without an offer.
+            request = requests[(place + self._turn) % len(requests)]
             assert request.grammar is not None
             slot = request.slot
             _, tokens, parents = self._known.get(slot, (0, [], []))
             length = kept[slot] = _allowed(request, tokens, parents, len(tokens))
             request.grammar.sync(request.output)
             self.reported.cut(slot, length)
-            own = self.hosts.of(request, room_for(request, self.state.max_drafts))
+            own = None
+            if left > 0.0:
+                began = time.perf_counter()
+                own = self.hosts.of(request, room_for(request, self.state.max_drafts))
+                left -= time.perf_counter() - began
             if own is not None and sum(own.chances) > self.reported.gain(slot, length):
                 hosted[slot] = own
                 tokens, length = own.tokens, len(own.tokens)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surefoot.errors import SurefootError
-from surefoot.sampling.forced import Cutter, confidences
+from surefoot.sampling.forced import REACH, Ahead, Cutter, confidences
 from surefoot.sampling.reasoning_grammar import behind_reasoning
 from surefoot.structured import StructuredOutputsParams
 
@@ -42,9 +42,13 @@ WHITE_SPACE = r" |\n{1,2}[ \t]{0,32}"
 their texts with line breaks."""
 # Without it, a mask holds only the one way in which the tokenizer would cut text that is certain.
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+_BYTES_OF_TOKEN = 8
+"""As many forced bytes as can be of use, for each draft."""
 MAX_FORCED_SECONDS = 0.005
-"""Of a processor, for what is forced at one place: usually some microseconds. A text that takes
-more is not looked at again, and goes on without such drafts."""
+"""Of a processor, for what is forced at one place: usually some tens of microseconds."""
+MOST_SLOW_PLACES = 2
+"""Of a text, that take longer: the first of an engine may, but a text with more of them goes on
+without such drafts."""
 # Where a library's message shows the grammar and points into it.
 _DRAWING = re.compile(r"\s*(\d+ \||\^|<state>|<non-verbose/>).*")
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
@@ -65,7 +69,7 @@ class Grammars:
         self._loading = threading.Lock()
         self._vocabulary: Any = None
         self._compiled: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
-        self._cutter = Cutter(tokenizer)
+        self._cutter: Cutter | None = None
 
     def knows(self, wanted: StructuredOutputsParams) -> bool:
         """Whether ``start`` has nothing to compile."""
@@ -85,7 +89,7 @@ class Grammars:
                 self._compiled[wanted] = compiled
                 if len(self._compiled) > CACHED_GRAMMARS:
                     self._compiled.popitem(last=False)
-        return GrammarState(compiled, self.end_tokens, self._cutter)
+        return self._state(compiled)
 
     def _compile(self, wanted: StructuredOutputsParams) -> Any:
         if not self.end_tokens:
@@ -108,7 +112,7 @@ class Grammars:
         matcher = library.LLMatcher(
             self._load_vocabulary(library), grammar, log_level=0, limits=limits
         )
-        state = GrammarState(matcher, self.end_tokens, self._cutter)
+        state = self._state(matcher)
         problem = matcher.get_error() or state.problem
         if problem:
             problem = _one_line(problem)
@@ -117,6 +121,10 @@ class Grammars:
                 problem = _PLACE.sub("", problem)
             raise SurefootError(wanted.option, problem)
         return matcher
+
+    def _state(self, start: Any) -> GrammarState:
+        assert self._cutter is not None, "the vocabulary was loaded to compile"
+        return GrammarState(start, self.end_tokens, self._cutter)
 
     def _markers(self, texts: Sequence[str]) -> list[str | int]:
         """Ids of those that are special tokens."""
@@ -127,7 +135,9 @@ class Grammars:
     def _load_vocabulary(self, library: Any) -> Any:
         with self._loading:
             if self._vocabulary is None:
-                wrapper = library.TokenizerWrapper(_Vocabulary(self.tokenizer, self.end_tokens))
+                vocabulary = _Vocabulary(self.tokenizer, self.end_tokens)
+                self._cutter = Cutter(self.tokenizer, vocabulary.tokens, self.vocab_size)
+                wrapper = library.TokenizerWrapper(vocabulary)
                 self._vocabulary = library.LLTokenizer(
                     wrapper, n_vocab=self.vocab_size, eos_token=list(self.end_tokens)
                 )
@@ -210,7 +220,8 @@ class GrammarState:
         self._start = start
         self._ends = list(end_tokens)
         self._cutter = cutter
-        self._slow = self._slow_to_force = False
+        self._slow = False
+        self._slow_places = 0
         self.restart()
 
     def restart(self) -> None:
@@ -219,6 +230,8 @@ class GrammarState:
         self._followed = 0
         self._text: list[int] = []
         """What ``_matcher`` was given."""
+        self._tail = b""
+        """The end of it, as text."""
 
     def sync(self, output: Sequence[int]) -> None:
         """See ``TextGrammar.sync``. End tokens end the text, so nothing follows them."""
@@ -229,6 +242,8 @@ class GrammarState:
             # A token that is not allowed leaves an error: from there, the text may only end.
             self._matcher.consume_tokens(text)
             self._text += text
+            pieces = self._cutter.pieces
+            self._tail = (self._tail + b"".join(pieces[token] for token in text))[-REACH:]
 
     def allowed_prefix(self, drafts: Sequence[int]) -> int:
         """See ``TextGrammar.allowed_prefix``."""
@@ -255,14 +270,19 @@ class GrammarState:
 
     def forced(self, most: int) -> tuple[list[int], list[float]]:
         """See ``TextGrammar.forced``."""
-        if self._slow_to_force:
+        if self._slow_places > MOST_SLOW_PLACES:
             return [], []
         began = time.thread_time()
-        # Nothing is consumed: masks stay as they are, since forcing is switched off.
-        text = self._matcher.compute_ff_bytes()
-        tokens = self._cutter.cut(self._text[-1] if self._text else None, text) if text else []
-        self._slow_to_force = time.thread_time() - began > MAX_FORCED_SECONDS
-        return tokens[:most], confidences(tokens, len(tokens) <= most)[:most]
+        ahead = Ahead(self._matcher, self._cutter.letters, self._tail)
+        ahead.look(_BYTES_OF_TOKEN * most)
+        if ahead.consumed:
+            self._go_back(ahead.consumed)
+        text, tokens = ahead.text, []
+        if text:
+            tokens = self._cutter.cut(self._text[-1] if self._text else None, text)[:most]
+        self._slow_places += time.thread_time() - began > MAX_FORCED_SECONDS
+        sizes = [len(self._cutter.pieces[token]) for token in tokens]
+        return tokens, confidences(sizes, ahead.guesses, len(text))
 
     def _go_back(self, drafts: int) -> None:
         """Forget so many tokens that were only tried."""
