@@ -66,6 +66,18 @@ MUTATIONS = (
         "test_server_units.py::test_places_of_tokens_in_their_drafts",
     ),
     m(
+        "server/metrics.py",
+        "self.drafts[self.ready.proposers[news.offerer]].count_offer(news.offered)",
+        "self.drafts[self.ready.proposers[news.proposer]].count_offer(news.offered)",
+        "test_server_access.py::test_offers_are_counted_by_proposer_and_position",
+    ),
+    m(
+        "engine/landing.py",
+        "Drafting(None, offers, offerer=names[offerer])",
+        "Drafting(None, offers, offerer=names[0])",
+        "test_landing.py::test_a_draft_is_its_proposer_s_and_the_rest_the_target_s",
+    ),
+    m(
         "server/logprobs.py",
         "    ranked.append((score.token_id, score.logprob, score.rank))",
         "    ranked.append((score.token_id, score.logprob, len(ranked) + 1))",
@@ -113,5 +125,29 @@ MUTATIONS = (
         "    return -sum(kept) / len(kept) if kept else math.inf",
         "    return -sum(kept)",
         "test_server.py::test_the_best_of_many_have_the_highest_mean_logprobs",
+    ),
+    m(
+        "server/call_parser.py",
+        "self._listed, self._last = False, True",
+        "self._listed = False",
+        "test_tool_grammars.py",
+    ),
+    m(
+        "server/json_end.py",
+        "elif self._closing.startswith(text[place:]) and not final:",
+        "elif False:",
+        "test_answer_parser.py",
+    ),
+    m(
+        "server/service.py",
+        "style.behind_reasoning(wanted, prompt)",
+        "wanted",
+        "test_chat_style.py",
+    ),
+    m(
+        "server/tool_choice.py",
+        'head = f"{name}: {before} {self._marker(opening)} | {name}_spelled"',
+        'head = f"{name}: {before} {self._marker(opening)}"',
+        "test_tool_grammars.py",
     ),
 )

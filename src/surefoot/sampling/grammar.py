@@ -122,15 +122,15 @@ class Grammars:
             raise SurefootError(wanted.option, problem)
         return matcher
 
+    def _state(self, start: Any) -> GrammarState:
+        assert self._cutter is not None, "the vocabulary was loaded to compile"
+        return GrammarState(start, self.end_tokens, self._cutter)
+
     def _markers(self, texts: Sequence[str]) -> list[str | int]:
         """Ids of those that are special tokens."""
         ids = [self.tokenizer.id_of(text) for text in texts]
         special = self.tokenizer.special_ids
         return [i if i in special else text for i, text in zip(ids, texts, strict=True)]
-
-    def _state(self, start: Any) -> GrammarState:
-        assert self._cutter is not None, "the vocabulary was loaded to compile"
-        return GrammarState(start, self.end_tokens, self._cutter)
 
     def _load_vocabulary(self, library: Any) -> Any:
         with self._loading:

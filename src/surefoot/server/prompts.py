@@ -40,6 +40,11 @@ class Prompts:
             _ = tokenizer.lengths
 
     @property
+    def description(self) -> str:
+        """How answers to conversations with tools are read; "" for nothing to tell."""
+        return self._styles[True].description
+
+    @property
     def capabilities(self) -> dict[str, bool]:
         """What the model may be asked for."""
         tools = self._styles[True]
@@ -52,11 +57,6 @@ class Prompts:
             "embeddings": True,
             "vision": False,
         }
-
-    @property
-    def description(self) -> str:
-        """How answers to conversations with tools are read; "" for nothing to tell."""
-        return self._styles[True].description
 
     def check_size(self, fields: Mapping[str, Any]) -> None:
         """Refuse more prompts, token ids or messages than can ever be served, before each of them
