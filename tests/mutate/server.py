@@ -126,4 +126,28 @@ MUTATIONS = (
         "    return -sum(kept)",
         "test_server.py::test_the_best_of_many_have_the_highest_mean_logprobs",
     ),
+    m(
+        "server/call_parser.py",
+        "self._listed, self._last = False, True",
+        "self._listed = False",
+        "test_tool_grammars.py",
+    ),
+    m(
+        "server/json_end.py",
+        "elif self._closing.startswith(text[place:]) and not final:",
+        "elif False:",
+        "test_answer_parser.py",
+    ),
+    m(
+        "server/service.py",
+        "style.behind_reasoning(wanted, prompt)",
+        "wanted",
+        "test_chat_style.py",
+    ),
+    m(
+        "server/tool_choice.py",
+        'head = f"{name}: {before} {self._marker(opening)} | {name}_spelled"',
+        'head = f"{name}: {before} {self._marker(opening)}"',
+        "test_tool_grammars.py",
+    ),
 )
