@@ -130,7 +130,10 @@ def server(model: Path) -> Iterator[Server]:
 def test_the_model_card_lists_the_methods(server: Server) -> None:
     [card] = server.get("/v1/models").json()["data"]
     offered = card["speculation"]
-    assert offered["methods"] == ["auto", "off", "ngram"] and offered["max_draft_tokens"] == 4
+    assert (
+        offered["methods"] == ["auto", "off", "ngram", "grammar"]
+        and offered["max_draft_tokens"] == 4
+    )
     assert card["deterministic"] is False  # The torch backend's sums depend on the batch.
     for method in offered["methods"]:
         server.complete(prompt="a", max_tokens=1, speculation={"method": method})

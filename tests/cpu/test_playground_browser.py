@@ -140,7 +140,7 @@ def test_chat_shows_the_text_and_where_it_comes_from(
     assert tokens(page, ".message.assistant") == [text for text, _ in expected if text]
     drafted = page.locator(".message.assistant .t:not(.target)")
     assert drafted.count() == sum(bool(text and name) for text, name in expected) > 0
-    assert page.locator("#legend li").all_inner_texts() == ["target", "ngram"]
+    assert page.locator("#legend li").all_inner_texts() == ["target", "ngram", "grammar"]
     numbers = shown(page, ".message.assistant .numbers")
     for part in ("tok/s", "accepted length", "drafts accepted", f"{len(expected)} tokens"):
         assert part in numbers

@@ -260,7 +260,7 @@ def test_models_list_shows_sizes(root: Path, model: Path, monkeypatch: pytest.Mo
     size = (root / "models" / name).stat().st_size
     described = replace(EMBEDDED["smollm2-135m"], size=size)
     monkeypatch.setitem(EMBEDDED, "smollm2-135m", described)
-    first, second, third, last = run("list").stdout.splitlines()
+    first, second, *drafters, third, last = run("list").stdout.splitlines()
     assert first.split() == [
         "smollm2-135m",
         "embedded",
@@ -268,6 +268,10 @@ def test_models_list_shows_sizes(root: Path, model: Path, monkeypatch: pytest.Mo
         str(root / "models" / name),
     ]
     assert second.split()[:2] == ["smollm2-135m", "converted"]
+    assert [line.split()[:2] for line in drafters] == [
+        ["smollm2-135m", "dflash"],
+        ["smollm2-135m", "eagle3"],
+    ]
     assert third.split()[:3] == ["unfinished", "2.0", "kB"] and "interrupted write" in third
     facts = json.loads(run("list", "--json").stdout)
     assert facts["models"][0]["bytes"] == size and facts["cache"] == str(root)

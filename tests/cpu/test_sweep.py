@@ -366,6 +366,7 @@ def test_every_kernel_of_ours_belongs_somewhere() -> None:
     names = {
         name
         for file in folder.glob("*.py")
+        if file.name != "losses.py"  # Of training, which has no rounds.
         for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.MULTILINE)
     }
     assert len(names) > 15

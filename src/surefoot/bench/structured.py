@@ -23,6 +23,7 @@ import torch
 from surefoot.kernels.draws import TokenMasks, mask_tokens
 from surefoot.models.loading import load_tokenizer
 from surefoot.sampling.grammar import Grammars
+from surefoot.speculation import registry
 from surefoot.structured import StructuredOutputsParams
 
 PERSON = {
@@ -168,7 +169,7 @@ def compare_forced(model: str, runs: int) -> None:
     from surefoot import LLM, SamplingParams
 
     llm = LLM(model, max_model_len=1024, max_num_seqs=1)
-    methods = ("auto", "ngram", "grammar", "off")
+    methods = ("auto", *registry.default(), "off")
     example = json.dumps(PERSON, separators=(",", ":"))
     tasks = {
         "told the keys": "Describe an invented person as JSON with name, age, email, tags, address",
