@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,6 +12,54 @@ from surefoot.structured import StructuredOutputsParams
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 50
 MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 256, 8192
+
+
+@dataclass(frozen=True)
+class Range:
+    """``low`` to ``high``, both included unless ``open_low``; of whole numbers, None is no limit
+    but that of 64 bits: beyond them nothing is a number any more to a tensor or a message."""
+
+    low: float
+    high: float | None
+    whole: bool = False
+    open_low: bool = False
+
+    @property
+    def most(self) -> float:
+        return MAX_SEED if self.high is None else self.high
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises SurefootError for what is outside."""
+        kinds = int if self.whole else int | float
+        good = isinstance(value, kinds) and not isinstance(value, bool)
+        if good and self.low <= value <= self.most and not (self.open_low and value == self.low):
+            return
+        if self.whole:
+            limit = f"from {self.low}" + (f" to {self.high}" if self.high is not None else "")
+            wanted = f"use a whole number {limit}"
+        else:
+            wanted = f"use {'(' if self.open_low else '['}{self.low}, {self.high}]"
+        raise SurefootError(name, f"{value!r} is out of range", wanted)
+
+
+RANGES: Mapping[str, Range] = {
+    "n": Range(1, 128, whole=True),
+    "temperature": Range(0, 100),
+    "top_p": Range(0, 1, open_low=True),
+    "top_k": Range(-1, None, whole=True),
+    "min_p": Range(0, 1),
+    "repetition_penalty": Range(0, 100, open_low=True),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "seed": Range(0, MAX_SEED, whole=True),
+    "max_tokens": Range(1, None, whole=True),
+    "min_tokens": Range(0, None, whole=True),
+    "logprobs": Range(0, MAX_LOGPROBS, whole=True),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS, whole=True),
+}
+"""Of the numbers in ``SamplingParams``."""
+_OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
+"""Which of them may be None."""
 
 
 @dataclass(frozen=True)
@@ -59,22 +106,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.structured_outputs is not None:
             self._check_structure()
-        _whole(self, "n", 1, 128)
-        _number(self, "temperature", 0, 100)
-        _number(self, "top_p", 0, 1, open_low=True)
-        _whole(self, "top_k", -1, None)
-        _number(self, "min_p", 0, 1)
-        _number(self, "repetition_penalty", 0, 100, open_low=True)
-        _number(self, "presence_penalty", -2, 2)
-        _number(self, "frequency_penalty", -2, 2)
-        if self.seed is not None:
-            _whole(self, "seed", 0, MAX_SEED)
+        for name, bounds in RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                bounds.check(name, value)
         if self.max_tokens is not None:
-            _whole(self, "max_tokens", 1, None)
-        _whole(self, "min_tokens", 0, self.max_tokens)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _whole(self, name, 0, MAX_LOGPROBS)
+            Range(0, self.max_tokens, whole=True).check("min_tokens", self.min_tokens)
         for token, bias in (self.logit_bias or {}).items():
             if not isinstance(token, int) or not 0 <= token <= MAX_SEED:
                 raise SurefootError("logit_bias", f"{token!r} is no token id", "use whole numbers")
@@ -160,23 +197,6 @@ class SamplingParams:
         return cls(**values)
 
 
-def _number(params: Any, name: str, low: float, high: float, open_low: bool = False) -> None:
-    value = getattr(params, name)
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value > high or value < low or (open_low and value == low):
-        bracket = "(" if open_low else "["
-        raise SurefootError(name, f"{value!r} is out of range", f"use {bracket}{low}, {high}]")
-
-
-def _whole(params: Any, name: str, low: int, high: int | None) -> None:
-    value = getattr(params, name)
-    good = isinstance(value, int) and not isinstance(value, bool)
-    # Beyond 64 bits nothing is a number any more to a tensor or a message between processes.
-    if not good or not low <= value <= (MAX_SEED if high is None else high):
-        limit = f"from {low}" + (f" to {high}" if high is not None else "")
-        raise SurefootError(name, f"{value!r} is out of range", f"use a whole number {limit}")
-
-
 @dataclass(frozen=True)
 class SpeculationParams:
     """Which proposer may draft for a request, and how much.
@@ -192,7 +212,7 @@ class SpeculationParams:
         if not isinstance(self.method, str) or not self.method:
             raise SurefootError("speculation.method", f"{self.method!r} is no name")
         if self.max_draft_tokens is not None:
-            _whole(self, "max_draft_tokens", 0, None)
+            Range(0, None, whole=True).check("max_draft_tokens", self.max_draft_tokens)
 
     def allows(self, proposer: str) -> bool:
         """Whether the proposer may draft for the request."""

@@ -26,9 +26,9 @@ class StructuredOutputsParams:
     32 spaces or tabs, unless the schema's ``x-guidance`` (llguidance's options) has a
     ``whitespace_pattern`` or ``whitespace_flexible``, or ``disable_any_whitespace`` allows none.
 
-    ``reasoning``: two markers; any text between them may come first, beside white space, and the
-    rest is what fits. With "" as the first marker the prompt has it already: such a text comes
-    first, up to the second marker.
+    ``reasoning``: two markers; any text between them may come first, with a little white space
+    around it, and the rest is what fits. With "" as the first marker the prompt has it already:
+    such a text comes first, up to the second marker.
     """
 
     json: str | Mapping[str, Any] | None = None

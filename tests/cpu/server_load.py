@@ -1,7 +1,7 @@
 """Load on a server: clients that stream, leave, make mistakes and mix parameters, each answer held
 to the offline one. Also a program, for longer runs and for the cost of serving:
 
-    python tests/cpu/server_load.py smollm2-135m --clients 64 --seconds 300
+    python tests/cpu/server_load.py smollm2-135m --clients 64 --seconds 1800
     python tests/cpu/server_load.py FOLDER --throughput 32
 """
 
@@ -34,12 +34,32 @@ MISTAKES: list[dict[str, Any]] = [
 ]
 
 
+Answers = list[tuple[str, list[int], str | None]]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"sunny": {"type": "boolean"}, "town": {"enum": ["Bern", "Basel"]}},
+    "required": ["sunny", "town"],
+    "additionalProperties": False,
+}
+STRUCTURES: list[dict[str, Any]] = [
+    {"json": SCHEMA},
+    {"regex": "[0-9]{1,20}( and [a-z]{1,9})*"},
+    {"choice": ["the cat sat on the mat", "the cat", "a dog"]},
+]
+# Short: where a character is a token, a prompt with it still fits.
+ARGUMENTS = {"type": "object", "properties": {"a": {"type": "boolean"}}}
+FUNCTION = {"name": "f", "parameters": {**ARGUMENTS, "additionalProperties": False}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+
+
 @dataclass
 class Case:
     """A request, and what must come of it: per choice (text, tokens, reason)."""
 
     body: dict[str, Any]
-    expected: list[tuple[str, list[int], str | None]]
+    expected: Answers
+    path: str = COMPLETIONS
 
 
 def make_cases(llm: LLM, count: int, max_tokens: int) -> list[Case]:
@@ -63,6 +83,7 @@ def make_cases(llm: LLM, count: int, max_tokens: int) -> list[Case]:
             {"min_tokens": 1, "presence_penalty": 1.0},
             {"logprobs": 2},
             {"skip_special_tokens": False},
+            {"structured_outputs": draw.choice(STRUCTURES), "ignore_eos": False},
         ]
         bodies.append({**body, **draw.choice(extras)})
     outputs = llm.generate([body["prompt"] for body in bodies], [params_of(b) for b in bodies])
@@ -70,6 +91,24 @@ def make_cases(llm: LLM, count: int, max_tokens: int) -> list[Case]:
         Case(body, [(c.text, c.token_ids, c.finish_reason) for c in output.outputs])
         for body, output in zip(bodies, outputs, strict=True)
     ]
+
+
+async def make_tool_cases(server: Server, count: int) -> list[Case]:
+    """Chats that must call a tool; none where the model's template takes no tools. What must come
+    of them is what comes while nobody else is there, without speculation."""
+    cases = []
+    for seed in range(count):
+        messages = [{"role": "user", "content": PROMPTS[seed % len(PROMPTS)]}]
+        body = {"messages": messages, "tools": TOOLS, "tool_choice": "required", "seed": seed}
+        body |= {"max_tokens": 96, "parallel_tool_calls": bool(seed % 2), "return_token_ids": True}
+        answer = await send(server, {**body, "speculation": "off"}, path=CHAT)
+        assert answer is not None
+        status, text = answer
+        if status == 400 and "tools" in text:
+            return []
+        assert status == 200, text
+        cases.append(Case(body, read_answer(text, "whole", 1), CHAT))
+    return cases
 
 
 @dataclass
@@ -88,7 +127,10 @@ class Tally:
 
 
 async def send(
-    server: Server, body: dict[str, Any], leave_after: int | None = None
+    server: Server,
+    body: dict[str, Any],
+    leave_after: int | None = None,
+    path: str = COMPLETIONS,
 ) -> tuple[int, str] | None:
     """(status, body) of one request; None when the client left after so many bytes."""
     host, port = server.url.removeprefix("http://").split(":")
@@ -96,9 +138,9 @@ async def send(
     try:
         content = json.dumps(body).encode()
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            b"POST %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
             b"Content-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n" % len(content) + content
+            b"Content-Length: %d\r\n\r\n" % (path.encode(), len(content)) + content
         )
         if leave_after is not None:
             await reader.read(leave_after)
@@ -143,7 +185,7 @@ async def client(
         body = {**case.body, "return_token_ids": True, "stream": kind != "whole"}
         body["speculation"] = draw.choice(["auto", "auto", "off"])
         leave = draw.choice([1, 200, 2000]) if kind == "leave" else None
-        answer = await send(server, body, leave)
+        answer = await send(server, body, leave, case.path)
         if answer is None:
             continue
         status, text = answer
@@ -158,19 +200,22 @@ async def client(
         tally.tokens += sum(len(tokens) for _, tokens, _ in case.expected)
 
 
-def read_answer(text: str, kind: str, n: int) -> list[tuple[str, list[int], str | None]]:
-    """Per choice (text, tokens, reason)."""
-    if kind == "whole":
-        choices = json.loads(text)["choices"]
-        return [(c["text"], c["token_ids"], c["finish_reason"]) for c in choices]
-    texts, tokens, reasons = [""] * n, [[] for _ in range(n)], [None] * n
-    for event in sse(text):
+def read_answer(text: str, kind: str, n: int) -> Answers:
+    """Per choice (text, tokens, reason). A chat's calls come behind all of its text."""
+    texts, calls, tokens, reasons = [""] * n, [""] * n, [[] for _ in range(n)], [None] * n
+    events = [json.loads(text)] if kind == "whole" else sse(text)
+    for event in events:
         for choice in event["choices"]:
             index = choice["index"]
-            texts[index] += choice["text"]
-            tokens[index] += choice["token_ids"]
+            message = choice.get("message") or choice.get("delta") or {}
+            texts[index] += choice.get("text") or message.get("content") or ""
+            for call in message.get("tool_calls", ()):
+                function = call["function"]
+                calls[index] += function.get("name", "") + function.get("arguments", "")
+            tokens[index] += choice.get("token_ids", ())
             reasons[index] = choice["finish_reason"]
-    return list(zip(texts, tokens, reasons, strict=True))
+    said = [text + called for text, called in zip(texts, calls, strict=True)]
+    return list(zip(said, tokens, reasons, strict=True))
 
 
 def resident(pid: int) -> int:
@@ -191,11 +236,38 @@ def so_many(requests: int, tally: Tally) -> Callable[[], float]:
     return lambda: tally.asked / requests
 
 
+@dataclass
+class Course:
+    """What changed while a storm went on."""
+
+    memory: dict[str, tuple[int, int]]
+    """Of each process, bytes after a third and at the end."""
+    drafts: tuple[float, float]
+    """Drafts verified per minute, in the first sixth and in the last."""
+
+    @property
+    def flat(self) -> bool:
+        return all(after <= 1.05 * before for before, after in self.memory.values())
+
+    @property
+    def drafting(self) -> bool:
+        """Whether it goes on as it began."""
+        first, last = self.drafts
+        return last >= 0.8 * first > 0
+
+
 async def storm(
     server: Server, cases: list[Case], clients: int, tally: Tally, done: Callable[[], float]
-) -> dict[str, tuple[int, int]]:
-    """Run so many clients until all is ``done``. Returns the memory (after a third, at the end) of
-    each process."""
+) -> Course:
+    """Run so many clients until all is ``done``."""
+
+    async def verified_at(part: float) -> tuple[float, float]:
+        while done() < part:
+            await asyncio.sleep(0.05)
+        count = await asyncio.to_thread(server.metric, "surefoot_verified_tokens_total")
+        return time.monotonic(), count
+
+    parts = [asyncio.ensure_future(verified_at(part)) for part in (0, 1 / 6, 5 / 6, 1)]
     tasks = [
         asyncio.ensure_future(client(server, cases, tally, seed, done)) for seed in range(clients)
     ]
@@ -204,7 +276,13 @@ async def storm(
         await asyncio.sleep(0.05)
     before = {name: resident(pid) for name, pid in pids.items()}
     await asyncio.gather(*tasks)
-    return {name: (before[name], resident(pid)) for name, pid in pids.items()}
+    memory = {name: (before[name], resident(pid)) for name, pid in pids.items()}
+    points = await asyncio.gather(*parts)
+    first, last = (
+        60 * (after - before) / (end - begun)
+        for (begun, before), (end, after) in (points[:2], points[2:])
+    )
+    return Course(memory, (first, last))
 
 
 @dataclass
@@ -300,7 +378,7 @@ def main() -> int:
     if given.throughput:
         print(throughput(given.model, given.throughput, 300, 5, **options))
         return 0
-    options |= {"max_num_seqs": given.max_num_seqs, "threads": 2, "max_model_len": 256}
+    options |= {"max_num_seqs": given.max_num_seqs, "threads": 2, "max_model_len": 512}
     cases = make_cases(offline(given.model, **options), 100, given.max_tokens)
     gc.collect()
     queue = ("--max-queue", str(given.max_queue))
@@ -313,21 +391,24 @@ def report(server: Server, cases: list[Case], clients: int, seconds: float) -> i
     """Run a storm and print what came of it; 0 if nothing was wrong or left behind."""
     print(*server.lines[:-1], sep="\n")
     tally = Tally()
-    memory = asyncio.run(storm(server, cases, clients, tally, so_long(seconds)))
+    tools = asyncio.run(make_tool_cases(server, 12))
+    print(f"{len(tools)} chats with tools" if tools else "no tools: the template takes none")
+    course = asyncio.run(storm(server, [*cases, *tools], clients, tally, so_long(seconds)))
     server.wait_idle()
     print(f"{clients} clients, {seconds:g} s: {dict(tally.counts)}")
     print(f"{tally.answers} answers of {tally.tokens} tokens compared, {len(tally.wrong)} wrong")
     for name in ("preemptions_total", "verified_tokens_total", "accepted_tokens_total"):
         print(f"{name}: {server.metric(f'surefoot_{name}'):.0f}")
-    for name, (before, after) in memory.items():
+    first, last = course.drafts
+    print(f"drafts verified per minute: {first:.0f} in the first sixth, {last:.0f} in the last")
+    for name, (before, after) in course.memory.items():
         growth = after / before - 1
         print(f"{name}: {before >> 20} MiB after a third, {after >> 20} at the end ({growth:+.1%})")
     print("slots and blocks in use at the end: 0")
     print(*tally.wrong[:5], sep="\n")
     status = server.stop()
     print(f"the server's exit status: {status}")
-    flat = all(after <= 1.05 * before for before, after in memory.values())
-    return 0 if flat and not tally.wrong and not status else 1
+    return 0 if course.flat and course.drafting and not tally.wrong and not status else 1
 
 
 if __name__ == "__main__":

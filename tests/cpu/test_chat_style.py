@@ -27,6 +27,12 @@ TEMPLATES = {
                   "dictionary of argument name and its value}", "llama3_json"),
     "mistral": ("{{ tools }}{{ '[TOOL_CALLS] [' }}", "mistral"),
     "none of its own": ("{{ tools }}", "json"),
+    "qwen 2.5": ("{% if tools %}within <tool_call></tool_call> XML tags{% endif %}"
+                 "{{ message['tool_calls'] }}", "hermes"),
+    "glm": ("{{ tools }}<tool_call>{name}\n<arg_key>", None),
+    "phi": ("{{ tools }}<|tool_call|>", None),
+    "nemotron": ("{{ tools }}<TOOLCALL>[", None),
+    "seed": ("{{ tools }}</seed:tool_call>", None),
     "qwen 3 coder": ("{{ tools }}<tool_call>\n<function=example>", None),
     "deepseek": ("{{ tools }}<\uff5ctool\u2581calls\u2581begin\uff5c>", None),
 }  # fmt: skip
@@ -42,6 +48,7 @@ def tokenizer(template: str, *special: str) -> Tokenizer:
 def test_templates_tell_how_calls_are_written(template: str, name: str | None) -> None:
     style = ChatStyle.of(template, tokenizer(template))
     assert (style.tools and style.tools.name) == name
+    assert style.description.endswith(name or "its calls are not read")
     if name is None:
         with pytest.raises(SurefootError, match="--tool-call-parser"):
             style.check_tools()
@@ -150,6 +157,11 @@ def answers(text: str, **body: Any) -> tuple[dict[str, Any], list[dict[str, Any]
         streamed = await client.post(path, json={**CHAT, **body, "stream": True})
         events = streamed.text.split("\n\n")[:-2]
         chunks = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+        details = whole.json()["usage"]["completion_tokens_details"]
+        before, ended, _ = text.partition("[/THINK]")
+        if not body.get("enable_thinking", True) or body.get("reasoning_effort") == "none":
+            before = ended = ""
+        assert details["reasoning_tokens"] == len(made.encode(before + ended))
         [add, _] = [message for message in core.received if isinstance(message, Add)]
         assert chunks[-1]["finish_reason"] == whole.json()["choices"][0]["finish_reason"]
         return whole.json()["choices"][0], [chunk["delta"] for chunk in chunks], add

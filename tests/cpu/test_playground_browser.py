@@ -149,8 +149,25 @@ def test_chat_shows_the_text_and_where_it_comes_from(
     details = page.locator("#details").inner_text()
     for part in ("ngram", "no. 1 of its round", "Probability", " %"):
         assert part in details
+    # The line ends where the last rounds' mean is: somewhere between nothing and all drafts.
+    points = page.locator(".message.assistant .graph polyline").get_attribute("points").split()
+    assert len(points) >= 2 and all(0 <= float(p.split(",")[1]) <= 28 for p in points)
     ask(page, "and then")
     assert page.locator(".message").count() == 4
+    written = page.locator(".message .text").all_text_contents()
+    ngrams = page.locator(".message.assistant .t.p0").all_text_contents()
+    page.reload()
+    sync_api.expect(page.locator("#model")).not_to_be_empty()
+    assert page.locator(".message .text").all_text_contents() == written
+    assert "".join(page.locator(".message.assistant .t.p0").all_text_contents()) == "".join(ngrams)
+    with page.expect_request(CHAT) as sent:
+        ask(page, "go on")
+    said = [message["content"] for message in sent.value.post_data_json["messages"]]
+    assert said == [*written, "go on"]
+    page.click("#clear")
+    page.reload()
+    sync_api.expect(page.locator("#welcome")).to_be_visible()
+    assert page.locator(".message").count() == 0
 
 
 def test_keyboard(server: Server, open_page: Callable[..., Any]) -> None:
@@ -218,7 +235,7 @@ def test_green_is_for_what_is_clearly_faster(open_page: Callable[..., Any]) -> N
 
     for plain, drafted, verified, kind, words in (
         (100, 143, 30, "faster", "1.43 times as fast in this one pair of runs (100 and 143 tok/s)"),
-        (100, 91, 30, "same", "0.91 times as fast in this one pair"),
+        (100, 91, 30, "slower", "0.91 times as fast in this one pair"),
         (100, 104, 30, "same", "About the same speed (100 and 104 tok/s)"),
         (100, 96, 30, "same", "About the same speed"),
         (100, 143, 0, "same", "No drafts verified"),
@@ -229,11 +246,12 @@ def test_green_is_for_what_is_clearly_faster(open_page: Callable[..., Any]) -> N
 
     colour = "getComputedStyle(document.getElementById('verdict')).color"
     colours = set()
-    for kind in ("faster", "same", "different"):
+    for kind in ("faster", "same", "slower"):
         page.evaluate(f"document.getElementById('verdict').className = 'verdict {kind}'")
         colours.add(page.evaluate(colour))
         if kind == "same":
-            assert page.evaluate(colour) == page.evaluate("getComputedStyle(document.body).color")
+            quiet = "getComputedStyle(document.getElementById('keys')).color"
+            assert page.evaluate(colour) == page.evaluate(quiet)
     assert len(colours) == 3
 
 
@@ -258,6 +276,59 @@ def test_side_by_side_is_loud_about_a_difference(
     if "max_tokens" in change:
         assert "from token 6 on" in page.locator("#verdict").inner_text()
         assert tokens(page, "#drafted-text")[-1] == "ends here"
+
+
+def test_thoughts_and_calls_are_shown(open_page: Callable[..., Any]) -> None:
+    """As the API tells them: beside what was written, in chunks of their own."""
+    page = open_page()
+    tokens = ["<think>", "hm", "m</think>", "Yes", "<tool_call>…"]
+    deltas = [
+        [],
+        [{"reasoning_content": "hm"}],
+        [{"reasoning_content": "m"}],
+        [{"content": "Yes"}],
+        [
+            {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "now"}}]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": '{"utc"'}}]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]},
+        ],
+    ]
+    chunks, offset = [], 0
+    for token, told in zip(tokens, deltas, strict=True):
+        about = {"proposed_by": [None], "draft_positions": [None], "text_offset": [offset]}
+        about["pieces"] = [[token, None]]
+        offset += len(token)
+        choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in told or [{}]]
+        choices[-1]["surefoot"] = about
+        chunks += [{"choices": [choice]} for choice in choices]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.route(CHAT, lambda route: route.fulfill(status=200, body=body))
+    ask(page, LOOP)
+    assert shown(page, ".message.assistant .text") == "".join(tokens)
+    thought = page.locator(".message.assistant .t.thought").all_text_contents()
+    assert thought == ["<think>", "hm", "m</think>"]
+    assert shown(page, ".message.assistant .calls") == 'now({"utc": 1})'
+    # What was thought is not sent back.
+    with page.expect_request(CHAT) as sent:
+        ask(page, "and then")
+    assert sent.value.post_data_json["messages"][1] == {"role": "assistant", "content": "Yes"}
+
+
+def test_the_graph_has_the_last_rounds_means(open_page: Callable[..., Any]) -> None:
+    """However close its points are; of those within 50 ms the last one is kept."""
+    page = open_page()
+    means = page.evaluate(
+        """import("/playground/graph.js").then(({ Graph }) => {
+            const graph = new Graph();
+            for (let at = 1; at <= 40; at++) {
+                graph.add(10 * at, { rounds: at, accepted: at > 20 ? 3 * (at - 20) : 0 });
+            }
+            return graph.means;
+        })"""
+    )
+    found = dict(means)
+    assert list(found) == list(range(40, 401, 40))
+    assert [found[at] for at in (40, 200, 240, 280, 400)] == [0, 0, 1.5, 3, 3]
 
 
 @contextmanager
@@ -290,7 +361,8 @@ def test_errors_are_readable_and_can_be_tried_again(open_page: Callable[..., Any
     sync_api.expect(problem).to_contain_text("The server cannot be reached")
     page.unroute(CHAT)
     cut = 'data: {"choices":[{"index":0,"delta":{"content":"hal"},"finish_reason":null,"surefoot":'
-    cut += '{"proposed_by":[null],"draft_positions":[null],"text_offset":[0]}}]}\n\n'
+    cut += '{"proposed_by":[null],"draft_positions":[null],"text_offset":[0],'
+    cut += '"pieces":[["hal",null]]}}]}\n\n'
     page.route(CHAT, lambda route: route.fulfill(status=200, body=cut))
     problem.get_by_role("button", name="Try again").click()
     sync_api.expect(problem).to_contain_text("The connection broke")

@@ -32,14 +32,14 @@ MUTATIONS = (
     ),
     m(
         "engine/scheduler.py",
-        "request = max(self.running, key=self._arrival)",
-        "request = min(self.running, key=self._arrival)",
+        "request = max(self.running, key=self._rank)",
+        "request = min(self.running, key=self._rank)",
         "test_scheduler.py",
     ),
     m(
         "engine/scheduler.py",
-        "        self.waiting.appendleft(request)",
-        "        self.waiting.append(request)",
+        "        self._wait(request)\n        return request",
+        "        self.waiting.append(request)\n        return request",
         "test_scheduler.py",
     ),
     m(
@@ -62,9 +62,33 @@ MUTATIONS = (
     ),
     m(
         "engine/scheduler.py",
-        "            self.running.sort(key=self._arrival)",
+        "            self.running.sort(key=self._rank)",
         "            pass",
         "test_scheduler.py",
+    ),
+    m(
+        "engine/scheduler.py",
+        "        return request.priority, self._arrivals[request]",
+        "        return 0, self._arrivals[request]",
+        "test_scheduler.py",
+    ),
+    m(
+        "sampling/token_rules.py",
+        "            if tuple(before[-len(start) :]) == start:",
+        "            if tuple(before[-2:]) == start[-2:]:",
+        "test_token_rules.py",
+    ),
+    m(
+        "sampling/token_rules.py",
+        "            if not self.rules.allows([*self._text, *drafts[:place]], token):",
+        "            if not self.rules.allows(self._text, token):",
+        "test_token_rules.py",
+    ),
+    m(
+        "request.py",
+        "            self.pooling = PromptPool()",
+        "            pass",
+        "test_embeddings.py",
     ),
     m(
         "engine/loop.py",

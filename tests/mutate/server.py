@@ -7,8 +7,8 @@ from .mutation import mutation as m
 MUTATIONS = (
     m(
         "server/guards.py",
-        "found = [hmac.compare_digest(given, key) for key in self._keys]",
-        "found = [key.startswith(given) for key in self._keys]",
+        "found = [hmac.compare_digest(text, key) for key in self._keys for text in both]",
+        "found = [key.startswith(text) for key in self._keys for text in both]",
         "test_server_stream.py::test_key_origin_and_size",
     ),
     m(
@@ -66,6 +66,18 @@ MUTATIONS = (
         "test_server_units.py::test_places_of_tokens_in_their_drafts",
     ),
     m(
+        "server/metrics.py",
+        "self.drafts[self.ready.proposers[news.offerer]].count_offer(news.offered)",
+        "self.drafts[self.ready.proposers[news.proposer]].count_offer(news.offered)",
+        "test_server_access.py::test_offers_are_counted_by_proposer_and_position",
+    ),
+    m(
+        "engine/landing.py",
+        "Drafting(None, offers, offerer=names[offerer])",
+        "Drafting(None, offers, offerer=names[0])",
+        "test_landing.py::test_a_draft_is_its_proposer_s_and_the_rest_the_target_s",
+    ),
+    m(
         "server/logprobs.py",
         "    ranked.append((score.token_id, score.logprob, score.rank))",
         "    ranked.append((score.token_id, score.logprob, len(ranked) + 1))",
@@ -83,5 +95,59 @@ MUTATIONS = (
         "        self._at += len(self._detokenizer.push(token).encode())",
         "test_server.py",
         "test_server_units.py",
+    ),
+    m(
+        "server/prompts.py",
+        "return [ids[0], *ids[1 - size :]] if added else ids[-size:]",
+        "return ids[-size:]",
+        "test_server_requests.py",
+    ),
+    m(
+        "server/service.py",
+        "if request.request_id is not None and not http.scope.get(ID_GIVEN):",
+        "if request.request_id is not None:",
+        "test_server_requests.py",
+    ),
+    m(
+        "server/translating.py",
+        'if last.get("role") != "assistant" or any(name in last for name in without):',
+        'if last.get("role") != "assistant":',
+        "test_server_blocks.py",
+    ),
+    m(
+        "server/blocks.py",
+        "        if not self._is_open or self.blocks[-1].kind != kind:",
+        "        if not self._is_open:",
+        "test_server_blocks.py",
+    ),
+    m(
+        "server/completions.py",
+        "    return -sum(kept) / len(kept) if kept else math.inf",
+        "    return -sum(kept)",
+        "test_server.py::test_the_best_of_many_have_the_highest_mean_logprobs",
+    ),
+    m(
+        "server/call_parser.py",
+        "self._listed, self._last = False, True",
+        "self._listed = False",
+        "test_tool_grammars.py",
+    ),
+    m(
+        "server/json_end.py",
+        "elif self._closing.startswith(text[place:]) and not final:",
+        "elif False:",
+        "test_answer_parser.py",
+    ),
+    m(
+        "server/service.py",
+        "style.behind_reasoning(wanted, prompt)",
+        "wanted",
+        "test_chat_style.py",
+    ),
+    m(
+        "server/tool_choice.py",
+        'head = f"{name}: {before} {self._marker(opening)} | {name}_spelled"',
+        'head = f"{name}: {before} {self._marker(opening)}"',
+        "test_tool_grammars.py",
     ),
 )

@@ -178,9 +178,9 @@ MUTATIONS = (
         BLOCKS,
     ),
     m(
-        TRAIN + "dflash/loss.py",
-        "sign -= (q * sign).sum(-1, keepdim=True)",
-        "pass",
+        "kernels/losses.py",
+        "slope += objective.distance * q * (sign - (q * sign).sum(-1, keepdim=True))",
+        "slope += objective.distance * q * sign",
         BLOCKS,
     ),
     m(

@@ -15,7 +15,7 @@ def behind_reasoning(grammar: str, markers: Sequence[str | int], options: str) -
     if isinstance(opening, int):
         before = f"<[{opening}]>"
     else:
-        before = r"/\s*/ " + json.dumps(opening, ensure_ascii=False) if opening else ""
+        before = r"/[ \n]{0,2}/ " + json.dumps(opening, ensure_ascii=False) if opening else ""
     if isinstance(closing, int):
         rules.append(f"reasoning: {before} TEXT <[{closing}]>")
     elif isinstance(opening, int):

@@ -42,15 +42,23 @@ class AnswerParser:
             self._step = self._reasoning if inside else self._beginning
         self.calls = 0
         """How many calls have begun."""
+        self._fed = 0
+        self._reasoned = 0
 
     @property
-    def closing(self) -> str:
-        """What ends reasoning."""
-        return "" if self._thinks is None else self._thinks.closing
+    def reasons(self) -> bool:
+        """Whether reasoning is looked for."""
+        return self._thinks is not None
+
+    @property
+    def reasoned(self) -> int:
+        """How many characters of the text are reasoning so far, with its markers."""
+        return self._fed if self._step == self._reasoning else self._reasoned
 
     def feed(self, text: str, final: bool) -> list[Event]:
         """What is certain after ``text``; ``final`` when nothing follows."""
         self._text += text
+        self._fed += len(text)
         events: list[Event] = []
         more = True
         while more:
@@ -79,6 +87,7 @@ class AnswerParser:
         text, gap, closed = self._until(self._thinks.closing, final)
         if closed:
             self._step, self._drops_space = self._content, True
+            self._reasoned = self._fed - len(self._text)
         else:
             self._text = gap + self._text
         return [Reasoning(text)] if text else [], closed

@@ -25,6 +25,7 @@ from surefoot.server.docs_page import docs_page
 from surefoot.server.embeddings import EmbeddingRequest
 from surefoot.server.errors import ApiError, TimedOut, api_error, validation_error
 from surefoot.server.exposition import CONTENT_TYPE
+from surefoot.server.field_notes import note_defaults
 from surefoot.server.generation import Overloaded, ShuttingDown
 from surefoot.server.guards import ApiKey, BodyLimit, Hosts
 from surefoot.server.playground import add_playground
@@ -96,6 +97,7 @@ def create_app(
     _add_tokens(app, service)
     _add_state(app, service)
     add_playground(app)
+    _document(app, service)
     app.add_middleware(BodyLimit, limit=max_body_bytes)
     if api_keys:
         app.add_middleware(ApiKey, keys=api_keys)
@@ -114,6 +116,24 @@ def create_app(
 
     app.add_middleware(Access, count=count, log=access_log)
     return app
+
+
+def _document(app: FastAPI, service: Service) -> None:
+    """Have the OpenAPI document tell the model's defaults, and nothing that is never answered."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = generate()
+            note_defaults(document, service.front.ready.sampling_defaults)
+            for name in ("HTTPValidationError", "ValidationError"):
+                document["components"]["schemas"].pop(name, None)
+            for operations in document["paths"].values():
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)
+        return generate()
+
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def _documented(

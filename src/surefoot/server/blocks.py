@@ -3,7 +3,6 @@ model writes them. OpenAI's responses and Anthropic's messages are that, each in
 
 from __future__ import annotations
 
-import bisect
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -88,14 +87,7 @@ class BlocksFormat(Format):
 
     def reasoning_tokens(self, generation: Generation) -> int:
         """How many tokens were reasoning, with the marker that ends it."""
-        if all(block.kind != "reasoning" for block in self.blocks):
-            return 0
-        [choice] = generation.choices
-        marker, text = self._parser.closing, choice.stream.text
-        end = text.find(marker)
-        if end < 0:
-            return choice.stream.kept
-        return bisect.bisect_left(choice.stream.offsets, end + len(marker))
+        return generation.choices[0].tokens_before(self._parser.reasoned)
 
     def _told(self, choice: Choice) -> Iterator[dict[str, Any]]:
         begins, delta = not choice.taken, take(choice)

@@ -21,6 +21,7 @@ from surefoot.server.choices import ChoicesFormat
 from surefoot.server.completions import sources
 from surefoot.server.generation import Choice, Generation
 from surefoot.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
+from surefoot.server.usage import usage
 
 
 class ChatFormat(ChoicesFormat):
@@ -41,6 +42,15 @@ class ChatFormat(ChoicesFormat):
         self.texts = texts
         self._new_parser = new_parser
         self._parsers: dict[int, AnswerParser] = {}
+
+    def usage(self, generation: Generation) -> dict[str, Any]:
+        """See ``ChoicesFormat.usage``."""
+        reasoning = [
+            generation.choices[index].tokens_before(parser.reasoned)
+            for index, parser in self._parsers.items()
+            if parser.reasons
+        ]
+        return usage(generation, self.hidden, sum(reasoning) if reasoning else None)
 
     def entry(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         answer = Answer.of(self._events(choice, delta))

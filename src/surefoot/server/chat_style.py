@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +21,13 @@ from surefoot.server.tool_formats import (
 )
 from surefoot.structured import StructuredOutputsParams
 
-# What templates of other formats hold: calls that cannot be read.
-_UNREAD = ("<function=", "\uff5ctool\u2581call", "<|tool_call", "<minimax:tool_call>", "functools[")
+# What templates hold that write calls in ways which are not read: markers that are none of the
+# formats', and what stands in calls that are no JSON.
+_MARKER = re.compile(
+    r"[<\[]/?([^\s<>\[\]{}'\"/]*tool.?calls?[^\s<>\[\]{}'\"]*)[>\]]", re.IGNORECASE
+)
+_READ = ("tool_call", "TOOL_CALLS")
+_UNREAD = ("<function=", "<arg_key>", "<|START_ACTION|>", "<use_mcp_tool>", "functools[")
 _SWITCHES = ("enable_thinking", "thinking")
 
 
@@ -80,6 +86,19 @@ class ChatStyle:
     def switch(self) -> str | None:
         """The template's variable that says whether the model is to reason; None: it has none."""
         return next((name for name in _SWITCHES if name in self.variables), None)
+
+    @property
+    def description(self) -> str:
+        """What of this a user may have to know; "" for nothing."""
+        parts = []
+        if "tools" in self.variables:
+            name = self.tools.name if self.tools else None
+            parts.append(
+                f"tool calls read as {name}" if name else "no tools: its calls are not read"
+            )
+        if self.reasoning is not None:
+            parts.append(f"reasoning from {self.reasoning.opening} to {self.reasoning.closing}")
+        return ", ".join(parts)
 
     def check_tools(self) -> None:
         """Raises SurefootError where calls could not be read."""
@@ -142,7 +161,8 @@ class ChatStyle:
 
 
 def _tool_format(template: str) -> ToolFormat | None:
-    if any(text in template for text in _UNREAD):
+    others = [name for name in _MARKER.findall(template) if name not in _READ]
+    if others or any(text in template for text in _UNREAD):
         return None
     if "<tool_call>" in template:
         return FORMATS["hermes"]

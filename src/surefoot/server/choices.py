@@ -41,6 +41,10 @@ class ChoicesFormat(Format):
         """Fields of a whole answer beside ``choices`` and ``usage``."""
         return {}
 
+    def usage(self, generation: Generation) -> dict[str, Any]:
+        """What the answer used so far."""
+        return usage(generation, self.hidden)
+
     def whole(self, generation: Generation) -> dict[str, Any]:
         """See ``Format.whole``."""
         choices = [
@@ -52,14 +56,14 @@ class ChoicesFormat(Format):
             "object": self.object,
             "choices": choices,
             **self.extras(generation),
-            "usage": usage(generation, self.hidden),
+            "usage": self.usage(generation),
         }
 
     def news(self, generation: Generation) -> bytes:
         """See ``Format.news``."""
         events, usual = [], {}
         if self._include_usage:
-            usual = {"usage": usage(generation, self.hidden) if self._usage_so_far else None}
+            usual = {"usage": self.usage(generation) if self._usage_so_far else None}
         for choice in generation.choices:
             delta = take(choice)
             if delta is None:
@@ -73,7 +77,7 @@ class ChoicesFormat(Format):
         last = b"data: [DONE]\n\n"
         if not self._include_usage:
             return last
-        totals = usage(generation, self.hidden)
+        totals = self.usage(generation)
         return event({**self._chunk_head, "choices": [], "usage": totals}) + last
 
     def failure(self, error: ApiError) -> bytes:

@@ -43,7 +43,9 @@ def _fields(document: Mapping[str, Any], operation: Mapping[str, Any]) -> Iterat
     yield "<table>"
     for name, field in schema.get("properties", {}).items():
         default = "required" if name in required else f"default {json.dumps(field.get('default'))}"
+        about = escape(field.get("description", ""))
         yield f"<tr><td>{escape(name)}<td>{escape(_kind(document, field))}<td>{escape(default)}"
+        yield f"<td>{about}"
     yield "</table>"
 
 
@@ -65,4 +67,15 @@ def _kind(document: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
         return " or ".join(json.dumps(v) for v in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
         return f"[{_kind(document, schema.get('items', {}))}, …]"
-    return str(schema.get("type", "anything"))
+    return str(schema.get("type", "anything")) + _range(schema)
+
+
+def _range(schema: Mapping[str, Any]) -> str:
+    """Of a number, in words; limits of 64 bits are none to a person."""
+    low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
+    words = []
+    if low is not None and abs(low) < 2**53:
+        words.append(f"above {low:g}" if "exclusiveMinimum" in schema else f"from {low:g}")
+    if high is not None and abs(high) < 2**53:
+        words.append(f"to {high:g}")
+    return " ".join(["", *words])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 from surefoot.errors import SurefootError
 from surefoot.params import MAX_BAD_WORDS, MAX_SEED
 from surefoot.request import SpeculationParams
+from surefoot.server.field_notes import note
 from surefoot.server.refusals import NEUTRAL, Neutral, drop_what_asks_for_nothing
 
 MAX_STOPS = 64
@@ -24,7 +26,15 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 class Strict(BaseModel):
     """Of JSON's own types: no text where a number belongs, no unknown fields."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        schema = handler(core_schema)
+        note(handler.resolve_ref_schema(schema).get("properties", {}))
+        return schema
 
 
 class SpeculationField(Strict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,10 @@ class Choice:
     @property
     def finished(self) -> bool:
         return self.request.finished
+
+    def tokens_before(self, place: int) -> int:
+        """How many tokens the text's first ``place`` characters took."""
+        return bisect.bisect_left(self.stream.offsets, place)
 
     def output(self) -> CompletionOutput:
         return self.stream.output()

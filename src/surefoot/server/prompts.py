@@ -40,6 +40,11 @@ class Prompts:
             _ = tokenizer.lengths
 
     @property
+    def description(self) -> str:
+        """How answers to conversations with tools are read; "" for nothing to tell."""
+        return self._styles[True].description
+
+    @property
     def capabilities(self) -> dict[str, bool]:
         """What the model may be asked for."""
         tools = self._styles[True]

@@ -182,6 +182,8 @@ async def _serve(
             log_to_stdout()
         loaded()
         print(f"{names[0]}: {ready.description}", file=sys.stderr)
+        if service.prompts.description:
+            print(service.prompts.description, file=sys.stderr)
         if not config.api_keys and not is_local(listener):
             print(
                 "warning: no API key is asked for, and other machines may reach this server; set "

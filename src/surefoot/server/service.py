@@ -140,6 +140,9 @@ class Service:
         self.check_model(request.model)
         request.settle(self.prompts.style(request.chat))
         try:
+            # What could not be answered cannot be counted, either.
+            request.chat.sampling({}, self.front.ready.room, {"logprobs": request.chat.width()})
+            request.chat.speculation_params(None)
             return {"input_tokens": await self.prompts.length(request.chat)}
         except SurefootError as error:
             raise _named(error, request.chat, request.named) from error

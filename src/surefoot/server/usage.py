@@ -8,16 +8,22 @@ from surefoot.request import SpeculationStats
 from surefoot.server.generation import Generation
 
 
-def usage(generation: Generation, hidden: bool = False) -> dict[str, Any]:
+def usage(
+    generation: Generation, hidden: bool = False, reasoning: int | None = None
+) -> dict[str, Any]:
     """``usage`` of an answer. Tokens after a stop string do not count; with ``hidden`` none do,
-    as the text was not asked for."""
+    as the text was not asked for. ``reasoning``: how many of them are, None where none can be."""
     prompt = sum(len(tokens) for tokens in generation.prompts)
     completion = 0 if hidden else sum(choice.stream.kept for choice in generation.choices)
     leaders = generation.choices[:: generation.params.n]
+    details: dict[str, Any] = {}
+    if reasoning is not None:
+        details["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+        **details,
         "prompt_tokens_details": {"cached_tokens": sum(c.request.cached for c in leaders)},
         "speculation": speculation([choice.stream.speculation for choice in generation.choices]),
     }

@@ -27,6 +27,8 @@ _NAMES = (
     "api.js",
     "chat.js",
     "compare.js",
+    "graph.js",
+    "memory.js",
     "numbers.js",
     "problems.js",
     "proposers.js",

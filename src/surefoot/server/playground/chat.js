@@ -1,15 +1,17 @@
 // The conversation.
 
 import { hideProblem, showProblem } from "./problems.js";
+import { keep, recall } from "./memory.js";
 import { run } from "./run.js";
 import { askForKey, requestFields, scoreFields, systemMessages } from "./settings.js";
+import { showPieces } from "./text.js";
 
 const $ = (id) => document.getElementById(id);
 const ENDS = { length: "cut at max tokens", stop: "", abort: "ended by the server" };
 
 export class Chat {
   constructor() {
-    this.history = [];
+    this.turns = recall();
     this.running = null;
     $("composer").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -20,6 +22,20 @@ export class Chat {
     $("clear").addEventListener("click", () => this.clear());
   }
 
+  /** Shows the conversation that was kept. */
+  restore() {
+    for (const { role, content, pieces, calls = [], end = "" } of this.turns) {
+      const shown = message(role);
+      if (pieces) showPieces(shown.text, pieces);
+      else shown.text.textContent = content;
+      showCalls(shown.calls, calls);
+      shown.end.textContent = end;
+      $("transcript").append(shown.item);
+    }
+    $("welcome").hidden = this.turns.length > 0;
+    $("transcript").scrollTop = $("transcript").scrollHeight;
+  }
+
   /** Returns whether there was something to stop. */
   stop() {
     this.running?.abort();
@@ -28,7 +44,8 @@ export class Chat {
 
   clear() {
     this.stop();
-    this.history = [];
+    this.turns = [];
+    keep(this.turns);
     $("transcript").replaceChildren($("welcome"));
     $("welcome").hidden = false;
     hideProblem();
@@ -41,45 +58,46 @@ export class Chat {
     if (!fields) return;
     hideProblem();
     $("welcome").hidden = true;
-    const question = message("user", "You");
+    const question = message("user");
     question.text.textContent = content;
-    const answer = message("assistant", "Model");
+    const answer = message("assistant");
     $("transcript").append(question.item, answer.item);
     $("prompt").value = "";
     fit();
     this._busy(new AbortController());
-    const history = this.history;
-    const messages = [...systemMessages(), ...history, { role: "user", content }];
+    const turns = this.turns;
+    const messages = [...systemMessages(), ...turns.map(asMessage), { role: "user", content }];
     try {
       const stick = follow();
       const result = await run(
         { messages, ...fields, ...scoreFields() },
         { textElement: answer.text, numbersElement: answer.numbers, signal: this.running.signal, drawn: stick },
       );
-      this._keep(history, content, result, answer);
+      this._keep(turns, content, result, answer);
     } catch (error) {
-      this._failed(error, history, content, question, answer);
+      this._failed(error, turns, content, question, answer);
     } finally {
       this._busy(null);
     }
   }
 
-  _keep(history, content, result, answer) {
-    const text = result.text.content;
-    const end = result.stopped ? "stopped" : ENDS[result.finish];
+  _keep(turns, content, result, answer, end = result.stopped ? "stopped" : ENDS[result.finish]) {
+    const { content: text, pieces, calls } = result.text;
     answer.end.textContent = end;
-    // A question without an answer would stand beside the next question.
-    if (text && history === this.history) {
-      history.push({ role: "user", content }, { role: "assistant", content: text });
+    showCalls(answer.calls, calls);
+    // A question without an answer would stand beside the next question; and this conversation
+    // may have been cleared.
+    if (pieces.length && turns === this.turns) {
+      turns.push({ role: "user", content }, { role: "assistant", content: text, pieces, calls, end });
+      keep(turns);
     }
     $("announcer").textContent = text ? `Answer: ${text} ${end}` : "There was no text.";
   }
 
-  _failed(error, history, content, question, answer) {
+  _failed(error, turns, content, question, answer) {
     if (error.status === 401) askForKey(true);
-    if (error.partial?.text.content) {
-      this._keep(history, content, error.partial, answer);
-      answer.end.textContent = "broken off";
+    if (error.partial?.text.pieces.length) {
+      this._keep(turns, content, error.partial, answer, "broken off");
       showProblem(error);
       return;
     }
@@ -102,12 +120,22 @@ export class Chat {
   }
 }
 
-function message(role, name) {
+/** As the API takes it. */
+function asMessage({ role, content }) {
+  return { role, content };
+}
+
+/** What the model called, in a line each. */
+function showCalls(element, calls) {
+  element.textContent = calls.map(({ name, arguments: given }) => `${name}(${given})`).join("\n");
+}
+
+function message(role) {
   const item = document.createElement("article");
   item.className = `message ${role}`;
-  item.setAttribute("aria-label", name);
+  item.setAttribute("aria-label", role === "user" ? "You" : "Model");
   const parts = { item };
-  for (const part of ["text", "numbers", "end"]) {
+  for (const part of ["text", "calls", "numbers", "end"]) {
     parts[part] = document.createElement("div");
     parts[part].className = part;
     item.append(parts[part]);

@@ -83,7 +83,7 @@ function judge(plain, drafted) {
   if (stopped && !shared) return say("stopped", "Stopped before both had begun: nothing to compare.");
   let at = left.findIndex((id, index) => index < shared && id !== right[index]);
   if (at < 0 && !stopped && left.length !== right.length) at = shared;
-  const sameText = plain.text.content === drafted.text.content;
+  const sameText = plain.text.written === drafted.text.written;
   if (at >= 0 || (!stopped && !sameText)) {
     if (at >= 0) for (const side of [plain, drafted]) side.text.markDifference(at);
     const where = at < 0 ? "The tokens are the same, but the texts differ" : `The texts differ from token ${at + 1} on`;
@@ -112,11 +112,11 @@ export function speeds(plain, drafted) {
   const ratio = fast / slow;
   if (Math.abs(ratio - 1) <= NOISE) return ["same", `About the same speed (${paces}).`];
   const words = `With speculation ${ratio.toFixed(2)} times as fast in this one pair of runs (${paces}).`;
-  return [ratio > 1 ? "faster" : "same", words];
+  return [ratio > 1 ? "faster" : "slower", words];
 }
 
 function say(kind, text) {
-  const mark = { faster: "✓", same: "✓", different: "✗", stopped: "■" }[kind];
+  const mark = { faster: "✓", same: "✓", slower: "✓", different: "✗", stopped: "■" }[kind];
   $("verdict").className = `verdict ${kind}`;
   $("verdict").textContent = `${mark} ${text}`;
   $("verdict").hidden = false;

@@ -46,6 +46,7 @@ document.addEventListener("keydown", (event) => {
 });
 
 startSettings(meetServer);
+chat.restore();
 watchTokens($("details"));
 meetServer();
 watchLoad();

@@ -1,5 +1,7 @@
 // How fast a run is, and what its drafts were worth.
 
+import { Graph } from "./graph.js";
+
 export class Numbers {
   constructor(element) {
     this.element = element;
@@ -10,6 +12,7 @@ export class Numbers {
     this.early = 0;
     this.speculation = null;
     this.cached = 0;
+    this.graph = new Graph();
     element.replaceChildren();
   }
 
@@ -22,7 +25,9 @@ export class Numbers {
       this.early = count;
     }
     this.tokens += count;
-    if (speculation) this.speculation = speculation;
+    if (!speculation) return;
+    this.speculation = speculation;
+    this.graph.add(this.lastAt - this.started, speculation);
   }
 
   finish(usage) {
@@ -57,6 +62,7 @@ export class Numbers {
       ["tokens", `${this.tokens}`, `In ${rounds} rounds`],
       ["first token", `${first} ms`, `After the request${cached}`],
     ];
+    const graph = this.graph.draw();
     this.element.replaceChildren(
       ...items.map(([name, value, about]) => {
         const item = document.createElement("span");
@@ -66,6 +72,7 @@ export class Numbers {
         item.append(number, ` ${name}`);
         return item;
       }),
+      ...(graph ? [graph] : []),
     );
   }
 }

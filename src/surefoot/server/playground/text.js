@@ -9,22 +9,35 @@ export class TokenText {
   constructor(element) {
     this.element = element;
     this.tokens = [];
-    // Offsets count code points, JavaScript's strings UTF-16 units.
+    // All that the model wrote, thoughts and calls with what frames them. Offsets count code
+    // points, JavaScript's strings UTF-16 units.
     this.characters = [];
+    this.pieces = [];
+    // What of it is the answer, what was thought before, and the calls.
+    this.content = "";
+    this.thought = "";
+    this.calls = [];
     this._shown = 0;
+    this._judged = 0;
     element.replaceChildren();
     element.onkeydown = walk;
   }
 
-  get content() {
+  get written() {
     return this.characters.join("");
   }
 
   /** Takes a choice of a chunk; returns how many tokens it brought. */
   add(choice) {
-    for (const character of choice.delta.content ?? "") this.characters.push(character);
+    this.content += choice.delta.content ?? "";
+    this.thought += choice.delta.reasoning_content ?? "";
+    for (const call of choice.delta.tool_calls ?? []) this._enterCall(call);
     const about = choice.surefoot;
     if (!about) return 0;
+    for (const [text, name] of about.pieces) {
+      this.pieces.push([text, name]);
+      this.characters.push(...text);
+    }
     about.proposed_by.forEach((name, index) => {
       const scores = choice.logprobs?.content?.[index];
       this.tokens.push({
@@ -39,6 +52,19 @@ export class TokenText {
       });
     });
     return about.proposed_by.length;
+  }
+
+  /** Calls come whole, or their arguments piece by piece. */
+  _enterCall({ index, function: { name = "", arguments: text = "" } }) {
+    const call = (this.calls[index] ??= { name: "", arguments: "" });
+    call.name += name;
+    call.arguments += text;
+  }
+
+  /** Where the thoughts end, in code points. */
+  get _thoughtEnd() {
+    const at = this.thought ? this.written.indexOf(this.thought) : -1;
+    return at < 0 ? 0 : [...this.written.slice(0, at + this.thought.length)].length;
   }
 
   _text(token) {
@@ -58,6 +84,10 @@ export class TokenText {
     }
     this._shown = this.tokens.length;
     this.element.append(fragment);
+    const thoughts = this._thoughtEnd;
+    for (; this.tokens[this._judged]?.offset < thoughts; this._judged++) {
+      this.tokens[this._judged].span?.classList.add("thought");
+    }
   }
 
   _span(token, text) {
@@ -83,6 +113,17 @@ export class TokenText {
     const next = this.tokens.slice(index).find((token) => token.span);
     this.element.insertBefore(mark, next?.span ?? null);
   }
+}
+
+/** Shows a text that was kept: pieces of [text, proposer]. */
+export function showPieces(element, pieces) {
+  const spans = pieces.map(([text, name]) => {
+    const span = document.createElement("span");
+    span.className = `t ${classOf(name ?? TARGET)}`;
+    span.textContent = text;
+    return span;
+  });
+  element.replaceChildren(...spans);
 }
 
 /** Left, right, home and end move between tokens. */
