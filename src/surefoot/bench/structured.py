@@ -23,7 +23,6 @@ import torch
 from surefoot.kernels.draws import TokenMasks, mask_tokens
 from surefoot.models.loading import load_tokenizer
 from surefoot.sampling.grammar import Grammars
-from surefoot.speculation import registry
 from surefoot.structured import StructuredOutputsParams
 
 PERSON = {
@@ -169,7 +168,7 @@ def compare_forced(model: str, runs: int) -> None:
     from surefoot import LLM, SamplingParams
 
     llm = LLM(model, max_model_len=1024, max_num_seqs=1)
-    methods = ("auto", *registry.default(), "off")
+    methods = ("auto", *llm.engine.proposer_names, "off")
     example = json.dumps(PERSON, separators=(",", ":"))
     tasks = {
         "told the keys": "Describe an invented person as JSON with name, age, email, tags, address",
