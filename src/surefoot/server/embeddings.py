@@ -16,14 +16,14 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from surefoot.params import MAX_SEED
 from surefoot.server.answer import WholeFormat
-from surefoot.server.fields import REQUEST_ID, Ids, Strict, Texts
+from surefoot.server.fields import REQUEST_ID, Ids, Texts, Tolerant
 from surefoot.server.generation import Generation
-from surefoot.server.refusals import Neutral, drop_what_asks_for_nothing
+from surefoot.server.refusals import Neutral
 from surefoot.server.schema import CompletionRequest
 from surefoot.server.translating import told
 
 
-class EmbeddingRequest(Strict):
+class EmbeddingRequest(Tolerant):
     """``/v1/embeddings``."""
 
     model: str | None = None
@@ -44,13 +44,6 @@ class EmbeddingRequest(Strict):
     neutral: ClassVar[Neutral] = {
         "dimensions": ((None,), "drop it: embeddings are as wide as the model's hidden states"),
     }
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_asks_for_nothing(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return drop_what_asks_for_nothing(data, cls.model_fields, cls.neutral)
 
     @model_validator(mode="after")
     def _translate(self) -> Self:

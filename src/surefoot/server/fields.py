@@ -42,7 +42,21 @@ class SpeculationField(Strict):
     max_draft_tokens: int | None = None
 
 
-class GenerationFields(Strict):
+class Tolerant(Strict):
+    """A request that may hold fields of other servers, if their values ask for nothing."""
+
+    # See ``refusals``.
+    neutral: ClassVar[Neutral] = NEUTRAL
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return drop_what_asks_for_nothing(data, cls.model_fields, cls.neutral)
+
+
+class GenerationFields(Tolerant):
     """What all endpoints that generate have in common; None means the default."""
 
     model: str | None = None
@@ -69,16 +83,6 @@ class GenerationFields(Strict):
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
     stream: bool | None = None
     speculation: SpeculationField | str | None = None
-
-    # See ``refusals``.
-    neutral: ClassVar[Neutral] = NEUTRAL
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_asks_for_nothing(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return drop_what_asks_for_nothing(data, cls.model_fields, cls.neutral)
 
     def shared(self) -> dict[str, Any]:
         """These fields, as far as they were given, for a request of another endpoint."""

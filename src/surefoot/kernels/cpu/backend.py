@@ -34,7 +34,12 @@ from surefoot.kernels.cpu.linear import (
     input_of,
     pack_part,
 )
-from surefoot.kernels.cpu.prepare import PreparedBatch, prepare_batch, prepare_layer
+from surefoot.kernels.cpu.prepare import (
+    PreparedBatch,
+    PreparedLayer,
+    prepare_batch,
+    prepare_layer,
+)
 from surefoot.kernels.cpu.structs import BAD_INDEX, ContextStruct
 from surefoot.kernels.draws import Adjustments, Draws, TokenMasks
 from surefoot.kernels.quant import QuantTensor
@@ -173,6 +178,18 @@ class NativeBackend(Backend):
             inputs = input_of(inputs, weights.qkv)
         if x.dtype is not torch.float32 or not x.is_contiguous():
             x = x.float().contiguous()
+        return self.run_layer(prepared, x, batch, kv, inputs, outputs)
+
+    def run_layer(
+        self,
+        prepared: PreparedLayer,
+        x: torch.Tensor,
+        batch: FlatBatch,
+        kv: NativeKV,
+        inputs: torch.Tensor | None,
+        outputs: OutputRows | None,
+    ) -> torch.Tensor:
+        """``layer`` of tensors as the C code wants them, with what ``prepared`` has of one."""
         batch_address = self.prepared_batch(batch).address
         wanted = None if outputs is None else prepare_batch(outputs.batch)
         if self.library.sf_layer(

@@ -9,7 +9,7 @@ import torch
 
 from surefoot.kernels.batch import FlatBatch, OutputRows
 from surefoot.kernels.cpu.linear import DENSE_KINDS, KINDS, input_of
-from surefoot.kernels.cpu.prepare import keys_struct, prepare_attention, prepare_batch
+from surefoot.kernels.cpu.prepare import keys_struct, prepare_attention
 from surefoot.kernels.drafting import Drafting
 from surefoot.kernels.lookup import Matches
 
@@ -91,18 +91,4 @@ class NativeDrafting(Drafting):
             prepared = prepare_attention(weights, rope, KINDS[DENSE_KINDS[backend.dtype]])
         inputs = input_of(inputs, weights.qkv)
         out = torch.zeros(len(inputs), weights.o.shape[0])
-        batch_address = backend.prepared_batch(batch).address
-        wanted = None if outputs is None else prepare_batch(outputs.batch)
-        if backend.library.sf_layer(
-            backend.context_address,
-            prepared.address,
-            batch_address,
-            kv.address,
-            inputs.data_ptr(),
-            out.data_ptr(),
-            None if wanted is None else wanted.address,
-            None if outputs is None else outputs.index.data_ptr(),
-            backend.thread_count,
-        ):
-            raise MemoryError("no memory for a layer's attention")
-        return out if outputs is None else out[: len(outputs.index)]
+        return backend.run_layer(prepared, out, batch, kv, inputs, outputs)
