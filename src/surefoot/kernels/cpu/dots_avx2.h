@@ -22,14 +22,14 @@ SF_INLINE __m256i sf_high4(__m256i x) { return sf_low4(_mm256_srli_epi16(x, 4));
 
 /* Lanes 8 half .. 8 half + 7 of a panel at w; dot [R] are set. */
 SF_INLINE void sf_half_dots(const int q8, const int R, const int half, const uint8_t *w,
-                            const int8_t *x, __m256i *dot) {
+                            int64_t ahead, const int8_t *x, __m256i *dot) {
     __asm__ volatile("" : "+r"(x)); /* loading the row's bytes again is cheaper than keeping them */
     __m256i low[SF_MAX_ROWS], high[SF_MAX_ROWS];
     SF_UNROLL for (int r = 0; r < R; r++) low[r] = high[r] = _mm256_setzero_si256();
     SF_UNROLL for (int v = 0; v < 8; v++) {
         if (!q8 && v >= 4) break;
         const uint8_t *at = w + 64 * v + 32 * half;
-        if (!half) __builtin_prefetch(at + SF_AHEAD);
+        if (!half) __builtin_prefetch(at + ahead, 0, 2);
         __m256i bytes = _mm256_loadu_si256((const __m256i *)at);
         __m256i first = sf_low4(bytes), second = sf_high4(bytes);
         SF_UNROLL for (int r = 0; r < R; r++) {
@@ -53,8 +53,8 @@ SF_INLINE void sf_block_dots(const int q8, const int R, const int P, const uint8
                              int64_t panel_bytes, const int8_t *x, vi *dot) {
     SF_UNROLL for (int p = 0; p < P; p++) {
         __m256i a[SF_MAX_ROWS], b[SF_MAX_ROWS];
-        sf_half_dots(q8, R, 0, panel + p * panel_bytes, x, a);
-        sf_half_dots(q8, R, 1, panel + p * panel_bytes, x, b);
+        sf_half_dots(q8, R, 0, panel + p * panel_bytes, P * panel_bytes, x, a);
+        sf_half_dots(q8, R, 1, panel + p * panel_bytes, 0, x, b);
         SF_UNROLL for (int r = 0; r < R; r++)
             dot[r * P + p] = vi_add(dot[r * P + p], SF_I2(a[r], b[r]));
     }
