@@ -60,6 +60,7 @@ def made_up_requests(round_: Round, blocks: int, context: int) -> Iterator[SetBa
     try:
         yield lambda requests, chunk: _set_batch(round_, requests, chunk, context)
     finally:
+        round_.backlog.clear()
         for part, name, value, before in kept:
             value.copy_(before)
             setattr(part, name, value)

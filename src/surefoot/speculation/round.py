@@ -23,6 +23,7 @@ from surefoot.kernels.upload import upload
 from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.sampling.params import SamplingStages
 from surefoot.sampling.sampler import SampleRows, sample_rows
+from surefoot.speculation.backlog import Backlog
 from surefoot.speculation.books import book_keeping
 from surefoot.speculation.controller import Controller
 from surefoot.speculation.proposer import (
@@ -104,6 +105,8 @@ class Round:
         """Those of them whose offers cost the same however far they draft, or cannot be cut short:
         a tree's nodes are no steps."""
         self.books = book_keeping(decoder.backend, state, controller, spans)
+        self.backlog = Backlog(state, decoder.backend.late_rows)
+        """What drafters have yet to catch up on."""
         self.scores = TokenScores(decoder, state, spans)
         self.replace_sampled: ReplaceSampled | None = None
         """For measurements and the certificate: between sampling and accepting."""
@@ -259,23 +262,44 @@ class Round:
         paths: Paths | None,
     ) -> None:
         """Tell the proposers what was settled; ``features`` [N, …] of all captured layers. Those
-        with a network keep it of the requests that allow them."""
-        told = [
-            index
-            for index in self.stateful
-            if index in self.controller.active
-            and (size.catches_up or not self.needs[index].has_network)
-        ]
-        if not told:
+        with a network keep it of the requests that allow them, and hear of it when one of them is
+        to draft."""
+        told = [index for index in self.stateful if index in self.controller.active]
+        drafters = [index for index in told if self.needs[index].has_network]
+        told = [index for index in told if index not in drafters]
+        if not size.catches_up:
+            drafters = []
+        if not told and not drafters:
             return
         commits = Commits(
             slots, verdict.first, verdict.settled, layout.first_row, layout.batch, features
         )
-        if tree_rows is not None and paths is not None:
+        trees = tree_rows is not None and paths is not None
+        if trees:
             commits = self.books.follow_paths(commits, layout, *tree_rows, paths)
-        for index in told:
+        self.tell(told, commits)
+        if not drafters:
+            return
+        if trees or not self.backlog.keep(commits):
+            self.catch_up_late()
+            if trees or not self.backlog.keep(commits):
+                self.tell(drafters, commits)
+        if any(index in self.drafters for index in size.proposers):
+            self.catch_up_late()
+
+    def catch_up_late(self) -> None:
+        """Have drafters catch up on what they have not read yet: to be called before a slot or a
+        block changes hands."""
+        commits = self.backlog.take()
+        if commits is not None:
+            drafters = (index for index in self.stateful if self.needs[index].has_network)
+            self.tell([index for index in drafters if index in self.controller.active], commits)
+
+    def tell(self, proposers: Sequence[int], commits: Commits) -> None:
+        """Tell these proposers what was settled, with ``features`` of all captured layers."""
+        for index in proposers:
             need = self.needs[index]
-            own = select_layers(features, self.capture, need.captured_layers)
+            own = select_layers(commits.features, self.capture, need.captured_layers)
             served = self.controller.allowed[index] if need.has_network else None
             proposer = self.proposers[index]
             with blamed(proposer, "catch_up"):
