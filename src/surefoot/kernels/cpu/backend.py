@@ -220,6 +220,15 @@ class NativeBackend(Backend):
             self._batch = prepared = prepare_batch(batch)
         return prepared
 
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """float32 [N, n] -> [N, n]."""
+        x = x.float().contiguous()
+        out = torch.empty_like(x)
+        self.library.sf_norm(
+            x.data_ptr(), x.shape[0], x.shape[1], weight.data_ptr(), eps, out.data_ptr()
+        )
+        return out
+
     def head(
         self, norm: torch.Tensor, eps: float, linear: NativeLinear, x: torch.Tensor
     ) -> torch.Tensor:
