@@ -9,6 +9,7 @@ host may launch the next one before it has read this one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -107,6 +108,11 @@ class Round:
         self.books = book_keeping(decoder.backend, state, controller, spans)
         self.backlog = Backlog(state, decoder.backend.late_rows)
         """What drafters have yet to catch up on."""
+        self.late_seconds = 0.0
+        """What the last round spent on rows of earlier ones, where drafters had to catch up on such
+        as well as its own: that is owed whoever drafts, and no part of what its drafts cost."""
+        self._catch_up_seconds = 0.0
+        """For the rows of a round alone."""
         self.scores = TokenScores(decoder, state, spans)
         self.replace_sampled: ReplaceSampled | None = None
         """For measurements and the certificate: between sampling and accepting."""
@@ -134,6 +140,7 @@ class Round:
         ``max_keys`` bounds what the texts hold after it, drafts included (None: nothing is
         known). ``reads``: what is wanted of prompts' rows, which is returned.
         """
+        self.late_seconds = 0.0
         max_keys = max_keys or self.state.history.shape[1]
         slots, books = self.slots[: size.spans], self.books
         spans = books.split(slots, self.quota[: size.spans], size)
@@ -280,20 +287,29 @@ class Round:
         self.tell(told, commits)
         if not drafters:
             return
+        late = self.backlog.rows > 0
         if trees or not self.backlog.keep(commits):
-            self.catch_up_late()
+            self.late_seconds += self.catch_up_late()
+            late = False
             if trees or not self.backlog.keep(commits):
                 self.tell(drafters, commits)
         if any(index in self.drafters for index in size.proposers):
-            self.catch_up_late()
+            seconds = self.catch_up_late()
+            if late:
+                self.late_seconds += max(0.0, seconds - self._catch_up_seconds)
+            else:
+                self._catch_up_seconds = seconds
 
-    def catch_up_late(self) -> None:
+    def catch_up_late(self) -> float:
         """Have drafters catch up on what they have not read yet: to be called before a slot or a
-        block changes hands."""
+        block changes hands. Returns the seconds that it took."""
+        begun = time.perf_counter()
         commits = self.backlog.take()
-        if commits is not None:
-            drafters = (index for index in self.stateful if self.needs[index].has_network)
-            self.tell([index for index in drafters if index in self.controller.active], commits)
+        if commits is None:
+            return 0.0
+        drafters = (index for index in self.stateful if self.needs[index].has_network)
+        self.tell([index for index in drafters if index in self.controller.active], commits)
+        return time.perf_counter() - begun
 
     def tell(self, proposers: Sequence[int], commits: Commits) -> None:
         """Tell these proposers what was settled, with ``features`` of all captured layers."""
