@@ -7,7 +7,7 @@ import torch
 
 from surefoot.kernels.cpu.backend import NativeBackend
 from surefoot.kernels.cpu.build import native_unavailable
-from surefoot.kernels.drafting import Drafting, EntryWeights, Scratch
+from surefoot.kernels.drafting import Drafting, EntryWeights, LiveRows, Scratch
 from surefoot.kernels.quant import QuantTensor
 
 pytestmark = pytest.mark.skipif(
@@ -40,6 +40,21 @@ def test_live_rows(steps: int) -> None:
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
         if features is not None:
             assert torch.equal(found.features, before[slots])
+
+
+def test_block_rows() -> None:
+    torch.manual_seed(3)
+    keys = torch.randint(0, LENGTH, (6, 3))
+    tables = torch.zeros((3, 2), dtype=torch.int32)
+    live = LiveRows(torch.randint(0, 30, (3,)), None, keys, keys + 100, tables)
+    native = backend_of().drafting
+    for rows in (1, 3, 5):
+        found, expected = (
+            native.block_rows(live, rows, 29),
+            Drafting.block_rows(native, live, rows, 29),
+        )
+        for name, tensor in expected._asdict().items():
+            assert torch.equal(getattr(found, name), tensor), name
 
 
 def test_entry_inputs() -> None:

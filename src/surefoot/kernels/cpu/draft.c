@@ -39,6 +39,24 @@ SF_EXPORT void sf_live_rows(const sf_live *l, const int64_t *slots, int64_t n, i
     }
 }
 
+/* `Drafting.block_rows`: out [4][n * rows] are tokens, positions, keys and owners, from keys and
+ * positions [steps][n]; spans [2][n] are first rows and counts. */
+SF_EXPORT void sf_block_rows(const int64_t *tokens, const int64_t *keys, const int64_t *positions,
+                             int64_t n, int64_t rows, int64_t filler, int64_t *out,
+                             int64_t *spans) {
+    for (int64_t i = 0; i < n; i++) {
+        for (int64_t row = 0; row < rows; row++) {
+            int64_t *at = out + i * rows + row, count = n * rows;
+            at[0] = row ? filler : tokens[i];
+            at[count] = positions[row * n + i];
+            at[2 * count] = keys[row * n + i];
+            at[3 * count] = i;
+        }
+        spans[i] = i * rows;
+        spans[n + i] = rows;
+    }
+}
+
 /* --- inputs ---------------------------------------------------------------------------------- */
 
 /* y [rows][n] = rms_norm(x). */

@@ -11,7 +11,7 @@ from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.cpu.linear import DENSE_KINDS, KINDS, NativeLinear, input_of
 from surefoot.kernels.cpu.prepare import keys_struct, prepare_attention
 from surefoot.kernels.cpu.structs import BAD_INDEX, LiveStruct
-from surefoot.kernels.drafting import Drafting, EntryWeights, LiveRows, Scratch
+from surefoot.kernels.drafting import BlockRows, Drafting, EntryWeights, LiveRows, Scratch
 from surefoot.kernels.lookup import Matches
 
 if TYPE_CHECKING:
@@ -81,6 +81,17 @@ class NativeDrafting(Drafting):
         )
         features = None if before is None else before[slots]
         return LiveRows(tokens, features, keys, positions, tables)
+
+    def block_rows(self, live: LiveRows, rows: int, filler: int) -> BlockRows:
+        count = len(live.tokens)
+        out = torch.empty((4, count * rows), dtype=torch.int64)
+        spans = torch.empty((2, count), dtype=torch.int64)
+        keys, positions = live.keys.contiguous(), live.positions.contiguous()
+        self.backend.library.sf_block_rows(
+            *(each.data_ptr() for each in (live.tokens, keys, positions)),
+            *(count, rows, filler, out.data_ptr(), spans.data_ptr()),
+        )
+        return BlockRows(*out, *spans)
 
     def entry_inputs(
         self, weights: EntryWeights, tokens: torch.Tensor, features: torch.Tensor
