@@ -20,9 +20,40 @@ MUTATIONS = (
     ),
     m(
         "speculation/costs.py",
-        "guess = times * (own.seconds + own.request_seconds * requests)",
-        "guess = times * own.seconds",
+        "own.call_seconds + times * (own.seconds + own.request_seconds * requests)",
+        "own.call_seconds + times * own.seconds",
         "test_round_costs.py",
+    ),
+    m(
+        "speculation/costs.py",
+        "own.call_seconds + times * (own.seconds",
+        "times * (own.seconds",
+        "test_round_costs.py",
+    ),
+    # --- drafters that sleep ----------------------------------------------------------------------
+    m(
+        "speculation/backlog.py",
+        "order = sorted(range(len(owners)), key=owners.__getitem__)",
+        "order = list(range(len(owners)))",
+        "test_drafter_state.py",
+    ),
+    m(
+        "speculation/round.py",
+        "self.late_seconds += max(0.0, seconds - self._catch_up_seconds)",
+        "self.late_seconds += 0.0",
+        "test_drafter_state.py",
+    ),
+    m(
+        "engine/loop.py",
+        "        self.round.catch_up_late()\n        now",
+        "        now",
+        "test_drafter_state.py",
+    ),
+    m(
+        "engine/loop.py",
+        "            self.round.catch_up_late()\n        batch",
+        "            pass\n        batch",
+        "test_drafter_state.py",
     ),
     m(
         "speculation/costs.py",
