@@ -181,6 +181,28 @@ class Drafting(ABC):
         """float32 logits [B, n] plus a packed linear of x [B, in]: float32 [B, n]."""
         return logits + self.backend.linear(linear, x).float()
 
+    def markov(
+        self,
+        logits: torch.Tensor,
+        before: Any,
+        after: Any,
+        current: torch.Tensor,
+        ids: torch.Tensor | None,
+        tokens: torch.Tensor,
+        chances: torch.Tensor | None,
+    ) -> None:
+        """One row of B requests after another, float32 logits [n, B, m]: the likeliest token
+        (``likeliest``, with ``ids``) of the row plus ``after``, a packed linear, of what
+        ``before``, an embedding by the target's ids, has for the token before it. The first rows
+        follow ``current`` int64 [B]. Tokens go to ``tokens`` int64 [n, B], the chances of these to
+        ``chances`` float32 [n, B], if anybody asks. May overwrite ``logits``."""
+        if chances is None:
+            chances = torch.empty(tokens.shape, device=tokens.device)
+        for step, row in enumerate(logits):
+            row = self.add_linear(row, after, self.backend.embed(before, current))
+            current = tokens[step]
+            self.likeliest(row, ids, current, chances[step])
+
     def layer_and_head(
         self,
         weights: LayerWeights,
