@@ -19,8 +19,8 @@ from server_scripted import END, READY, ask
 from surefoot.models.loading.hf_tokenizer import read_hf_tokenizer
 from surefoot.models.loading.token_lengths import TokenLengths, token_lengths
 from surefoot.models.loading.tokenizer import Tokenizer as OurTokenizer
-from surefoot.server.bodies import MOST_CONTAINERS, MOST_ENTRIES
-from surefoot.server.encoding import LONG_TEXT
+from surefoot.server.encoding import LONG_TEXT, MOST_TOKENS
+from surefoot.server.json_limits import MOST_CONTAINERS, MOST_ENTRIES
 from tiny_models import write_tokenizer
 
 BYTES = {character: index for index, character in enumerate(pre_tokenizers.ByteLevel.alphabet())}
@@ -84,7 +84,7 @@ def test_no_text_has_fewer_tokens_than_its_length_says(kind: str, parts: list[st
     lengths = token_lengths(backend)
     assert lengths is not None
     for whole in (text, text * 9, "aa" * len(text)):
-        assert not lengths.exceeds(whole, len(backend.encode(whole).ids))
+        assert not lengths.exceed([whole], len(backend.encode(whole).ids))
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
@@ -94,8 +94,8 @@ def test_some_lengths_say_nothing(kind: str) -> None:
 
 def test_texts_of_too_many_tokens() -> None:
     for lengths, text in ((TokenLengths(3), "x" * 7), (TokenLengths(3, "\x08"), "x\x08" * 7)):
-        assert [lengths.exceeds(text, most) for most in range(5)] == [True] * 3 + [False] * 2
-    assert not TokenLengths(3, "\x08").exceeds("\x08" * 99, 0)
+        assert [lengths.exceed([text], most) for most in range(5)] == [True] * 3 + [False] * 2
+    assert not TokenLengths(3, "\x08").exceed(["\x08" * 99], 0)
     assert token_lengths(byte_level(missing="Ĉ")) == TokenLengths(2, "\x08")
 
 
@@ -161,7 +161,7 @@ MANY: dict[str, tuple[str, Any, str | None]] = {
     "lists": ("/v1/completions", b'{"prompt": [' + b"[]," * 1_000_000 + b"[]]}", None),
     "objects": ("/tokenize", {"messages": [{"a": {}}] * MOST_CONTAINERS}, None),
     "entries": ("/v1/completions", {"prompt": "a", "stop": ["x"] * (MOST_ENTRIES + 1)}, None),
-    "tokens": ("/detokenize", {"tokens": [5] * (1 << 21)}, "tokens"),
+    "tokens": ("/detokenize", {"tokens": [5] * (MOST_TOKENS + 1)}, "tokens"),
 }
 
 
