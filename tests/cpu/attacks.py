@@ -74,7 +74,7 @@ def _turns(path: str, name: str, kind: str, **fields: Any) -> bytes:
 ATTACKS: dict[str, tuple[int, Callable[[], bytes]]] = {
     "prompts of 7.8 MB": (4, lambda: _complete(prompt="the cat " * 975_000)),
     "prompts of 2,600,000 ids": (4, lambda: _complete(prompt=[5] * 2_600_000)),
-    "264 prompts": (2, lambda: _complete(prompt=["a " * 40] * 264)),
+    "100 prompts": (2, lambda: _complete(prompt=["a " * 40] * 100)),
     "messages of 7.8 MB": (4, lambda: _message("x" * 7_800_000)),
     "5,000 messages": (
         4,
@@ -82,7 +82,7 @@ ATTACKS: dict[str, tuple[int, Callable[[], bytes]]] = {
     ),
     "5,000 items": (4, lambda: _turns("/v1/responses", "input", "input_text")),
     "5,000 turns": (4, lambda: _turns("/v1/messages", "messages", "text", max_tokens=5)),
-    "embeddings of 264 texts": (2, lambda: json_request("/v1/embeddings", input=["a " * 40] * 264)),
+    "embeddings of 100 texts": (2, lambda: json_request("/v1/embeddings", input=["a " * 40] * 100)),
     "500 kB to tokenize": (4, lambda: json_request(TOKENIZE, prompt="the cat " * 65_000)),
     "500 kB of marks": (4, lambda: json_request(TOKENIZE, prompt="\u0344\u0327" * 260_000)),
     "260,000 tokens": (4, lambda: json_request("/detokenize", tokens=[81] * 260_000)),
@@ -112,9 +112,9 @@ ATTACKS: dict[str, tuple[int, Callable[[], bytes]]] = {
         4,
         lambda: _complete(prompt=[81] * 4000, prompt_logprobs=50, max_tokens=1),
     ),
-    "logprobs of 128 texts": (2, lambda: _complete(logprobs=50, n=128, max_tokens=100)),
+    "logprobs of 128 texts": (1, lambda: _complete(logprobs=50, n=128, max_tokens=100)),
     "128 echoes with logprobs": (
-        2,
+        1,
         lambda: _complete(prompt=[81] * 1000, echo=True, logprobs=50, n=128, max_tokens=1),
     ),
     "a template that loops": (4, lambda: _message("a", chat_template=LOOPS)),
