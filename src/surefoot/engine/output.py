@@ -157,11 +157,14 @@ class TextStream:
             self.text = self.text[:keep]
             self.stopped_by = stop
 
-    def take(self, final: bool) -> list[tuple[str, str | None]]:
-        """Text not handed out yet, by source, less what may still turn out to be a stop string."""
+    def take(self, final: bool, last: int | None = None) -> list[tuple[str, str | None]]:
+        """Text not handed out yet, by source, less what may still turn out to be a stop string; of
+        no more than the first ``last`` tokens."""
         limit = len(self.text)
         if not final and self._stops:
             limit = self._safe_length()
+        if last is not None and last < self.kept:
+            limit = min(limit, self.offsets[last])
         pieces: list[tuple[str, str | None]] = []
         for end, source in self._sources:
             stop = min(end, limit)

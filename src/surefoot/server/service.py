@@ -13,7 +13,7 @@ from fastapi.responses import Response
 
 from surefoot.errors import SurefootError
 from surefoot.models.loading.tokenizer import IncrementalDetokenizer
-from surefoot.request import SpeculationParams
+from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.server.access import GENERATION, ID_GIVEN, REQUEST_ID
 from surefoot.server.answer import Format, StreamedAnswer, whole_answer
 from surefoot.server.answer_parser import AnswerParser
@@ -40,6 +40,8 @@ from surefoot.structured import StructuredOutputsParams
 
 NewParser = Callable[[], AnswerParser]
 SPECULATION_HEADER = "surefoot-speculation"
+MOST_SCORES = 1 << 23
+"""Logprobs of an answer: a gigabyte."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class Service:
         except SurefootError as error:
             raise _named(error, completion, request.named) from error
         form, seconds = EmbeddingFormat(self.settings.names[0], request), self._seconds
-        return await whole_answer(self.front, generation, form, http.receive, seconds)
+        return await whole_answer(self.front, generation, form, http.receive, seconds, self.aside)
 
     async def count(self, request: CountRequest) -> dict[str, int]:
         """``/v1/messages/count_tokens``."""
@@ -203,7 +205,9 @@ class Service:
         generation = await self._start(http, request, prompts, more, shown)
         if request.stream:
             return StreamedAnswer(self.front, generation, form, self._seconds)
-        return await whole_answer(self.front, generation, form, http.receive, self._seconds)
+        return await whole_answer(
+            self.front, generation, form, http.receive, self._seconds, self.aside
+        )
 
     async def _start(
         self,
@@ -218,6 +222,7 @@ class Service:
         room = ready.room + 1 - max(map(len, prompts))
         sampling = partial(request.sampling, ready.sampling_defaults, room, more)
         params = await self.aside.run(True, sampling) if request.large else sampling()
+        _check_scores(prompts, params, room)
         speculation = request.speculation_params(http.headers.get(SPECULATION_HEADER))
         if pools:
             speculation = SpeculationParams("off")
@@ -258,6 +263,18 @@ class Service:
             return "".join([*map(stream.push, request.tokens), stream.flush()])
 
         return {"prompt": await self.aside.run(request.large, text)}
+
+
+def _check_scores(prompts: list[list[int]], params: SamplingParams, room: int) -> None:
+    """Refuse an answer with too many logprobs. Raises SurefootError."""
+    for option, width, tokens in (
+        ("prompt_logprobs", params.prompt_logprobs, sum(map(len, prompts))),
+        ("logprobs", params.logprobs, len(prompts) * (params.max_tokens or room)),
+    ):
+        count = 0 if width is None else (width + 1) * tokens * params.n
+        if count > MOST_SCORES:
+            problem = f"asks for up to {count} numbers, more than {MOST_SCORES}"
+            raise SurefootError(option, problem, "ask for fewer, or for fewer texts or tokens")
 
 
 def _named(
