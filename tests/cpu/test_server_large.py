@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from server_scripted import END, READY, ask
 from surefoot.models.loading.hf_tokenizer import read_hf_tokenizer
 from surefoot.models.loading.token_lengths import TokenLengths, token_lengths
 from surefoot.models.loading.tokenizer import Tokenizer as OurTokenizer
+from surefoot.server import service
+from surefoot.server.chat_messages import Message
 from surefoot.server.encoding import LONG_TEXT, MOST_TOKENS
 from surefoot.server.json_limits import MOST_CONTAINERS, MOST_DEPTH, MOST_ENTRIES
+from surefoot.server.translating import Conversation
 from tiny_models import write_tokenizer
 
 BYTES = {character: index for index, character in enumerate(pre_tokenizers.ByteLevel.alphabet())}
@@ -180,8 +184,12 @@ MANY: dict[str, tuple[str, Any, str | None]] = {
     "values": ("/v1/completions", b'{"prompt": [' + b"5," * ((1 << 20) + 1) + b"5]}", None),
     "levels": ("/v1/chat/completions", {"tools": nested(MOST_DEPTH)}, None),
     "arguments": (CHAT, {"messages": [call("[" + "[]," * MOST_CONTAINERS + "[]]")]}, CALL),
-    "levels of arguments": (CHAT, {"messages": [call(json.dumps(nested(MOST_DEPTH)))]}, CALL),
-    "unknown fields": ("/v1/completions", {f"x{i}": 1 for i in range(9999)}, "x0"),
+    "levels of arguments": (CHAT, {"messages": [call(json.dumps(nested(MOST_DEPTH + 1)))]}, CALL),
+    "unknown fields": (
+        "/v1/completions",
+        {"prompt": "a", **{f"x{i}": 1 for i in range(9999)}},
+        "x0",
+    ),
     "biases": (
         "/v1/completions",
         {"prompt": "a", "logit_bias": {i: "" for i in range(2000)}},
@@ -192,7 +200,7 @@ MANY: dict[str, tuple[str, Any, str | None]] = {
         {"prompt": "a", "stop_token_ids": [5] * 129},
         "stop_token_ids",
     ),
-    "characters of stop strings": (
+    "characters to stop": (
         "/v1/completions",
         {"prompt": "a", "stop": ["x" * 9000]},
         "stop",
@@ -218,8 +226,10 @@ def test_brackets_in_texts_are_no_lists(tokenizer: OurTokenizer) -> None:
     assert answer.json()["tokens"] == tokenizer.encode(text)
 
 
-def test_answers_have_no_more_logprobs_than_fit(tokenizer: OurTokenizer) -> None:
-    """Here 4,096 tokens are the context, and 16 texts run or wait."""
+def test_answers_have_no_more_logprobs_than_fit(
+    tokenizer: OurTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MOST_SCORES", 1 << 20)
     for field, more in (
         ("prompt_logprobs", {"prompt": [[5] * 4000] * 6, "n": 2, "max_tokens": 1}),
         ("logprobs", {"prompt": ["a"] * 6, "n": 2, "max_tokens": 4000}),
@@ -233,15 +243,32 @@ def test_answers_have_no_more_logprobs_than_fit(tokenizer: OurTokenizer) -> None
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
-def test_large_conversations_are_read_in_turns(tokenizer: OurTokenizer, path: str) -> None:
-    """Not on the event loop, and not twice."""
+def test_large_conversations_are_read_aside(
+    tokenizer: OurTokenizer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And once."""
+    threads: list[threading.Thread] = []
+    translate, plain = Conversation.__init__, Message.plain
+
+    def translated(self: Conversation) -> None:
+        threads.append(threading.current_thread())
+        translate(self)
+
+    def rendered(self: Message, index: int) -> Any:
+        if not index:
+            threads.append(threading.current_thread())
+        return plain(self, index)
+
+    monkeypatch.setattr(Conversation, "__init__", translated)
+    monkeypatch.setattr(Message, "plain", rendered)
     kind = "input_text" if "responses" in path else "text"
     turn = {"role": "user", "content": [{"type": kind, "text": "a"}]}
     name = "input" if "responses" in path else "messages"
     more = {} if "responses" in path else {"max_tokens": 5}
-    answer, turns, reached = post(tokenizer, path, {name: [turn] * 3000, **more})
-    assert answer.status_code == 400 and "tokens" in answer.text
-    assert turns > 20 and not reached
+    answer, _, reached = post(tokenizer, path, {name: [turn] * 3000, **more})
+    assert answer.status_code == 400 and "tokens" in answer.text and not reached
+    assert len(threads) == (1 if path == CHAT else 2) and len({*threads}) == 1
+    assert threads[0] is not threading.main_thread()
 
 
 def test_texts_are_refused_before_they_are_rendered(
