@@ -249,6 +249,15 @@ def test_a_refusal_names_the_option_and_takes_no_place() -> None:
     assert link.tokens("d") == alone()
 
 
+def test_those_who_run_do_not_wait_for_all_who_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_module, "TAKING_SECONDS", -1.0)
+    _, link = run({0: [add("a")], 3: [add("b", seed=4), add("c", seed=5), add("d", seed=6)]})
+    kinds = [m.ids[0] if isinstance(m, Accepted) else "" for m in link.sent]
+    places = [kinds.index(name) for name in "bcd"]
+    assert all(isinstance(link.sent[place + 1], Round) for place in places)
+    assert link.tokens("a") == alone() and link.tokens("d") == alone(seed=6)
+
+
 def test_a_prompt_is_scored_once_for_all_choices() -> None:
     _, link = run({0: [add("a", "b", prompt_logprobs=1, logprobs=2)]})
     news = [n for r in link.rounds for n in r.news]
