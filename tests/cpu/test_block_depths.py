@@ -29,7 +29,7 @@ TARGET = {
     128: ((128, 256, 512, 1152, 2048), (6.7, 8.0, 10.1, 21.0, 37.0)),
 }
 """Milliseconds of the target by rows: Qwen3-4B's shapes on an H200, about."""
-BLOCK = {32: (1.35, 0.02), 128: (4.0, 0.15)}
+BLOCK = {32: (0.9, 0.05), 128: (1.2, 0.25)}
 """Those of the drafter's blocks: what they take in any case, and for each draft."""
 
 
@@ -52,10 +52,10 @@ def seconds(requests: int, rows: int, action: Action) -> float:
 
 def test_a_few_depths_of_blocks_are_recorded_where_there_are_many_rows() -> None:
     blocks, steps = rounds_of({0: 15}, {0}), rounds_of({0: 15}, set())
-    assert blocks.depths(8) == [15] and blocks.depths(32) == [3, 5, 8, 15]
+    assert blocks.depths(4) == [15] and blocks.depths(32) == [2, 3, 5, 8, 15]
     assert all(32 * (1 + depth) in blocks.rows(32) for depth in blocks.depths(32))
-    assert rounds_of({0: 4}, {0}).depths(128) == [3, 4]
-    assert steps.depths(8) == steps.depths(32) == [1, 2, 3, 4, 8, 15]
+    assert rounds_of({0: 4}, {0}).depths(128) == [2, 3, 4]
+    assert steps.depths(4) == steps.depths(32) == [1, 2, 3, 4, 8, 15]
     assert 192 not in steps.rows(32)
     assert rounds_of({0: 15, 1: 4}, {0}).depths(32) == [1, 2, 3, 4, 8, 15]
 
@@ -88,7 +88,7 @@ def test_the_planner_finds_how_many_drafts_of_blocks_pay(requests: int) -> None:
         requests * gained[n] / seconds(requests, requests * (1 + n), ((0,), n))
         for n in range(1, 1 + WIDTH)
     )
-    assert world.run(planner, 50) > 0.9 * best
+    assert world.run(planner, 50) > 0.85 * best
     assert world.run(planner, 50) > 0.96 * best
     explored = planner.explored
     assert world.run(planner, 300) > 0.985 * best
