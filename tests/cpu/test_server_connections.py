@@ -163,7 +163,7 @@ def test_a_body_in_crumbs_is_cut_off(client: Client) -> None:
         for count in (MOST_SMALL_PIECES, 1):
             assert not client.transport.closed
             client.send(piece * count)
-            client.protocol.cycle.body = b""
+            client.protocol.cycle.body.clear()
     assert client.transport.closed
 
 

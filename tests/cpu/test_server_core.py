@@ -262,7 +262,7 @@ def test_a_prompt_is_scored_once_for_all_choices() -> None:
     _, link = run({0: [add("a", "b", prompt_logprobs=1, logprobs=2)]})
     news = [n for r in link.rounds for n in r.news]
     [scored] = [n for n in news if n.prompt_logprobs is not None]
-    [packed] = scored.prompt_logprobs or ()
+    [packed] = scored.prompt_logprobs or [b""]
     assert scored.id == "a" and len(decode_scores(packed)) == len(PROMPT) - 1
     for item in news:
         assert item.logprobs is not None and len(item.logprobs) == len(item.tokens)

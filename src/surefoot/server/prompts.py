@@ -19,6 +19,9 @@ from surefoot.server.encoding import MOST_CHARACTERS, MOST_TOKENS, Encoder, too_
 from surefoot.server.front import Front
 from surefoot.server.schema import CompletionRequest
 
+MOST_TEMPLATE, MOST_BRACES = 1 << 14, 1 << 10
+"""Of a chat template that comes with a request: compiling one keeps the interpreter's lock."""
+
 
 class Prompts:
     """Tokenises and renders for one model."""
@@ -141,7 +144,13 @@ class Prompts:
                 "is not taken from requests by this server",
                 "start it with --trust-request-chat-template, or with --chat-template FILE",
             )
-        return self._style_of(request.chat_template)
+        template = request.chat_template
+        if len(template) > MOST_TEMPLATE or template.count("{") > MOST_BRACES:
+            problem = f"has over {MOST_TEMPLATE} characters, or {MOST_BRACES} braces that open"
+            raise SurefootError(
+                "chat_template", problem, "start the server with --chat-template FILE"
+            )
+        return self._style_of(template)
 
     async def conversation(self, request: ChatRequest) -> ChatPrompt:
         """The prompt of a conversation. Raises SurefootError."""
@@ -205,8 +214,9 @@ class Prompts:
         return await self.aside.run(large, self._rendered, request)
 
     def _rendered(self, request: ChatRequest | TokenizeRequest) -> _Rendered:
-        chat, style = isinstance(request, ChatRequest), self.style(request)
-        variables = request.variables(style) if chat else request.chat_template_kwargs
+        style, variables = self.style(request), request.chat_template_kwargs
+        if isinstance(request, ChatRequest):
+            variables = request.variables(style)
         messages = [item.plain(index) for index, item in enumerate(request.messages or [])]
         plain, mark, end = plain_tools(_tools(request)), None, None
         begun = messages[-1]["content"] if request.continue_final_message else ""
