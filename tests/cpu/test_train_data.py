@@ -12,7 +12,8 @@ import pytest
 
 from surefoot import LLM, SamplingParams, SurefootError
 from surefoot.train.filters import Seen, before_loop, prompt_key, reason_to_drop, repeated_share
-from surefoot.train.generate import Asked, DataOptions, DataSummary, generate_data
+from surefoot.train.conversations import Asked
+from surefoot.train.generate import DataOptions, DataSummary, generate_data
 from surefoot.train.openings import opening
 from surefoot.train.shards import Document, read_shard, shard_paths, write_shard
 from tiny_models import tiny_hf_model
@@ -99,7 +100,7 @@ def test_duplicates_are_found_across_an_interruption(llm: LLM, tmp_path: Path) -
 def test_the_target_writes_the_prompts_too(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("surefoot.train.generate._TURN_TOKENS", 40)
+    monkeypatch.setattr("surefoot.train.conversations._TURN_TOKENS", 40)
     summary = make(llm, tmp_path, None, max_prompt=500, shard_prompts=4, tokens=20)
     begun = opening(llm.tokenizer, None)
     for ids, mask, _ in documents(tmp_path):
@@ -114,12 +115,12 @@ def test_the_target_writes_the_prompts_too(
 def test_what_is_left_out() -> None:
     varied = list(range(40))
     seen = Seen([(7, 8)])
-    assert reason_to_drop(varied, (1, 2), seen, 14) is None
-    assert reason_to_drop(varied[:13], (1, 2), seen, 14) == "short"
+    assert reason_to_drop(40, (1, 2), seen, 14) is None
+    assert reason_to_drop(13, (1, 2), seen, 14) == "short"
     assert before_loop([*varied, 1, 2, 3, 4, *range(9)]) == [*varied, 1, 2, 3, 4]
     assert before_loop(varied) == varied
-    assert reason_to_drop(varied, (7, 2), seen, 14) == "duplicate"
-    assert reason_to_drop(varied, (1, 8), seen, 14) == "duplicate"
+    assert reason_to_drop(40, (7, 2), seen, 14) == "duplicate"
+    assert reason_to_drop(40, (1, 8), seen, 14) == "duplicate"
     # 40 tokens have 33 8-grams; of 8 more that repeat the start one is old.
     assert repeated_share([*varied, *varied[:8]]) == pytest.approx(1 / 41)
     assert prompt_key("What is a Tide?") == prompt_key("what is  a tide")
@@ -130,7 +131,7 @@ def test_what_is_left_out() -> None:
 def test_shards_hold_large_vocabularies(tmp_path: Path) -> None:
     for vocab, kind in ((1 << 16, np.uint16), (1 << 17, np.int32)):
         path = tmp_path / f"{vocab}.safetensors"
-        write_shard(path, [Document([3, vocab - 1], 1, 0.5, (1, 2))], vocab, {})
+        write_shard(path, [Document([3, vocab - 1], [(1, 2)], 0.5, (1, 2))], vocab, {})
         shard = read_shard(path)
         assert shard["ids"].tolist() == [3, vocab - 1] and shard["ids"].dtype == kind
         assert shard["mask"].tolist() == [0, 1]
