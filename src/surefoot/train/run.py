@@ -80,6 +80,8 @@ def train(
         settings |= {"tokens": len(corpus.ids), **asdict(options)}
         settle(state, "options.json", settings, "out")
     recipe = KINDS[kind].recipe_class()(options, target, corpus)
+    if options.init_from is not None:
+        recipe.begin_from(options.init_from)
     report(
         f"{len(corpus)} documents, {int(corpus.generated.sum())} generated of {len(corpus.ids)} "
         "tokens; " + ", ".join(f"{name} {value}" for name, value in recipe.facts().items())
