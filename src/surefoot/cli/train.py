@@ -85,7 +85,7 @@ def data(
     ] = 1024,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
     max_prompt: Annotated[int, typer.Option(help="Leave out longer prompts, in tokens.")] = 1024,
-    min_tokens: Annotated[int, typer.Option(help="Leave out texts with fewer generated tokens.")] = 14,
+    min_tokens: Annotated[int, typer.Option(help="Leave out texts of fewer generated ones.")] = 14,
     greedy: Annotated[float, typer.Option(help="Share of answers at temperature 0.")] = 0.5,
     temperature: Annotated[
         list[float] | None,
@@ -210,8 +210,8 @@ def read_asked(path: Path) -> list[Asked]:
     """Prompts of a file. The target answers every turn of the user's; answers that the file holds
     are left out."""
     from surefoot.bench.prompts import load_prompts
-    from surefoot.train.filters import prompt_key
     from surefoot.train.conversations import Asked
+    from surefoot.train.filters import prompt_key
 
     asked = []
     for prompt in load_prompts(path):
@@ -222,7 +222,7 @@ def read_asked(path: Path) -> list[Asked]:
         roles = [item["role"] for item in known]
         first = roles.index("user") + 1 if "user" in roles else 0
         turns = [item.get("content") for item in known[first:]]
-        if not first or set(roles[first:]) > {"user"} or not all(map(_is_text, turns)):
+        if not first or set(roles[first:]) - {"user"} or not all(map(_is_text, turns)):
             raise SurefootError(
                 "prompts",
                 f"{path}: {prompt.name} is no conversation that can be written anew",

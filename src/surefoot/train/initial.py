@@ -22,10 +22,8 @@ _OF_LAYERS = (
 def refuse_others(path: str, found: Any, wanted: Any, names: Iterable[str]) -> None:
     """Raise SurefootError if the drafter's config ``found`` differs from the one to be trained in
     one of the fields ``names``, or in the shape of its layers."""
-    pairs = [(name, getattr(found, name), getattr(wanted, name)) for name in names]
-    pairs += [
-        (name, getattr(found.layer, name), getattr(wanted.layer, name)) for name in _OF_LAYERS
-    ]
+    pairs = [(name, getattr(found.layer, name), getattr(wanted.layer, name)) for name in _OF_LAYERS]
+    pairs += [(name, getattr(found, name), getattr(wanted, name)) for name in names]
     for name, has, trained in pairs:
         if has != trained:
             raise SurefootError(

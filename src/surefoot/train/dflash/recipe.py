@@ -34,7 +34,6 @@ from surefoot.train.loss import SLICE, Teacher, head_logits, teach
 from surefoot.train.recipe import Drafted, Recipe
 from surefoot.train.target import Target
 
-
 _SAME = (
     "layer_ids", "target_hidden_size", "anchor_predicts", "layers", "markov", "confidence",
     "confidence_with_markov",
@@ -168,7 +167,8 @@ class DFlashRecipe(Recipe):
     def begin_from(self, path: str) -> None:
         with errors_about(OPTION):
             checkpoint = open_checkpoint(path)
-        found = replace(checkpoint.config, layer_ids=checkpoint.config.layers_of(self.target.config.layers))
+        layers = checkpoint.config.layers_of(self.target.config.layers)
+        found = replace(checkpoint.config, layer_ids=layers)
         refuse_others(path, found, self.config, _SAME)
         if own_head(checkpoint, self.target):
             raise SurefootError(

@@ -145,7 +145,8 @@ class Eagle3Recipe(Recipe):
     def begin_from(self, path: str) -> None:
         with errors_about(OPTION):
             checkpoint = open_checkpoint(path)
-        found = replace(checkpoint.config, layer_ids=checkpoint.config.layers_of(self.target.config.layers))
+        layers = checkpoint.config.layers_of(self.target.config.layers)
+        found = replace(checkpoint.config, layer_ids=layers)
         refuse_others(path, found, self.network.config, _SAME)
         if own_head(checkpoint, self.target) and not self.options.train_head:
             raise SurefootError(
