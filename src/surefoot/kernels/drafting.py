@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from surefoot.kernels.batch import FlatBatch, OutputRows
+from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.draws import Draws
 from surefoot.kernels.lookup import Matches, ngram_lookup
 from surefoot.kernels.reference import silu_mul
@@ -151,11 +151,9 @@ class Drafting(ABC):
         batch: FlatBatch,
         kv: Any,
         rope: RopeTable,
-        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
         """Of ``Backend.layer`` the attention alone, its output projection included: ``inputs`` [N,
-        any width] -> [N, hidden], or [M, hidden] of the rows ``outputs``. Writes the rows' keys and
-        values."""
+        any width] -> [N, hidden]. Writes the rows' keys and values."""
 
     def mlp(self, weights: LayerWeights, inputs: torch.Tensor) -> torch.Tensor:
         """Of ``Backend.layer`` the MLP alone: ``inputs`` [N, hidden], normed -> [N, hidden]."""

@@ -187,7 +187,7 @@ class NativeBackend(Backend):
         batch: FlatBatch,
         kv: NativeKV,
         inputs: torch.Tensor | None,
-        outputs: OutputRows | None,
+        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
         """``layer`` of tensors as the C code wants them, with what ``prepared`` has of one."""
         batch_address = self.prepared_batch(batch).address

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from surefoot.kernels.batch import FlatBatch, OutputRows
+from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.cpu.linear import DENSE_KINDS, KINDS, input_of
 from surefoot.kernels.cpu.prepare import keys_struct, prepare_attention
 from surefoot.kernels.drafting import Drafting
@@ -83,7 +83,6 @@ class NativeDrafting(Drafting):
         batch: FlatBatch,
         kv: NativeKV,
         rope: RopeTable,
-        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
         """MemoryError when scratch memory cannot be had."""
         backend, prepared = self.backend, weights.o.prepared
@@ -91,4 +90,4 @@ class NativeDrafting(Drafting):
             prepared = prepare_attention(weights, rope, KINDS[DENSE_KINDS[backend.dtype]])
         inputs = input_of(inputs, weights.qkv)
         out = torch.zeros(len(inputs), weights.o.shape[0])
-        return backend.run_layer(prepared, out, batch, kv, inputs, outputs)
+        return backend.run_layer(prepared, out, batch, kv, inputs)
