@@ -399,8 +399,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/round.py",
-        "            if index in self.controller.active\n",
-        "            if True\n",
+        "told = [index for index in self.stateful if index in self.controller.active]",
+        "told = list(self.stateful)",
         "test_server_core.py::test_a_proposer_that_fails_is_switched_off_and_the_texts_go_on",
     ),
     # --- acceptance -------------------------------------------------------------------------------
