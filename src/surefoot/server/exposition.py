@@ -234,5 +234,10 @@ class Exposition:
         if core is not None:
             ProcessCollector("surefoot_core", lambda: core, registry=self._registry)
 
-    def page(self) -> bytes:
+    def families(self) -> list[Metric]:
+        """All metrics, as they are now."""
+        return list(self._registry.collect())
+
+    async def page(self) -> bytes:
+        """In Prometheus' text format."""
         return generate_latest(self._registry)
