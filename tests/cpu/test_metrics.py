@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -52,7 +53,7 @@ def families() -> list[Any]:
     metrics.statuses["GET", "/health", "200"] += 1
     metrics.drafts["ngram"].count_offer(3)
     metrics.drafts["ngram"].count(2, 1)
-    page = Exposition(metrics, "model", core=os.getpid()).page().decode()
+    page = asyncio.run(Exposition(metrics, "model", core=os.getpid()).page()).decode()
     return list(text_string_to_metric_families(page))
 
 
@@ -75,7 +76,7 @@ def exported() -> tuple[set[str], set[str]]:
 def test_memory_is_exported_by_part() -> None:
     def sizes_by_part(sizes: dict[str, int]) -> dict[str, float]:
         ready = Ready("", 64, 64, 2, 3, 99, (2,), [], saving_known=True, memory=sizes)
-        page = Exposition(Metrics(ready), "model").page().decode()
+        page = asyncio.run(Exposition(Metrics(ready), "model").page()).decode()
         every = text_string_to_metric_families(page)
         [found] = [f for f in every if f.name == "surefoot_memory_bytes"] or [None]
         return {s.labels["part"]: s.value for s in found.samples} if found else {}

@@ -106,7 +106,9 @@ def application(
         ray_actor_options=_resources(engine, ray_actor_options),
         request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
         deployment_actors=[
-            DeploymentActorConfig(name=BOARD, actor_class=ray.remote(Board), actor_options={"num_cpus": 0})
+            DeploymentActorConfig(
+                name=BOARD, actor_class=ray.remote(Board), actor_options={"num_cpus": 0}
+            )
         ],
         logging_config=LoggingConfig(enable_access_log=False),
         **_scale(engine, num_replicas, autoscaling_config),

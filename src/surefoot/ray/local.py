@@ -1,8 +1,10 @@
-"""``surefoot serve --replicas N``: a Ray of its own on this machine, which ends with the command."""
+"""``surefoot serve --replicas N``: a Ray of its own on this machine, which ends with the
+command."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -68,18 +70,19 @@ def serve_replicas(
 
 
 class _Stopped(BaseException):
-    """A signal arrived before there was anything to finish."""
+    """A signal arrived while nothing runs that could be finished, or a second one."""
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], None]]:
-    """SIGINT and SIGTERM raise _Stopped, until the function that this yields is called: it waits
-    for one of them. (Entered after Ray's start, which sets handlers of its own.)"""
+    """SIGINT and SIGTERM raise _Stopped, but for the first one after the function was called that
+    this yields: it waits for that. Afterwards they are ignored: what remains takes seconds, and has
+    to be done. (Entered after Ray's start, which sets handlers of its own.)"""
     stop = threading.Event()
     waits = False
 
     def handle(*_: object) -> None:
-        if not waits:
+        if not waits or stop.is_set():
             raise _Stopped
         stop.set()
 
@@ -88,12 +91,16 @@ def _interruptible() -> Iterator[Callable[[], None]]:
         waits = True
         stop.wait()
 
-    before = [(number, signal.signal(number, handle)) for number in (signal.SIGINT, signal.SIGTERM)]
+    _handle(handle)
     try:
         yield wait
     finally:
-        for number, handler in before:
-            signal.signal(number, handler)
+        _handle(signal.SIG_IGN)
+
+
+def _handle(handler: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
 
 
 def _application(engine: EngineConfig, server: ServerConfig, replicas: int, cores: int) -> Any:
@@ -136,7 +143,7 @@ def _ray(processors: int, local: bool) -> Iterator[None]:
             num_cpus=processors,
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
-            logging_level="warning",
+            logging_level=logging.WARNING,
             **options,
         )
         try:
@@ -144,6 +151,16 @@ def _ray(processors: int, local: bool) -> Iterator[None]:
         finally:
             serve.shutdown()
             ray.shutdown()
+            _end_processes(folder)
+
+
+def _end_processes(name: str) -> None:
+    """End what has ``name`` among its arguments: HAProxy outlives the actor that started it, if
+    that could not end in good order."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if name.encode() in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def _settings(folder: Path) -> dict[str, object]:
@@ -165,7 +182,10 @@ def _settings(folder: Path) -> dict[str, object]:
         f"{proxy}METRICS_SOCKET_PATH": folder / "metrics.sock",
         f"{proxy}STATS_PORT": stats,
         f"{proxy}METRICS_PORT": metrics,
+        # Its default, 15, is for computations on machines that people work on.
+        "RAY_worker_niceness": 0,
         "RAY_USAGE_STATS_ENABLED": 0,
+        "GRPC_VERBOSITY": "ERROR",
     }
 
 

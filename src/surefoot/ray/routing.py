@@ -9,7 +9,6 @@ that replica's own HTTP server.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from typing import Any
@@ -24,10 +23,13 @@ from ray.serve.request_router import (
     RequestRouter,
     RunningReplica,
 )
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from surefoot.ray.loads import Loads
 from surefoot.ray.prefixes import PrefixIndex, prefix_hashes
-from surefoot.server.guards import Receive, Scope, Send
 
 KV_TOKENS = "kv_tokens"
 """Under which a replica's metadata has the size of its KV pool."""
@@ -110,28 +112,16 @@ class RouteEndpoint:
     def __init__(self, replicas: DeploymentHandle) -> None:
         self._replicas = replicas
 
-    def __serve_build_asgi_app__(self) -> Any:
+    def __serve_build_asgi_app__(self) -> Starlette:
         """Ray Serve's hook for an application of the replica's own."""
-        return self._answer
+        return Starlette(routes=[Route(ROUTE_PATH, self._answer, methods=["POST"])])
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != ROUTE_PATH:
-            await _reply(send, 404, {"error": "no such path"})
-            return
-        body = bytearray()
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] != "http.request":
-                return
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
+    async def _answer(self, request: Request) -> Response:
         try:
-            name = await self._choose(bytes(body))
+            name = await self._choose(await request.body())
         except DeploymentUnavailableError as error:
-            await _reply(send, 503, {"error": str(error)})
-            return
-        await _reply(send, 200, {"replica_id": name})
+            return JSONResponse({"error": str(error)}, 503)
+        return JSONResponse({"replica_id": name})
 
     async def _choose(self, body: bytes) -> str:
         # Nothing is reserved on the replica: the request reaches it by HTTP, and its own queue
@@ -139,9 +129,3 @@ class RouteEndpoint:
         choice = self._replicas.choose_replica(prefix_hashes(body), _reserve=False)
         async with choice as selection:
             return selection._replica.replica_id.to_full_id_str()
-
-
-async def _reply(send: Send, status: int, value: dict[str, str]) -> None:
-    headers = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(value).encode()})

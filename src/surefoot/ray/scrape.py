@@ -6,10 +6,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
+from ray import serve
 
 from surefoot.server.exposition import Exposition
 
@@ -18,6 +20,8 @@ PUSH_SECONDS = 5.0
 SILENT_SECONDS = 3 * PUSH_SECONDS
 """After which a replica that says nothing is taken to be gone."""
 LABEL = "replica"
+BOARD = "metrics"
+"""The deployment actor's name."""
 
 logger = logging.getLogger(__name__)
 
@@ -100,10 +104,5 @@ class SharedExposition(Exposition):
             _board().remove.remote(self._replica)
 
 
-BOARD = "metrics"
-
-
-def _board():  # type: ignore[no-untyped-def]
-    from ray import serve
-
+def _board() -> Any:
     return serve.get_deployment_actor(BOARD)
