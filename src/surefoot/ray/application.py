@@ -104,7 +104,9 @@ def application(
         health_check_period_s=HEALTH_SECONDS,
         health_check_timeout_s=HEALTH_PATIENCE_SECONDS,
         ray_actor_options=_resources(engine, ray_actor_options),
-        request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixRouter  # pyright: ignore[reportArgumentType]
+        ),
         deployment_actors=[
             DeploymentActorConfig(
                 name=BOARD, actor_class=ray.remote(Board), actor_options={"num_cpus": 0}

@@ -118,8 +118,10 @@ class PrefixIndex(Generic[Replica]):
         """
         names = list(loads)
         shared = {name: self.shared(name, hashes) for name in names}
+        candidates = set(chance.sample(names, min(2, len(names))))
         best = max(names, key=lambda name: (shared[name], -loads[name]))
-        candidates = {best, *chance.sample(names, min(2, len(names)))}
+        if shared[best]:
+            candidates.add(best)
 
         def work(name: Replica) -> tuple[float, int, float]:
             missing = (len(hashes) - shared[name]) * BLOCK_BYTES / BYTES_PER_TOKEN
