@@ -22,9 +22,7 @@ def body(**fields: object) -> bytes:
 def in_common(a: bytes, b: bytes) -> int:
     """Leading blocks that two bodies' hashes share."""
     pairs = zip(prefix_hashes(a), prefix_hashes(b), strict=False)
-    return next(
-        (i for i, (x, y) in enumerate(pairs) if x != y), min(map(len, map(prefix_hashes, (a, b))))
-    )
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def chat(*texts: str, **fields: object) -> bytes:
@@ -112,6 +110,16 @@ def test_a_busy_replica_gives_its_prefix_away() -> None:
     assert choices(index, chat(LONG), a=enough + 1, b=0) == {"b"}
 
 
+def test_nobody_waits_for_a_prefix() -> None:
+    index = index_of(a=chat(LONG * 20))
+    index.resize("a", 1 << 20, 4)
+    index.resize("b", 1 << 20, 4)
+    assert choices(index, chat(LONG * 20), a=3, b=0) == {"a"}
+    assert choices(index, chat(LONG * 20), a=4, b=0) == {"b"}
+    assert choices(index, chat(LONG * 20), a=9, b=6) == {"b"}
+    assert choices(index, chat(LONG * 20), a=6, b=6) == {"a"}
+
+
 def test_new_texts_go_where_less_is_under_way() -> None:
     assert choices(index_of(), chat(LONG), a=3, b=1) == {"b"}
     # Of two at random: the idlest of many is not everybody's choice, the busiest nobody's.
@@ -125,7 +133,7 @@ def test_new_texts_go_where_there_is_room() -> None:
 
 def test_what_a_pool_cannot_hold_is_forgotten() -> None:
     index = index_of()
-    index.resize("a", 64)  # 256 bytes: four blocks.
+    index.resize("a", 64, 8)  # 256 bytes: four blocks.
     first, second = (prefix_hashes(body(prompt=x * BLOCK_BYTES * 3)) for x in "xy")
     index.record("a", first)
     index.record("a", second)

@@ -174,6 +174,8 @@ def _settings(folder: Path) -> dict[str, object]:
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": DEREGISTER_SECONDS,
         # One event loop per replica: a request is not handed from thread to thread.
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": 1,
+        # What a replica ended without a byte of an answer is asked of another one.
+        f"{proxy}RETRY_ON": "conn-failure empty-response",
         f"{proxy}HARD_STOP_AFTER_S": LONGEST_STREAM_SECONDS,
         f"{proxy}CONFIG_FILE_LOC": folder / "haproxy.cfg",
         f"{proxy}SOCKET_PATH": folder / "admin.sock",

@@ -21,7 +21,8 @@ MOST_BLOCKS = 4096
 REQUEST_TOKENS = 64
 """Prompt tokens that cost a replica about as much as one more request under way."""
 DEFAULT_KV_TOKENS = 1 << 18
-"""A replica's KV pool, until it says its size."""
+DEFAULT_RUNNING = 32
+"""A replica's KV pool and batch, until it says their sizes."""
 # What comes before the messages in a model's context, then the messages, in every API's names.
 _FIELDS = ("tools", "system", "instructions", "prompt", "messages", "input")
 _SEPARATOR = b"\x1e"
@@ -68,6 +69,7 @@ class _Seen:
     hashes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     """Least recently sent first, as the replica's KV blocks are given up."""
     kv_tokens: int = DEFAULT_KV_TOKENS
+    most_running: int = DEFAULT_RUNNING
 
 
 class PrefixIndex(Generic[Replica]):
@@ -77,9 +79,10 @@ class PrefixIndex(Generic[Replica]):
     def __init__(self) -> None:
         self._seen: dict[Replica, _Seen] = {}
 
-    def resize(self, replica: Replica, kv_tokens: int) -> None:
-        """A replica said how many tokens its KV pool holds."""
-        self._seen.setdefault(replica, _Seen()).kv_tokens = kv_tokens
+    def resize(self, replica: Replica, kv_tokens: int, most_running: int) -> None:
+        """A replica said how many tokens its KV pool holds, and requests its batch."""
+        seen = self._seen.setdefault(replica, _Seen())
+        seen.kv_tokens, seen.most_running = kv_tokens, most_running
 
     def keep_only(self, replicas: Sequence[Replica]) -> None:
         """Forget the other replicas: a new one starts without any KV."""
@@ -113,8 +116,9 @@ class PrefixIndex(Generic[Replica]):
     ) -> Replica:
         """The replica for a text, of those in ``loads`` (requests under way): of the one that
         shares most with it and two others at random, the one with the least work for it. Work is
-        prompt tokens to compute; a request under way counts ``REQUEST_TOKENS``. Two at random, and
-        not the least loaded of all, as many who choose by the same numbers would all choose it.
+        prompt tokens to compute; a request under way counts ``REQUEST_TOKENS``. Where the text
+        would have to wait for a place in the batch, only what waits counts. Two at random, and not
+        the least loaded of all, as many who choose by the same numbers would all choose it.
         """
         names = list(loads)
         shared = {name: self.shared(name, hashes) for name in names}
@@ -123,9 +127,11 @@ class PrefixIndex(Generic[Replica]):
         if shared[best]:
             candidates.add(best)
 
-        def work(name: Replica) -> tuple[float, int, float]:
+        def work(name: Replica) -> tuple[float, ...]:
             missing = (len(hashes) - shared[name]) * BLOCK_BYTES / BYTES_PER_TOKEN
+            work = missing + REQUEST_TOKENS * loads[name]
+            waiting = max(0, loads[name] + 1 - self._seen.get(name, _Seen()).most_running)
             # Among equals, the one with the most room for another conversation.
-            return missing + REQUEST_TOKENS * loads[name], self.size(name), chance.random()
+            return waiting, work, self.size(name), chance.random()
 
         return min(candidates, key=work)

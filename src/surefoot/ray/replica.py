@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from surefoot.config import EngineConfig
-from surefoot.ray.routing import KV_TOKENS
+from surefoot.ray.routing import KV_TOKENS, MOST_RUNNING
 from surefoot.ray.scrape import SharedExposition
 from surefoot.server.access import log_to_stdout
 from surefoot.server.core_process import CoreDied, CoreProcess
@@ -57,7 +57,8 @@ class Replica:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Ray Serve's hook: what routers are told of this replica, once."""
-        return {KV_TOKENS: self._service.front.ready.kv_tokens}
+        ready = self._service.front.ready
+        return {KV_TOKENS: ready.kv_tokens, MOST_RUNNING: ready.max_num_seqs}
 
     async def check_health(self) -> None:
         """Ray Serve's hook. Raises CoreDied once the engine is gone."""

@@ -31,8 +31,8 @@ from starlette.routing import Route
 from surefoot.ray.loads import Loads
 from surefoot.ray.prefixes import PrefixIndex, prefix_hashes
 
-KV_TOKENS = "kv_tokens"
-"""Under which a replica's metadata has the size of its KV pool."""
+KV_TOKENS, MOST_RUNNING = "kv_tokens", "max_num_seqs"
+"""Under which a replica's metadata has the sizes of its KV pool and its batch."""
 PROBE_SECONDS = 0.1
 """How often a busy replica is asked for its requests under way."""
 MOST_PROBES_PER_SECOND = 100
@@ -59,8 +59,9 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         self._index.keep_only(names)
         self._busy.keep_only(names)
         for replica in replicas:
-            if KV_TOKENS in replica.replica_metadata:
-                self._index.resize(replica.replica_id, replica.replica_metadata[KV_TOKENS])
+            sizes = replica.replica_metadata
+            if sizes:
+                self._index.resize(replica.replica_id, sizes[KV_TOKENS], sizes[MOST_RUNNING])
 
     async def choose_replicas(
         self,
