@@ -76,10 +76,15 @@ def actors(server: Server) -> dict[int, int]:
 
 def busiest(server: Server) -> tuple[int, int]:
     """The processes (actor, core) of the replica whose core computes most for a moment."""
-    found = actors(server)
-    before = {core: processor_time(core) for core in found.values()}
+    found, ticks = actors(server), core_ticks(server)
+    return max(found.items(), key=lambda pair: ticks.get(pair[1], 0))
+
+
+def core_ticks(server: Server) -> dict[int, int]:
+    """What each core computes within 0.3 s."""
+    before = {core: processor_time(core) for core in actors(server).values()}
     time.sleep(0.3)
-    return max(found.items(), key=lambda pair: processor_time(pair[1]) - before[pair[1]])
+    return {core: processor_time(core) - ticks for core, ticks in before.items()}
 
 
 def processor_time(pid: int) -> int:
@@ -99,8 +104,12 @@ def requests_by_replica(server: Server) -> dict[str, float]:
 
 
 def wait_for_replicas(server: Server, count: int, seconds: float = 120.0) -> None:
-    """Until so many replicas are listed in the metrics; others end meanwhile."""
+    """Until so many replicas are listed in the metrics, and have nothing left to prepare."""
     end = time.monotonic() + seconds
-    while len(requests_by_replica(server)) != count or len(actors(server)) != count:
+    while (
+        len(requests_by_replica(server)) != count
+        or len(actors(server)) != count
+        or max(core_ticks(server).values()) > 2
+    ):
         assert time.monotonic() < end, "the replicas do not come"
         time.sleep(0.3)
