@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 from ray import serve
 
-from surefoot.server.exposition import Exposition
+from surefoot.server.exposition import Exposition, by_replica, page_of
 
 PUSH_SECONDS = 5.0
 """How old another replica's numbers on a page may be."""
 SILENT_SECONDS = 3 * PUSH_SECONDS
 """After which a replica that says nothing is taken to be gone."""
-LABEL = "replica"
 BOARD = "metrics"
 """The deployment actor's name."""
 
@@ -47,28 +43,6 @@ class Board:
         return {name: families for name, (_, families) in self._pages.items()}
 
 
-def merged(pages: dict[str, list[Metric]]) -> list[Metric]:
-    """One family of each name, with the samples of all replicas."""
-    families: dict[str, Metric] = {}
-    for replica, page in pages.items():
-        for family in page:
-            copy = Metric(family.name, family.documentation, family.type, family.unit)
-            target = families.setdefault(family.name, copy)
-            target.samples += [
-                sample._replace(labels={LABEL: replica, **sample.labels})
-                for sample in family.samples
-            ]
-    return list(families.values())
-
-
-class _Fixed(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
-
-
 class SharedExposition(Exposition):
     """A replica's own metrics as they are now, and the others' as they were a few seconds ago."""
 
@@ -86,9 +60,7 @@ class SharedExposition(Exposition):
             pages = await _board().pages.remote()
         except Exception as error:
             logger.warning("the other replicas' metrics are not at hand: %s", error)
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Fixed(merged({**pages, self._replica: self.families()})))
-        return generate_latest(registry)
+        return page_of(by_replica({**pages, self._replica: self.families()}))
 
     async def push_forever(self) -> None:
         """Tell the board, until cancelled; then have it forget this replica."""
