@@ -23,6 +23,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +32,10 @@ import httpx
 
 from ray_harness import actors, running_replicas, wait_for_replicas
 from server_harness import Server, emoji_model, offline, params_of, running_server
+from surefoot.ray import local
+from surefoot.server.listening import bind
 
-WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "the",
-    "mat",
-    "and",
-    "the",
-    "dog",
-    "ate",
-    "the",
-    "hat",
-    "step",
-    "by",
-    "step",
-    "surefoot",
-    "goes",
-]
+WORDS = ["the cat", "sat on", "the mat", "and the dog", "ate", "the hat", "step by step", "goes"]
 
 
 async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, str]:
@@ -162,6 +148,22 @@ def prefixes(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     return {"replicas": options.replicas, "hit_rate": hits / queries, "seconds": seconds}
 
 
+@contextmanager
+def applied(name: str, replicas: int, *arguments: Any) -> Iterator[str]:
+    """The address of an application of ``ray_sleeping``'s."""
+    here = str(Path(__file__).parent)
+    # Ray's workers import it, too.
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+    with local._ray(replicas, True):
+        import ray_sleeping
+
+        local._run(getattr(ray_sleeping, name)(*arguments, replicas), "127.0.0.1", port)
+        yield f"http://127.0.0.1:{port}"
+        local._drain()
+
+
 def serving(model: Path, replicas: int) -> Any:
     """One server without Ray, or replicas."""
     return running_replicas(model, replicas) if replicas > 1 else running_server(model)
@@ -169,7 +171,6 @@ def serving(model: Path, replicas: int) -> Any:
 
 def throughput(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second of texts of 32 tokens, while 24 clients stream from each replica."""
-    from ray_sleeping import SLOTS, sleeping_replicas
 
     async def run(url: str) -> float:
         async with httpx.AsyncClient(base_url=url, timeout=300) as client:
@@ -185,11 +186,11 @@ def throughput(model: Path, options: argparse.Namespace) -> dict[str, Any]:
 
             await ask(0)
             began = time.perf_counter()
-            count = 3 * SLOTS * options.replicas
+            count = 24 * options.replicas
             tokens = await asyncio.gather(*map(client_of, range(count)))
             return sum(tokens) / (time.perf_counter() - began)
 
-    with sleeping_replicas(model, options.replicas) as url:
+    with applied("sleeping_application", options.replicas, model) as url:
         rates = [asyncio.run(run(url)) for _ in range(options.repeats)]
     return {"replicas": options.replicas, "tokens_per_s": statistics.median(rates), "all": rates}
 
@@ -213,9 +214,10 @@ def first_token(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         return {name: round(times[int(share * len(times))], 2) for name, share in names.items()}
 
     if options.empty:
-        from ray_sleeping import empty_application
-
-        with empty_application(options.replicas, haproxy=options.proxy == "haproxy") as url:
+        if options.proxy == "ray":
+            # As a Serve application is served by default.
+            os.environ |= {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0"}
+        with applied("empty_application", options.replicas) as url:
             return {"empty": options.proxy, **measure(url)}
     with serving(model, options.replicas) as server:
         if options.replicas > 1:

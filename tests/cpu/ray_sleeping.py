@@ -1,13 +1,10 @@
 """Applications under Ray Serve that do not compute: replicas whose core sleeps, and one that only
-answers."""
+answers. To be imported once Ray runs: Serve reads then which proxy there is."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +15,9 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from surefoot.config import EngineConfig
-from surefoot.ray import local
+from surefoot.ray.application import application
 from surefoot.ray.replica import Replica
 from surefoot.server import messages
-from surefoot.server.listening import bind
 from surefoot.server.messages import Abort, Accepted, Add, News, Ready, Round, Totals
 from surefoot.server.serve import ServerConfig
 
@@ -93,26 +89,10 @@ class SleepingReplica(Replica):
         return SleepingCore()
 
 
-@contextmanager
-def sleeping_replicas(model: Path, replicas: int) -> Iterator[str]:
-    """The address of that many replicas."""
-    from surefoot.ray.application import application
-
-    # Ray's workers import this file.
-    here = str(Path(__file__).parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
-    port = free_port()
-    with local._ray(replicas, True):
-        engine = EngineConfig(model=str(model), threads=1)
-        app = application(engine, ServerConfig(), replicas, replica=SleepingReplica)
-        local._run(app, "127.0.0.1", port)
-        yield f"http://127.0.0.1:{port}"
-        local._drain()
-
-
-def free_port() -> int:
-    with bind("127.0.0.1", 0) as listener:
-        return listener.getsockname()[1]
+def sleeping_application(model: Path, replicas: int) -> serve.Application:
+    """That many replicas which sleep."""
+    engine = EngineConfig(model=str(model), threads=1)
+    return application(engine, ServerConfig(), replicas, replica=SleepingReplica)
 
 
 async def _answer(request: Request) -> StreamingResponse:
@@ -127,17 +107,8 @@ class Empty:
         return Starlette(routes=[Route("/v1/completions", _answer, methods=["POST"])])
 
 
-@contextmanager
-def empty_application(replicas: int, haproxy: bool) -> Iterator[str]:
-    """The address of a Serve application that does nothing, behind HAProxy or Ray's own proxy.
-    (In a process of its own: Serve reads what to do when it is imported.)"""
-    deployment = serve.deployment(
+def empty_application(replicas: int) -> serve.Application:
+    """That many replicas which only answer."""
+    return serve.deployment(
         serve.ingress()(Empty), num_replicas=replicas, ray_actor_options={"num_cpus": 0.1}
-    )
-    port = free_port()
-    with local._ray(replicas, True):
-        assert os.environ["RAY_SERVE_ENABLE_HA_PROXY"] == str(int(haproxy))
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(deployment.bind(), name=local.NAME, route_prefix="/")
-        yield f"http://127.0.0.1:{port}"
-        local._drain()
+    ).bind()
