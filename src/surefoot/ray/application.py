@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import ray
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from ray import serve
 from ray.serve.config import DeploymentActorConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
@@ -70,13 +70,13 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 def _read(kind: type[Settings], values: Mapping[str, Any]) -> Settings:
     """A configuration from values that may be texts."""
-    try:
-        return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(
-            dict(values)
-        )
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise SurefootError(str(first["loc"][0]), first["msg"]) from None
+    types, read = get_type_hints(kind), {}
+    for name, value in values.items():
+        try:
+            read[name] = TypeAdapter(types[name]).validate_python(value)
+        except ValidationError as error:
+            raise SurefootError(name, error.errors()[0]["msg"]) from None
+    return kind(**read)
 
 
 def application(
