@@ -12,6 +12,10 @@ from surefoot.structured import StructuredOutputsParams
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 50
 MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 256, 8192
+MAX_STOP_CHARACTERS = 8192
+"""Of all stop strings together, as each token's text is held to them."""
+MAX_STOP_TOKENS, MAX_BIASES = 128, 1024
+"""Every round looks at them for every text."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,8 @@ class SamplingParams:
                 bounds.check(name, value)
         if self.max_tokens is not None:
             Range(0, self.max_tokens, whole=True).check("min_tokens", self.min_tokens)
+        if len(self.logit_bias or ()) > MAX_BIASES:
+            raise SurefootError("logit_bias", f"has over {MAX_BIASES} entries")
         for token, bias in (self.logit_bias or {}).items():
             if not isinstance(token, int) or not 0 <= token <= MAX_SEED:
                 raise SurefootError("logit_bias", f"{token!r} is no token id", "use whole numbers")
@@ -119,9 +125,11 @@ class SamplingParams:
                 raise SurefootError("logit_bias", f"bias {bias!r} is outside -100 to 100")
         if any(not isinstance(text, str) or not text for text in self.stop_strings):
             raise SurefootError("stop", "stop strings must be non-empty text")
-        for token in self.stop_token_ids or ():
-            if not isinstance(token, int) or not 0 <= token <= MAX_SEED:
-                raise SurefootError("stop_token_ids", f"{token!r} is no token id")
+        if sum(map(len, self.stop_strings)) > MAX_STOP_CHARACTERS:
+            raise SurefootError("stop", f"has over {MAX_STOP_CHARACTERS} characters together")
+        if len(self.stop_token_ids or ()) > MAX_STOP_TOKENS:
+            raise SurefootError("stop_token_ids", f"has over {MAX_STOP_TOKENS} entries")
+        self._check_ids("stop_token_ids")
         self._check_rules()
 
     def _check_rules(self) -> None:
@@ -135,9 +143,16 @@ class SamplingParams:
             )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise SurefootError("allowed_token_ids", "are none", "name some, or drop it")
-        for token in self.allowed_token_ids or ():
-            if not isinstance(token, int) or not 0 <= token <= MAX_SEED:
-                raise SurefootError("allowed_token_ids", f"{token!r} is no token id")
+        self._check_ids("allowed_token_ids")
+
+    def _check_ids(self, name: str) -> None:
+        ids = getattr(self, name) or ()
+        # Without a loop, as there may be as many as the model has.
+        whole = all(issubclass(kind, int) for kind in {*map(type, ids)})
+        if not ids or (whole and min(ids) >= 0 and max(ids) <= MAX_SEED):
+            return
+        wrong = next(x for x in ids if not isinstance(x, int) or not 0 <= x <= MAX_SEED)
+        raise SurefootError(name, f"{wrong!r} is no token id")
 
     def _check_structure(self) -> None:
         structure = StructuredOutputsParams.of(self.structured_outputs)

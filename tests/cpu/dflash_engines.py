@@ -7,6 +7,7 @@ import atexit
 import functools
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -102,12 +103,15 @@ def _kept(flags: Flags, tensors: dict[str, torch.Tensor]) -> str:
 
 
 @functools.cache
-def _reference(kind: str) -> Reference:
-    return Reference(KINDS[kind], tensors_of(kind), target_weights()["model.embed_tokens.weight"])
+def _reference(kind: str, drafts: int | None) -> Reference:
+    flags = KINDS[kind]
+    if drafts is not None:
+        flags = replace(flags, block=flags.block - flags.drafts + drafts)
+    return Reference(flags, tensors_of(kind), target_weights()["model.embed_tokens.weight"])
 
 
 @functools.cache
-def by_formulas(kind: str, text: tuple[int, ...]) -> tuple[int, ...]:
-    """The greedy drafts after ``text``."""
+def by_formulas(kind: str, text: tuple[int, ...], drafts: int | None = None) -> tuple[int, ...]:
+    """The greedy drafts after ``text``: all that a block gives, or those of a shorter one."""
     features = captured_layers(target(), list(text[:-1]), KINDS[kind].taps)
-    return tuple(_reference(kind).draft(features, text[-1])[0])
+    return tuple(_reference(kind, drafts).draft(features, text[-1])[0])

@@ -4,7 +4,6 @@ order."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -16,7 +15,7 @@ from harness import random_weights, tiny_config
 from surefoot.kernels.backend import Backend, FlatBatch
 from surefoot.kernels.quant import dense
 from surefoot.models.decoder import Decoder
-from surefoot.speculation.proposer import Commits, DraftRequest, Drafts
+from surefoot.speculation.proposer import Commits, Drafts
 from surefoot.speculation.proposers.dflash import proposer
 from surefoot.speculation.proposers.dflash.checkpoint import DFlashCheckpoint, open_checkpoint
 from surefoot.speculation.proposers.dflash.network import DFlashNetwork
@@ -92,29 +91,6 @@ class Bench:
 
     def propose(self) -> Drafts:
         return self.proposer.propose(torch.tensor([SLOT]))
-
-    def check_fewer(self, whole: Drafts, depths: Sequence[int], exact: bool = True) -> None:
-        """For fewer drafts the last layer is run of their own rows alone: they are the first of the
-        ``whole`` block's, and as sure, to the bit if ``exact``."""
-        network, state = self.network, self.state
-        place = SLOT, state.length[SLOT] - 1
-        for depth in depths:
-            # Another block's keys lie where these go.
-            token = state.history[place].clone()
-            state.history[place] = (token + 1) % state.vocab_size
-            self.propose()
-            state.history[place] = token
-            assert len(network.wanted_rows(depth)) < network.rows_for(depth)
-            self.proposer.expect(DraftRequest(longest=depth))
-            fewer = self.propose()
-            assert torch.equal(fewer.tokens, whole.tokens[:, :depth])
-            tolerance = 0.0 if exact else 1e-5
-            torch.testing.assert_close(
-                fewer.confidence, whole.confidence[:, :depth], atol=tolerance, rtol=tolerance
-            )
-        depth = whole.tokens.shape[1]
-        assert len(network.wanted_rows(depth)) == network.rows_for(depth)
-        self.proposer.expect(DraftRequest())
 
     def context(self, layer: int, count: int) -> torch.Tensor:
         """Keys and values of one layer on the torch backend, [2, kv heads, count, head dim]."""

@@ -26,6 +26,7 @@ from typing import Any
 from attacks import ATTACKS, COMPLETIONS, HEAD, STATUSES, attack, json_request
 from server_harness import LOOP, Server, running_server
 
+TRUST = "--trust-request-chat-template"
 ALLOWED = 0.05
 """Seconds that anybody's request may delay another's token, beside two rounds."""
 
@@ -132,7 +133,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto")
     given = parser.parse_args()
     options = {"backend": given.backend, "dtype": given.dtype, "draft_policy": "auto"}
-    with running_server(given.model, **options) as server:
+    with running_server(given.model, TRUST, **options) as server:
         report = run(server, given.tokens, given.attack or list(ATTACKS))
     print(json.dumps(report, indent=1))
     return 0 if report["passed"] else 1

@@ -36,8 +36,6 @@ def test_drafts_equal_the_official_ones(name: str, backend: str) -> None:
             near(drafts.confidence[0], scores.amax(dim=1))
         if backend == "torch":
             check_context(rounds, number)
-        elif number == 1:
-            rounds.bench.check_fewer(drafts, (3,))
         rounds.end(number)
 
 

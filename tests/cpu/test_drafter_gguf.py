@@ -163,3 +163,30 @@ def test_the_command_writes_what_loads_and_drafts(
     assert export_gguf(str(tmp_path / "other"), path, tiny_target()) == (kind == "dspark")
     if kind == "eagle3":
         assert "lm_head.weight" in open_eagle3(str(path)).tensors
+
+
+def test_training_goes_on_from_8_bits_and_fewer_tokens(tmp_path: Path) -> None:
+    source = spark_of(tmp_path / "data", "dspark", mask_token=7)
+    source.export(tmp_path / "spark")
+    kept = torch.arange(3, 40, 2)
+    path = tmp_path / "spark.gguf"
+    export_gguf(str(tmp_path / "spark"), path, tiny_target(), kept)
+    recipe = spark_of(tmp_path / "data", "dspark")
+    before = recipe.network.tensors()["markov_head.markov_w2.weight"].clone()
+    recipe.begin_from(str(path))
+    assert recipe.config.mask_token_id == recipe.network.config.mask_token_id == 7
+    stored = open_dflash(str(path)).tensors
+    for name, value in recipe.network.tensors().items():
+        given = dense(stored[name]).float()
+        if name == "markov_head.markov_w2.weight":
+            assert torch.equal(value[kept], given), name
+            others = torch.tensor([token for token in range(len(value)) if token not in kept])
+            assert torch.equal(value[others], before[others]), "random as they were"
+        else:
+            assert torch.equal(value, given), name
+    with pytest.raises(SurefootError, match=r"init_from.*layers = 2, and 3"):
+        spark_of(tmp_path / "data", "dspark", layers=3).begin_from(str(path))
+    with pytest.raises(SurefootError, match="mask token 7, not 9"):
+        spark_of(tmp_path / "data", "dspark", mask_token=9).begin_from(str(path))
+    with pytest.raises(SurefootError, match="init_from"):
+        recipe_of(tmp_path / "data", [(2, 6)] * 3).begin_from(str(path))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import random
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +16,9 @@ from eagle3_engines import folder, target
 from harness import Job, make_engine, needs_native, run_alone, run_jobs
 from surefoot.engine.engine import Engine
 from surefoot.kernels.batch import FlatBatch
-from surefoot.request import SamplingParams, SpeculationParams
+from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
+from surefoot.speculation.decisions import Decision, Situation
+from surefoot.speculation.fixed import FixedPlanner
 from surefoot.speculation.proposer import Drafts
 from surefoot.speculation.proposers.eagle3.proposer import Eagle3Proposer
 from test_eagle3_engine import GREEDY, by_formulas, compare, some
@@ -40,6 +44,23 @@ def engine_of(backend: str = "torch", ahead: bool = False, **options: Any) -> En
         **options,
     }
     return make_engine(target(backend), ahead, **values)
+
+
+class Drowsy(FixedPlanner):
+    """Has drafters draft in some rounds only: in ``awake`` of ten, at random."""
+
+    def __init__(self, engine: Engine, awake: int) -> None:
+        super().__init__(engine.state.max_drafts, exact=engine.loop.depth == 1)
+        self.drafters = engine.round.drafters
+        self.awake, self.random = awake, random.Random(awake)
+        engine.planner = engine.loop.planner = self
+
+    def decide(self, situation: Situation) -> Decision:
+        decision = super().decide(situation)
+        if self.random.randrange(10) < self.awake:
+            return decision
+        others = tuple(index for index in decision.proposers if index not in self.drafters)
+        return replace(decision, proposers=others)
 
 
 class Watch:
@@ -117,18 +138,23 @@ def test_drafts_never_rest_on_what_was_not_written(ahead: bool) -> None:
     st.sampled_from([5, 40]),
     st.booleans(),
     st.booleans(),
+    st.sampled_from([1, 3, 10]),
+    st.sampled_from([None, 9, 17]),
 )
 def test_any_mixture_gives_plain_texts_and_the_drafts_of_a_fresh_engine(
     methods: list[str], shared: int, tokens: int, gap: int,
-    blocks: int, chunk: int, ahead: bool, tree: bool,
+    blocks: int, chunk: int, ahead: bool, tree: bool, awake: int, cancel: int | None,
 ) -> None:  # fmt: skip
     jobs = crowd(tuple(methods), shared, tokens, gap)
+    jobs[0] = replace(jobs[0], cancel=cancel)
     own = {"top_k": 2, "depth": 2, "draft_tokens": 4} if tree else {}
     engine = engine_of(
         "native", ahead, own=own, kv_blocks=blocks, max_num_batched_tokens=chunk, max_num_seqs=3
     )
     watch = Watch(engine)
-    for job, request in zip(jobs, run_jobs(engine, jobs), strict=True):
+    Drowsy(engine, awake)
+    [first, *others] = zip(jobs, run_jobs(engine, jobs), strict=True)
+    for job, request in others if cancel else [first, *others]:
         compare("native", run_alone(target("native"), job), request)
     if not tree:
         watch.check()
@@ -169,6 +195,76 @@ def test_requests_that_do_not_allow_a_drafter_pay_no_catch_up(ahead: bool) -> No
     rows = len(PROMPT) + own.stats.rounds - 1 + own.stats.verified
     assert sum(int((batch.row_slot >= 0).sum()) for batch in watch.written) == rows
     watch.check()
+
+
+@needs_native
+@ROUNDS
+def test_a_drafter_that_sleeps_catches_up_in_bulk(ahead: bool) -> None:
+    """On all rows but those of rejected drafts: when there are enough of them, and when the request
+    makes room for another one, which finds its keys."""
+    engine = engine_of("native", ahead, proposers=(DRAFTER,))
+    watch = Watch(engine)
+    drowsy = Drowsy(engine, 0)
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    [request] = run_jobs(engine, [Job(PROMPT, params)])
+    room = engine.round.backlog.room
+    assert [len(batch.tokens) for batch in watch.written] == [room, room]
+    assert engine.round.backlog.rows == len(request.tokens) - 1 - 2 * room
+    drowsy.awake = 10
+    follow_up = (*request.tokens, 5)
+    [second] = run_jobs(engine, [Job(follow_up, params)])
+    assert (
+        second.cached > 60
+        and second.output == run_alone(target("native"), Job(follow_up, params)).output
+    )
+    assert watch.check() > 20
+
+
+def stepped(engine: Engine, jobs: list[Job], steps: int) -> list[Request]:
+    """The requests of ``jobs`` after so many steps."""
+    requests = [
+        engine.make_request(str(job.prompt), job.prompt, job.params, job.speculation)
+        for job in jobs
+    ]
+    for request in requests:
+        engine.add(request)
+    for _ in range(steps):
+        engine.step()
+    return requests
+
+
+LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@needs_native
+def test_who_shares_the_text_of_one_that_sleeps_finds_its_keys() -> None:
+    engine = engine_of("native", proposers=(DRAFTER,))
+    drowsy, watch = Drowsy(engine, 0), Watch(engine)
+    [first] = stepped(engine, [Job(PROMPT, LONG)], 13)
+    assert engine.round.backlog.rows and not watch.written
+    drowsy.awake = 10
+    [second] = stepped(engine, [Job((*first.tokens, 5), LONG)], 20)
+    assert second.cached > 20
+    assert watch.check() > 20
+
+
+@needs_native
+def test_blocks_of_one_that_left_asleep_are_not_written_again() -> None:
+    """They are the next ones of a request in a lower slot, whose keys are written before its."""
+    options = {"kv_blocks": 14, "enable_prefix_caching": False, "proposers": (DRAFTER,)}
+    engine = engine_of("native", **options)
+    drowsy, watch = Drowsy(engine, 0), Watch(engine)
+    jobs = [Job(PROMPT[:3], LONG), Job(PROMPT[3:11], LONG)]
+    stays, leaves = stepped(engine, jobs, 2)
+    assert stays.slot < leaves.slot
+    own = set(engine.kv.leases[leaves.request_id].blocks)
+    engine.finish(leaves, FinishReason.ABORT)
+    drowsy.awake = 10
+    while not stays.finished:
+        engine.step()
+        taken = engine.kv.leases.get(stays.request_id)
+        own -= set(taken.blocks) if taken else set()
+    assert not own and watch.check() > 20
 
 
 @ROUNDS

@@ -27,7 +27,7 @@ from surefoot.kernels.backend import (
 from surefoot.kernels.cpu import build
 from surefoot.kernels.cpu.backend import NativeBackend
 from surefoot.kernels.cpu.build import native_unavailable
-from surefoot.kernels.quant import BYTES_PER_BLOCK, QuantTensor
+from surefoot.kernels.quant import BYTES_PER_BLOCK, QuantTensor, dense
 from surefoot.kernels.torch_backend import TorchBackend
 
 pytestmark = pytest.mark.skipif(
@@ -700,3 +700,24 @@ def test_two_threads_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
         first, second = pool.map(lambda _: build.load_native(), range(2))
     assert first is second is not None
     assert len(looked) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_the_largest_sums_of_a_block(kind: str, rows: int) -> None:
+    """All weights and all inputs at the ends of their ranges: the products of a block are as large
+    as they can be."""
+    size = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}[kind]
+    half = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)
+    for value in (0, 127, 128, 255) if kind == "Q8_0" else (0, 255):
+        blocks = torch.full((33, 2, size), value, dtype=torch.uint8)
+        blocks[:, :, :2] = half
+        if kind == "Q4_1":
+            blocks[:, :, 2:4] = half
+        weight = QuantTensor(kind, blocks.flatten(1), 64)
+        linear = NativeBackend(torch.float32).pack_linear([weight])
+        for sign in (1.0, -1.0):
+            x = torch.full((rows, 64), 127.0 * sign)
+            x[:, 1::2] *= 1 if rows % 2 else -1
+            expected = x @ dense(weight).t()
+            assert torch.equal(NativeBackend(torch.float32).linear(linear, x), expected)

@@ -12,7 +12,14 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from surefoot.server import connections
-from surefoot.server.connections import MOST_HEAD_BYTES, MOST_HEADERS, READ_SECONDS
+from surefoot.server.connections import (
+    MOST_HEAD_BYTES,
+    MOST_HEADERS,
+    MOST_PIPELINED,
+    MOST_SMALL_PIECES,
+    READ_SECONDS,
+    SMALL_PIECE,
+)
 
 GET = b"GET /health HTTP/1.1\r\nHost: a\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n"
@@ -147,6 +154,24 @@ def test_endless_trailers_are_cut_off(client: Client) -> None:
     for _ in range(70):
         client.send(b"X: 1\r\n" + b"Y" * 1000)
     assert client.transport.closed
+
+
+def test_a_body_in_crumbs_is_cut_off(client: Client) -> None:
+    client.send(CHUNKED)
+    for size in (SMALL_PIECE, 1):
+        piece = b"%x\r\n" % size + b"x" * size + b"\r\n"
+        for count in (MOST_SMALL_PIECES, 1):
+            assert not client.transport.closed
+            client.send(piece * count)
+            client.protocol.cycle.body.clear()
+    assert client.transport.closed
+
+
+def test_few_requests_wait_for_one_that_runs(client: Client) -> None:
+    client.send((GET + b"\r\n") * (1 + MOST_PIPELINED))
+    assert not client.transport.closed
+    client.send((GET + b"\r\n") * 1000)
+    assert client.transport.closed and len(client.protocol.pipeline) == MOST_PIPELINED
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n", b"GET", GET])

@@ -29,6 +29,7 @@ from surefoot.server.messages import (
     Start,
     Stop,
     SwitchedOff,
+    decode_scores,
     decode_to_core,
     decode_to_front,
     encode,
@@ -174,7 +175,7 @@ def test_a_proposer_that_fails_is_switched_off_and_the_texts_go_on(
         assert link.tokens(name) == alone(), name
     assert link.tokens("b") == alone(seed=4) and len(link.tokens("c")) == 20
     scores = [n.prompt_logprobs for r in link.rounds for n in r.news if n.prompt_logprobs]
-    assert [len(each) for each in scores] == [len(PROMPT) - 1]
+    assert [len(decode_scores(each)) for [each] in scores] == [len(PROMPT) - 1]
     [off] = [m for m in link.sent if isinstance(m, SwitchedOff)]
     told = "propose" if method == "expect" else method
     assert off.proposers == ["ngram"] and calls == 3
@@ -248,11 +249,21 @@ def test_a_refusal_names_the_option_and_takes_no_place() -> None:
     assert link.tokens("d") == alone()
 
 
+def test_those_who_run_do_not_wait_for_all_who_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_module, "TAKING_SECONDS", -1.0)
+    _, link = run({0: [add("a")], 3: [add("b", seed=4), add("c", seed=5), add("d", seed=6)]})
+    kinds = [m.ids[0] if isinstance(m, Accepted) else "" for m in link.sent]
+    places = [kinds.index(name) for name in "bcd"]
+    assert all(isinstance(link.sent[place + 1], Round) for place in places)
+    assert link.tokens("a") == alone() and link.tokens("d") == alone(seed=6)
+
+
 def test_a_prompt_is_scored_once_for_all_choices() -> None:
     _, link = run({0: [add("a", "b", prompt_logprobs=1, logprobs=2)]})
     news = [n for r in link.rounds for n in r.news]
     [scored] = [n for n in news if n.prompt_logprobs is not None]
-    assert scored.id == "a" and len(scored.prompt_logprobs or ()) == len(PROMPT) - 1
+    [packed] = scored.prompt_logprobs or [b""]
+    assert scored.id == "a" and len(decode_scores(packed)) == len(PROMPT) - 1
     for item in news:
         assert item.logprobs is not None and len(item.logprobs) == len(item.tokens)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from server_scripted import END, READY, ask
 from surefoot.models.loading.hf_tokenizer import read_hf_tokenizer
 from surefoot.models.loading.token_lengths import TokenLengths, token_lengths
 from surefoot.models.loading.tokenizer import Tokenizer as OurTokenizer
-from surefoot.server.bodies import MOST_CONTAINERS, MOST_ENTRIES
-from surefoot.server.encoding import LONG_TEXT
+from surefoot.server import service
+from surefoot.server.chat_messages import Message
+from surefoot.server.encoding import LONG_TEXT, MOST_TOKENS
+from surefoot.server.json_limits import MOST_CONTAINERS, MOST_DEPTH, MOST_ENTRIES
+from surefoot.server.translating import Conversation
 from tiny_models import write_tokenizer
 
 BYTES = {character: index for index, character in enumerate(pre_tokenizers.ByteLevel.alphabet())}
@@ -84,7 +88,7 @@ def test_no_text_has_fewer_tokens_than_its_length_says(kind: str, parts: list[st
     lengths = token_lengths(backend)
     assert lengths is not None
     for whole in (text, text * 9, "aa" * len(text)):
-        assert not lengths.exceeds(whole, len(backend.encode(whole).ids))
+        assert not lengths.exceed([whole], len(backend.encode(whole).ids))
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
@@ -94,8 +98,8 @@ def test_some_lengths_say_nothing(kind: str) -> None:
 
 def test_texts_of_too_many_tokens() -> None:
     for lengths, text in ((TokenLengths(3), "x" * 7), (TokenLengths(3, "\x08"), "x\x08" * 7)):
-        assert [lengths.exceeds(text, most) for most in range(5)] == [True] * 3 + [False] * 2
-    assert not TokenLengths(3, "\x08").exceeds("\x08" * 99, 0)
+        assert [lengths.exceed([text], most) for most in range(5)] == [True] * 3 + [False] * 2
+    assert not TokenLengths(3, "\x08").exceed(["\x08" * 99], 0)
     assert token_lengths(byte_level(missing="Ĉ")) == TokenLengths(2, "\x08")
 
 
@@ -151,6 +155,21 @@ def test_everybody_has_turns_while_a_long_text_is_encoded(tokenizer: OurTokenize
     assert turns > 20 and not reached
 
 
+CHAT, CALL = "/v1/chat/completions", "messages[0].tool_calls[0].function.arguments"
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def call(arguments: str) -> dict[str, Any]:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+    return {"role": "assistant", "tool_calls": calls}
+
+
 MANY: dict[str, tuple[str, Any, str | None]] = {
     "prompts": ("/v1/completions", {"prompt": ["a"] * 1000}, "prompt"),
     "texts": ("/v1/completions", {"prompt": ["a"] * 3, "n": 7}, "n"),
@@ -161,7 +180,32 @@ MANY: dict[str, tuple[str, Any, str | None]] = {
     "lists": ("/v1/completions", b'{"prompt": [' + b"[]," * 1_000_000 + b"[]]}", None),
     "objects": ("/tokenize", {"messages": [{"a": {}}] * MOST_CONTAINERS}, None),
     "entries": ("/v1/completions", {"prompt": "a", "stop": ["x"] * (MOST_ENTRIES + 1)}, None),
-    "tokens": ("/detokenize", {"tokens": [5] * (1 << 21)}, "tokens"),
+    "members": ("/v1/completions", {"prompt": "a", **{f"x{i}": 1 for i in range(1 << 18)}}, None),
+    "values": ("/v1/completions", b'{"prompt": [' + b"5," * ((1 << 20) + 1) + b"5]}", None),
+    "levels": ("/v1/chat/completions", {"tools": nested(MOST_DEPTH)}, None),
+    "arguments": (CHAT, {"messages": [call("[" + "[]," * MOST_CONTAINERS + "[]]")]}, CALL),
+    "levels of arguments": (CHAT, {"messages": [call(json.dumps(nested(MOST_DEPTH + 1)))]}, CALL),
+    "unknown fields": (
+        "/v1/completions",
+        {"prompt": "a", **{f"x{i}": 1 for i in range(9999)}},
+        "x0",
+    ),
+    "biases": (
+        "/v1/completions",
+        {"prompt": "a", "logit_bias": {i: "" for i in range(2000)}},
+        "logit_bias",
+    ),
+    "stop tokens": (
+        "/v1/completions",
+        {"prompt": "a", "stop_token_ids": [5] * 129},
+        "stop_token_ids",
+    ),
+    "characters to stop": (
+        "/v1/completions",
+        {"prompt": "a", "stop": ["x" * 9000]},
+        "stop",
+    ),
+    "tokens": ("/detokenize", {"tokens": [5] * (MOST_TOKENS + 1)}, "tokens"),
 }
 
 
@@ -180,3 +224,64 @@ def test_brackets_in_texts_are_no_lists(tokenizer: OurTokenizer) -> None:
     assert text.count("[") + text.count("{") > MOST_CONTAINERS
     answer, _, _ = post(tokenizer, "/tokenize", {"prompt": text})
     assert answer.json()["tokens"] == tokenizer.encode(text)
+
+
+def test_answers_have_no_more_logprobs_than_fit(
+    tokenizer: OurTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MOST_SCORES", 1 << 20)
+    for field, more in (
+        ("prompt_logprobs", {"prompt": [[5] * 4000] * 6, "n": 2, "max_tokens": 1}),
+        ("logprobs", {"prompt": ["a"] * 6, "n": 2, "max_tokens": 4000}),
+    ):
+        body = {**more, field: 50}
+        answer, _, reached = post(tokenizer, "/v1/completions", body)
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == field and not reached
+        body[field] = 5
+        assert post(tokenizer, "/v1/completions", body)[0].status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
+def test_large_conversations_are_read_aside(
+    tokenizer: OurTokenizer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And once."""
+    threads: list[threading.Thread] = []
+    translate, plain = Conversation.__init__, Message.plain
+
+    def translated(self: Conversation) -> None:
+        threads.append(threading.current_thread())
+        translate(self)
+
+    def rendered(self: Message, index: int) -> Any:
+        if not index:
+            threads.append(threading.current_thread())
+        return plain(self, index)
+
+    monkeypatch.setattr(Conversation, "__init__", translated)
+    monkeypatch.setattr(Message, "plain", rendered)
+    kind = "input_text" if "responses" in path else "text"
+    turn = {"role": "user", "content": [{"type": kind, "text": "a"}]}
+    name = "input" if "responses" in path else "messages"
+    more = {} if "responses" in path else {"max_tokens": 5}
+    answer, _, reached = post(tokenizer, path, {name: [turn] * 3000, **more})
+    assert answer.status_code == 400 and "tokens" in answer.text and not reached
+    assert len(threads) == (1 if path == CHAT else 2) and len({*threads}) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+def test_texts_are_refused_before_they_are_rendered(
+    tokenizer: OurTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OurTokenizer, "render_chat", None)
+    part = {"type": "text", "text": "x" * 3_000_000}
+    for body in (
+        {"messages": [{"role": "user", "content": [part, part]}]},
+        {"messages": [{"role": "user", "content": "y" * 3_000_000}] * 2},
+    ):
+        for more in ({}, {"truncate_prompt_tokens": 5}):
+            answer, _, _ = post(tokenizer, CHAT, {**body, **more}, max_body_bytes=9_000_000)
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and error["param"] == "messages"
+            assert "6000000 characters" in error["message"]

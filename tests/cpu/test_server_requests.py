@@ -121,6 +121,10 @@ def test_templates_of_requests_need_trust(tokenizer: Tokenizer, tmp_path: Path) 
     assert param == "chat_template" and "--trust-request-chat-template" in message
     _, [add] = post(tokenizer, CHAT, body, trust_templates=True)
     assert tokenizer.decode(add.prompt) == "<a cat>"
+    for much in ("x" * (1 << 15), "{{ a }}" * 600):
+        [answer], _ = post(tokenizer, CHAT, {**body, "chat_template": much}, trust_templates=True)
+        param, message = refused(answer)
+        assert param == "chat_template" and "--chat-template FILE" in message
     broken, fine = tmp_path / "broken", tmp_path / "fine"
     broken.write_text("{% if %}")
     fine.write_text("[{{ messages[0].content }}]")

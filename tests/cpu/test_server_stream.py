@@ -19,6 +19,7 @@ from server_harness import sse, wait_for_async, write_emoji_tokenizer
 from server_scripted import END, Groups, ScriptedCore, ask, scripted_front
 from surefoot.models.loading.hf_tokenizer import read_hf_tokenizer
 from surefoot.models.loading.tokenizer import Tokenizer
+from surefoot.server import answer
 from surefoot.server.messages import SwitchedOff
 from tiny_models import write_tokenizer
 
@@ -294,6 +295,42 @@ def test_a_slow_reader_holds_up_nobody_and_gets_it_all_at_once(tokenizer: Tokeni
     events = sse(b"".join(bodies).decode())
     assert "".join(event["choices"][0]["text"] for event in events) == text
     assert len(bodies) <= 6, "pieces were queued one by one"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+def test_what_has_piled_up_goes_out_in_pieces(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """And a whole answer does not depend on where it is written."""
+    script = [tokenizer.encode("one by one, and then 🙂 all of it. " * 9), [END]]
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    body = {"prompt": "a"} if path == "/v1/completions" else chat
+    body = {**body, "max_tokens": 999, "stop": ["it!"]}
+    if path == "/v1/messages":
+        body["stop_sequences"] = body.pop("stop")
+
+    async def use(client: httpx.AsyncClient, _: Any) -> tuple[int, str, Any]:
+        streamed = await client.post(path, json={**body, "stream": True})
+        whole = (await client.post(path, json=body)).json()
+        for name in ("id", "created"):
+            whole.pop(name, None)
+        lines = [line for line in streamed.text.splitlines() if line.startswith("data: {")]
+        events = [json.loads(line.removeprefix("data: ")) for line in lines]
+        found = [e["choices"][0] if "choices" in e else e.get("delta", {}) for e in events]
+        texts = [e.get("text") or e.get("delta", {}).get("content") or "" for e in found]
+        return len(events), "".join(texts), whole
+
+    usual = ask(tokenizer, script, use)
+    monkeypatch.setattr(answer, "AT_ONCE", 40)
+    monkeypatch.setattr(answer, "SHORT_ANSWER", 0)
+    count, *rest = ask(tokenizer, script, use)
+    assert rest == list(usual[1:]) and rest[0].endswith("all of it. ") and count >= usual[0] + 6
+
+
+def test_an_answer_is_the_same_piece_by_piece() -> None:
+    value = {"a": [{"b": None, "c": [1, 2.5, "é🙂\n"]}, [], {}], "d": {"e": {"f": [[[[1]]]]}}}
+    for depth in range(9):
+        assert json.loads(answer.encode_piecewise(value, depth)) == value
 
 
 def asgi_call(gone: asyncio.Event, **body: Any) -> tuple[Any, Any, Any]:

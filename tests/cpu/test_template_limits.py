@@ -39,6 +39,7 @@ def repeated(step: str, start: str = "'ab'") -> str:
 
 TEXT = "it makes a text of more than 16777216 characters"
 VALUE = "it makes a value of more than 16777216 characters"
+PIECES = "it takes a text apart into more than 131072 pieces"
 WIDTH = "it asks for a width or count above 100000"
 BITS = "it makes a number of more than 10000 bits"
 LAZY = "range(100000) | map('replace', '1', 'x' * 100000)"
@@ -48,6 +49,10 @@ LAZY = "range(100000) | map('replace', '1', 'x' * 100000)"
     ("template", "reason"),
     [
         ("{{ 'x' * n }}", TEXT),
+        ("{{ ('ab ' * 999999).split() }}", PIECES),
+        ("{{ ('ab ' * 999999).rsplit('b') }}", PIECES),
+        ("{{ ('ab ' * 999999) | wordcount }}", PIECES),
+        ("{{ ('ab ' * 999999) | list | length }}", PIECES),
         ("{{ n * 'x' }}", TEXT),
         ("{{ ('x'.encode() * n) | length }}", TEXT),
         ("{{ [0] * n }}", TEXT),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -79,3 +80,31 @@ def test_what_may_begin_any_stop_string_waits(
     assert "".join(piece for piece, _ in made.take(final=False)) == shown
     made.push([1], last=False)
     assert "".join(piece for piece, _ in made.take(final=False)) == text[len(shown) :] + "!"
+
+
+def test_as_much_waits_as_may_begin_a_stop_string() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        stops = ["".join(draw.choices("ab", k=draw.randint(1, 6))) for _ in range(3)]
+        pieces = ["".join(draw.choices("abc", k=draw.randint(0, 3))) for _ in range(12)]
+        made, shown = stream(pieces, stop=stops), ""
+        for token in range(len(pieces)):
+            made.push([token], last=False)
+            shown += "".join(piece for piece, _ in made.take(final=False))
+            tails = [made.text[at:] for at in range(len(made.text))]
+            begins = [
+                tail
+                for tail in tails
+                if any(stop.startswith(tail) and stop != tail for stop in stops)
+            ]
+            if made.stopped_by is None:
+                assert shown + max(begins, key=len, default="") == made.text
+
+
+def test_no_more_is_taken_than_was_asked_for() -> None:
+    pieces = ["one", " two", "", " three", " four"]
+    made = stream(pieces, stop=["fours"])
+    made.push(range(5), last=False)
+    taken = ["".join(text for text, _ in made.take(False, last)) for last in (1, 1, 3, 5)]
+    assert taken == ["one", "", " two", " three "]
+    assert [text for text, _ in made.take(True, 5)] == ["four"]

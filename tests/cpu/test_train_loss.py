@@ -240,7 +240,7 @@ def test_a_table_of_successors_is_walked_too(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     texts = [[9, 1, 2, 3, 1, 2, 3, 1, 4], [9, 1, 2, 3, 1, 4], [1, 5, 1, 2, 3, 1, 2, 6]]
-    documents = [Document(ids, len(ids) - 1, 0.0, (n, n)) for n, ids in enumerate(texts)]
+    documents = [Document(ids, [(1, len(ids))], 0.0, (n, n)) for n, ids in enumerate(texts)]
     write_shard(shard_path(folder, 0), documents, VOCAB, {"dropped": {}})
     corpus = Corpus([folder], 99)
     table = frequent_successors(corpus, np.array([0, 1]), VOCAB)

@@ -101,6 +101,49 @@ def test_a_run_of_so_many_minutes_ends_with_its_learning_rate(
         trainer_of(trainer.recipe, tmp_path / "two", Workers(0, 2))
 
 
+def test_a_run_begins_with_the_weights_of_a_drafter(tmp_path: Path) -> None:
+    options = {"draft_vocab": 30, "unroll": 2, "held_out": 3}
+    recipe = recipe_of(tmp_path / "data", DOCUMENTS, **{**SHORT, **options, "learning_rate": 0.02})
+    first = trainer_of(recipe, tmp_path / "first").run()
+    recipe.export(tmp_path / "drafter")
+    given = {**SHORT, **options, "init_from": str(tmp_path / "drafter"), "learning_rate": 1e-9}
+    second = recipe_of(tmp_path / "data", DOCUMENTS, **given)
+    second.begin_from(str(tmp_path / "drafter"))
+    outcome = trainer_of(second, tmp_path / "second").run()
+    curves = (tmp_path / "second" / "curves.jsonl").open()
+    begun = next(entry for entry in map(json.loads, curves) if "held_out" in entry)
+    assert begun["step"] == 0 and begun["held_out"] == first.results
+    # Weights that get no better are those that are exported.
+    assert outcome.best_step == 0
+    # A head of the target's rows may be of other tokens.
+    wider = recipe_of(tmp_path / "data", DOCUMENTS, **{**given, "draft_vocab": 48})
+    wider.begin_from(str(tmp_path / "drafter"))
+    head = tiny_target().head_rows(torch.arange(48))
+    assert torch.equal(wider.network.head, head)
+    names = [name for name in wider.network.tensors() if name != "lm_head.weight"]
+    for name in names:
+        assert torch.equal(wider.network.weight(name), recipe.network.weight(name)), name
+
+
+def test_weights_of_another_drafter_are_refused(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path / "data", DOCUMENTS, captured_layers="1,2,3")
+    recipe.export(tmp_path / "drafter")
+    other = recipe_of(tmp_path / "data", DOCUMENTS, captured_layers="1,2")
+    with pytest.raises(SurefootError, match=r"init_from.*layer_ids = \(1, 2, 3\)"):
+        other.begin_from(str(tmp_path / "drafter"))
+    trained = recipe_of(tmp_path / "data", DOCUMENTS, train_head=True, captured_layers="1,2,3")
+    with torch.no_grad():
+        trained.network.head.add_(1.0)
+    trained.export(tmp_path / "own")
+    with pytest.raises(SurefootError, match="--train-head"):
+        recipe.begin_from(str(tmp_path / "own"))
+    again = recipe_of(tmp_path / "data", DOCUMENTS, train_head=True, captured_layers="1,2,3")
+    again.begin_from(str(tmp_path / "own"))
+    assert torch.equal(again.network.head, trained.network.head)
+    with pytest.raises(SurefootError, match="init_from"):
+        recipe.begin_from(str(tmp_path / "nothing"))
+
+
 def test_the_best_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = iter([2.0, 3.0, 1.0])
     monkeypatch.setattr("surefoot.train.trainer.score", lambda results: next(scores))

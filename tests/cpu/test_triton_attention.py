@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -91,18 +90,6 @@ def lay_out(
     return torch.cat([q, q.new_zeros((padding, *q.shape[1:]))]), kv, batch
 
 
-def rows_of_blocks(batch: FlatBatch, block: int, rows: range) -> tuple[FlatBatch, torch.Tensor]:
-    """These rows of each block of a batch, whose keys are all there; and which rows they are."""
-    every = torch.arange(len(batch.tokens), device=batch.tokens.device)
-    index = every.view(-1, block)[:, rows.start : rows.stop].flatten()
-    assert batch.mask is not None and batch.spans is not None
-    count = torch.full_like(batch.spans.rows, len(rows))
-    spans = SpanTable(count.cumsum(0) - count, count, batch.spans.slot, len(rows))
-    names = ("tokens", "positions", "key_index", "row_slot", "mask")
-    parts = {name: getattr(batch, name)[index] for name in names}
-    return replace(batch, **parts, span_keys=block, spans=spans), index
-
-
 def attend(
     texts: Sequence[Text],
     spans: Spans,
@@ -185,23 +172,6 @@ def test_a_tree_s_bits_are_its_own_too() -> None:
         [chain] = attend([other], [(100, 1)], shape, sms)
         assert torch.equal(found[2], chain), "a chain beside a tree"
     assert all(torch.equal(results[0], result) for result in results)
-
-
-@pytest.mark.usefixtures("_short_chunks")
-@pytest.mark.parametrize("sms", [1, 8])
-def test_some_rows_of_blocks_get_the_bits_that_they_get_among_all(sms: int) -> None:
-    """They see keys of rows behind them that are not in the batch, in another chunk here."""
-    torch.manual_seed(5)
-    dtype, shape = torch.bfloat16, AttentionShape(2, 1, 16, 0.25)
-    texts, spans = [Text(LENGTH, shape, dtype) for _ in range(2)], [(90, 9), (55, 9)]
-    masks = [torch.full((9,), (1 << 9) - 1) for _ in spans]
-    whole = torch.cat(attend(texts, spans, shape, sms, masks=masks))
-    q, kv, batch = lay_out(texts, spans, BLOCK, LENGTH + 5, masks=masks)
-    batch, index = rows_of_blocks(batch, 9, range(1, 4))
-    plan = attention.plan_attention(6, 2, 3, LENGTH + 5, shape, sms, dtype.itemsize)
-    assert plan.splits == min(sms, 4)
-    found = attention.span_attention(q[index], kv, batch, shape, plan)
-    assert torch.equal(found, whole[index])
 
 
 @pytest.mark.usefixtures("_short_chunks")

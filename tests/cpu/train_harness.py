@@ -49,7 +49,7 @@ def write_documents(
     for index, (prompt, generated) in enumerate(lengths):
         size = (prompt + generated,)
         ids = torch.randint(2, VOCAB, size, generator=generator).tolist()
-        documents.append(Document(ids, generated, temperature, (index, index)))
+        documents.append(Document(ids, [(prompt, prompt + generated)], temperature, (index, index)))
     folder.mkdir(parents=True, exist_ok=True)
     write_shard(shard_path(folder, 0), documents, VOCAB, {"dropped": {}})
     return folder

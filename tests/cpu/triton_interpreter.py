@@ -2,7 +2,8 @@
 
 The mends hold for Triton 3.6 to 3.9, whichever torch brings: with numpy 2.4 the scalars of 3.6 are
 no loop bounds, bf16 is truncated where a GPU rounds to even, ``tl.dot`` multiplies the bits of bf16
-numbers, and a comparison of scalars becomes a block of integers, which 3.9 refuses as a mask.
+numbers, and a comparison of scalars becomes a block of integers, which 3.9 refuses as a mask. And
+numpy's products of floats sum in an order that depends on the matrices' sizes, on some processors.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ def _dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
         Handle(_to_float(x.data), tl.float32) if x.dtype.scalar == tl.bfloat16 else x
         for x in (a, b)
     ]
-    return make_dot(self, *wide, d, *rest)
+    if d.dtype.scalar != tl.float32:
+        return make_dot(self, *wide, d, *rest)
+    # Products of floats are exact in double precision, where the order of a sum hardly shows.
+    product = np.matmul(*(x.data.astype(np.float64) for x in wide)).astype(np.float32)
+    return Handle(product + d.data, d.dtype.scalar)
 
 
 def _splat(self: Any, block_type: Any, scalar: Any) -> Any:

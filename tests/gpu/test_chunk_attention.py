@@ -24,13 +24,7 @@ from surefoot.kernels.triton.chunk_attention import (
     list_chunks,
 )
 from surefoot.kernels.triton.launch import hopper
-from surefoot.kernels.triton.prompt_attention import (
-    BLOCK_N,
-    CHUNK_KEYS,
-    list_tiles,
-    prompt_attention,
-)
-from test_triton_attention import rows_of_blocks
+from surefoot.kernels.triton.prompt_attention import CHUNK_KEYS, list_tiles, prompt_attention
 
 pytestmark = pytest.mark.gpu
 SHAPES = [
@@ -109,27 +103,6 @@ def test_blocks_in_both_directions_equal_the_twin(shape: AttentionShape, count: 
     found = attend(q, kv, batch, shape, work)[: len(bits)]
     expected = exact(q, kv, batch, shape)[: len(bits)]
     assert relative(found, expected) < 6e-3, spans
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("count", [1, 11, 130])
-def test_some_rows_of_blocks_get_the_bits_that_they_get_among_all(
-    shape: AttentionShape, count: int
-) -> None:
-    longest = random.choice([300, 5 * CHUNK_KEYS])
-    spans = [(random.randint(0, longest), 16) for _ in range(count)]
-    # A step of keys ends with a block's first, and a chunk within a block.
-    spans += [(BLOCK_N - 1, 16), (CHUNK_KEYS - 9, 16)]
-    kv, tables = pool(spans, shape, 16)
-    batch = batch_of(spans, tables, padding=0)
-    mask = torch.full_like(batch.tokens, (1 << 16) - 1)
-    batch = replace(batch, mask=mask, all_masked=True, both_ways=True)
-    q = torch.randn(len(batch.tokens), shape.heads, shape.head_dim, dtype=torch.bfloat16)
-    rows = range(*random.choice([(1, 4), (0, 3), (1, 9), (0, 9)]))
-    some, index = rows_of_blocks(batch, 16, rows)
-    whole = attend(q, kv, batch, shape, work_of(batch, shape, kv))
-    found = attend(q[index], kv, some, shape, work_of(some, shape, kv))
-    assert torch.equal(found, whole[index]), (rows, spans)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=str)

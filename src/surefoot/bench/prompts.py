@@ -21,6 +21,8 @@ class BenchPrompt:
     category: str
     text: str | None = None
     messages: tuple[Mapping[str, Any], ...] = ()
+    later: tuple[str, ...] = ()
+    """What the user says after each answer; a benchmark asks none of it."""
 
     @property
     def last_words(self) -> str:
@@ -66,13 +68,14 @@ def parse_prompt(line: str, where: str, name: str) -> BenchPrompt:
         return BenchPrompt(name, category, text=value)
     if not isinstance(value, list) or not value:
         raise SurefootError("prompts", f"{where}: {kinds[0]} is no list, or empty")
+    later: tuple[str, ...] = ()
     if kinds[0] == "turns":
-        if not isinstance(value[0], str):
-            raise SurefootError("prompts", f"{where}: the first turn is no text")
-        value = [{"role": "user", "content": value[0]}]
+        if not all(isinstance(turn, str) for turn in value):
+            raise SurefootError("prompts", f"{where}: a turn is no text")
+        value, later = [{"role": "user", "content": value[0]}], tuple(value[1:])
     if not all(isinstance(item, dict) and "role" in item for item in value):
         raise SurefootError("prompts", f"{where}: messages must be objects with a role")
-    return BenchPrompt(name, category, messages=tuple(value))
+    return BenchPrompt(name, category, messages=tuple(value), later=later)
 
 
 def select(

@@ -20,7 +20,7 @@ from surefoot.train.options import TrainOptions
 from surefoot.train.registry import KINDS, Kind
 
 if TYPE_CHECKING:
-    from surefoot.train.generate import Asked
+    from surefoot.train.conversations import Asked
 
 app = typer.Typer(
     help="Train drafters for a model: first `data`, then a kind of drafter.", no_args_is_help=True
@@ -74,18 +74,18 @@ def data(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="JSON lines as for `surefoot bench`. Without it the target writes the prompts, "
-            "too, from its chat template.",
+            help="JSON lines as for `surefoot bench`; the target answers every turn of the user's. "
+            "Without it the target writes the prompts, too, from its chat template.",
             show_default=False,
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Generated tokens to reach.")] = 1_000_000,
     shard_prompts: Annotated[
-        int, typer.Option(help="Prompts answered in one batch, into one file.")
+        int, typer.Option(help="Prompts whose texts go into one file.")
     ] = 1024,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
     max_prompt: Annotated[int, typer.Option(help="Leave out longer prompts, in tokens.")] = 1024,
-    min_tokens: Annotated[int, typer.Option(help="Leave out shorter answers.")] = 14,
+    min_tokens: Annotated[int, typer.Option(help="Leave out texts of fewer generated ones.")] = 14,
     greedy: Annotated[float, typer.Option(help="Share of answers at temperature 0.")] = 0.5,
     temperature: Annotated[
         list[float] | None,
@@ -129,6 +129,9 @@ def data(
     llm = load(
         {**engine, **sizes},
         proposers=(),
+        # Without drafts there is nothing to choose from, and rounds need not be timed for it:
+        # those that occur are recorded as they do.
+        draft_policy="fixed",
         generation_config="none",
     )
     with progress_bars() as progress:
@@ -204,21 +207,36 @@ def export(
 
 
 def read_asked(path: Path) -> list[Asked]:
-    """Prompts of a file; answers that it holds are left out."""
+    """Prompts of a file. The target answers every turn of the user's; answers that the file holds
+    are left out."""
     from surefoot.bench.prompts import load_prompts
+    from surefoot.train.conversations import Asked
     from surefoot.train.filters import prompt_key
-    from surefoot.train.generate import Asked
 
     asked = []
     for prompt in load_prompts(path):
-        messages = list(prompt.messages)
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        if prompt.text is None and not messages:
-            raise SurefootError("prompts", f"{path}: {prompt.name} holds answers only")
-        text = prompt.text if prompt.text is not None else str(messages)
-        asked.append(Asked(text, prompt_key(text), messages or None))
+        if prompt.text is not None:
+            asked.append(Asked(prompt.text, prompt_key(prompt.text)))
+            continue
+        known = [item for item in prompt.messages if item["role"] != "assistant"]
+        roles = [item["role"] for item in known]
+        first = roles.index("user") + 1 if "user" in roles else 0
+        turns = [item.get("content") for item in known[first:]]
+        if not first or set(roles[first:]) - {"user"} or not all(map(_is_text, turns)):
+            raise SurefootError(
+                "prompts",
+                f"{path}: {prompt.name} is no conversation that can be written anew",
+                "give system and user messages; after the first user message, user messages of "
+                "text alone (what the assistant said is left out)",
+            )
+        later = (*map(str, turns), *prompt.later)
+        text = "\n".join((str(known[:first]), *later))
+        asked.append(Asked(text, prompt_key(text), known[:first], later))
     return asked
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def options_group(kind: Kind) -> Callable[..., TrainOptions]:

@@ -16,12 +16,10 @@ def check_texts(
     never hold. Returns how many tokens there is room for after the prompt."""
     if not prompt:
         raise SurefootError("prompt", "is empty", "give at least one token")
-    for token in prompt:
-        if not 0 <= token < vocab:
-            raise SurefootError("prompt", f"token id {token} is outside 0 to {vocab - 1}")
-    for option in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-        for token in getattr(params, option) or ():
-            if token >= vocab:
+    for option in ("prompt", "logit_bias", "stop_token_ids", "allowed_token_ids"):
+        ids = prompt if option == "prompt" else getattr(params, option) or (0,)
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < vocab:
                 raise SurefootError(option, f"token id {token} is outside 0 to {vocab - 1}")
     most = min(max_model_len, kv_tokens)
     room = most - len(prompt)

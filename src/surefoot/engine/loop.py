@@ -92,9 +92,11 @@ class Loop:
             rounds.longest_chunk, self._admit,
         )  # fmt: skip
         self._batch_set: Batch | None = None
+        self._changes = scheduler.changes
 
     def _admit(self, requests: Sequence[Request]) -> None:
         """Requests, new or resumed, enter their slots."""
+        self.round.catch_up_late()
         now = time.perf_counter()
         for request in requests:
             if request.queued_seconds is None:
@@ -125,7 +127,7 @@ class Loop:
         """Launch a round. False where there is nobody for it, or no room before a report is
         read."""
         begun = time.perf_counter()
-        while (batch := self.gathering.next([f.batch for f in self.flights])) is not None:
+        while (batch := self._gather()) is not None:
             hosted = self._write_masks(batch) if batch.group.masked else {}
             situation = self._situation(batch)
             decision = self.planner.decide(situation)
@@ -148,6 +150,15 @@ class Loop:
                 self.scheduler.preempt()
                 self.preempted += 1
         return False
+
+    def _gather(self) -> Batch | None:
+        """Who takes part in the next round."""
+        if self._changes != self.scheduler.changes:
+            # Who left gave up blocks, which are about to be somebody else's.
+            self.round.catch_up_late()
+        batch = self.gathering.next([flight.batch for flight in self.flights])
+        self._changes = self.scheduler.changes
+        return batch
 
     def _run(
         self,
@@ -277,6 +288,7 @@ class Loop:
         read: a round failed, and nobody knows what it left in the slots, in blocks of KV and in
         the host's own books."""
         self.flights.clear()
+        self.round.backlog.clear()
         self.scheduler.restart()
 
 

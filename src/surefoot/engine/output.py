@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -71,6 +72,7 @@ class TextStream:
         the next one does."""
         params = request.params
         self._stops = params.stop_strings
+        self._sorted_stops = sorted(self._stops)
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, skip_special_tokens=params.skip_special_tokens, shown=shown
         )
@@ -155,11 +157,14 @@ class TextStream:
             self.text = self.text[:keep]
             self.stopped_by = stop
 
-    def take(self, final: bool) -> list[tuple[str, str | None]]:
-        """Text not handed out yet, by source, less what may still turn out to be a stop string."""
+    def take(self, final: bool, last: int | None = None) -> list[tuple[str, str | None]]:
+        """Text not handed out yet, by source, less what may still turn out to be a stop string; of
+        no more than the first ``last`` tokens."""
         limit = len(self.text)
         if not final and self._stops:
             limit = self._safe_length()
+        if last is not None and last < self.kept:
+            limit = min(limit, self.offsets[last])
         pieces: list[tuple[str, str | None]] = []
         for end, source in self._sources:
             stop = min(end, limit)
@@ -171,14 +176,13 @@ class TextStream:
 
     def _safe_length(self) -> int:
         """Length of the text without the longest tail that is a proper prefix of a stop string."""
-        length = len(self.text)
-        held = 0
-        for stop in self._stops:
-            for size in range(min(len(stop) - 1, length), held, -1):
-                if self.text.endswith(stop[:size]):
-                    held = size
-                    break
-        return max(self._emitted, length - held)
+        # Places that do not begin such a tail are handed out, so each is looked at once.
+        for at in range(self._emitted, len(self.text)):
+            tail = self.text[at:]
+            place = bisect.bisect_right(self._sorted_stops, tail)
+            if place < len(self._sorted_stops) and self._sorted_stops[place].startswith(tail):
+                return at
+        return len(self.text)
 
     @property
     def speculation(self) -> SpeculationStats:

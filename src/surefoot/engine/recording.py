@@ -9,7 +9,7 @@ from functools import partial
 from surefoot.config import EngineConfig
 from surefoot.engine.memory import MemoryPlan
 from surefoot.engine.rounds import PaddedRounds, Rounds
-from surefoot.engine.timing import time_called, time_proposing
+from surefoot.engine.timing import ProposingTimes, time_called, time_proposing
 from surefoot.kv.transaction import KVManager
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, RoundCosts
@@ -79,17 +79,20 @@ def _measure_padded(rounds: PaddedRounds, blocks: int) -> RoundCosts:
     return measure_recorded(rounds, blocks)
 
 
-def _proposing(round_: Round, times: dict[int, list[float]]) -> dict[int, Proposing]:
+def _proposing(round_: Round, measured: dict[int, ProposingTimes]) -> dict[int, Proposing]:
     found = {}
-    for index, (one, few) in times.items():
+    for index, times in measured.items():
         longest = round_.drafters.get(index, 0)
         steps = max(1, longest)
-        more = max(0.0, few - one) / max(1, min(4, round_.state.padding_slot) - 1)
+        further = max(0.0, times.one - times.shortest) / max(1, steps - 1)
+        call = max(0.0, times.shortest - further) if steps > 1 else 0.0
+        more = max(0.0, times.few - times.one) / max(1, times.requests - 1)
         found[index] = Proposing(
-            max(one - more, 1e-7) / steps,
+            max(times.one - call - more, 1e-7) / steps,
             more / steps,
             longest,
-            (longest,) if longest and index in round_.whole else (),
+            (longest,) if round_.needs[index].trees else (),
+            call,
         )
     return found
 

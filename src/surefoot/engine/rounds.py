@@ -15,11 +15,11 @@ from surefoot.speculation.round import Round
 from surefoot.speculation.scoring import PromptReads, PromptScores
 from surefoot.speculation.size import Size
 
-BLOCK_DEPTHS = 3, 5, 8
-"""How far drafters that draft whole blocks may draft, besides all the way. Where rows begin to cost
-more, five drafts of each of a few dozen requests are better than three or eight (docs/log.md)."""
-MANY_HEAD_ROWS = 128
-"""Rows from which on a head's time depends on their number."""
+BLOCK_DEPTHS = 2, 3, 5, 8
+"""How far drafters that draft blocks may draft, besides all the way. Where rows begin to cost more,
+five drafts of each of a few dozen requests are better than three or eight (docs/log.md)."""
+MANY_BLOCK_ROWS = 64
+"""Rows from which on the time of a block's pass depends on their number."""
 PROMPT_DRAFTS = 8
 """Drafts of a request, on average, that rounds with prompts have room for."""
 FEW_SCORED = 4
@@ -42,7 +42,8 @@ class Report:
     wait: Callable[[], None]
     """Returns when all is there; raises what the device raises."""
     seconds: Callable[[], float | None]
-    """What the round took on the device, once it is there; None: nobody measured it."""
+    """What the round took on the device, once it is there, but for catching up on earlier ones;
+    None: nobody measured it."""
 
 
 class Rounds:
@@ -96,7 +97,7 @@ class Rounds:
         if not self._on_gpu:
             begun = time.perf_counter()
             prompt_scores = self.run(size, keys, reads)
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - begun - self.round.late_seconds
             books, scores = self.round.books, self.round.scores.part(size)
             return Report(
                 books.report[: size.spans].clone(),
@@ -241,12 +242,11 @@ class PaddedRounds(Rounds):
         return sorted({rows for rows in steps if rows < most} | {spans, most})
 
     def block_depths(self, spans: int) -> tuple[int, ...]:
-        """How far drafters may draft, besides all the way, where all of them draft whole blocks. Of
-        these only the last layer and the head depend on it, which read their weights for however
-        few rows: nothing is gained in rounds of few spans."""
+        """How far drafters may draft, besides all the way, where all of them draft blocks. Their
+        weights are read for however few rows: nothing is gained in rounds of few spans."""
         whole, trees = self.round.whole, any(self.round.controller.trees)
         blocks = whole and whole.issuperset(self.round.drafters) and not trees
-        return BLOCK_DEPTHS if blocks and spans * self.longest > MANY_HEAD_ROWS else ()
+        return BLOCK_DEPTHS if blocks and spans * self.longest > MANY_BLOCK_ROWS else ()
 
     def depths(self, spans: int) -> list[int]:
         """How far drafters may draft in rounds of so many spans, rising: as far as some number of

@@ -8,7 +8,7 @@ held to it by an equivalence test.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,9 @@ class Backend(ABC):
     row_invariant: bool = False
     """Whether all numbers of a causal row are the same to the bit in any batch, however its text
     is cut into forwards: the arithmetic contract of docs/how-it-works.md."""
+    late_rows: int = 0
+    """How many rows of committed tokens a drafter's catch-up may wait for while nobody drafts, so
+    that its weights are read once for all of them. 0: none; what is recorded cannot wait."""
     book_keeping: str = "torch"
     """Which implementation of ``speculation.books`` goes with it."""
 
@@ -179,24 +182,25 @@ class Backend(ABC):
         batch: FlatBatch,
         kv: Sequence[Any],
         rope: RopeTable,
-        capture: Collection[int],
+        capture: Sequence[int],
         outputs: OutputRows | None = None,
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """``layer`` for one block after another: [N, hidden] -> the last output, [N, hidden] or
-        [M, hidden] of the rows ``outputs``, and for each index in ``capture`` the residual stream
-        entering that block (one past the last: leaving it, of all rows). A backend may fuse the end
-        of a block with the start of the next."""
-        features: dict[int, torch.Tensor] = {}
-        last = len(weights) - 1
+        [M, hidden] of the rows ``outputs``, and [N, captured * hidden]: for each index in
+        ``capture`` the residual stream entering that block (one past the last: leaving it, of all
+        rows), side by side. A backend may fuse the end of a block with the start of the next."""
+        last, width = len(weights) - 1, x.shape[1]
+        features = x.new_empty((len(x), len(capture) * width))
+        places = {index: features[:, at * width :][:, :width] for at, index in enumerate(capture)}
         # What the last block makes of other rows nobody reads.
-        early = None if last + 1 in capture else outputs
+        early = None if last + 1 in places else outputs
         for index, block in enumerate(weights):
-            if index in capture:
-                features[index] = x.clone()
+            if index in places:
+                places[index].copy_(x)
             wanted = early if index == last else None
             x = self.layer(block, x, batch, kv[index], rope, outputs=wanted)
-        if last + 1 in capture:
-            features[last + 1] = x.clone()
+        if last + 1 in places:
+            places[last + 1].copy_(x)
         if outputs is not None and (early is None or not weights):
             x = x[outputs.index]
         return x, features

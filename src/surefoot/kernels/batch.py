@@ -64,10 +64,6 @@ class FlatBatch:
     both_ways: bool = False
     """Known on the host: every row sees all of its span, and all before it. ``mask`` says so, too.
     """
-    span_keys: int = 0
-    """Known on the host: every span has so many keys from ``span_start`` on if it has fewer rows:
-    those of rows that are not in the batch are written already. Only where every row has a mask of
-    its own, for these say who sees them."""
     spans: SpanTable | None = None
     """The same rows by span, or None: backends that need it work it out from ``row_slot``."""
 
@@ -80,5 +76,4 @@ class OutputRows:
     """int64 [M]: which rows of the forward's batch, in rising order; where the last is repeated, as
     padding, the result is unspecified."""
     batch: FlatBatch
-    """They as a batch of their own, of the same keys. Each span's are its last, or ``span_keys``
-    says how far its keys go."""
+    """They as a batch of their own, of the same keys. Each span's are its last."""

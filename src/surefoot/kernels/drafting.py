@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from surefoot.kernels.batch import FlatBatch, OutputRows
+from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.draws import Draws
 from surefoot.kernels.lookup import Matches, ngram_lookup
 from surefoot.kernels.reference import silu_mul
@@ -151,11 +151,9 @@ class Drafting(ABC):
         batch: FlatBatch,
         kv: Any,
         rope: RopeTable,
-        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
         """Of ``Backend.layer`` the attention alone, its output projection included: ``inputs`` [N,
-        any width] -> [N, hidden], or [M, hidden] of the rows ``outputs``. Writes the rows' keys and
-        values."""
+        any width] -> [N, hidden]. Writes the rows' keys and values."""
 
     def mlp(self, weights: LayerWeights, inputs: torch.Tensor) -> torch.Tensor:
         """Of ``Backend.layer`` the MLP alone: ``inputs`` [N, hidden], normed -> [N, hidden]."""
@@ -182,6 +180,28 @@ class Drafting(ABC):
     def add_linear(self, logits: torch.Tensor, linear: Any, x: torch.Tensor) -> torch.Tensor:
         """float32 logits [B, n] plus a packed linear of x [B, in]: float32 [B, n]."""
         return logits + self.backend.linear(linear, x).float()
+
+    def markov(
+        self,
+        logits: torch.Tensor,
+        before: Any,
+        after: Any,
+        current: torch.Tensor,
+        ids: torch.Tensor | None,
+        tokens: torch.Tensor,
+        chances: torch.Tensor | None,
+    ) -> None:
+        """One row of B requests after another, float32 logits [n, B, m]: the likeliest token
+        (``likeliest``, with ``ids``) of the row plus ``after``, a packed linear, of what
+        ``before``, an embedding by the target's ids, has for the token before it. The first rows
+        follow ``current`` int64 [B]. Tokens go to ``tokens`` int64 [n, B], the chances of these to
+        ``chances`` float32 [n, B], if anybody asks. May overwrite ``logits``."""
+        if chances is None:
+            chances = torch.empty(tokens.shape, device=tokens.device)
+        for step, row in enumerate(logits):
+            row = self.add_linear(row, after, self.backend.embed(before, current))
+            current = tokens[step]
+            self.likeliest(row, ids, current, chances[step])
 
     def layer_and_head(
         self,

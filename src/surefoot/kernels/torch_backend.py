@@ -155,7 +155,5 @@ class TorchDrafting(Drafting):
         batch: FlatBatch,
         kv: torch.Tensor,
         rope: RopeTable,
-        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
-        attended = TorchBackend.attention(weights, inputs, batch, kv, rope)
-        return attended if outputs is None else attended[outputs.index]
+        return TorchBackend.attention(weights, inputs, batch, kv, rope)

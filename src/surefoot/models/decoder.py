@@ -84,10 +84,9 @@ class Decoder:
         the convention of Hugging Face's ``hidden_states[l]`` for l < layers. ``outputs``: the rows
         whose last hidden states are wanted; None: all."""
         x = self.backend.embed(self.table, batch.tokens)
-        x, features = self.backend.layers(self.layers, x, batch, kv, self.rope, capture, outputs)
-        if not capture:
-            return ForwardResult(x, x.new_empty((len(batch.tokens), 0)))
-        return ForwardResult(x, torch.cat([features[index] for index in capture], dim=1))
+        return ForwardResult(
+            *self.backend.layers(self.layers, x, batch, kv, self.rope, capture, outputs)
+        )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states of selected rows [M, hidden] -> float32 logits [M, vocab]."""

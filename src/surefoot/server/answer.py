@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from fastapi.responses import Response
 
+from surefoot.server.aside import Aside
 from surefoot.server.errors import ApiError, TimedOut, api_error
 from surefoot.server.front import Front
 from surefoot.server.generation import Choice, Generation
@@ -20,6 +21,10 @@ Send = Callable[[Any], Awaitable[None]]
 GRACE_SECONDS = 5.0
 """How long a client that reads too slowly is given beyond the time limit."""
 CLIENT_GONE = 499
+AT_ONCE = 4096
+"""Tokens and logprobs of all texts of a stream that are written at one go."""
+SHORT_ANSWER = 1 << 14
+"""Tokens and logprobs of an answer that is written on the spot."""
 
 
 class ClientGone(Exception):
@@ -38,23 +43,33 @@ class Delta:
     finish_reason: str | None
 
 
-def take(choice: Choice) -> Delta | None:
-    """The delta of a choice; None when there is none or its end has been told."""
+def take(choice: Choice, whole: bool = False) -> Delta | None:
+    """The delta of a choice; None when there is none or its end has been told. It may be less than
+    there is, if not the ``whole`` is wanted: ``behind`` tells."""
     if choice.told:
         return None
     stream, first = choice.stream, choice.taken
-    pieces = stream.take(final=choice.finished)
-    if not pieces and not choice.finished and stream.kept == first:
+    params = choice.generation.params
+    most = max(1, AT_ONCE // (params.n * (1 + (params.logprobs or 0))))
+    last = stream.kept if whole else min(stream.kept, first + most)
+    ends = choice.finished and last == stream.kept
+    pieces = stream.take(choice.finished, last)
+    if not pieces and not ends and last == first:
         return None
-    choice.taken, choice.told = stream.kept, choice.finished
-    reason = choice.request.finish_reason
+    choice.taken, choice.told = last, ends
+    reason = choice.request.finish_reason if ends else None
     return Delta(
         text="".join(text for text, _ in pieces),
         pieces=pieces,
         first=first,
-        last=stream.kept,
+        last=last,
         finish_reason=None if reason is None else reason.value,
     )
+
+
+def behind(choice: Choice) -> bool:
+    """Whether there was more than the last ``take`` gave."""
+    return choice.taken < choice.stream.kept
 
 
 class WholeFormat(ABC):
@@ -130,6 +145,7 @@ async def whole_answer(
     form: WholeFormat,
     receive: Receive,
     seconds: float | None,
+    aside: Aside,
 ) -> Response:
     """The answer once everything is generated. Raises what ended the generation, if not its
     client."""
@@ -141,12 +157,18 @@ async def whole_answer(
         return Response(status_code=CLIENT_GONE)
     finally:
         watch.close()
-    return Response(msgspec.json.encode(form.whole(generation)), media_type="application/json")
+
+    def written() -> bytes:
+        return encode_piecewise(form.whole(generation))
+
+    large = generation.size > SHORT_ANSWER
+    body = await aside.run(True, written) if large else written()
+    return Response(body, media_type="application/json")
 
 
 class StreamedAnswer(Response):
     """Server-sent events while tokens arrive. What has come since the last write goes out in one
-    piece, so a slow reader gets fewer, larger ones and holds up nobody else."""
+    piece, up to ``AT_ONCE``, so a slow reader gets fewer, larger ones and holds up nobody else."""
 
     def __init__(
         self,
@@ -195,6 +217,10 @@ class StreamedAnswer(Response):
                 await generation.change()
                 if body := form.news(generation):
                     yield body
+                if any(map(behind, generation.choices)):
+                    # Of a reader that was slow for long. Everybody else goes first.
+                    await asyncio.sleep(0)
+                    generation.wake()
         except ClientGone:
             raise
         except Exception as error:
@@ -210,3 +236,14 @@ def event(body: dict[str, Any], name: str | None = None) -> bytes:
 
 
 _encode = msgspec.json.Encoder().encode
+
+
+def encode_piecewise(value: Any, depth: int = 5) -> bytes:
+    """JSON of an answer, whose parts down to a ``depth`` are encoded one by one: the encoder keeps
+    the interpreter's lock until it is done."""
+    if depth and isinstance(value, dict):
+        parts = {name: msgspec.Raw(encode_piecewise(v, depth - 1)) for name, v in value.items()}
+        return _encode(parts)
+    if depth and isinstance(value, list):
+        return b"[" + b",".join(encode_piecewise(item, depth - 1) for item in value) + b"]"
+    return _encode(value)

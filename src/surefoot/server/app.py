@@ -91,7 +91,10 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.router.route_class = route_class(lambda fields: service.prompts.check_size(fields))
+    app.router.route_class = route_class(
+        lambda fields: service.prompts.check_size(fields),
+        lambda *work: service.aside.run(True, *work),
+    )
     _answer_errors(app)
     _add_generation(app, service)
     _add_tokens(app, service)
@@ -195,7 +198,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", **answers)
     async def tokenize(request: TokenizeRequest) -> Response:
         """Token ids of a text or a conversation."""
-        return _json(await service.tokenize(request))
+        return Response(await service.tokenize(request), media_type="application/json")
 
     @app.post("/detokenize", **answers)
     async def detokenize(request: DetokenizeRequest) -> Response:

@@ -67,7 +67,7 @@ class BlocksFormat(Format):
     def whole(self, generation: Generation) -> dict[str, Any]:
         """See ``Format.whole``."""
         [choice] = generation.choices
-        for _ in self._told(choice):
+        for _ in self._told(choice, whole=True):
             pass
         return self.body(choice)
 
@@ -89,8 +89,8 @@ class BlocksFormat(Format):
         """How many tokens were reasoning, with the marker that ends it."""
         return generation.choices[0].tokens_before(self._parser.reasoned)
 
-    def _told(self, choice: Choice) -> Iterator[dict[str, Any]]:
-        begins, delta = not choice.taken, take(choice)
+    def _told(self, choice: Choice, whole: bool = False) -> Iterator[dict[str, Any]]:
+        begins, delta = not choice.taken, take(choice, whole)
         if delta is None:
             return
         if begins:

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from surefoot.errors import SurefootError
 from surefoot.server.fields import Strict
+from surefoot.server.json_limits import TooMuch, check_text, check_value
 
 # What clients send back from an answer's message though it says nothing.
 _NEUTRAL_MESSAGE = {
@@ -77,7 +78,12 @@ class Message(Strict):
 
 def _plain_call(call: CalledTool, where: str) -> dict[str, Any]:
     try:
-        arguments = json.loads(call.function.arguments or "{}")
+        text = call.function.arguments or "{}"
+        check_text(text.encode())
+        arguments = json.loads(text)
+        check_value(arguments)
+    except TooMuch as error:
+        raise SurefootError(f"{where}.function.arguments", f"has {error}") from None
     except (ValueError, RecursionError):
         raise SurefootError(f"{where}.function.arguments", "is no JSON") from None
     plain = call.model_dump(exclude_none=True, exclude={"index"})

@@ -9,7 +9,7 @@ from surefoot.errors import SurefootError
 from surefoot.models.loading.tokenizer import Tokenizer
 from surefoot.server.chat_messages import Messages, NamedTool, Tools
 from surefoot.server.chat_style import ChatStyle
-from surefoot.server.fields import Ids, Strict
+from surefoot.server.fields import Body, Ids
 from surefoot.server.schema import RequestFields, structure_fields, structured_outputs
 from surefoot.server.tool_choice import CallGrammar
 from surefoot.structured import StructuredOutputsParams
@@ -136,7 +136,7 @@ class ChatRequest(RequestFields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Body):
     """Either ``prompt`` or ``messages``."""
 
     model: str | None = None
@@ -156,7 +156,7 @@ class TokenizeRequest(Strict):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(Body):
     model: str | None = None
     tokens: Ids
 

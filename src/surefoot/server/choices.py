@@ -91,6 +91,6 @@ class ChoicesFormat(Format):
 
 def whole_delta(choice: Choice) -> Delta:
     """All of a finished choice that was told nothing of."""
-    delta = take(choice)
+    delta = take(choice, whole=True)
     assert delta is not None
     return delta

@@ -15,6 +15,10 @@ READ_SECONDS = 30.0
 """For a connection's first request to arrive, and for the head of any to be complete."""
 LEAST_BYTES_PER_SECOND = 1024
 """At which the rest of a body has to come, after another ``READ_SECONDS``."""
+MOST_SMALL_PIECES, SMALL_PIECE = 1024, 256
+"""Pieces of less than ``SMALL_PIECE`` bytes in which a body may come."""
+MOST_PIPELINED = 16
+"""Requests that wait behind one that is answered on the same connection."""
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -25,7 +29,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self._unread = 0
         """Bytes since the parser last came to something."""
-        self._head = 0
+        self._head = self._pieces = 0
         self._too_large = False
         self._timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0
@@ -52,7 +56,9 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head = 0
+        if len(self.pipeline) >= MOST_PIPELINED:
+            raise ValueError
+        self._head = self._pieces = 0
         if self._timer is None:
             self._expect()
 
@@ -75,6 +81,9 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._unread = 0
+        self._pieces += len(body) < SMALL_PIECE
+        if self._pieces > MOST_SMALL_PIECES:
+            raise ValueError
         super().on_body(body)
         self._deadline += len(body) / LEAST_BYTES_PER_SECOND
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -41,9 +42,12 @@ from surefoot.server.messages import (
     Stop,
     SwitchedOff,
     Totals,
+    pack_scores,
 )
 
 Result = TypeVar("Result")
+TAKING_SECONDS = 0.01
+"""Of a processor, after which arrivals wait for the next round."""
 
 
 class Core:
@@ -63,10 +67,14 @@ class Core:
         resting = preparing = True
         while True:
             message = self.link.receive(wait=not preparing and not self.engine.has_work)
+            end = time.thread_time() + TAKING_SECONDS
             while message is not None:
                 if not self._handle(message):
                     return
                 resting = False
+                if self.engine.has_work and time.thread_time() > end:
+                    # Those that run do not wait for all who come.
+                    break
                 message = self.link.receive(wait=False)
             for add, error in self._compiler.ready():
                 self._add(add, error)
@@ -160,7 +168,9 @@ class Core:
             logprobs=None if params.logprobs is None else request.logprobs[-count:],
             queued=(request.queued_seconds or 0.0) if first else 0.0,
             prompt_logprobs=(
-                request.prompt_logprobs if first and params.prompt_logprobs is not None else None
+                pack_scores(request.prompt_logprobs)
+                if first and params.prompt_logprobs is not None
+                else None
             ),
             embedding=None if request.pooling is None else request.pooling.mean,
         )

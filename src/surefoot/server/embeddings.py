@@ -39,7 +39,7 @@ class EmbeddingRequest(Tolerant):
     """Lower ones are let in first."""
     request_id: str | None = Field(default=None, pattern=REQUEST_ID)
 
-    _completion: CompletionRequest = PrivateAttr()
+    _completion: CompletionRequest | None = PrivateAttr(default=None)
 
     neutral: ClassVar[Neutral] = {
         "dimensions": ((None,), "drop it: embeddings are as wide as the model's hidden states"),
@@ -47,6 +47,9 @@ class EmbeddingRequest(Tolerant):
 
     @model_validator(mode="after")
     def _translate(self) -> Self:
+        if self._completion is not None:
+            # FastAPI has it looked at once more.
+            return self
         shared = {"add_special_tokens", "truncate_prompt_tokens", "priority", "request_id"}
         fields = self.model_dump(include=shared)
         # One token comes with the prompt's end, and is left out.
@@ -60,7 +63,13 @@ class EmbeddingRequest(Tolerant):
     @property
     def completion(self) -> CompletionRequest:
         """A request for texts of the same prompts."""
+        assert self._completion is not None
         return self._completion
+
+    def came_as(self, size: int) -> None:
+        """See ``Body``."""
+        super().came_as(size)
+        self.completion.came_as(size)
 
     def named(self, option: str) -> str:
         """A field of that request by its name here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from surefoot.errors import SurefootError
@@ -13,8 +14,8 @@ SHORT_TEXT = 4096
 LONG_TEXT = 1 << 18
 """More characters than this are encoded one text at a time: each takes a processor for a while, and
 a hundred bytes per token."""
-MOST_CHARACTERS = 1 << 20
-"""Of a text whose tokens were asked for, rather than its continuation."""
+MOST_CHARACTERS, MOST_TOKENS = 1 << 19, 1 << 18
+"""Of a text whose tokens were asked for, rather than its continuation, and the other way round."""
 
 
 class Encoder:
@@ -31,16 +32,14 @@ class Encoder:
     ) -> list[int]:
         """Ids of a prompt, by another tokenizer where one is given. Raises SurefootError."""
         tokenizer = tokenizer or self.tokenizer
-        self.check(text, tokenizer)
+        self.check([text], tokenizer=tokenizer)
         return await self._encode(tokenizer, text, add_special_tokens, self.most)
 
     async def any_ids(
         self, text: str, add_special_tokens: bool, tokenizer: Tokenizer | None = None
     ) -> list[int]:
         """Ids of a text that need not fit the model's context. Raises SurefootError."""
-        if len(text) > MOST_CHARACTERS:
-            problem = f"has {len(text)} characters, more than {MOST_CHARACTERS}"
-            raise SurefootError("prompt", problem, "send it in pieces")
+        self.check_asked([text])
         return await self._encode(tokenizer or self.tokenizer, text, add_special_tokens, None)
 
     async def _encode(
@@ -52,14 +51,25 @@ class Encoder:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(pool, tokenizer.encode, text, add_special_tokens, most)
 
-    def check(self, text: str, tokenizer: Tokenizer | None = None) -> None:
-        """Refuse a prompt whose length says that it is too long. Raises SurefootError."""
-        if len(text) <= self.most:
+    def check(
+        self, texts: Sequence[str], option: str = "prompt", tokenizer: Tokenizer | None = None
+    ) -> None:
+        """Refuse a prompt that is, or has in it, texts whose lengths say that it is too long.
+        Raises SurefootError."""
+        count = sum(map(len, texts))
+        if count <= self.most:
             return
         lengths = (tokenizer or self.tokenizer).lengths
-        if lengths is not None and lengths.exceeds(text, self.most):
-            problem = too_long(len(text), "characters", self.most)
-            raise SurefootError("prompt", problem, "shorten it")
+        if lengths is not None and lengths.exceed(texts, self.most):
+            raise SurefootError(option, too_long(count, "characters", self.most), "shorten it")
+
+    @staticmethod
+    def check_asked(texts: Sequence[str], option: str = "prompt") -> None:
+        """Refuse more than is tokenised for its own sake. Raises SurefootError."""
+        count = sum(map(len, texts))
+        if count > MOST_CHARACTERS:
+            problem = f"has {count} characters, more than {MOST_CHARACTERS}"
+            raise SurefootError(option, problem, "send it in pieces")
 
 
 def too_long(count: int, what: str, most: int) -> str:

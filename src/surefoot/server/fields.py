@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
-from pydantic_core import CoreSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PrivateAttr,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from surefoot.errors import SurefootError
-from surefoot.params import MAX_BAD_WORDS, MAX_SEED
+from surefoot.params import MAX_BAD_WORDS, MAX_BIASES, MAX_SEED, MAX_STOP_TOKENS
 from surefoot.request import SpeculationParams
 from surefoot.server.field_notes import note
 from surefoot.server.refusals import NEUTRAL, Neutral, drop_what_asks_for_nothing
 
 MAX_STOPS = 64
+SHORT_BODY = 1 << 16
+"""Bytes of a body that is read, and worked on, on the spot; see ``Aside``."""
+MOST_UNKNOWN = 64
+"""Fields looked at for one that is refused; more than are ever accepted for asking nothing."""
 
 REQUEST_ID = "^[!-~]{1,128}$"
 
@@ -28,6 +40,17 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_most_unknown(cls, data: Any) -> Any:
+        """Pydantic would complain of each of a million."""
+        if not isinstance(data, dict) or len(data) <= MOST_UNKNOWN:
+            return data
+        fields = cls.model_fields.items()
+        known = {*cls.model_fields, *(field.alias for _, field in fields if field.alias)}
+        dropped = {*[name for name in data if name not in known][MOST_UNKNOWN:]}
+        return {name: value for name, value in data.items() if name not in dropped}
+
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
@@ -37,12 +60,39 @@ class Strict(BaseModel):
         return schema
 
 
+def at_most(count: int) -> BeforeValidator:
+    """Of so many members, counted before they are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            problem = f"has {len(value)} members, more than {count}"
+            raise PydanticCustomError("too_long", "{problem}", {"problem": problem})
+        return value
+
+    return BeforeValidator(check)
+
+
 class SpeculationField(Strict):
     method: str = "auto"
     max_draft_tokens: int | None = None
 
 
-class Tolerant(Strict):
+class Body(Strict):
+    """A request's body."""
+
+    _large: bool = PrivateAttr(default=False)
+
+    @property
+    def large(self) -> bool:
+        """Whether work on it is to be done where nobody waits for it."""
+        return self._large
+
+    def came_as(self, size: int) -> None:
+        """Note that it came as so many bytes."""
+        self._large = size > SHORT_BODY
+
+
+class Tolerant(Body):
     """A request that may hold fields of other servers, if their values ask for nothing."""
 
     # See ``refusals``.
@@ -67,10 +117,12 @@ class GenerationFields(Tolerant):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: (
+        Annotated[dict[str, float], Field(max_length=MAX_BIASES), at_most(MAX_BIASES)] | None
+    ) = None
     seed: int | None = None
     min_tokens: int | None = None
-    stop_token_ids: Ids | None = None
+    stop_token_ids: Annotated[Ids, Field(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

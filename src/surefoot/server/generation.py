@@ -7,6 +7,7 @@ import bisect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from surefoot.engine.output import CompletionOutput, TextStream
 from surefoot.request import (
@@ -16,7 +17,7 @@ from surefoot.request import (
     SpeculationParams,
     TokenLogprobs,
 )
-from surefoot.server.messages import News
+from surefoot.server.messages import News, decode_scores
 
 
 class Overloaded(Exception):
@@ -45,6 +46,8 @@ class Choice:
     """Tokens handed to the client so far."""
     told: bool = False
     """Whether the client was told of the end."""
+    prompt_scores: list[bytes] = field(default_factory=list)
+    """Packed logprobs of the prompt, of the first choice."""
     embedding: list[float] | None = None
     """Of the prompt, once it is there."""
     draft_positions: list[int | None] = field(default_factory=list)
@@ -72,7 +75,7 @@ class Choice:
         request.stats.count(name, news.offered + news.hosted, news.verified, news.accepted)
         request.cached = news.cached or request.cached
         request.logprobs += news.logprobs or []
-        request.prompt_logprobs += news.prompt_logprobs or []
+        self.prompt_scores += news.prompt_logprobs or []
         self.embedding = news.embedding
         if news.finish is not None:
             request.finish(FinishReason(news.finish), news.stop)
@@ -92,11 +95,21 @@ class Generation:
     arrived: float = field(default_factory=time.perf_counter)
     unanswered: int = 0
     error: Exception | None = None
+    _scores: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def finished(self) -> bool:
         return all(choice.finished for choice in self.choices)
+
+    @property
+    def size(self) -> int:
+        """How many tokens and logprobs there are to tell."""
+        width = 1 + (self.params.logprobs or 0)
+        told = sum(len(choice.request.output) for choice in self.choices) * width
+        if self.params.prompt_logprobs is not None:
+            told += sum(map(len, self.prompts)) * (self.params.prompt_logprobs + 1) * self.params.n
+        return told
 
     async def change(self) -> None:
         """Wait for news since the last call. Raises what ended the request, if anything did."""
@@ -114,4 +127,7 @@ class Generation:
 
     def prompt_logprobs(self, prompt: int) -> list[TokenLogprobs | None]:
         """Of a prompt's positions, None for the first; complete once a token has come."""
-        return [None, *self.choices[prompt * self.params.n].request.prompt_logprobs]
+        if prompt not in self._scores:
+            packed = self.choices[prompt * self.params.n].prompt_scores
+            self._scores[prompt] = [None, *chain.from_iterable(map(decode_scores, packed))]
+        return self._scores[prompt]

@@ -6,6 +6,8 @@ one per prompt and ``n``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from surefoot.config import EngineConfig
@@ -141,7 +143,8 @@ class News(msgspec.Struct, array_like=True):
     queued: float = 0.0
     """With the first tokens: seconds from arrival until it was let in."""
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[bytes] | None = None
+    """With the first tokens, of a scored prompt: what ``pack_scores`` makes of them."""
     offerer: int = -1
     hosted: int = 0
     host: int = -1
@@ -182,5 +185,17 @@ ToCore = Start | Add | Abort | Stop
 ToFront = Loading | Logged | Ready | Failed | Accepted | Refused | Round | SwitchedOff | Crashed
 
 encode = msgspec.msgpack.Encoder().encode
+SCORES_AT_ONCE = 256
+"""Positions whose logprobs are encoded, and decoded, at one go."""
+
+
+def pack_scores(scores: Sequence[TokenLogprobs]) -> list[bytes]:
+    """Logprobs in pieces, which are decoded when somebody wants them."""
+    starts = range(0, len(scores), SCORES_AT_ONCE)
+    return [encode(scores[at : at + SCORES_AT_ONCE]) for at in starts]
+
+
+decode_scores = msgspec.msgpack.Decoder(list[TokenLogprobs]).decode
+"""Those of one piece."""
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode
 decode_to_front = msgspec.msgpack.Decoder(ToFront).decode

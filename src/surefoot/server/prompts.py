@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,22 +11,29 @@ from typing import Any
 from surefoot.errors import SurefootError
 from surefoot.models.loading.special_text import SpecialText
 from surefoot.models.loading.tokenizer import Tokenizer
+from surefoot.server.aside import Aside
 from surefoot.server.chat_messages import ToolDefinition, plain_tools
 from surefoot.server.chat_schema import ChatRequest, TokenizeRequest, render_messages
 from surefoot.server.chat_style import ChatPrompt, ChatStyle
-from surefoot.server.encoding import MOST_CHARACTERS, Encoder, too_long
+from surefoot.server.encoding import MOST_CHARACTERS, MOST_TOKENS, Encoder, too_long
 from surefoot.server.front import Front
 from surefoot.server.schema import CompletionRequest
+
+MOST_TEMPLATE, MOST_BRACES = 1 << 14, 1 << 10
+"""Of a chat template that comes with a request: compiling one keeps the interpreter's lock."""
 
 
 class Prompts:
     """Tokenises and renders for one model."""
 
-    def __init__(self, front: Front, tool_format: str | None, trust_templates: bool) -> None:
+    def __init__(
+        self, front: Front, aside: Aside, tool_format: str | None, trust_templates: bool
+    ) -> None:
         """``tool_format``: as ``ChatStyle.of`` takes it; ``trust_templates``: whether requests may
         bring a chat template of their own."""
         self.front = front
         self.tokenizer = front.tokenizer
+        self.aside = aside
         self.encoder = Encoder(front.tokenizer, front.ready.room)
         self.specials = SpecialText(front.tokenizer)
         self._trust_templates = trust_templates
@@ -74,10 +80,22 @@ class Prompts:
         messages = fields.get("messages")
         if isinstance(messages, list) and len(messages) > room:
             raise SurefootError("messages", too_long(len(messages), "entries", room), "drop some")
+        self._check_contents("messages" if "messages" in fields else "input", fields)
         tokens = fields.get("tokens")
-        if isinstance(tokens, list) and len(tokens) > MOST_CHARACTERS:
-            problem = f"has {len(tokens)} entries, more than {MOST_CHARACTERS}"
+        if isinstance(tokens, list) and len(tokens) > MOST_TOKENS:
+            problem = f"has {len(tokens)} entries, more than {MOST_TOKENS}"
             raise SurefootError("tokens", problem, "send them in pieces")
+
+    def _check_contents(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Refuse a conversation whose texts alone are too long, before anything works on them."""
+        given = fields.get(name)
+        texts = [*_contents(given if isinstance(given, list) else [{"content": given}])]
+        if sum(map(len, texts)) <= MOST_CHARACTERS:
+            return
+        if fields.get("truncate_prompt_tokens") is None:
+            self.encoder.check(texts, name)
+        else:
+            self.encoder.check_asked(texts, name)
 
     def check_ids(self, field: str, ids: Sequence[int]) -> None:
         """Raises SurefootError for what is no token id of the model."""
@@ -98,7 +116,7 @@ class Prompts:
             if not isinstance(item, str):
                 self.check_ids("prompt", item)
             elif size is None:
-                self.encoder.check(item)
+                self.encoder.check([item])
         special = request.add_special_tokens
         prompts = [
             await self._encode(item, special, self.tokenizer, size)
@@ -126,7 +144,13 @@ class Prompts:
                 "is not taken from requests by this server",
                 "start it with --trust-request-chat-template, or with --chat-template FILE",
             )
-        return self._style_of(request.chat_template)
+        template = request.chat_template
+        if len(template) > MOST_TEMPLATE or template.count("{") > MOST_BRACES:
+            problem = f"has over {MOST_TEMPLATE} characters, or {MOST_BRACES} braces that open"
+            raise SurefootError(
+                "chat_template", problem, "start the server with --chat-template FILE"
+            )
+        return self._style_of(template)
 
     async def conversation(self, request: ChatRequest) -> ChatPrompt:
         """The prompt of a conversation. Raises SurefootError."""
@@ -179,18 +203,20 @@ class Prompts:
 
     async def _render(self, request: ChatRequest | TokenizeRequest) -> _Rendered:
         """From a thread, as how long a template takes over its variables cannot be told from their
-        size."""
+        size; nor can it of a template that a request brings."""
         if request.continue_final_message and request.add_generation_prompt:
             raise SurefootError(
                 "continue_final_message",
                 "does not go with add_generation_prompt",
                 "set add_generation_prompt to false",
             )
-        return await asyncio.to_thread(self._rendered, request, self.style(request))
+        large = request.large or request.chat_template is not None
+        return await self.aside.run(large, self._rendered, request)
 
-    def _rendered(self, request: ChatRequest | TokenizeRequest, style: ChatStyle) -> _Rendered:
-        chat = isinstance(request, ChatRequest)
-        variables = request.variables(style) if chat else request.chat_template_kwargs
+    def _rendered(self, request: ChatRequest | TokenizeRequest) -> _Rendered:
+        style, variables = self.style(request), request.chat_template_kwargs
+        if isinstance(request, ChatRequest):
+            variables = request.variables(style)
         messages = [item.plain(index) for index, item in enumerate(request.messages or [])]
         plain, mark, end = plain_tools(_tools(request)), None, None
         begun = messages[-1]["content"] if request.continue_final_message else ""
@@ -238,6 +264,16 @@ def _open_ended(message: Mapping[str, Any], end: str) -> dict[str, Any]:
             "continue_final_message", "the final message ends with tool calls", "drop them"
         )
     return {**message, "content": message["content"] + end}
+
+
+def _contents(messages: list[Any]) -> Iterator[str]:
+    """The texts of messages, or of items, before anybody has looked at them."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else (content,):
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str):
+                yield text
 
 
 def _is_ids(prompt: list[Any]) -> bool:

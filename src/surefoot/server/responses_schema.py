@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from surefoot.errors import SurefootError
-from surefoot.server.fields import Strict
+from surefoot.server.fields import Strict, at_most
 from surefoot.server.refusals import NEUTRAL, Neutral
 from surefoot.server.translating import Conversation, TranslatedRequest, read_part, texts_of
 
@@ -113,8 +113,8 @@ class ResponsesRequest(TranslatedRequest):
     parallel_tool_calls: bool | None = None
     text: TextField | None = None
     reasoning: ReasoningField | None = None
-    include: list[str] | None = None
-    metadata: dict[str, str] | None = None
+    include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16), at_most(16)] | None = None
     """Told back."""
     stream_options: ObfuscationOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None

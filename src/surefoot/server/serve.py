@@ -22,6 +22,7 @@ from surefoot.models.loading import load_tokenizer
 from surefoot.models.loading.chat_template import read_chat_template
 from surefoot.server.access import LogFormat, log_to_stdout
 from surefoot.server.app import create_app
+from surefoot.server.aside import SWITCH_SECONDS
 from surefoot.server.connections import BoundedConnection
 from surefoot.server.core_process import CoreProcess
 from surefoot.server.front import Front
@@ -114,6 +115,7 @@ def serve(
     the model was loaded. Raises SurefootError for what the user can put right.
     """
     listener = bind(server.host, server.port) if server.uds is None else bind_path(server.uds)
+    sys.setswitchinterval(SWITCH_SECONDS)
     with listening(listener), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
             return runner.run(_serve(engine, server, listener, progress, loaded))

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
 from surefoot.errors import SurefootError
-from surefoot.request import SpeculationParams
+from surefoot.models.loading.tokenizer import IncrementalDetokenizer
+from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.server.access import GENERATION, ID_GIVEN, REQUEST_ID
 from surefoot.server.answer import Format, StreamedAnswer, whole_answer
 from surefoot.server.answer_parser import AnswerParser
 from surefoot.server.anthropic_format import MessagesFormat
 from surefoot.server.anthropic_schema import CountRequest, MessagesRequest
+from surefoot.server.aside import Aside
 from surefoot.server.chat import ChatFormat
 from surefoot.server.chat_schema import ChatRequest, DetokenizeRequest, TokenizeRequest
+from surefoot.server.chat_style import ChatStyle
 from surefoot.server.completions import DEFAULT_MAX_TOKENS, CompletionFormat
 from surefoot.server.embeddings import EmbeddingFormat, EmbeddingRequest
+from surefoot.server.encoding import SHORT_TEXT
 from surefoot.server.errors import ApiError, api_error
 from surefoot.server.exposition import Exposition
 from surefoot.server.fields import GenerationFields
@@ -31,9 +36,12 @@ from surefoot.server.prompts import Prompts
 from surefoot.server.responses import ResponsesFormat
 from surefoot.server.responses_schema import ResponsesRequest
 from surefoot.server.schema import CompletionRequest, RequestFields
+from surefoot.structured import StructuredOutputsParams
 
 NewParser = Callable[[], AnswerParser]
 SPECULATION_HEADER = "surefoot-speculation"
+MOST_SCORES = 1 << 23
+"""Logprobs of an answer: a gigabyte."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,9 @@ class Service:
         self.front = front
         self.settings = settings
         self.tokenizer = front.tokenizer
-        self.prompts = Prompts(front, settings.tool_format, settings.trust_request_chat_template)
+        self.aside = Aside()
+        trusts = settings.trust_request_chat_template
+        self.prompts = Prompts(front, self.aside, settings.tool_format, trusts)
         self.texts = TokenTexts(front.tokenizer)
         self.exposition = Exposition(front.metrics, settings.names[0], front.core.pid)
 
@@ -133,7 +143,7 @@ class Service:
         except SurefootError as error:
             raise _named(error, completion, request.named) from error
         form, seconds = EmbeddingFormat(self.settings.names[0], request), self._seconds
-        return await whole_answer(self.front, generation, form, http.receive, seconds)
+        return await whole_answer(self.front, generation, form, http.receive, seconds, self.aside)
 
     async def count(self, request: CountRequest) -> dict[str, int]:
         """``/v1/messages/count_tokens``."""
@@ -157,8 +167,13 @@ class Service:
         """Answer a conversation in the form that an endpoint gives it. ``rename``: from the chat
         request's fields to the endpoint's."""
         try:
-            style = self.prompts.style(request)
-            wanted = request.structure(style)
+            large = request.large or request.chat_template is not None
+
+            def read() -> tuple[ChatStyle, StructuredOutputsParams | None]:
+                style = self.prompts.style(request)
+                return style, request.structure(style)
+
+            style, wanted = await self.aside.run(True, read) if large else read()
             prompt = await self.prompts.conversation(request)
             more: dict[str, Any] = {"max_tokens": request.limit(), "logprobs": request.width()}
             more["structured_outputs"] = style.behind_reasoning(wanted, prompt)
@@ -190,7 +205,9 @@ class Service:
         generation = await self._start(http, request, prompts, more, shown)
         if request.stream:
             return StreamedAnswer(self.front, generation, form, self._seconds)
-        return await whole_answer(self.front, generation, form, http.receive, self._seconds)
+        return await whole_answer(
+            self.front, generation, form, http.receive, self._seconds, self.aside
+        )
 
     async def _start(
         self,
@@ -203,7 +220,9 @@ class Service:
     ) -> Generation:
         ready = self.front.ready
         room = ready.room + 1 - max(map(len, prompts))
-        params = request.sampling(ready.sampling_defaults, room, more)
+        sampling = partial(request.sampling, ready.sampling_defaults, room, more)
+        params = await self.aside.run(True, sampling) if request.large else sampling()
+        _check_scores(prompts, params, room)
         speculation = request.speculation_params(http.headers.get(SPECULATION_HEADER))
         if pools:
             speculation = SpeculationParams("off")
@@ -216,29 +235,46 @@ class Service:
     def _seconds(self) -> float | None:
         return self.settings.request_timeout
 
-    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(self, request: TokenizeRequest) -> bytes:
         """``/tokenize``."""
         self.check_model(request.model)
         ids = await self.prompts.tokenized(request)
 
-        def answer() -> dict[str, Any]:
-            answer = {
+        def answer() -> bytes:
+            answer: dict[str, Any] = {
                 "count": len(ids),
                 "max_model_len": self.front.ready.max_model_len,
                 "tokens": ids,
             }
             if request.return_token_strs:
                 answer["token_strs"] = [self.texts.text(token) for token in ids]
-            return answer
+            return msgspec.json.encode(answer)
 
-        return await asyncio.to_thread(answer)
+        return await self.aside.run(len(ids) > SHORT_TEXT, answer)
 
     async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
         """``/detokenize``."""
         self.check_model(request.model)
         self.prompts.check_ids("tokens", request.tokens)
-        [text] = await asyncio.to_thread(self.tokenizer.decode_batch, [request.tokens])
-        return {"prompt": text}
+
+        def text() -> str:
+            # Token by token, as the tokenizer keeps the interpreter's lock until it is done.
+            stream = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=False)
+            return "".join([*map(stream.push, request.tokens), stream.flush()])
+
+        return {"prompt": await self.aside.run(request.large, text)}
+
+
+def _check_scores(prompts: list[list[int]], params: SamplingParams, room: int) -> None:
+    """Refuse an answer with too many logprobs. Raises SurefootError."""
+    for option, width, tokens in (
+        ("prompt_logprobs", params.prompt_logprobs, sum(map(len, prompts))),
+        ("logprobs", params.logprobs, len(prompts) * (params.max_tokens or room)),
+    ):
+        count = 0 if width is None else (width + 1) * tokens * params.n
+        if count > MOST_SCORES:
+            problem = f"asks for up to {count} numbers, more than {MOST_SCORES}"
+            raise SurefootError(option, problem, "ask for fewer, or for fewer texts or tokens")
 
 
 def _named(

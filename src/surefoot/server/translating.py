@@ -21,7 +21,7 @@ _HEAD = re.compile(r"\w+")
 class TranslatedRequest(GenerationFields):
     """A request with a chat request that means the same, made when it is read."""
 
-    _chat: ChatRequest = PrivateAttr()
+    _chat: ChatRequest | None = PrivateAttr(default=None)
 
     chat_names: ClassVar[Mapping[str, str]] = {}
     """This request's fields by the chat request's; what is inside of them has no names here."""
@@ -32,6 +32,9 @@ class TranslatedRequest(GenerationFields):
 
     @model_validator(mode="after")
     def _translate(self) -> Self:
+        if self._chat is not None:
+            # FastAPI has it looked at once more.
+            return self
         try:
             self._chat = ChatRequest.model_validate({**self.shared(), **self.as_chat()})
         except ValidationError as error:
@@ -40,7 +43,13 @@ class TranslatedRequest(GenerationFields):
 
     @property
     def chat(self) -> ChatRequest:
+        assert self._chat is not None
         return self._chat
+
+    def came_as(self, size: int) -> None:
+        """See ``Body``."""
+        super().came_as(size)
+        self.chat.came_as(size)
 
     def named(self, option: str) -> str:
         """A field of the chat request by its name here."""

@@ -43,7 +43,9 @@ class Proposing:
     """Most steps of one that pays by steps; 0: it pays once, however long its drafts."""
     depths: tuple[int, ...] = ()
     """How far it may draft, if not any number of steps up to the longest: a tree's nodes are no
-    steps, and a block costs the same for any number."""
+    steps."""
+    call_seconds: float = 0.0
+    """For a call of one that pays by steps, besides these: catching up, for one."""
 
 
 class ExactCosts:
@@ -217,7 +219,7 @@ class ExactCosts:
         for index in chosen if requests else ():
             own = self.proposing[index]
             times = min(steps, own.longest) if own.longest else 1
-            guess = times * (own.seconds + own.request_seconds * requests)
+            guess = own.call_seconds + times * (own.seconds + own.request_seconds * requests)
             parts[index] = guess * math.exp(self.beliefs.mean[self._proposing_at[index]])
         return parts
 

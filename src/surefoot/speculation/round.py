@@ -9,6 +9,7 @@ host may launch the next one before it has read this one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from surefoot.kernels.upload import upload
 from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.sampling.params import SamplingStages
 from surefoot.sampling.sampler import SampleRows, sample_rows
+from surefoot.speculation.backlog import Backlog
 from surefoot.speculation.books import book_keeping
 from surefoot.speculation.controller import Controller
 from surefoot.speculation.proposer import (
@@ -104,6 +106,13 @@ class Round:
         """Those of them whose offers cost the same however far they draft, or cannot be cut short:
         a tree's nodes are no steps."""
         self.books = book_keeping(decoder.backend, state, controller, spans)
+        self.backlog = Backlog(state, decoder.backend.late_rows)
+        """What drafters have yet to catch up on."""
+        self.late_seconds = 0.0
+        """What the last round spent on rows of earlier ones, where drafters had to catch up on such
+        as well as its own: that is owed whoever drafts, and no part of what its drafts cost."""
+        self._catch_up_seconds = 0.0
+        """For the rows of a round alone."""
         self.scores = TokenScores(decoder, state, spans)
         self.replace_sampled: ReplaceSampled | None = None
         """For measurements and the certificate: between sampling and accepting."""
@@ -131,6 +140,7 @@ class Round:
         ``max_keys`` bounds what the texts hold after it, drafts included (None: nothing is
         known). ``reads``: what is wanted of prompts' rows, which is returned.
         """
+        self.late_seconds = 0.0
         max_keys = max_keys or self.state.history.shape[1]
         slots, books = self.slots[: size.spans], self.books
         spans = books.split(slots, self.quota[: size.spans], size)
@@ -259,23 +269,53 @@ class Round:
         paths: Paths | None,
     ) -> None:
         """Tell the proposers what was settled; ``features`` [N, …] of all captured layers. Those
-        with a network keep it of the requests that allow them."""
-        told = [
-            index
-            for index in self.stateful
-            if index in self.controller.active
-            and (size.catches_up or not self.needs[index].has_network)
-        ]
-        if not told:
+        with a network keep it of the requests that allow them, and hear of it when one of them is
+        to draft."""
+        told = [index for index in self.stateful if index in self.controller.active]
+        drafters = [index for index in told if self.needs[index].has_network]
+        told = [index for index in told if index not in drafters]
+        if not size.catches_up:
+            drafters = []
+        if not told and not drafters:
             return
         commits = Commits(
             slots, verdict.first, verdict.settled, layout.first_row, layout.batch, features
         )
-        if tree_rows is not None and paths is not None:
+        trees = tree_rows is not None and paths is not None
+        if trees:
             commits = self.books.follow_paths(commits, layout, *tree_rows, paths)
-        for index in told:
+        self.tell(told, commits)
+        if not drafters:
+            return
+        late = self.backlog.rows > 0
+        if trees or not self.backlog.keep(commits):
+            self.late_seconds += self.catch_up_late()
+            late = False
+            if trees or not self.backlog.keep(commits):
+                self.tell(drafters, commits)
+        if any(index in self.drafters for index in size.proposers):
+            seconds = self.catch_up_late()
+            if late:
+                self.late_seconds += max(0.0, seconds - self._catch_up_seconds)
+            else:
+                self._catch_up_seconds = seconds
+
+    def catch_up_late(self) -> float:
+        """Have drafters catch up on what they have not read yet: to be called before a slot or a
+        block changes hands. Returns the seconds that it took."""
+        begun = time.perf_counter()
+        commits = self.backlog.take()
+        if commits is None:
+            return 0.0
+        drafters = (index for index in self.stateful if self.needs[index].has_network)
+        self.tell([index for index in drafters if index in self.controller.active], commits)
+        return time.perf_counter() - begun
+
+    def tell(self, proposers: Sequence[int], commits: Commits) -> None:
+        """Tell these proposers what was settled, with ``features`` of all captured layers."""
+        for index in proposers:
             need = self.needs[index]
-            own = select_layers(features, self.capture, need.captured_layers)
+            own = select_layers(commits.features, self.capture, need.captured_layers)
             served = self.controller.allowed[index] if need.has_network else None
             proposer = self.proposers[index]
             with blamed(proposer, "catch_up"):

@@ -19,6 +19,8 @@ _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
 _WEIGH_EVERY = 5
 """Rounds between two looks whether another action is better."""
+_OTHER_LOAD = 1.5
+"""A number of requests that is so many times another one is another situation."""
 
 
 class Weighing:
@@ -35,6 +37,8 @@ class Weighing:
         self.best = NOTHING
         self._promises: dict[Action, Promise] = {}
         """Of each action, when it was weighed last."""
+        self._weighed_for = 1
+        """Requests when all of them were weighed."""
         self._turn = 0
         self._allowed_for: tuple[int, tuple[int, ...], int] | None = None
         self._allowed_actions: tuple[Action, ...] = ()
@@ -91,6 +95,11 @@ class Weighing:
         if len(actions) < 2:
             self.best = NOTHING
             return
+        load = situation.requests / self._weighed_for
+        if not 1 / _OTHER_LOAD < load < _OTHER_LOAD and self._promises:
+            self._weighed_for = situation.requests
+            self._promises = {a: self.promise(situation, a, plain) for a in actions}
+            self.best = max(actions, key=lambda action: self._promise_of(action).rate)
         if self.best not in actions:
             self.best = max(actions, key=lambda action: self._promise_of(action).rate)
         # One now and then, and none older than that: of old promises the best would be too good.

@@ -66,11 +66,10 @@ class Seen:
             self.answers.add(int(answer))
 
 
-def reason_to_drop(
-    answer: Sequence[int], keys: tuple[int, int], seen: Seen, shortest: int
-) -> str | None:
-    """``short``, ``duplicate``, or None for an answer (token ids) that is kept."""
-    if len(answer) < shortest:
+def reason_to_drop(written: int, keys: tuple[int, int], seen: Seen, shortest: int) -> str | None:
+    """``short``, ``duplicate``, or None for a text that is kept; ``written`` tokens of it were
+    generated."""
+    if written < shortest:
         return "short"
     if keys[0] in seen.prompts or keys[1] in seen.answers:
         return "duplicate"

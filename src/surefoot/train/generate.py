@@ -1,7 +1,8 @@
 """``surefoot train data``: texts in the target's own words, shard by shard.
 
 A shard depends on the settings, its number and the shards before it alone, so that a run that was
-ended goes on with the first one missing.
+ended goes on with the first one missing. The engine does not wait for a shard to end: texts of the
+next ones are begun as slots become free.
 """
 
 from __future__ import annotations
@@ -9,24 +10,18 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surefoot.engine.garbage import only_new_garbage
 from surefoot.errors import SurefootError
-from surefoot.request import SamplingParams
+from surefoot.request import FinishReason, Request
 from surefoot.train import openings
-from surefoot.train.filters import (
-    MOST_REPEATED,
-    Seen,
-    answer_key,
-    before_loop,
-    prompt_key,
-    reason_to_drop,
-    repeated_share,
-)
+from surefoot.train.conversations import Asked, Conversation
+from surefoot.train.filters import Seen, answer_key, reason_to_drop
 from surefoot.train.shards import (
     SETTINGS,
     Document,
@@ -42,13 +37,8 @@ if TYPE_CHECKING:
     from surefoot.engine.llm import LLM
 
 Progress = Callable[[str, int, int], None]
-Messages = Sequence[Mapping[str, Any]]
-_TURN_TOKENS = 256
-"""Most of a user's turn."""
-_TURN_TEMPERATURES = (0.6, 0.8)
-"""No other filter: finding the likeliest tokens of a share takes a GPU longer."""
-_TURN_WORDS = 24
-"""Two user turns that begin with as many equal words are one."""
+_WAVES = 8
+"""Texts are begun when this part of the slots is free: a round with prompts takes longer."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +48,13 @@ class DataOptions:
     tokens: int = 1_000_000
     """Generated tokens to reach; the last shard may go beyond."""
     shard_prompts: int = 1024
-    """Prompts asked for each shard, all in one batch."""
+    """Prompts asked for each shard."""
     max_tokens: int = 512
     """Longest answer."""
     max_prompt: int = 1024
-    """Longer prompts are left out."""
+    """Longer prompts are left out, and what follows an answer that makes one so long."""
     min_tokens: int = 14
-    """Shorter answers are left out."""
+    """Conversations with fewer generated tokens are left out."""
     greedy: float = 0.5
     """Share of the answers at temperature 0."""
     temperatures: tuple[float, ...] = (0.7, 1.0)
@@ -83,16 +73,6 @@ class DataOptions:
             raise SurefootError("temperatures", "must lie above 0 and up to 2")
         if self.min_tokens > self.max_tokens:
             raise SurefootError("min_tokens", f"is above max_tokens = {self.max_tokens}")
-
-
-@dataclass(frozen=True)
-class Asked:
-    """``messages`` go through the chat template; without, ``text`` is completed as it is."""
-
-    text: str
-    key: int
-    """Equal for prompts that count as one (``filters.prompt_key``)."""
-    messages: Messages | None = None
 
 
 @dataclass
@@ -117,7 +97,8 @@ def generate_data(
     seconds: float = math.inf,
 ) -> DataSummary:
     """Write shards until ``options.tokens`` tokens were generated, the prompts are used up, or
-    ``seconds`` are over (no shard is begun after that). ``prompts`` None: by the target, too."""
+    ``seconds`` are over (of shards that are not complete by then nothing is left). ``prompts``
+    None: by the target, too. The engine is this call's alone."""
     model = llm.engine.decoder.config
     used = None if prompts is None else [item.key for item in prompts]
     settings = {
@@ -130,26 +111,32 @@ def generate_data(
     # Going on with more tokens is no other run.
     del settings["tokens"]
     settle(folder, SETTINGS, settings, "out")
-    writer = _Writer(llm, options, prompts)
-    # Rounds that are not recorded yet would be stood in for by larger ones.
-    while llm.engine.prepare():
-        pass
     summary = DataSummary(0, 0, 0, 0, {}, False, 0.0)
     dropped: Counter[str] = Counter()
-    started = time.monotonic()
+    started, seen = time.monotonic(), Seen()
     for path in shard_paths(folder):
         _count(summary, dropped, path)
-        writer.seen.add(read_shard(path)["keys"])
-    while summary.generated_tokens < options.tokens and writer.has(summary.shards):
-        if time.monotonic() - started >= seconds:
-            break
-        progress("Generated tokens", summary.generated_tokens, options.tokens)
-        documents, facts = writer.shard(summary.shards, progress)
-        path = shard_path(folder, summary.shards)
-        write_shard(path, documents, model.vocab_size, facts)
-        _count(summary, dropped, path)
-    else:
-        summary.complete = True
+        seen.add(read_shard(path)["keys"])
+    writer = _Writer(llm, options, prompts, summary.shards)
+    try:
+        with only_new_garbage():
+            while summary.generated_tokens < options.tokens:
+                late = time.monotonic() - started >= seconds
+                if late or not writer.step():
+                    summary.complete = not late
+                    break
+                for conversations in writer.finished():
+                    documents, facts = _documents(conversations, seen, options)
+                    path = shard_path(folder, summary.shards)
+                    write_shard(path, documents, model.vocab_size, facts)
+                    _count(summary, dropped, path)
+                    progress("Generated tokens", summary.generated_tokens, options.tokens)
+                    if summary.generated_tokens >= options.tokens:
+                        break
+            else:
+                summary.complete = True
+    finally:
+        writer.cancel()
     summary.dropped = dict(dropped)
     summary.seconds = time.monotonic() - started
     return summary
@@ -165,114 +152,114 @@ def _count(summary: DataSummary, dropped: Counter[str], path: Path) -> None:
     dropped.update(shard_facts(path)["dropped"])
 
 
+def _documents(
+    conversations: Sequence[Conversation], seen: Seen, options: DataOptions
+) -> tuple[list[Document], dict[str, Any]]:
+    """What a shard keeps of them, and its facts."""
+    documents: list[Document] = []
+    dropped: Counter[str] = Counter()
+    for conversation in conversations:
+        reason = conversation.dropped
+        if reason is None:
+            document = conversation.document()
+            written = sum(end - first for first, end in document.answers)
+            reason = reason_to_drop(written, document.keys, seen, options.min_tokens)
+            if reason is None:
+                seen.add([document.keys])
+                documents.append(document)
+        if reason is not None:
+            dropped[reason] += 1
+    if not documents and conversations[0].by_target:
+        # The next ones would fare no better.
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in dropped.items())
+        raise SurefootError("prompts", f"none of the target's own led to a text ({reasons})")
+    return documents, {"dropped": dict(dropped)}
+
+
 class _Writer:
-    def __init__(self, llm: LLM, options: DataOptions, prompts: Sequence[Asked] | None) -> None:
+    """Keeps the engine busy with the conversations of one shard after the other."""
+
+    def __init__(
+        self, llm: LLM, options: DataOptions, prompts: Sequence[Asked] | None, shard: int
+    ) -> None:
+        """``shard``: the number of the first one."""
         self.llm, self.options = llm, options
-        self.seen = Seen()
-        self.prompts = self.openings = None
-        if prompts is None:
-            self.openings = openings.openings(llm.tokenizer)
-        else:
-            self.prompts = list(prompts)
+        self.prompts = None if prompts is None else list(prompts)
+        if self.prompts is not None:
             random.Random(f"prompts {options.seed}").shuffle(self.prompts)
+        self.openings = openings.openings(llm.tokenizer) if prompts is None else []
+        self.next_shard = shard
+        self._begun: deque[list[Conversation]] = deque()
+        """Shards that were not given away yet, in order."""
+        self._left: deque[int] = deque()
+        """How many conversations of each go on."""
+        self._waiting: deque[tuple[int, Conversation]] = deque()
+        """With the number of their shard."""
+        self._running: dict[Request, tuple[int, Conversation]] = {}
+        self._requests = 0
 
-    def has(self, index: int) -> bool:
+    def step(self) -> bool:
+        """A round of the engine. False: all prompts are used, and all texts have ended."""
+        slots = self.llm.config.max_num_seqs
+        while len(self._waiting) < slots and self._has(self.next_shard):
+            self._begin_shard()
+        if slots - len(self._running) >= min(max(1, slots // _WAVES), len(self._waiting)):
+            while self._waiting and len(self._running) < slots:
+                self._begin(*self._waiting.popleft())
+        if not self._running:
+            return bool(self._begun)
+        for item in self.llm.engine.step():
+            if item.request.finished:
+                shard, conversation = self._running.pop(item.request)
+                conversation.take(item.request.output)
+                self._waiting.appendleft((shard, conversation))
+        return True
+
+    def finished(self) -> list[list[Conversation]]:
+        """The next shards, as far as all of their conversations are over. Each is given once."""
+        found = []
+        while self._left and not self._left[0]:
+            self._left.popleft()
+            found.append(self._begun.popleft())
+        return found
+
+    def cancel(self) -> None:
+        """End what still runs."""
+        for request in self._running:
+            self.llm.engine.finish(request, FinishReason.ABORT)
+
+    def _has(self, shard: int) -> bool:
         """Whether there are prompts for a shard of this number."""
-        return self.prompts is None or index * self.options.shard_prompts < len(self.prompts)
+        return self.prompts is None or shard * self.options.shard_prompts < len(self.prompts)
 
-    def shard(self, index: int, progress: Progress) -> tuple[list[Document], dict[str, Any]]:
-        chooser = random.Random(f"shard {self.options.seed} {index}")
-        size, dropped = self.options.shard_prompts, Counter[str]()
-        if self.prompts is None:
-            asked = self._written(chooser, dropped, progress, f"Shard {index}: prompts")
-        else:
-            asked = self.prompts[index * size : (index + 1) * size]
-        requests, params, chosen = [], [], []
-        for item in asked:
-            drawn = self._params(chooser)
-            ids = self._ids(item)
-            room = self.llm.room(ids)
-            if len(ids) > self.options.max_prompt or room < self.options.max_tokens:
-                dropped["long prompt"] += 1
-                continue
-            requests.append(ids)
-            params.append(drawn)
-            chosen.append(item)
-        documents: list[Document] = []
-        outputs = self._generate(requests, params, progress, f"Shard {index}: answers")
-        for item, ids, drawn, answer in zip(chosen, requests, params, outputs, strict=True):
-            if repeated_share(answer) > MOST_REPEATED:
-                # What led to the loop is worth learning, the loop is too easy.
-                answer = before_loop(answer)
-            keys = (item.key, answer_key(answer))
-            reason = reason_to_drop(answer, keys, self.seen, self.options.min_tokens)
-            if reason is not None:
-                dropped[reason] += 1
-                continue
-            self.seen.add([keys])
-            documents.append(Document([*ids, *answer], len(answer), drawn.temperature, keys))
-        if self.prompts is None and not documents:
-            # The next ones would fare no better.
-            reasons = ", ".join(f"{reason}: {count}" for reason, count in dropped.items())
-            raise SurefootError("prompts", f"none of the target's own led to a text ({reasons})")
-        return documents, {"dropped": dict(dropped)}
-
-    def _written(
-        self, chooser: random.Random, dropped: Counter[str], progress: Progress, label: str
-    ) -> list[Asked]:
-        """User turns by the target itself."""
-        assert self.openings is not None
-        drawn = [openings.choose(self.openings, chooser) for _ in range(self.options.shard_prompts)]
-        most = max(1, min(_TURN_TOKENS, *(self.llm.room(ids) for ids in drawn)))
-        params = [
-            SamplingParams(
-                temperature=chooser.choice(_TURN_TEMPERATURES), max_tokens=most, seed=_seed(chooser)
+    def _begin_shard(self) -> None:
+        size, shard = self.options.shard_prompts, self.next_shard
+        asked: Sequence[Asked | None] = [None] * size
+        if self.prompts is not None:
+            asked = self.prompts[shard * size : (shard + 1) * size]
+        made = [
+            Conversation(
+                self.llm,
+                self.options,
+                random.Random(f"text {self.options.seed} {shard} {place}"),
+                item,
+                self.openings,
             )
-            for _ in drawn
+            for place, item in enumerate(asked)
         ]
-        ids = self._generate(drawn, params, progress, label)
-        texts = self.llm.tokenizer.decode_batch(ids, skip_special_tokens=True)
-        asked, keys = [], set()
-        for text in map(str.strip, texts):
-            key = prompt_key(text, _TURN_WORDS)
-            if not text or key in keys or key in self.seen.prompts:
-                dropped["duplicate" if text else "empty prompt"] += 1
-                continue
-            keys.add(key)
-            messages = [{"role": "user", "content": text}]
-            if len(self.openings) > 1 and chooser.random() < openings.SYSTEM_SHARE:
-                system = chooser.choice(openings.SYSTEMS)
-                messages.insert(0, {"role": "system", "content": system})
-            asked.append(Asked(text, key, messages))
-        return asked
+        self.next_shard += 1
+        self._begun.append(made)
+        self._left.append(len(made))
+        self._waiting += [(shard, conversation) for conversation in made]
 
-    def _params(self, chooser: random.Random) -> SamplingParams:
-        greedy = chooser.random() < self.options.greedy
-        temperature = 0.0 if greedy else chooser.choice(self.options.temperatures)
-        most = self.options.max_tokens
-        return SamplingParams(temperature=temperature, max_tokens=most, seed=_seed(chooser))
-
-    def _ids(self, item: Asked) -> list[int]:
-        if item.messages is not None:
-            return self.llm.render_chat(item.messages)
-        return self.llm.tokenizer.encode(item.text, add_special_tokens=True)
-
-    def _generate(
-        self,
-        requests: Sequence[Sequence[int]],
-        params: Sequence[SamplingParams],
-        progress: Progress,
-        label: str,
-    ) -> list[list[int]]:
-        if not requests:
-            return []
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": ids} for ids in requests],
-            params,
-            on_progress=lambda done, total: progress(label, done, total),
-        )
-        return [output.outputs[0].token_ids for output in outputs]
-
-
-def _seed(chooser: random.Random) -> int:
-    return chooser.getrandbits(62)
+    def _begin(self, shard: int, conversation: Conversation) -> None:
+        """Have the next text of a conversation written, unless it is over."""
+        wanted = conversation.request()
+        if wanted is None:
+            self._left[shard - self.next_shard] -= 1
+            return
+        engine = self.llm.engine
+        request = engine.make_request(f"text-{self._requests}", *wanted)
+        self._requests += 1
+        self._running[request] = shard, conversation
+        engine.add(request)

@@ -35,6 +35,11 @@ class TrainOptions:
     weighting: str = option(
         "document", "What counts the same in the loss: every document, or every token."
     )
+    init_from: str | None = option(
+        None,
+        "Begin with the weights of this drafter: a folder, a GGUF file or org/name of the hub. "
+        "(default: random ones)",
+    )
     held_out: int = option(256, "Documents kept for measuring.")
     measure_every: int = option(1_000_000, "Tokens between measurements on them.")
     save_every: int = option(4_000_000, "Tokens between checkpoints to go on from.")

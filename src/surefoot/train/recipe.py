@@ -62,6 +62,11 @@ class Recipe(ABC):
         """Parameter groups for the optimizer at the learning rate ``rate``."""
 
     @abstractmethod
+    def begin_from(self, path: str) -> None:
+        """Give the network the weights of the drafter there (a folder, a GGUF file or a name of the
+        hub). Raises SurefootError about ``init_from`` if it is none of this kind and shape."""
+
+    @abstractmethod
     def export(self, folder: Path) -> None:
         """Write ``config.json`` and ``model.safetensors``, and read them back: raises
         SurefootError if what was written would not draft the same."""

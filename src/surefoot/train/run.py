@@ -17,7 +17,7 @@ from surefoot.train.baseline import successor_length
 from surefoot.train.card import card
 from surefoot.train.corpus import Corpus
 from surefoot.train.curves import PICTURE, Curves, draw
-from surefoot.train.measure import USUAL_DEPTH, measure
+from surefoot.train.measure import USUAL_DEPTH, generated_runs, measure
 from surefoot.train.options import TrainOptions
 from surefoot.train.parallel import Workers
 from surefoot.train.recipe import Recipe
@@ -80,6 +80,8 @@ def train(
         settings |= {"tokens": len(corpus.ids), **asdict(options)}
         settle(state, "options.json", settings, "out")
     recipe = KINDS[kind].recipe_class()(options, target, corpus)
+    if options.init_from is not None:
+        recipe.begin_from(options.init_from)
     report(
         f"{len(corpus)} documents, {int(corpus.generated.sum())} generated of {len(corpus.ids)} "
         "tokens; " + ", ".join(f"{name} {value}" for name, value in recipe.facts().items())
@@ -176,15 +178,16 @@ def _origin(made: Mapping[str, Any]) -> str:
 
 def _engine_check(recipe: Recipe, held_out: np.ndarray, tokens: int) -> EngineCheck | None:
     corpus, depth = recipe.corpus, min(USUAL_DEPTH, recipe.depth)
-    chosen = held_out[corpus.temperature[held_out] == 0][:_ENGINE_PROMPTS]
-    if not len(chosen):
-        return None
-    prompts, most = [], []
-    for document in chosen:
+    chosen, prompts, most = [], [], []
+    for document in held_out[corpus.temperature[held_out] == 0]:
         piece = slice(corpus.starts[document], corpus.starts[document + 1])
-        answer = int(corpus.generated[piece].sum())
-        prompts.append(corpus.ids[piece][:-answer].tolist())
-        most.append(answer)
+        runs = generated_runs(corpus.generated[piece])
+        if len(runs) == 1 and len(chosen) < _ENGINE_PROMPTS:
+            chosen.append(int(document))
+            prompts.append(corpus.ids[piece][: runs[0][0]].tolist())
+            most.append(runs[0][1] - runs[0][0])
+    if not chosen:
+        return None
     packs = corpus.pack(chosen, tokens)
     batches = (corpus.batch(pack, recipe.target.device) for pack in packs)
     results = measure(recipe.draft, batches, recipe.depth)

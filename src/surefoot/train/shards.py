@@ -25,11 +25,11 @@ _NARROW = 1 << 16
 
 @dataclass(frozen=True)
 class Document:
-    """A prompt and the target's answer. ``keys``: of the prompt and of the answer."""
+    """A conversation. ``keys``: of the prompt and of the answers."""
 
     ids: Sequence[int]
-    generated: int
-    """How many of ``ids``, counted from the end, the target generated."""
+    answers: Sequence[tuple[int, int]]
+    """Where in ``ids`` each piece that the target generated begins, and where it ends."""
     temperature: float
     keys: tuple[int, int]
 
@@ -55,8 +55,9 @@ def write_shard(
     kind = np.uint16 if vocab_size <= _NARROW else np.int32
     lengths = np.array([len(document.ids) for document in documents], dtype=np.int32)
     mask = np.zeros(lengths.sum(), dtype=np.uint8)
-    for document, end in zip(documents, np.cumsum(lengths), strict=True):
-        mask[end - document.generated : end] = 1
+    for document, start in zip(documents, np.cumsum(lengths) - lengths, strict=True):
+        for first, end in document.answers:
+            mask[start + first : start + end] = 1
     tensors = {
         "ids": np.array([token for item in documents for token in item.ids], dtype=kind),
         "mask": mask,

@@ -123,6 +123,9 @@ class Trainer:
         )
         started, before = time.monotonic(), self.seconds
         measured = saved = self.tokens
+        if self.options.init_from is not None and self.step == 0:
+            # They may be better than what comes of them.
+            self._measure(curves)
         meter = _Meter(self.device, self.tokens)
         for packs in self.plan.steps(self.step, self.steps if self.limit is None else sys.maxsize):
             rate = self._set_rate()

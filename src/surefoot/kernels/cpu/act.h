@@ -64,4 +64,26 @@ static inline void sf_acts_put(const sf_acts *acts, int64_t row, int first, int 
     }
 }
 
+/* Reserve `bytes` of scratch memory at the cursor, on a cache line. */
+static inline size_t sf_reserve(size_t *cursor, size_t bytes) {
+    size_t at = *cursor;
+    *cursor = (at + bytes + 63) / 64 * 64;
+    return at;
+}
+
+/* Rows of a linear's input, and where they go in scratch memory that is yet to be had. */
+static inline sf_acts sf_reserve_acts(size_t *cursor, const sf_linear *linear, int64_t rows,
+                                      size_t at[2]) {
+    at[0] = sf_reserve(cursor, linear->formats & SF_WANTS_INT8
+                                   ? sf_acts_int8_bytes(rows, linear->inputs) : 0);
+    at[1] = sf_reserve(cursor, linear->formats & SF_WANTS_FLOAT
+                                   ? sf_acts_float_bytes(rows, linear->inputs) : 0);
+    return (sf_acts){(int32_t)rows, linear->inputs, linear->formats, NULL, NULL};
+}
+
+static inline void sf_place_acts(sf_acts *acts, uint8_t *memory, const size_t at[2]) {
+    acts->q = (int8_t *)(memory + at[0]);
+    acts->f = (float *)(memory + at[1]);
+}
+
 #endif

@@ -60,6 +60,7 @@ class NativeBackend(Backend):
     name = "native"
     row_invariant = True
     book_keeping = "native"
+    late_rows = 32
 
     def __init__(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> None:
         self.threads = threads
@@ -187,7 +188,7 @@ class NativeBackend(Backend):
         batch: FlatBatch,
         kv: NativeKV,
         inputs: torch.Tensor | None,
-        outputs: OutputRows | None,
+        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
         """``layer`` of tensors as the C code wants them, with what ``prepared`` has of one."""
         batch_address = self.prepared_batch(batch).address
@@ -218,6 +219,15 @@ class NativeBackend(Backend):
         if prepared is None or prepared.batch is not batch:
             self._batch = prepared = prepare_batch(batch)
         return prepared
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """float32 [N, n] -> [N, n]."""
+        x = x.float().contiguous()
+        out = torch.empty_like(x)
+        self.library.sf_norm(
+            x.data_ptr(), x.shape[0], x.shape[1], weight.data_ptr(), eps, out.data_ptr()
+        )
+        return out
 
     def head(
         self, norm: torch.Tensor, eps: float, linear: NativeLinear, x: torch.Tensor

@@ -203,6 +203,15 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             int32,
             [pointer, pointer, ctypes.c_float, pointer, pointer, int64, pointer, pointer, int32],
         ),
+        "sf_live_rows": (None, [pointer, pointer, int64, *([pointer] * 4)]),
+        "sf_block_rows": (None, [*([pointer] * 3), *([int64] * 3), pointer, pointer]),
+        "sf_norm": (None, [pointer, int64, int64, pointer, ctypes.c_float, pointer]),
+        "sf_entry": (
+            int32,
+            [pointer, pointer, int64, pointer, int64, pointer, pointer, ctypes.c_float, pointer],
+        ),
+        "sf_likeliest": (None, [pointer, int64, int64, pointer, *([pointer, int64] * 2)]),
+        "sf_markov": (int32, [*([pointer] * 6), int64, int64, pointer, int32]),
         "sf_ngram": (
             None,
             [pointer, int64, pointer, pointer, *([int64] * 5), pointer, pointer, pointer],

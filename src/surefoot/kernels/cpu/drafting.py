@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from surefoot.kernels.batch import FlatBatch, OutputRows
-from surefoot.kernels.cpu.linear import DENSE_KINDS, KINDS, input_of
+from surefoot.kernels.batch import FlatBatch
+from surefoot.kernels.cpu.linear import DENSE_KINDS, KINDS, NativeLinear, input_of
 from surefoot.kernels.cpu.prepare import keys_struct, prepare_attention
-from surefoot.kernels.drafting import Drafting
+from surefoot.kernels.cpu.structs import BAD_INDEX, LiveStruct
+from surefoot.kernels.drafting import BlockRows, Drafting, EntryWeights, LiveRows, Scratch
 from surefoot.kernels.lookup import Matches
 
 if TYPE_CHECKING:
@@ -51,6 +52,119 @@ class NativeDrafting(Drafting):
         )
         return found
 
+    def live_rows(
+        self,
+        slots: torch.Tensor,
+        before: torch.Tensor | None,
+        history: torch.Tensor,
+        length: torch.Tensor,
+        block_tables: torch.Tensor,
+        scratch: Scratch,
+        steps: int,
+        behind: int,
+        last_position: int,
+    ) -> LiveRows:
+        count, pages = len(slots), scratch.pages
+        tokens = torch.empty_like(slots)
+        keys, positions = torch.empty((2, steps + 1, count), dtype=torch.int64)
+        tables = torch.empty((count, pages), dtype=torch.int32)
+        struct = LiveStruct(
+            *(each.data_ptr() for each in (history, length, block_tables)),
+            *(history.shape[1], block_tables.shape[1], scratch.first, scratch.blocks),
+            *(scratch.block_size, pages, steps, behind, last_position),
+        )
+        self.backend.library.sf_live_rows(
+            ctypes.addressof(struct),
+            slots.data_ptr(),
+            count,
+            *(each.data_ptr() for each in (tokens, keys, positions, tables)),
+        )
+        features = None if before is None else before[slots]
+        return LiveRows(tokens, features, keys, positions, tables)
+
+    def block_rows(self, live: LiveRows, rows: int, filler: int) -> BlockRows:
+        count = len(live.tokens)
+        out = torch.empty((4, count * rows), dtype=torch.int64)
+        spans = torch.empty((2, count), dtype=torch.int64)
+        keys, positions = live.keys.contiguous(), live.positions.contiguous()
+        self.backend.library.sf_block_rows(
+            *(each.data_ptr() for each in (live.tokens, keys, positions)),
+            *(count, rows, filler, out.data_ptr(), spans.data_ptr()),
+        )
+        return BlockRows(*out, *spans)
+
+    def entry_inputs(
+        self, weights: EntryWeights, tokens: torch.Tensor, features: torch.Tensor
+    ) -> torch.Tensor:
+        """IndexError for a token outside the table."""
+        features, table = features.float().contiguous(), weights.table
+        out = torch.empty(len(features), 2 * features.shape[1])
+        code = self.backend.library.sf_entry(
+            ctypes.addressof(table.segments),
+            tokens.data_ptr(),
+            tokens.stride(0),
+            features.data_ptr(),
+            len(features),
+            weights.embedding_norm.data_ptr(),
+            weights.hidden_norm.data_ptr(),
+            weights.eps,
+            out.data_ptr(),
+        )
+        if code == BAD_INDEX:
+            raise IndexError(f"a token is outside the vocabulary of {table.shape[0]}")
+        return out
+
+    def likeliest(
+        self,
+        logits: torch.Tensor,
+        ids: torch.Tensor | None,
+        tokens: torch.Tensor,
+        chances: torch.Tensor,
+    ) -> None:
+        logits = logits.float().contiguous()
+        self.backend.library.sf_likeliest(
+            logits.data_ptr(),
+            *logits.shape,
+            None if ids is None else ids.data_ptr(),
+            tokens.data_ptr(),
+            tokens.stride(0),
+            chances.data_ptr(),
+            chances.stride(0),
+        )
+
+    def markov(
+        self,
+        logits: torch.Tensor,
+        before: NativeLinear,
+        after: NativeLinear,
+        current: torch.Tensor,
+        ids: torch.Tensor | None,
+        tokens: torch.Tensor,
+        chances: torch.Tensor | None,
+    ) -> None:
+        """IndexError for a token outside ``before``, MemoryError when scratch memory cannot be
+        had."""
+        backend, (steps, rows) = self.backend, tokens.shape
+        code = backend.library.sf_markov(
+            backend.context_address,
+            ctypes.addressof(before.segments),
+            after.address,
+            current.data_ptr(),
+            None if ids is None else ids.data_ptr(),
+            logits.data_ptr(),
+            steps,
+            rows,
+            tokens.data_ptr(),
+            backend.thread_count,
+        )
+        if code == BAD_INDEX:
+            raise IndexError(f"a token is outside the vocabulary of {before.shape[0]}")
+        if code:
+            raise MemoryError("no memory for the input of a linear")
+        if chances is not None:
+            flat = tokens.view(-1), chances.view(-1)
+            self.likeliest(logits.view(steps * rows, -1), ids, *flat)
+
     def store_keys(
         self,
         projected: torch.Tensor,
@@ -83,7 +197,6 @@ class NativeDrafting(Drafting):
         batch: FlatBatch,
         kv: NativeKV,
         rope: RopeTable,
-        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
         """MemoryError when scratch memory cannot be had."""
         backend, prepared = self.backend, weights.o.prepared
@@ -91,4 +204,4 @@ class NativeDrafting(Drafting):
             prepared = prepare_attention(weights, rope, KINDS[DENSE_KINDS[backend.dtype]])
         inputs = input_of(inputs, weights.qkv)
         out = torch.zeros(len(inputs), weights.o.shape[0])
-        return backend.run_layer(prepared, out, batch, kv, inputs, outputs)
+        return backend.run_layer(prepared, out, batch, kv, inputs)

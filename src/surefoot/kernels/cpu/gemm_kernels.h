@@ -58,6 +58,40 @@ SF_INLINE void sf_tile_bf16(const int R, const int P, const uint8_t *panel, int6
     }
 }
 
+/* dot[r * P + p] += the integer sums of a block's quants with the rows x [R][32]. */
+#ifdef SF_OWN_DOTS
+#include SF_OWN_DOTS
+#else
+SF_INLINE void sf_block_dots(const int q8, const int R, const int P, const uint8_t *panel,
+                             int64_t panel_bytes, const int8_t *x, vi *dot) {
+    /* 8 consecutive k at a time: two groups of 4 for each lane */
+    SF_UNROLL for (int v = 0; v < 4; v++) {
+        vw low[SF_MAX_PANELS], high[SF_MAX_PANELS];
+        SF_UNROLL for (int p = 0; p < P; p++) {
+            const uint8_t *at = panel + p * panel_bytes + v * (q8 ? 128 : 64);
+            __builtin_prefetch(at + SF_AHEAD);
+            low[p] = vw_load(at);
+            if (q8) {
+                __builtin_prefetch(at + SF_AHEAD + 64);
+                high[p] = vw_load(at + 64);
+            } else {
+                high[p] = vw_high(low[p]);
+                low[p] = vw_low(low[p]);
+            }
+        }
+        SF_UNROLL for (int r = 0; r < R; r++) {
+            vx first = vx_load(x + 32 * r + 8 * v), second = vx_load(x + 32 * r + 8 * v + 4);
+            SF_UNROLL for (int p = 0; p < P; p++) {
+                vi *sums = &dot[r * P + p];
+                *sums = q8 ? vi_dot255(*sums, low[p], first) : vi_dot15(*sums, low[p], first);
+                *sums = q8 ? vi_dot255(*sums, high[p], second)
+                           : vi_dot15(*sums, high[p], second);
+            }
+        }
+    }
+}
+#endif
+
 /* w = d * q + m per block, x = dx * qx: the block adds (d * dx) * (q . qx) + m * (dx * sum(qx)).
  * Where m is a multiple of d (Q4_0: -8 d, Q8_0: -128 d) it goes into the integer sum instead,
  * which is exact. */
@@ -73,31 +107,7 @@ SF_INLINE void sf_tile_quant(const int kind, const int R, const int P, const uin
         vi dot[SF_MAX_ROWS * SF_MAX_PANELS];
         SF_UNROLL for (int i = 0; i < R * P; i++)
             dot[i] = affine ? vi_zero() : vi_set1(offset[i / P]);
-        /* 8 consecutive k at a time: two groups of 4 for each lane */
-        SF_UNROLL for (int v = 0; v < 4; v++) {
-            vw low[SF_MAX_PANELS], high[SF_MAX_PANELS];
-            SF_UNROLL for (int p = 0; p < P; p++) {
-                const uint8_t *at = panel + p * panel_bytes + v * (quant_bytes / 4);
-                __builtin_prefetch(at + SF_AHEAD);
-                low[p] = vw_load(at);
-                if (q8) {
-                    __builtin_prefetch(at + SF_AHEAD + 64);
-                    high[p] = vw_load(at + 64);
-                } else {
-                    high[p] = vw_high(low[p]);
-                    low[p] = vw_low(low[p]);
-                }
-            }
-            SF_UNROLL for (int r = 0; r < R; r++) {
-                vx first = vx_load(x + 32 * r + 8 * v), second = vx_load(x + 32 * r + 8 * v + 4);
-                SF_UNROLL for (int p = 0; p < P; p++) {
-                    vi *sums = &dot[r * P + p];
-                    *sums = q8 ? vi_dot255(*sums, low[p], first) : vi_dot15(*sums, low[p], first);
-                    *sums = q8 ? vi_dot255(*sums, high[p], second)
-                               : vi_dot15(*sums, high[p], second);
-                }
-            }
-        }
+        sf_block_dots(q8, R, P, panel, panel_bytes, x, dot);
         SF_UNROLL for (int p = 0; p < P; p++) {
             const uint16_t *half = (const uint16_t *)(scales + p * panel_bytes);
             vf d = vf_half(half), m = affine ? vf_half(half + 16) : vf_zero();

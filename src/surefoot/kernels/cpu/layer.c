@@ -9,13 +9,6 @@
 #define STORE_ROWS 16 /* fewer rows of keys do not pay for waking other threads */
 #define COLUMNS 256 /* of a row, handed to one thread; a multiple of SF_BLOCK */
 
-/* Reserve `bytes` at the cursor, on a cache line. */
-static size_t reserve(size_t *cursor, size_t bytes) {
-    size_t at = *cursor;
-    *cursor = (at + bytes + 63) / 64 * 64;
-    return at;
-}
-
 int sf_grow(sf_context *context, size_t bytes) {
     if (bytes <= context->capacity) return SF_OK;
     free(context->memory);
@@ -97,19 +90,6 @@ static void prepare_heads(const sf_layer_weights *w, const sf_batch *batch, cons
         rotate(x, cos, sin, (int)half, is_q ? w->scale : 1.0f);
         if (!is_q) sf_write_row(w, batch, kv, row, (int)(head - w->heads), x, NULL);
     }
-}
-
-static sf_acts reserve_acts(size_t *cursor, const sf_linear *linear, int64_t rows, size_t at[2]) {
-    at[0] = reserve(cursor, linear->formats & SF_WANTS_INT8
-                                ? sf_acts_int8_bytes(rows, linear->inputs) : 0);
-    at[1] = reserve(cursor, linear->formats & SF_WANTS_FLOAT
-                                ? sf_acts_float_bytes(rows, linear->inputs) : 0);
-    return (sf_acts){(int32_t)rows, linear->inputs, linear->formats, NULL, NULL};
-}
-
-static void place_acts(sf_acts *acts, uint8_t *memory, const size_t at[2]) {
-    acts->q = (int8_t *)(memory + at[0]);
-    acts->f = (float *)(memory + at[1]);
 }
 
 static int64_t multiplications(const sf_linear *linear, int64_t rows) {
@@ -197,15 +177,15 @@ SF_EXPORT int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_
         threads = 1;
     int64_t wanted = outputs ? outputs->rows : rows;
     for (int i = 0; i < 4; i++)
-        acts[i] = reserve_acts(&cursor, linear[i], i ? wanted : rows, place[i]);
-    size_t qkv_at = reserve(&cursor, (size_t)(rows * w->qkv.outputs) * 4);
-    size_t attended_at = reserve(&cursor, (size_t)(wanted * w->o.inputs) * 4);
-    size_t inner_at = reserve(&cursor, (size_t)(wanted * w->gate_up.outputs) * 4);
-    size_t buffers_at = reserve(&cursor, (size_t)threads * (size_t)(w->hidden + 16) * 4);
-    size_t scratch_at = reserve(&cursor, per_thread * (size_t)threads);
+        acts[i] = sf_reserve_acts(&cursor, linear[i], i ? wanted : rows, place[i]);
+    size_t qkv_at = sf_reserve(&cursor, (size_t)(rows * w->qkv.outputs) * 4);
+    size_t attended_at = sf_reserve(&cursor, (size_t)(wanted * w->o.inputs) * 4);
+    size_t inner_at = sf_reserve(&cursor, (size_t)(wanted * w->gate_up.outputs) * 4);
+    size_t buffers_at = sf_reserve(&cursor, (size_t)threads * (size_t)(w->hidden + 16) * 4);
+    size_t scratch_at = sf_reserve(&cursor, per_thread * (size_t)threads);
     if (sf_grow(context, cursor)) return SF_NO_MEMORY;
     uint8_t *memory = context->memory;
-    for (int i = 0; i < 4; i++) place_acts(&acts[i], memory, place[i]);
+    for (int i = 0; i < 4; i++) sf_place_acts(&acts[i], memory, place[i]);
     float *qkv = (float *)(memory + qkv_at), *attended = (float *)(memory + attended_at);
     float *inner = (float *)(memory + inner_at);
     layer_job job = {w, batch, kv, inputs, outputs, index, x, qkv, attended, inner,
@@ -281,16 +261,16 @@ SF_EXPORT int sf_head(sf_context *context, const float *norm, float eps, const s
     if (rows == 0) return SF_OK;
     if (multiplications(linear, rows) < context->serial_below) threads = 1;
     size_t cursor = 0, place[2], best_at = 0, scratch_at = 0;
-    sf_acts acts = reserve_acts(&cursor, linear, rows, place);
-    size_t buffers_at = reserve(&cursor, (size_t)threads * (size_t)(linear->inputs + 16) * 4);
+    sf_acts acts = sf_reserve_acts(&cursor, linear, rows, place);
+    size_t buffers_at = sf_reserve(&cursor, (size_t)threads * (size_t)(linear->inputs + 16) * 4);
     int64_t cells = threads * rows;
     if (columns) {
-        best_at = reserve(&cursor, (size_t)cells * sizeof(sf_best));
-        scratch_at = reserve(&cursor, (size_t)cells * SF_MOST_PANELS * 16 * 4);
+        best_at = sf_reserve(&cursor, (size_t)cells * sizeof(sf_best));
+        scratch_at = sf_reserve(&cursor, (size_t)cells * SF_MOST_PANELS * 16 * 4);
     }
     if (sf_grow(context, cursor)) return SF_NO_MEMORY;
     uint8_t *memory = context->memory;
-    place_acts(&acts, memory, place);
+    sf_place_acts(&acts, memory, place);
     sf_out out = {logits, linear->outputs, 0, NULL};
     if (columns) {
         out = (sf_out){(float *)(memory + scratch_at), 0, 0, (sf_best *)(memory + best_at)};

@@ -121,6 +121,9 @@ void sf_attend(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv
                int64_t q_stride, float *out, int64_t out_stride, uint8_t *scratch,
                sf_counter *work);
 
+/* ops.c: a row of the matrix as floats [inputs]. */
+void sf_unpack_row(const sf_segment *s, int64_t row, float *out);
+
 /* ops.c: the first column that holds the largest value of x [n]. */
 int64_t sf_first_largest(const float *x, int64_t n, float *largest);
 

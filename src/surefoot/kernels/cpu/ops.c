@@ -88,7 +88,7 @@ SF_EXPORT void sf_pack(int kind, const uint8_t *from, int64_t outputs, int64_t i
 }
 
 /* One weight row as floats, the same values as dequantising the original. */
-static void unpack_row(const sf_segment *s, int64_t row, float *out) {
+void sf_unpack_row(const sf_segment *s, int64_t row, float *out) {
     const uint8_t *panel = s->data + row / 16 * s->panel_bytes;
     int lane = (int)(row % 16);
     if (s->kind == SF_F32) {
@@ -123,7 +123,7 @@ static void embed_task(void *argument) {
     int64_t r, last;
     sf_share(job->rows, &r, &last);
     for (; r < last; r++)
-        unpack_row(job->table, job->tokens[r], job->out + r * job->table->inputs);
+        sf_unpack_row(job->table, job->tokens[r], job->out + r * job->table->inputs);
 }
 
 /* out [rows, inputs] = the table's rows `tokens`; SF_BAD_INDEX if one is outside the table. */

@@ -120,3 +120,13 @@ class LayoutStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("sample_index", "sample_slots")),
         *((name, ctypes.c_void_p) for name in ("sample_positions", "first_sample")),
     ]
+
+
+class LiveStruct(ctypes.Structure):
+    """``sf_live`` of draft.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("history", "length", "tables")),
+        *((name, ctypes.c_int64) for name in ("width", "blocks", "first", "own", "block_size")),
+        *((name, ctypes.c_int64) for name in ("pages", "steps", "behind", "last_position")),
+    ]

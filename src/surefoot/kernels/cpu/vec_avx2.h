@@ -3,10 +3,10 @@
 
 #define SF_ISA "avx2"
 #define SF_MAX_ROWS 4
+#define SF_OWN_DOTS "dots_avx2.h"
 
 typedef struct { __m256 a, b; } vf;
 typedef struct { __m256i a, b; } vi;
-typedef vi vw;
 
 #define SF_F2(A, B) ((vf){(A), (B)})
 #define SF_I2(A, B) ((vi){(A), (B)})
@@ -131,36 +131,4 @@ SF_INLINE vf vb_odd(vi x) {
     __m256i high = _mm256_set1_epi32((int)0xffff0000u);
     return SF_F2(_mm256_castsi256_ps(_mm256_and_si256(x.a, high)),
                  _mm256_castsi256_ps(_mm256_and_si256(x.b, high)));
-}
-
-SF_INLINE vw vw_load(const uint8_t *p) { return vb_load((const uint16_t *)p); }
-SF_INLINE __m256i sf_low4(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
-SF_INLINE vw vw_low(vw x) { return SF_I2(sf_low4(x.a), sf_low4(x.b)); }
-SF_INLINE vw vw_high(vw x) {
-    return SF_I2(sf_low4(_mm256_srli_epi16(x.a, 4)), sf_low4(_mm256_srli_epi16(x.b, 4)));
-}
-
-typedef __m256i vx;
-SF_INLINE vx vx_load(const int8_t *x) {
-    int32_t four;
-    memcpy(&four, x, 4);
-    return _mm256_set1_epi32(four);
-}
-SF_INLINE __m256i sf_dot15(__m256i acc, __m256i w, __m256i x) {
-    /* pairs reach at most 2 * 15 * 127, far from saturation */
-    __m256i sums = _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1));
-    return _mm256_add_epi32(acc, sums);
-}
-SF_INLINE __m256i sf_dot255(__m256i acc, __m256i w, __m256i x) {
-    /* maddubs would saturate: widen even and odd bytes to 16 bits instead */
-    __m256i even = _mm256_madd_epi16(
-        _mm256_and_si256(w, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
-    __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
-    return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
-}
-SF_INLINE vi vi_dot15(vi acc, vw w, vx x) {
-    return SF_I2(sf_dot15(acc.a, w.a, x), sf_dot15(acc.b, w.b, x));
-}
-SF_INLINE vi vi_dot255(vi acc, vw w, vx x) {
-    return SF_I2(sf_dot255(acc.a, w.a, x), sf_dot255(acc.b, w.b, x));
 }

@@ -141,16 +141,15 @@ def span_attention(
         q, kv, out, part, sums, spans.first_row, spans.rows, spans.slot, entries,
         batch.block_tables, batch.block_tables.stride(0), batch.span_start, batch.key_index,
         batch.mask, kv.stride(0), scale, plan.splits, parts, plan.tiles, batch.first_key,
-        batch.oldest, batch.span_keys,
-        shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3], width, plan.block_m,
-        plan.chunk, split, not plan.tiles, 1 if plan.tiles else searched,
+        batch.oldest, shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3], width,
+        plan.block_m, plan.chunk, split, not plan.tiles, 1 if plan.tiles else searched,
         masked, only_trees, batch.oldest is not None,
         num_warps=plan.num_warps, num_stages=plan.num_stages, **pdl(q.device),
     )  # fmt: skip
     if split:
         combine_kernel[(rows, shape.heads)](
             part, sums, out, spans.first_row, spans.rows, spans.slot, entries, batch.span_start,
-            batch.key_index, batch.mask, parts, scale, batch.span_keys,
+            batch.key_index, batch.mask, parts, scale,
             shape.heads, shape.head_dim, width, plan.chunk, searched, AT_ONCE, masked, only_trees,
             num_warps=1, **pdl(q.device),
         )  # fmt: skip

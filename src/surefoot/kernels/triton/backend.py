@@ -3,7 +3,7 @@ same bits. A row's results depend on the row and its request alone, not on the o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -136,9 +136,9 @@ class TritonBackend(Backend):
         batch: FlatBatch,
         kv: Sequence[torch.Tensor],
         rope: RopeTable,
-        capture: Collection[int],
+        capture: Sequence[int],
         outputs: OutputRows | None = None,
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """As the base class, but the end of a layer is one kernel with the norm of the next."""
         features: dict[int, torch.Tensor] = {}
         x = x.to(self.dtype).contiguous()
@@ -162,7 +162,9 @@ class TritonBackend(Backend):
         if captured:
             features[last + 1] = x
             x = x if outputs is None else x[outputs.index]
-        return x, features
+        if not capture:
+            return x, x.new_empty((len(batch.tokens), 0))
+        return x, torch.cat([features[index] for index in capture], dim=1)
 
     def finish(
         self,

@@ -16,10 +16,7 @@ CHANNELS = 512
 """Of a row, convolved by one program."""
 
 
-@jit(
-    do_not_specialize=["requests", "rows", "filler"],
-    do_not_specialize_on_alignment=["key_ptr", "position_ptr"],
-)  # fmt: skip
+@jit(do_not_specialize=["requests", "rows", "filler"])
 def block_rows_kernel(
     token_ptr, key_ptr, position_ptr, requests, rows, filler,
     out_token_ptr, out_position_ptr, out_key_ptr, owner_ptr, first_row_ptr, count_ptr,

@@ -66,14 +66,14 @@ class ChunkWork:
 
 
 @jit(
-    do_not_specialize=["spans", "span_keys", "programs", "units", "capacity", "splits"],
+    do_not_specialize=["spans", "programs", "units", "capacity", "splits"],
     do_not_specialize_on_alignment=[
-        "first_row_ptr", "rows_ptr", "slot_ptr", "key_index_ptr", "start_ptr", "mask_ptr"
+        "first_row_ptr", "rows_ptr", "slot_ptr", "key_index_ptr", "mask_ptr"
     ],
 )  # fmt: skip
 def chunk_list_kernel(
-    first_row_ptr, rows_ptr, slot_ptr, key_index_ptr, start_ptr, mask_ptr, items_ptr, tiles_ptr,
-    spans, span_keys, programs, units, capacity, splits,
+    first_row_ptr, rows_ptr, slot_ptr, key_index_ptr, mask_ptr, items_ptr, tiles_ptr, spans,
+    programs, units, capacity, splits,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, SPANS: tl.constexpr,
     LARGE_SHARE: tl.constexpr, MASKED: tl.constexpr, BOTH_WAYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -83,16 +83,9 @@ def chunk_list_kernel(
     number = tl.program_id(0)
     every = tl.arange(0, SPANS)
     firsts, counts = chains(first_row_ptr, rows_ptr, mask_ptr, every, spans, MASKED)
-    if BOTH_WAYS:
-        # A block's keys begin before its first row here, and end behind its last.
-        slots = tl.load(slot_ptr + every, mask=counts > 0, other=0)
-        starts = tl.load(start_ptr + slots, mask=counts > 0, other=0).to(tl.int32)
-        past = starts + tl.maximum(counts, span_keys)
-    else:
-        starts = tl.load(key_index_ptr + firsts, mask=counts > 0, other=0).to(tl.int32)
-        past = starts + counts
+    starts = tl.load(key_index_ptr + firsts, mask=counts > 0, other=0).to(tl.int32)
     needed = (counts + ROWS - 1) // ROWS
-    chunks = tl.where(counts > 0, (past + CHUNK - 1) // CHUNK, 0)
+    chunks = tl.where(counts > 0, (starts + counts + CHUNK - 1) // CHUNK, 0)
     # A tile is cut into runs of a program's fair share. Of half of it if the tile has several and
     # each is many chunks, so that programs get long items and short ones. Runs are longer if there
     # is no room for so many partial results.
@@ -125,10 +118,10 @@ def chunk_list_kernel(
         own_each = tl.sum(tl.where(own, each, 0), axis=0)
         tile = within // own_each
         chunk = within % own_each * own_run
-        end = tl.sum(tl.where(own, past, 0), axis=0)
+        end = tl.sum(tl.where(own, starts + counts, 0), axis=0)
         start = tl.sum(tl.where(own, starts, 0), axis=0)
         key = start + tile * ROWS
-        count = tl.minimum(ROWS, tl.sum(tl.where(own, counts, 0), axis=0) - tile * ROWS)
+        count = tl.minimum(ROWS, end - key)
         if BOTH_WAYS:
             key = end - 1
         last = tl.minimum(key + count, end)
@@ -164,7 +157,7 @@ def chunk_list_kernel(
         tl.store(entry + 2, tl.sum(tl.where(own, first_parts + tile * chunks, 0), axis=0))
         last = key + count
         if BOTH_WAYS:
-            last = tl.sum(tl.where(own, past, 0), axis=0)
+            last = tl.sum(tl.where(own, starts + counts, 0), axis=0)
         tl.store(entry + 3, (last + CHUNK - 1) // CHUNK)
 
 
@@ -209,8 +202,8 @@ def list_chunks(batch: FlatBatch, shape: AttentionShape) -> ChunkWork:
     items = spans.rows.new_empty((1 + tiles + cuts, 16), dtype=torch.int32)
     listed = spans.rows.new_empty((splits, 4), dtype=torch.int32)
     chunk_list_kernel[(tiles + cuts,)](
-        spans.first_row, spans.rows, spans.slot, batch.key_index, batch.span_start, batch.mask,
-        items, listed, entries, batch.span_keys, programs, units, parts, splits,
+        spans.first_row, spans.rows, spans.slot, batch.key_index, batch.mask, items, listed,
+        entries, programs, units, parts, splits,
         per_tile, CHUNK_KEYS, BLOCK_N, next_power_of_2(entries, 32), LARGE_SHARE,
         batch.mask is not None and not batch.both_ways, batch.both_ways,
         num_warps=1, **pdl(batch.key_index.device),

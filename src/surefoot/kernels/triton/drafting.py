@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton.language as tl
 
-from surefoot.kernels.batch import FlatBatch, OutputRows
+from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.drafting import Drafting, EntryWeights, LiveRows, Scratch
 from surefoot.kernels.triton import blocks, picks
 from surefoot.kernels.triton.attend import attend_inputs, work_of
@@ -171,11 +171,10 @@ class TritonDrafting(Drafting):
         batch: FlatBatch,
         kv: torch.Tensor,
         rope: RopeTable,
-        outputs: OutputRows | None = None,
     ) -> torch.Tensor:
         inputs = inputs.to(self.backend.dtype).contiguous()
-        work = work_of(batch if outputs is None else outputs.batch, weights.shape, kv)
-        return weights.o(attend_inputs(weights, inputs, batch, kv, rope, work, outputs))
+        work = work_of(batch, weights.shape, kv)
+        return weights.o(attend_inputs(weights, inputs, batch, kv, rope, work))
 
     def mlp(self, weights: LayerWeights, inputs: torch.Tensor) -> torch.Tensor:
         return weights.down(weights.gate_up.gated(inputs.to(self.backend.dtype).contiguous()))

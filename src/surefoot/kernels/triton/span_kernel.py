@@ -61,7 +61,7 @@ def result_of(whole, total):
 
 
 @jit(
-    do_not_specialize=["spans", "splits", "parts", "tiles", "first_key", "span_keys"],
+    do_not_specialize=["spans", "splits", "parts", "tiles", "first_key"],
     do_not_specialize_on_alignment=[
         "first_row_ptr", "rows_ptr", "slot_ptr", "start_ptr", "key_index_ptr", "mask_ptr",
         "oldest_ptr",
@@ -70,7 +70,7 @@ def result_of(whole, total):
 def attention_kernel(
     q_ptr, kv_ptr, out_ptr, part_ptr, sums_ptr, first_row_ptr, rows_ptr, slot_ptr, spans,
     tables_ptr, table_stride, start_ptr, key_index_ptr, mask_ptr, value_offset, scale,
-    splits, parts, tiles, first_key, oldest_ptr, span_keys,
+    splits, parts, tiles, first_key, oldest_ptr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
     SPLIT: tl.constexpr, SEARCH: tl.constexpr, SPANS: tl.constexpr, MASKED: tl.constexpr,
@@ -119,7 +119,7 @@ def attention_kernel(
         # A tree may grow over several passes, and a row may see keys after its own.
         bits = tl.load(mask_ptr + row, mask=valid, other=0)
         start = tl.load(start_ptr + slot)
-        length = tl.maximum(start + tl.maximum(count, span_keys), length)
+        length = tl.maximum(start + count, length)
     if WINDOWED:
         oldest = tl.load(oldest_ptr + row, mask=valid, other=0)
 
@@ -203,14 +203,14 @@ def attention_kernel(
 
 
 @jit(
-    do_not_specialize=["spans", "parts", "span_keys"],
+    do_not_specialize=["spans", "parts"],
     do_not_specialize_on_alignment=[
         "first_row_ptr", "rows_ptr", "slot_ptr", "start_ptr", "key_index_ptr", "mask_ptr"
     ],
 )  # fmt: skip
 def combine_kernel(
     part_ptr, sums_ptr, out_ptr, first_row_ptr, rows_ptr, slot_ptr, spans, start_ptr,
-    key_index_ptr, mask_ptr, parts, scale, span_keys,
+    key_index_ptr, mask_ptr, parts, scale,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
     SPANS: tl.constexpr, AT_ONCE: tl.constexpr, MASKED: tl.constexpr, ONLY_TREES: tl.constexpr,
     PDL: tl.constexpr,
@@ -232,8 +232,7 @@ def combine_kernel(
             return
         slots = tl.load(slot_ptr + every, mask=counts > 0, other=0)
         slot = tl.sum(tl.where(own, slots, 0), axis=0)
-        own_keys = tl.maximum(count, span_keys)
-        length = tl.maximum(length, tl.load(start_ptr + slot) + own_keys)
+        length = tl.maximum(length, tl.load(start_ptr + slot) + count)
     chunks = tl.cdiv(length.to(tl.int32), CHUNK)
     one = tl.arange(0, 1)
     place = (row.to(tl.int64) * HEADS + tl.program_id(1)) + one

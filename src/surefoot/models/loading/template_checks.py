@@ -21,6 +21,8 @@ from surefoot.models.loading.template_limits import (
 WIDE_FILTERS = ("batch", "center", "indent", "round", "slice", "tojson")
 WIDE_METHODS = ("center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill")
 """Their numbers say how wide or how many."""
+WORDY_FILTERS = ("list", "sort", "striptags", "title", "unique", "urlencode", "wordcount")
+"""They look at each character, word or mark of a text at one go."""
 # Where a format string may hold a width, perhaps at other places too: after a mark of ``%``, and
 # within braces. A width may also be a value, for a star and for braces within braces.
 _PERCENT_WIDTH = re.compile(r"(?:[%)#+.-]|%[#0 +-]*)(\d+)")
@@ -80,6 +82,8 @@ def check_method(owner: Any, name: str, values: list[Any]) -> None:
         return
     if name in WIDE_METHODS:
         check_width(*values)
+    if name in ("split", "rsplit", "splitlines"):
+        running.work.taking_apart(_pieces(owner, values))
     if name == "replace" and len(values) >= 2:
         replaced(owner, *values[:2])
     elif name == "join" and values and isinstance(values[0], (list, tuple, dict, str)):
@@ -91,6 +95,15 @@ def check_method(owner: Any, name: str, values: list[Any]) -> None:
         running.work.made_text(len(owner) + tabs * max([8, *widths]))
     elif name == "translate":
         raise LimitReached("it calls translate, which is not supported")
+
+
+def _pieces(owner: Any, values: list[Any]) -> int:
+    """Into how many a text is split, at most."""
+    separator = next((value for value in values if isinstance(value, (str, bytes))), None)
+    if separator:
+        return owner.count(separator)
+    # At white space or line breaks.
+    return len(owner) // 2
 
 
 def _check_bits(bits: int) -> None:

@@ -13,6 +13,9 @@ MOST_MADE = 1 << 27
 """Characters and entries of containers made by one rendering."""
 MOST_SECONDS = 2.0
 """Of the thread's CPU time, which does not pass while others run."""
+MOST_PIECES = 1 << 17
+"""Into which a text may be taken apart, and characters of one that is worked on word by word: done
+at one go, during which no other thread runs."""
 MOST_WIDTH = 100_000
 """Of numbers that say how wide or how many, as Jinja's sandbox limits ``range``."""
 MOST_BITS = 10_000
@@ -44,6 +47,11 @@ class Work:
         self.made += size
         if self.made > MOST_MADE:
             raise LimitReached("it makes too many texts")
+
+    def taking_apart(self, pieces: int) -> None:
+        """About to make so many pieces of a text, at one go."""
+        if pieces > MOST_PIECES:
+            raise LimitReached(f"it takes a text apart into more than {MOST_PIECES} pieces")
 
     def size(self, value: Any) -> int:
         """Characters of ``value`` when printed, about. Containers are looked through once."""

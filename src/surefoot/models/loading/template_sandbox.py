@@ -18,6 +18,7 @@ from jinja2.visitor import NodeTransformer
 
 from surefoot.models.loading.template_checks import (
     WIDE_FILTERS,
+    WORDY_FILTERS,
     add,
     check_method,
     check_percent,
@@ -109,6 +110,8 @@ def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         values = (*rest, *named.values())
         if name in WIDE_FILTERS:
             check_width(*values)
+        if name in WORDY_FILTERS and isinstance(value, (str, bytes)):
+            work.taking_apart(len(value))
         if name == "replace" and len(values) >= 2:
             replaced(str(value), *values[:2])
         elif name == "format":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +25,16 @@ class TokenLengths:
     longest: int
     unseen: str = ""
 
-    def exceeds(self, text: str, most: int) -> bool:
-        """Whether a text has more than ``most`` tokens, as far as its length tells. Looks at no
-        more of it than that takes."""
+    def exceed(self, texts: Iterable[str], most: int) -> bool:
+        """Whether texts have more than ``most`` tokens together, as far as their lengths tell.
+        Looks at no more of them than that takes."""
         enough, seen = most * self.longest, 0
-        for at in range(0, len(text), enough + 1):
-            part = text[at : at + enough + 1]
-            seen += len(part) - sum(map(part.count, self.unseen))
-            if seen > enough:
-                return True
+        for text in texts:
+            for at in range(0, len(text), enough + 1):
+                part = text[at : at + enough + 1]
+                seen += len(part) - sum(map(part.count, self.unseen))
+                if seen > enough:
+                    return True
         return False
 
 

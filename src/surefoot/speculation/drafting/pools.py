@@ -7,13 +7,12 @@ scratch blocks, and the next catch-up knows nothing of it.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from surefoot.errors import SurefootError
-from surefoot.kernels.backend import FlatBatch, OutputRows, SpanTable
+from surefoot.kernels.backend import FlatBatch, SpanTable
 from surefoot.kernels.drafting import LiveRows, Scratch
 from surefoot.speculation.drafting.network import Network
 from surefoot.speculation.state import SlotState
@@ -97,22 +96,3 @@ class DrafterPools:
             first_key=self.network.first_key,
             spans=SpanTable(found.first_rows, found.counts, row, max_rows=rows),
         )
-
-    def outputs(self, live: LiveRows, block: FlatBatch, wanted: range) -> OutputRows:
-        """Of a batch that ``block`` made, the rows of each request that are wanted."""
-        assert block.spans is not None
-        each = torch.arange(wanted.start, wanted.stop, device=block.tokens.device)
-        index = (block.spans.first_row.unsqueeze(1) + each).flatten()
-        part = slice(wanted.start, wanted.stop)
-        some = replace(live, keys=live.keys[part], positions=live.positions[part])
-        found = self.network.backend.drafting.block_rows(some, len(wanted), 0)
-        batch = replace(
-            block,
-            tokens=block.tokens[index],
-            positions=found.positions,
-            key_index=found.keys,
-            row_slot=found.owners,
-            span_keys=block.spans.max_rows,
-            spans=SpanTable(found.first_rows, found.counts, block.spans.slot, len(wanted)),
-        )
-        return OutputRows(index, batch)

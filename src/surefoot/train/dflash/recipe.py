@@ -17,17 +17,28 @@ import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from surefoot.errors import SurefootError
 from surefoot.kernels.losses import Objective
 from surefoot.models.config import RopeScaling
+from surefoot.speculation.drafting.folders import errors_about
+from surefoot.speculation.proposers.dflash.checkpoint import open_checkpoint
 from surefoot.speculation.proposers.dflash.config import DFlashConfig, MarkovShape, Visibility
 from surefoot.train.corpus import Batch, Corpus, put
 from surefoot.train.dflash.export import write_checkpoint
 from surefoot.train.dflash.loss import BlockRows, block_loss
 from surefoot.train.dflash.network import AFTER, DFlashTraining
 from surefoot.train.dflash.options import DFlashTrainOptions
+from surefoot.train.gguf import own_head
+from surefoot.train.initial import OPTION, refuse_others, take_weights
 from surefoot.train.loss import SLICE, Teacher, head_logits, teach
 from surefoot.train.recipe import Drafted, Recipe
 from surefoot.train.target import Target
+
+_SAME = (
+    "layer_ids", "target_hidden_size", "anchor_predicts", "layers", "markov", "confidence",
+    "confidence_with_markov",
+)  # fmt: skip
+"""What weights of another drafter must have been made for."""
 
 
 class DFlashRecipe(Recipe):
@@ -152,6 +163,27 @@ class DFlashRecipe(Recipe):
 
     def groups(self, rate: float) -> list[dict[str, Any]]:
         return [{"params": list(self.network.parameters()), "lr": rate}]
+
+    def begin_from(self, path: str) -> None:
+        with errors_about(OPTION):
+            checkpoint = open_checkpoint(path)
+        layers = checkpoint.config.layers_of(self.target.config.layers)
+        found = replace(checkpoint.config, layer_ids=layers)
+        refuse_others(path, found, self.config, _SAME)
+        if own_head(checkpoint, self.target):
+            raise SurefootError(
+                OPTION, f"{path} has a head of its own", "only the target's is trained with"
+            )
+        if self.options.mask_token not in (None, found.mask_token_id):
+            raise SurefootError(
+                OPTION,
+                f"{path} has the mask token {found.mask_token_id}, not {self.options.mask_token}",
+                "leave --mask-token out",
+            )
+        self.config = self.network.config = replace(self.config, mask_token_id=found.mask_token_id)
+        # A smaller draft vocabulary has no rows for other tokens; these begin as random ones.
+        rows = {f"{AFTER}.weight": checkpoint.target_ids}
+        take_weights(self.network, checkpoint.tensors, path, rows)
 
     def export(self, folder: Path) -> None:
         write_checkpoint(folder, self.network, self.target)

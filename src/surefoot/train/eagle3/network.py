@@ -15,7 +15,7 @@ from surefoot.train.corpus import Batch
 from surefoot.train.parameters import Parameters
 from surefoot.train.target import Target
 
-_HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"
 
 
 class Eagle3Network(Parameters):
@@ -34,12 +34,12 @@ class Eagle3Network(Parameters):
         layer = config.layer
         super().__init__(expected_shapes(config), compute, layer.norm_eps, head.device, seed)
         self.config = config
-        self.add(_HEAD, head.clone(), train_head)
+        self.add(HEAD, head.clone(), train_head)
         self.rope = rope_table(layer, max_positions, head.device)
 
     @property
     def head(self) -> torch.Tensor:
-        return self.weight(_HEAD)
+        return self.weight(HEAD)
 
     def unroll(
         self, batch: Batch, features: torch.Tensor, target: Target, steps: int

@@ -14,17 +14,27 @@ from typing import Any
 import numpy as np
 import torch
 
+from surefoot.errors import SurefootError
 from surefoot.models.config import RopeScaling
+from surefoot.speculation.drafting.folders import errors_about
+from surefoot.speculation.proposers.eagle3.checkpoint import open_checkpoint
 from surefoot.speculation.proposers.eagle3.config import Eagle3Config
 from surefoot.train.corpus import Batch, Corpus, put
 from surefoot.train.eagle3.export import write_checkpoint
-from surefoot.train.eagle3.network import Eagle3Network
+from surefoot.train.eagle3.network import HEAD, Eagle3Network
 from surefoot.train.eagle3.options import Eagle3TrainOptions
+from surefoot.train.gguf import own_head
+from surefoot.train.initial import OPTION, places_of, refuse_others, take_weights
 from surefoot.train.loss import Teacher, compare, soft_cross_entropy, teach
 from surefoot.train.recipe import Drafted, Recipe
 from surefoot.train.target import Forward, Target
 from surefoot.train.vocabulary import choose_vocabulary
 
+_SAME = (
+    "layer_ids", "captured", "target_hidden_size", "norm_before_residual", "norm_before_fc",
+    "fc_norm", "norm_before_head", "norm_fed_back", "logit_scale",
+)  # fmt: skip
+"""What weights of another drafter must have been made for."""
 _HEAD_RATE = 0.1
 """A trained head learns that much slower: it starts where it works."""
 
@@ -131,6 +141,21 @@ class Eagle3Recipe(Recipe):
         if self.options.train_head:
             groups.append({"params": [network.head], "lr": _HEAD_RATE * rate})
         return groups
+
+    def begin_from(self, path: str) -> None:
+        with errors_about(OPTION):
+            checkpoint = open_checkpoint(path)
+        layers = checkpoint.config.layers_of(self.target.config.layers)
+        found = replace(checkpoint.config, layer_ids=layers)
+        refuse_others(path, found, self.network.config, _SAME)
+        if own_head(checkpoint, self.target) and not self.options.train_head:
+            raise SurefootError(
+                OPTION, f"{path} has a head of its own", "go on training it with --train-head"
+            )
+        # A head that the file leaves out is the target's: it is there already.
+        rows = {HEAD: places_of(checkpoint.target_ids, self.host_ids)}
+        tensors = {HEAD: self.target.head_rows(checkpoint.target_ids), **checkpoint.tensors}
+        take_weights(self.network, tensors, path, rows)
 
     def export(self, folder: Path) -> None:
         write_checkpoint(folder, self.network, self.host_ids, self.target, self.options.train_head)

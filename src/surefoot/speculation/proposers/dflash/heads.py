@@ -79,6 +79,8 @@ class MarkovChain(Walk):
         shape, tensors = checkpoint.config.markov, checkpoint.tensors
         assert shape is not None
         self.backend, self.kind, self.rank = backend, shape.kind, shape.rank
+        self.confident = checkpoint.config.confidence
+        """Whether another head says how likely drafts are."""
         self.reads_hidden = shape.kind != "vanilla"
         self.before, _ = backend.pack_embedding(tensors["markov_head.markov_w1.weight"])
         self.after = backend.pack_linear([tensors["markov_head.markov_w2.weight"]])
@@ -93,6 +95,13 @@ class MarkovChain(Walk):
     ) -> None:
         previous, state = current, None
         for part in parts:
+            if self.kind == "vanilla" and picker.stages == SamplingStages():
+                chances = None if self.confident else part.chances
+                self.backend.drafting.markov(
+                    part.logits, self.before, self.after, previous, picker.ids, part.tokens, chances
+                )
+                previous = part.tokens[-1]
+                continue
             for step, logits in enumerate(part.logits):
                 hidden = None if part.hidden is None else part.hidden[step]
                 logits, state = self.conditioned(logits, previous, hidden, state)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from surefoot.kernels.backend import FlatBatch, OutputRows
+from surefoot.kernels.backend import FlatBatch
 from surefoot.kernels.drafting import ContextWeights
 from surefoot.kernels.quant import dense
 from surefoot.models.config import ModelConfig
@@ -31,9 +31,6 @@ from surefoot.speculation.proposers.dflash.checkpoint import (
     misfits,
 )
 from surefoot.speculation.proposers.dflash.config import Visibility
-
-MOST_WANTED = 0.75
-"""The share of a block's rows above which the last layer computes all of them."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,10 @@ class DFlashNetwork(Network):
         if MASK in tensors:
             self.mask_embedding = dense(tensors[MASK]).to(backend.device, self.activations)
         self._masks = {
-            each: _mask_bits(each, self.block).to(backend.device) for each in set(config.layers)
+            each: [_mask_bits(each, rows).to(backend.device) for rows in range(self.block + 1)]
+            for each in set(config.layers)
         }
+        """By kind of layer and rows of a block."""
         kinds = itertools.groupby(enumerate(config.layers), key=lambda item: item[1])
         self._runs = [(kind, [index for index, _ in members]) for kind, members in kinds]
 
@@ -126,30 +125,10 @@ class DFlashNetwork(Network):
 
     # --- block --------------------------------------------------------------------------------
 
-    def rows_for(self, drafts: int) -> int:
-        """Rows of a block of which so many drafts are wanted. Rows that others see cannot be left
-        out: a shorter block would draft otherwise."""
-        if all(each.causal for each in self.config.layers):
-            return self.config.first_row + drafts
-        return self.block
-
-    def wanted_rows(self, drafts: int) -> range:
-        """The rows of a block whose last hidden states are wanted where so many drafts are: those
-        that these are predicted from, and those before them that convolutions read. All rows, where
-        too few would be left out to pay for it."""
-        rows, first = self.rows_for(drafts), self.config.first_row
-        wanted = range(0 if self.convolutions else first, first + drafts)
-        return wanted if len(wanted) <= MOST_WANTED * rows else range(rows)
-
     def step(
-        self,
-        features: torch.Tensor | None,
-        batch: FlatBatch,
-        kv: Sequence[Any],
-        outputs: OutputRows | None = None,
+        self, features: torch.Tensor | None, batch: FlatBatch, kv: Sequence[Any]
     ) -> torch.Tensor:
-        """Run blocks, whose rows are neighbours, without final norm. Needs no ``features``.
-        ``outputs``: the rows whose hidden states are returned, as many of each block."""
+        """Run blocks, whose rows are neighbours, without final norm. Needs no ``features``."""
         blocks = batch.span_start.shape[0]
         rows = batch.tokens.shape[0] // blocks
         x = self.backend.embed(self.table, batch.tokens)
@@ -158,18 +137,13 @@ class DFlashNetwork(Network):
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
         batches = {each: self._visible(batch, each, blocks, rows) for each in self._masks}
-        last = self.layers - 1
-        if outputs is not None:
-            outputs = _seeing(outputs, batches[self.config.layers[last]])
         for kind, indices in self._runs:
             if self.convolutions:
                 for index in indices:
-                    wanted = outputs if index == last else None
-                    x = self._convolved(index, x, batches[kind], kv[index], rows, wanted)
+                    x = self._convolved(index, x, batches[kind], kv[index], rows)
                 continue
             layers, pools = [self.stack[i] for i in indices], [kv[i] for i in indices]
-            wanted = outputs if last in indices else None
-            x, _ = self.backend.layers(layers, x, batches[kind], pools, self.rope, (), wanted)
+            x, _ = self.backend.layers(layers, x, batches[kind], pools, self.rope, ())
         return x
 
     def _visible(self, batch: FlatBatch, kind: Visibility, blocks: int, rows: int) -> FlatBatch:
@@ -181,33 +155,23 @@ class DFlashNetwork(Network):
             else:
                 oldest = batch.key_index - (kind.window - 1)
             oldest = oldest.clamp(min=self.first_key)
-        mask = self._masks[kind][:rows].repeat(blocks)
+        mask = self._masks[kind][rows].repeat(blocks)
         return replace(
             batch, mask=mask, oldest=oldest, all_masked=True,
             both_ways=not kind.causal and oldest is None,
         )  # fmt: skip
 
     def _convolved(
-        self,
-        index: int,
-        x: torch.Tensor,
-        batch: FlatBatch,
-        pool: Any,
-        rows: int,
-        outputs: OutputRows | None,
+        self, index: int, x: torch.Tensor, batch: FlatBatch, pool: Any, rows: int
     ) -> torch.Tensor:
-        """A layer with convolutions before and after each of its sublayers. ``outputs`` are the
-        first rows of each block: convolutions read the rows before."""
+        """A layer with convolutions before and after each of its sublayers."""
         backend, layer, drafting = self.backend, self.stack[index], self.backend.drafting
         attention, mlp = self.convolutions[index]
         assert layer.input_norm is not None
         inputs = backend.rms_norm(x, layer.input_norm, self.eps)
         before, after = self._coefficients(attention, inputs)
         mixed = drafting.convolve(inputs, attention.base[0], before, rows)
-        mixed = drafting.attention(layer, mixed, batch, pool, self.rope, outputs)
-        if outputs is not None:
-            x, after = x[outputs.index], after[outputs.index]
-            rows = rows * len(x) // len(inputs)
+        mixed = drafting.attention(layer, mixed, batch, pool, self.rope)
         x = x + drafting.convolve(mixed, attention.base[1], after, rows)
         inputs = backend.rms_norm(x, layer.post_norm, self.eps)
         before, after = self._coefficients(mlp, inputs)
@@ -237,17 +201,6 @@ class DFlashNetwork(Network):
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The hidden states as heads read them, after the final norm."""
         return self.backend.rms_norm(hidden, self.norm, self.eps)
-
-
-def _seeing(outputs: OutputRows, batch: FlatBatch) -> OutputRows:
-    """Rows of ``batch`` that see what they see there."""
-    assert batch.mask is not None
-    oldest = None if batch.oldest is None else batch.oldest[outputs.index]
-    some = replace(
-        outputs.batch, mask=batch.mask[outputs.index], oldest=oldest, all_masked=True,
-        both_ways=batch.both_ways,
-    )  # fmt: skip
-    return replace(outputs, batch=some)
 
 
 def _mask_bits(kind: Visibility, rows: int) -> torch.Tensor:

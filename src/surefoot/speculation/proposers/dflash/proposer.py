@@ -97,14 +97,12 @@ class DFlashProposer(NetworkProposer):
 
     def propose(self, slots: torch.Tensor) -> Drafts:
         network, depth, count = self.network, self.depth, len(slots)
-        rows = network.rows_for(depth)
-        # The last draft stands one position behind its row, where rows predict the next token.
-        live = self.pools.live_rows(slots, None, max(rows - 1, depth), self.wanted.max_keys)
+        # A block has no more masks than drafts are wanted: fewer draft as well, and cost less.
+        rows = network.config.first_row + depth
+        live = self.pools.live_rows(slots, None, depth, self.wanted.max_keys)
         batch = self.pools.block(live, rows, network.config.mask_token_id)
-        wanted = network.wanted_rows(depth)
-        outputs = None if len(wanted) == rows else self.pools.outputs(live, batch, wanted)
-        hidden = network.step(None, batch, self.pools.kv, outputs).view(count, len(wanted), -1)
-        first = network.config.first_row - wanted.start
+        hidden = network.step(None, batch, self.pools.kv).view(count, rows, -1)
+        first = network.config.first_row
         hidden = hidden[:, first : first + depth].transpose(0, 1).contiguous()
         normed = None
         if self.walk.reads_hidden or self.confidence is not None:

@@ -1,0 +1,124 @@
+"""The compiled operations of drafting against their torch twins and plain formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from surefoot.kernels.cpu.backend import NativeBackend
+from surefoot.kernels.cpu.build import native_unavailable
+from surefoot.kernels.drafting import Drafting, EntryWeights, LiveRows, Scratch
+from surefoot.kernels.quant import QuantTensor
+
+pytestmark = pytest.mark.skipif(
+    native_unavailable() is not None, reason=f"native kernels: {native_unavailable()}"
+)
+SLOTS, BLOCK, BLOCKS, LENGTH, WIDTH = 6, 4, 60, 50, 96
+THREADS = pytest.mark.parametrize("threads", [1, 3])
+
+
+def backend_of(threads: int = 2) -> NativeBackend:
+    return NativeBackend(torch.float32, threads=threads)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8])
+def test_live_rows(steps: int) -> None:
+    torch.manual_seed(steps)
+    length = torch.randint(2, LENGTH - 9, (SLOTS,))
+    length[0], length[1], length[2] = 1, BLOCK, BLOCK + 1
+    history = torch.randint(0, 99, (SLOTS, LENGTH))
+    before = torch.randn(SLOTS, WIDTH)
+    tables = torch.randint(1, BLOCKS, (SLOTS, LENGTH // BLOCK)).int()
+    size = -(-steps // BLOCK)
+    scratch = Scratch(BLOCKS, size, BLOCK, LENGTH // BLOCK + size)
+    slots = torch.tensor([3, 0, 1, 5, 2])
+    native = backend_of().drafting
+    for behind, features in ((0, None), (1, before)):
+        rest = slots, features, history, length, tables, scratch, steps, behind, 20
+        found, expected = native.live_rows(*rest), Drafting.live_rows(native, *rest)
+        for name in ("tokens", "keys", "positions", "tables"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        if features is not None:
+            assert torch.equal(found.features, before[slots])
+
+
+def test_block_rows() -> None:
+    torch.manual_seed(3)
+    keys = torch.randint(0, LENGTH, (6, 3))
+    tables = torch.zeros((3, 2), dtype=torch.int32)
+    live = LiveRows(torch.randint(0, 30, (3,)), None, keys, keys + 100, tables)
+    native = backend_of().drafting
+    for rows in (1, 3, 5):
+        found, expected = (
+            native.block_rows(live, rows, 29),
+            Drafting.block_rows(native, live, rows, 29),
+        )
+        for name, tensor in expected._asdict().items():
+            assert torch.equal(getattr(found, name), tensor), name
+
+
+def test_entry_inputs() -> None:
+    torch.manual_seed(1)
+    backend = backend_of()
+    rows, norms = torch.randn(30, WIDTH), [1 + torch.randn(WIDTH) / 5 for _ in range(2)]
+    weights = EntryWeights(backend.pack_embedding(rows)[0], norms[0], norms[1], 1e-5)
+    tokens, features = torch.randint(0, 30, (7, 3))[:, 1], torch.randn(7, WIDTH)
+    found = backend.drafting.entry_inputs(weights, tokens, features)
+    halves = [
+        torch.nn.functional.rms_norm(x.double(), (WIDTH,), norm.double(), 1e-5)
+        for x, norm in ((rows[tokens], norms[0]), (features, norms[1]))
+    ]
+    torch.testing.assert_close(found.double(), torch.cat(halves, dim=1), rtol=1e-5, atol=1e-6)
+    assert torch.equal(backend.rms_norm(features, norms[1], 1e-5), found[:, WIDTH:])
+    with pytest.raises(IndexError, match="vocabulary of 30"):
+        backend.drafting.entry_inputs(weights, tokens + 30, features)
+
+
+@pytest.mark.parametrize("width", [7, 48, 5000])
+def test_likeliest(width: int) -> None:
+    torch.manual_seed(width)
+    logits = torch.randn(5, width) * 4
+    logits[1, 5] = logits[1, 3] = 20.0
+    logits[2, :] = float("-inf")
+    logits[2, width - 1] = -3.0
+    ids = torch.randperm(width * 2)[:width]
+    for mapped in (None, ids):
+        tokens, chances = torch.zeros((5, 3), dtype=torch.int64), torch.zeros((5, 3))
+        backend_of().drafting.likeliest(logits, mapped, tokens[:, 1], chances[:, 1])
+        best = logits.argmax(dim=1)
+        assert torch.equal(tokens[:, 1], best if mapped is None else ids[best])
+        expected = logits.double().softmax(dim=1).amax(dim=1)
+        torch.testing.assert_close(chances[:, 1].double(), expected, rtol=1e-5, atol=1e-7)
+        assert not tokens[:, (0, 2)].any() and not chances[:, (0, 2)].any()
+
+
+@THREADS
+@pytest.mark.parametrize("width", [3, 700])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_markov_chain(width: int, packed: bool, threads: int) -> None:
+    """As a loop of one operation after another, whatever the number of threads; the first of
+    equals where a token's row adds nothing."""
+    torch.manual_seed(width)
+    backend = backend_of(threads)
+    embedding, projection = torch.randn(1000, 64), torch.randn(width, 64)
+    embedding[4] = 0
+    kinds = [QuantTensor.of(each) if packed else each for each in (embedding, projection)]
+    before, after = backend.pack_embedding(kinds[0])[0], backend.pack_linear([kinds[1]])
+    ids = torch.randperm(1000)[:width]
+    current = torch.tensor([7, 4, 999])
+    logits = torch.randn(4, 3, width) * 8
+    logits[0, 1] = 1.0
+    for mapped in (None, ids):
+        tokens = torch.empty(4, 3, dtype=torch.int64)
+        chances = torch.empty(4, 3)
+        again, other = torch.empty_like(tokens), torch.empty_like(chances)
+        rest = before, after, current, mapped
+        backend.drafting.markov(logits.clone(), *rest, tokens, chances)
+        Drafting.markov(backend.drafting, logits.clone(), *rest, again, other)
+        assert torch.equal(tokens, again)
+        torch.testing.assert_close(chances, other)
+        assert tokens[0, 1] == (0 if mapped is None else ids[0])
+        backend.drafting.markov(logits.clone(), *rest, again, None)
+        assert torch.equal(tokens, again)
+    with pytest.raises(IndexError, match="vocabulary of 1000"):
+        backend.drafting.markov(logits, before, after, current + 1, None, tokens, None)
