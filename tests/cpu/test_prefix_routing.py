@@ -78,6 +78,13 @@ def test_what_is_no_json_object_still_has_a_prefix() -> None:
         assert len(prefix_hashes(odd)) == 0
 
 
+def test_hostile_bodies_have_prefixes_too() -> None:
+    deep = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    digits = b'{"prompt": ' + b"9" * 10_000 + b"}"
+    for hostile in (deep, digits):
+        assert len(prefix_hashes(hostile)) == min(MOST_BLOCKS, len(hostile) // BLOCK_BYTES)
+
+
 def test_long_texts_are_not_looked_through() -> None:
     hashes = prefix_hashes(body(prompt="a" * (BLOCK_BYTES * (MOST_BLOCKS + 5))))
     assert len(hashes) == MOST_BLOCKS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections import OrderedDict
@@ -11,6 +12,7 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from surefoot.kv.block_pool import chain_hash
+from surefoot.server.json_limits import check_text
 
 BLOCK_BYTES = 64
 """Of a request's text that one hash stands for: about as many tokens as a block of KV holds."""
@@ -37,11 +39,13 @@ def prefix_hashes(body: bytes) -> list[bytes]:
     Of a JSON object that is what becomes the prompt, whatever else the request says; of anything
     else, such as a body that was cut off on its way here, all of it.
     """
-    try:
+    text = body
+    # The replica refuses what takes too long to decode.
+    with contextlib.suppress(ValueError, RecursionError):
+        check_text(body)
         request = json.loads(body)
-    except ValueError:
-        request = None
-    text = prompt_text(request) if isinstance(request, dict) else body
+        if isinstance(request, dict):
+            text = prompt_text(request)
     hashes: list[bytes] = []
     end = min(len(text), MOST_BLOCKS * BLOCK_BYTES)
     for start in range(0, end - BLOCK_BYTES + 1, BLOCK_BYTES):
