@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import time
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from harness import Job, make_engine, needs_native, run_alone, run_jobs
 from surefoot.engine.engine import Engine
 from surefoot.kernels.batch import FlatBatch
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
-from surefoot.speculation.decisions import Decision, Situation
+from surefoot.speculation.decisions import Decision, Landed, Situation
 from surefoot.speculation.fixed import FixedPlanner
 from surefoot.speculation.proposer import Drafts
 from surefoot.speculation.proposers.eagle3.proposer import Eagle3Proposer
@@ -61,6 +62,9 @@ class Drowsy(FixedPlanner):
             return decision
         others = tuple(index for index in decision.proposers if index not in self.drafters)
         return replace(decision, proposers=others)
+
+    def landed(self, decision: Decision, situation: Situation, outcome: Landed) -> None:
+        self.seconds = outcome.device_seconds
 
 
 class Watch:
@@ -265,6 +269,25 @@ def test_blocks_of_one_that_left_asleep_are_not_written_again() -> None:
         taken = engine.kv.leases.get(stays.request_id)
         own -= set(taken.blocks) if taken else set()
     assert not own and watch.check() > 20
+
+
+@needs_native
+def test_what_is_owed_for_earlier_rounds_is_no_part_of_a_round_s_time() -> None:
+    engine = engine_of("native", proposers=(DRAFTER,))
+    drowsy, watch = Drowsy(engine, 0), Watch(engine)
+    stepped(engine, [Job(PROMPT, LONG)], 10)
+    network = cast(Eagle3Proposer, engine.proposers[watch.index]).network
+
+    def write_slowly(features: torch.Tensor, batch: FlatBatch, kv: Any) -> None:
+        time.sleep(0.03 * (len(batch.tokens) > 3))
+        watch.write_keys(features, batch, kv)
+
+    network.write_keys = write_slowly  # type: ignore[method-assign]
+    drowsy.awake = 10
+    begun = time.perf_counter()
+    engine.step()
+    assert time.perf_counter() - begun > 0.03
+    assert (drowsy.seconds or 1.0) < time.perf_counter() - begun - 0.03
 
 
 @ROUNDS

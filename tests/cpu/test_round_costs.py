@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -28,6 +30,19 @@ def exact(factor: float = 1.0) -> ExactCosts:
 def ratio(costs: ExactCosts, drafts: int) -> float:
     _, seconds = costs.table(1, 0, NOTHING, drafts, 100.0)
     return float(seconds[-1] / seconds[0])
+
+
+def test_a_drafter_pays_for_the_call_and_for_its_steps() -> None:
+    parts = {0: Proposing(5e-4, 1e-5, longest=3, call_seconds=1e-3)}
+    costs = ExactCosts([1], [5e-3], parts)
+
+    def seconds(requests: int, steps: int) -> float:
+        action = ((0,), steps) if steps else NOTHING
+        return float(costs.table(requests, 0, action, 0, 100.0)[1][0])
+
+    for requests, steps in ((1, 1), (1, 3), (4, 2)):
+        added = seconds(requests, steps) - seconds(requests, 0)
+        assert math.isclose(added, 1e-3 + steps * (5e-4 + 1e-5 * requests), rel_tol=1e-6)
 
 
 # --- beliefs --------------------------------------------------------------------------------------

@@ -124,12 +124,6 @@ MUTATIONS = (
     ),
     m(
         DFLASH + "network.py",
-        "return self.config.first_row + drafts\n        return self.block",
-        "return self.config.first_row + drafts\n        return self.config.first_row + drafts",
-        ENGINE,
-    ),
-    m(
-        DFLASH + "network.py",
         "x = x * self.config.embedding_scale",
         "x = x.clone()",
         DRAFTER,

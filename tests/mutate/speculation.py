@@ -20,9 +20,40 @@ MUTATIONS = (
     ),
     m(
         "speculation/costs.py",
-        "guess = times * (own.seconds + own.request_seconds * requests)",
-        "guess = times * own.seconds",
+        "own.call_seconds + times * (own.seconds + own.request_seconds * requests)",
+        "own.call_seconds + times * own.seconds",
         "test_round_costs.py",
+    ),
+    m(
+        "speculation/costs.py",
+        "own.call_seconds + times * (own.seconds",
+        "times * (own.seconds",
+        "test_round_costs.py",
+    ),
+    # --- drafters that sleep ----------------------------------------------------------------------
+    m(
+        "speculation/backlog.py",
+        "order = sorted(range(len(owners)), key=owners.__getitem__)",
+        "order = list(range(len(owners)))",
+        "test_drafter_state.py",
+    ),
+    m(
+        "speculation/round.py",
+        "self.late_seconds += max(0.0, seconds - self._catch_up_seconds)",
+        "self.late_seconds += 0.0",
+        "test_drafter_state.py",
+    ),
+    m(
+        "engine/loop.py",
+        "        self.round.catch_up_late()\n        now",
+        "        now",
+        "test_drafter_state.py",
+    ),
+    m(
+        "engine/loop.py",
+        "            self.round.catch_up_late()\n        batch",
+        "            pass\n        batch",
+        "test_drafter_state.py",
     ),
     m(
         "speculation/costs.py",
@@ -368,8 +399,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/round.py",
-        "            if index in self.controller.active\n",
-        "            if True\n",
+        "told = [index for index in self.stateful if index in self.controller.active]",
+        "told = list(self.stateful)",
         "test_server_core.py::test_a_proposer_that_fails_is_switched_off_and_the_texts_go_on",
     ),
     # --- acceptance -------------------------------------------------------------------------------
