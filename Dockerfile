@@ -2,6 +2,8 @@
 # --build-arg TORCH=cuda for NVIDIA GPUs. No model is inside: models come into the volume /cache.
 ARG PYTHON=3.12
 ARG TORCH=cpu
+# ray: for replicas on Kubernetes (docs/scale.md).
+ARG EXTRAS=server
 # What the tests pass with.
 ARG TORCH_VERSION=2.13.0
 
@@ -15,9 +17,10 @@ RUN SUREFOOT_COMMIT=${COMMIT} pip wheel --no-cache-dir --no-deps --wheel-dir /wh
 
 FROM python:${PYTHON}-slim-bookworm AS base
 # The CPU kernels are compiled on the first start, for the CPU that is there, and so are Triton's.
+# KubeRay asks for a pod's health with wget.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev wget \
     && rm -rf /var/lib/apt/lists/*
 COPY constraints-cpu.txt /constraints.txt
 
@@ -32,9 +35,10 @@ RUN pip install --no-cache-dir --constraint /constraints.txt "torch==${TORCH_VER
 
 # hadolint ignore=DL3006
 FROM torch-${TORCH}
+ARG EXTRAS
 COPY --from=wheel /wheels /wheels
 RUN set -- /wheels/*.whl \
-    && pip install --no-cache-dir --constraint /constraints.txt "$1[server]" \
+    && pip install --no-cache-dir --constraint /constraints.txt "$1[${EXTRAS}]" \
     && useradd --uid 10001 --home-dir /cache --create-home surefoot
 USER 10001
 WORKDIR /cache

@@ -29,6 +29,7 @@ FLOORS = [
     {"speculation"},
     {"engine"},
     {"server", "certify", "bench", "train"},
+    {"ray"},
     {"cli"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -39,6 +40,7 @@ HOMES = {
     "flash_attn": {"kernels"},
     "flashinfer": {"kernels"},
     "llguidance": {"sampling"},
+    "ray": {"ray"},
     "typer": {"cli"},
     "rich": {"cli", "bench", "certify"},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from surefoot.server.exposition import Exposition
+from surefoot.server.exposition import Exposition, by_replica, page_of
 from surefoot.server.messages import Ready
 from surefoot.server.metrics import DraftCounts, Histogram, Metrics
 
@@ -42,7 +43,7 @@ def test_drafts_are_counted_by_position() -> None:
 
 @cache
 def families() -> list[Any]:
-    """Of the page of a server with a GPU, on which everything has happened once."""
+    """Of the page of a replica with a GPU, on which everything has happened once."""
     sizes = {"total": 9, "weights": 4}
     build = {"version": "1", "backend": "torch", "device": "cpu", "dtype": "float32"}
     ready = Ready(
@@ -52,8 +53,8 @@ def families() -> list[Any]:
     metrics.statuses["GET", "/health", "200"] += 1
     metrics.drafts["ngram"].count_offer(3)
     metrics.drafts["ngram"].count(2, 1)
-    page = Exposition(metrics, "model", core=os.getpid()).page().decode()
-    return list(text_string_to_metric_families(page))
+    own = Exposition(metrics, "model", core=os.getpid()).families()
+    return list(text_string_to_metric_families(page_of(by_replica({"x": own})).decode()))
 
 
 def labels() -> dict[str, set[str]]:
@@ -72,10 +73,27 @@ def exported() -> tuple[set[str], set[str]]:
     return samples, samples | {family.name for family in families()}
 
 
+def test_replicas_share_a_page() -> None:
+    def own(value: int) -> list[Any]:
+        metrics = Metrics(Ready("", 64, 64, 2, 3, 99, (2,), [], saving_known=True))
+        metrics.prompt_tokens = value
+        metrics.first_token.observe(value)
+        return Exposition(metrics, "model").families()
+
+    page = page_of(by_replica({"a": own(3), "b": own(5)})).decode()
+    found = list(text_string_to_metric_families(page))
+    assert len({family.name for family in found}) == len(found)
+    [tokens] = [family for family in found if family.name == "surefoot_prompt_tokens"]
+    assert {s.labels["replica"]: s.value for s in tokens.samples} == {"a": 3, "b": 5}
+    for family in found:
+        for sample in family.samples:
+            assert "replica" in sample.labels, family.name
+
+
 def test_memory_is_exported_by_part() -> None:
     def sizes_by_part(sizes: dict[str, int]) -> dict[str, float]:
         ready = Ready("", 64, 64, 2, 3, 99, (2,), [], saving_known=True, memory=sizes)
-        page = Exposition(Metrics(ready), "model").page().decode()
+        page = asyncio.run(Exposition(Metrics(ready), "model").page()).decode()
         every = text_string_to_metric_families(page)
         [found] = [f for f in every if f.name == "surefoot_memory_bytes"] or [None]
         return {s.labels["part"]: s.value for s in found.samples} if found else {}

@@ -106,6 +106,14 @@ def serve(
             "--trust-request-chat-template", help="Let requests bring chat templates of their own."
         ),
     ] = False,
+    replicas: Annotated[
+        int | None,
+        _server(
+            metavar="N",
+            help="Run N engines on this machine, under Ray Serve; requests that share a prefix go "
+            "to the same one. (default: one engine, without Ray)",
+        ),
+    ] = None,
     access_log: Annotated[
         bool, _server("--access-log", help="Log every request on the standard output.")
     ] = False,
@@ -150,7 +158,13 @@ def serve(
     with contextlib.ExitStack() as loading:
         progress = loading.enter_context(progress_bars())
         progress("Starting", 0, 0)
-        status = serve_(EngineConfig.from_dict(engine), config, progress, loading.close)
+        settings = EngineConfig.from_dict(engine)
+        if replicas is None:
+            status = serve_(settings, config, progress, loading.close)
+        else:
+            from surefoot.ray.local import serve_replicas
+
+            status = serve_replicas(settings, config, replicas, loading.close)
     raise typer.Exit(status)
 
 

@@ -256,7 +256,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", **_documented(401, media="text/plain"))
     async def metrics() -> Response:
         """For Prometheus."""
-        return Response(service.exposition.page(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(await service.exposition.page(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _json(value: Any) -> Response:

@@ -3,7 +3,7 @@ benchmarks for vLLM read. Both are views of the same numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -223,6 +223,35 @@ class _Exporter(Collector):
         return family
 
 
+def by_replica(pages: Mapping[str, Sequence[Metric]]) -> list[Metric]:
+    """The metrics of several replicas: one family of each name, whose samples have the label
+    ``replica``."""
+    families: dict[str, Metric] = {}
+    for replica, page in pages.items():
+        for family in page:
+            empty = Metric(family.name, family.documentation, family.type, family.unit)
+            families.setdefault(family.name, empty).samples += [
+                sample._replace(labels={"replica": replica, **sample.labels})
+                for sample in family.samples
+            ]
+    return list(families.values())
+
+
+class _Fixed(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def page_of(families: Iterable[Metric]) -> bytes:
+    """Metrics in Prometheus' text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Fixed(families))
+    return generate_latest(registry)
+
+
 class Exposition:
     """The page that Prometheus reads."""
 
@@ -234,5 +263,10 @@ class Exposition:
         if core is not None:
             ProcessCollector("surefoot_core", lambda: core, registry=self._registry)
 
-    def page(self) -> bytes:
-        return generate_latest(self._registry)
+    def families(self) -> list[Metric]:
+        """All metrics, as they are now."""
+        return list(self._registry.collect())
+
+    async def page(self) -> bytes:
+        """In Prometheus' text format."""
+        return page_of(self.families())

@@ -9,10 +9,11 @@ import math
 import signal
 import socket
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import uvicorn
+from fastapi import FastAPI
 
 from surefoot.config import EngineConfig
 from surefoot.engine.garbage import only_new_garbage
@@ -143,27 +144,9 @@ async def _serve(
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, loading.cancel)
     try:
         await core.spawn()
-        name, tokenizer = load_tokenizer(engine.model, progress)
-        if config.chat_template is not None:
-            tokenizer.replace_chat_template(read_chat_template(config.chat_template))
-        ready = await core.load(engine, progress)
-        front = Front(core, ready, tokenizer, config.max_queue)
-        names = config.names or (name,)
-        settings = ServiceSettings(
-            names,
-            config.request_timeout,
-            config.tool_call_parser,
-            config.trust_request_chat_template,
-        )
-        service = Service(front, settings)
-        app = create_app(
-            service,
-            api_keys=config.api_keys,
-            allowed_hosts=hosts(config.allowed_hosts, listener),
-            cors_origins=config.cors_origins,
-            max_body_bytes=config.max_body_bytes,
-            access_log=config.access_log,
-        )
+        service = await load_service(core, engine, config, progress)
+        front = service.front
+        app = make_app(service, config, hosts(config.allowed_hosts, listener))
         http = _Http(
             uvicorn.Config(
                 app,
@@ -183,7 +166,7 @@ async def _serve(
         if config.access_log is not None:
             log_to_stdout()
         loaded()
-        print(f"{names[0]}: {ready.description}", file=sys.stderr)
+        print(f"{service.settings.names[0]}: {front.ready.description}", file=sys.stderr)
         if service.prompts.description:
             print(service.prompts.description, file=sys.stderr)
         if not config.api_keys and not is_local(listener):
@@ -197,6 +180,42 @@ async def _serve(
             return await _run(http, front, listener, config.shutdown_timeout)
     finally:
         await core.close()
+
+
+async def load_service(
+    core: CoreProcess,
+    engine: EngineConfig,
+    config: ServerConfig,
+    progress: ProgressCallback | None = None,
+) -> Service:
+    """Have a core that was spawned load the model, and return what answers for it. Its front does
+    not ``listen`` yet. Raises SurefootError for a mistake in the configuration, and CoreDied."""
+    name, tokenizer = load_tokenizer(engine.model, progress)
+    if config.chat_template is not None:
+        tokenizer.replace_chat_template(read_chat_template(config.chat_template))
+    ready = await core.load(engine, progress)
+    settings = ServiceSettings(
+        config.names or (name,),
+        config.request_timeout,
+        config.tool_call_parser,
+        config.trust_request_chat_template,
+    )
+    return Service(Front(core, ready, tokenizer, config.max_queue), settings)
+
+
+def make_app(
+    service: Service, config: ServerConfig, allowed_hosts: Sequence[str] | None
+) -> FastAPI:
+    """The HTTP surface of a service, guarded as configured. Without ``allowed_hosts`` any host may
+    be meant."""
+    return create_app(
+        service,
+        api_keys=config.api_keys,
+        allowed_hosts=allowed_hosts,
+        cors_origins=config.cors_origins,
+        max_body_bytes=config.max_body_bytes,
+        access_log=config.access_log,
+    )
 
 
 async def _run(http: _Http, front: Front, listener: socket.socket, patience: float) -> int:
