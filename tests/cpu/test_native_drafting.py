@@ -39,6 +39,7 @@ def test_live_rows(steps: int) -> None:
         for name in ("tokens", "keys", "positions", "tables"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
         if features is not None:
+            assert found.features is not None
             assert torch.equal(found.features, before[slots])
 
 

@@ -281,8 +281,9 @@ class Round:
         commits = Commits(
             slots, verdict.first, verdict.settled, layout.first_row, layout.batch, features
         )
-        trees = tree_rows is not None and paths is not None
-        if trees:
+        trees = False
+        if tree_rows is not None and paths is not None:
+            trees = True
             commits = self.books.follow_paths(commits, layout, *tree_rows, paths)
         self.tell(told, commits)
         if not drafters:
