@@ -1,4 +1,4 @@
-"""The DFlash family in the round: one pass of a small network drafts a whole block.
+"""The DFlash family in the round: one pass of a small network drafts a block.
 
 After every round it *catches up*: each position whose target KV was written gets its entry in the
 keys and values of all the drafter's layers, from the target's feature at that position alone. To
