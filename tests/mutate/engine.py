@@ -264,8 +264,8 @@ MUTATIONS = (
     # --- text -------------------------------------------------------------------------------------
     m(
         "engine/output.py",
-        "            for size in range(min(len(stop) - 1, length), held, -1):",
-        "            for size in range(min(len(stop) - 2, length), held, -1):",
+        "self._sorted_stops[place].startswith(tail)",
+        "self._sorted_stops[place] == tail",
         "test_server_stream.py",
     ),
     m(

@@ -31,8 +31,8 @@ MUTATIONS = (
     ),
     m(
         "server/answer.py",
-        "    pieces = stream.take(final=choice.finished)",
-        "    pieces = stream.take(final=False)",
+        "    pieces = stream.take(choice.finished, last)",
+        "    pieces = stream.take(False, last)",
         "test_server_stream.py",
     ),
     m(

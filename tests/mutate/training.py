@@ -137,7 +137,7 @@ MUTATIONS = (
     ),
     m(
         TRAIN + "generate.py",
-        'writer.seen.add(read_shard(path)["keys"])',
+        'seen.add(read_shard(path)["keys"])',
         "pass",
         DATA,
     ),

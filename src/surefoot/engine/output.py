@@ -177,7 +177,8 @@ class TextStream:
     def _safe_length(self) -> int:
         """Length of the text without the longest tail that is a proper prefix of a stop string."""
         # Places that do not begin such a tail are handed out, so each is looked at once.
-        for at in range(self._emitted, len(self.text)):
+        longest = max(map(len, self._stops))
+        for at in range(max(self._emitted, len(self.text) - longest + 1), len(self.text)):
             tail = self.text[at:]
             place = bisect.bisect_right(self._sorted_stops, tail)
             if place < len(self._sorted_stops) and self._sorted_stops[place].startswith(tail):
