@@ -20,7 +20,8 @@ from surefoot.models.loading.embedded import embedded_path
 from surefoot.request import SamplingParams
 from tiny_models import tiny_hf_model, tiny_weights
 
-TOLERANCE = 1e-4
+TOLERANCE = 2e-4
+"""Products of other libraries sum in other orders: up to 1.04e-4 was seen, on an AMD processor."""
 TIE = 1e-4
 BLOCK = 4
 BACKENDS = [pytest.param("native", marks=needs_native), "torch"]
