@@ -109,13 +109,3 @@ def test_the_planner_finds_how_many_drafts_of_blocks_pay(requests: int) -> None:
     explored = planner.explored
     assert world.run(planner, 300) > 0.985 * best
     assert planner.explored - explored < 30
-
-
-def test_another_load_is_weighed_anew_at_once() -> None:
-    """What paid for few requests is not believed of many until some dozens of rounds have said
-    otherwise."""
-    planner, worlds = engines(32, 128)
-    for requests in (32, 128):
-        worlds[requests].run(planner, 60)
-    for requests in (32, 128, 32):
-        assert worlds[requests].run(planner, 30) > 0.96 * best_of(requests), requests

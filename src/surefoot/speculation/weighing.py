@@ -19,8 +19,6 @@ _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
 _WEIGH_EVERY = 5
 """Rounds between two looks whether another action is better."""
-_OTHER_LOAD = 1.5
-"""A number of requests that is so many times another one is another situation."""
 
 
 class Weighing:
@@ -37,8 +35,6 @@ class Weighing:
         self.best = NOTHING
         self._promises: dict[Action, Promise] = {}
         """Of each action, when it was weighed last."""
-        self._weighed_for = 0
-        """Requests when all of them were weighed, or the first."""
         self._turn = 0
         self._allowed_for: tuple[int, tuple[int, ...], int] | None = None
         self._allowed_actions: tuple[Action, ...] = ()
@@ -97,13 +93,6 @@ class Weighing:
             return
         if self.best not in actions:
             self.best = max(actions, key=lambda action: self._promise_of(action).rate)
-        self._weighed_for = self._weighed_for or situation.requests
-        if not 1 / _OTHER_LOAD < situation.requests / self._weighed_for < _OTHER_LOAD:
-            # Promises for few requests say nothing of many.
-            self._weighed_for = situation.requests
-            self._promises = {a: self.promise(situation, a, plain) for a in actions}
-            other = max(actions, key=lambda action: self._promise_of(action).rate)
-            self._prefer(other, situation, plain)
         # One now and then, and none older than that: of old promises the best would be too good.
         self._turn += 1
         if self._turn % _WEIGH_EVERY == 0:
@@ -112,19 +101,15 @@ class Weighing:
             return
         other = self._other(actions, self._turn // _WEIGH_EVERY)
         self._promises[other] = self.promise(situation, other, plain)
-        self._prefer(other, situation, plain)
-
-    def _prefer(self, other: Action, situation: Situation, plain: float) -> None:
-        """Make ``other`` the best action if it promises enough more."""
-        if self._promises[other].rate <= self.margin * self._promise_of(self.best).rate:
-            return
-        # Texts repeat themselves for a while, now and then, and nothing tells when but a look.
-        # That is given up where it does not pay in the long run.
-        if set(self.best[0]) - set(other[0]) - self.offers.drafters:
-            rates = (self.promise(situation, a, plain, False).rate for a in (self.best, other))
-            if next(rates) > next(rates):
-                return
-        self.best = other
+        if self._promises[other].rate > self.margin * self._promise_of(self.best).rate:
+            # Texts repeat themselves for a while, now and then, and nothing tells when but a look.
+            # That is given up where it does not pay in the long run.
+            looks = set(self.best[0]) - set(other[0]) - self.offers.drafters
+            if looks:
+                rates = (self.promise(situation, a, plain, False).rate for a in (self.best, other))
+                if next(rates) > next(rates):
+                    return
+            self.best = other
 
     def _other(self, actions: tuple[Action, ...], turn: int) -> Action:
         """What is weighed against the best action: its neighbours in depth and other proposers, and
