@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from live_inputs import LENGTH, live_inputs
 from surefoot.kernels.cpu.backend import NativeBackend
 from surefoot.kernels.cpu.build import native_unavailable
-from surefoot.kernels.drafting import Drafting, EntryWeights, LiveRows, Scratch
+from surefoot.kernels.drafting import Drafting, EntryWeights, LiveRows
 from surefoot.kernels.quant import QuantTensor
 
 pytestmark = pytest.mark.skipif(
     native_unavailable() is not None, reason=f"native kernels: {native_unavailable()}"
 )
-SLOTS, BLOCK, BLOCKS, LENGTH, WIDTH = 6, 4, 60, 50, 96
+WIDTH = 96
 THREADS = pytest.mark.parametrize("threads", [1, 3])
 
 
@@ -23,15 +24,7 @@ def backend_of(threads: int = 2) -> NativeBackend:
 
 @pytest.mark.parametrize("steps", [1, 3, 8])
 def test_live_rows(steps: int) -> None:
-    torch.manual_seed(steps)
-    length = torch.randint(2, LENGTH - 9, (SLOTS,))
-    length[0], length[1], length[2] = 1, BLOCK, BLOCK + 1
-    history = torch.randint(0, 99, (SLOTS, LENGTH))
-    before = torch.randn(SLOTS, WIDTH)
-    tables = torch.randint(1, BLOCKS, (SLOTS, LENGTH // BLOCK)).int()
-    size = -(-steps // BLOCK)
-    scratch = Scratch(BLOCKS, size, BLOCK, LENGTH // BLOCK + size)
-    slots = torch.tensor([3, 0, 1, 5, 2])
+    slots, before, history, length, tables, scratch = live_inputs(steps, WIDTH)
     native = backend_of().drafting
     for behind, features in ((0, None), (1, before)):
         rest = slots, features, history, length, tables, scratch, steps, behind, 20

@@ -12,9 +12,10 @@ pytest.importorskip("triton")
 
 import triton_interpreter  # isort: skip
 
+from live_inputs import BLOCK, BLOCKS, LENGTH, SLOTS, live_inputs
 from surefoot.bench.synthetic import ALWAYS, conditional_thresholds, tokens_at
 from surefoot.kernels.batch import FlatBatch
-from surefoot.kernels.drafting import EntryWeights, LiveRows, Scratch
+from surefoot.kernels.drafting import EntryWeights, LiveRows
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.triton.acceptance import tokens_at as kernel
 from surefoot.kernels.triton.drafting import TritonDrafting
@@ -26,7 +27,7 @@ from triton_interpreter import DEVICE
 pytestmark = pytest.mark.skipif(
     triton_interpreter.ON_GPU, reason="tests/gpu run the same checks compiled"
 )
-WIDTH, SLOTS, BLOCK, BLOCKS, LENGTH = 40, 6, 4, 60, 50
+WIDTH = 40
 BACKEND = TorchBackend(DEVICE, torch.float32)
 TORCH, TRITON = BACKEND.drafting, TritonDrafting(BACKEND)
 
@@ -104,15 +105,8 @@ def test_shift_features(seed: int, masked: bool) -> None:
 
 @pytest.mark.parametrize("steps", [1, 3, 8])
 def test_live_rows(steps: int) -> None:
-    torch.manual_seed(steps)
-    length = torch.randint(2, LENGTH - 9, (SLOTS,))
-    length[0], length[1], length[2] = 1, BLOCK, BLOCK + 1
-    history = torch.randint(0, 99, (SLOTS, LENGTH))
-    before = torch.randn(SLOTS, WIDTH)
-    tables = torch.randint(1, BLOCKS, (SLOTS, LENGTH // BLOCK)).int()
-    size = -(-steps // BLOCK)
-    scratch = Scratch(BLOCKS, size, BLOCK, LENGTH // BLOCK + size)
-    slots = torch.tensor([3, 0, 1, 5, 2])
+    slots, before, history, length, tables, scratch = live_inputs(steps, WIDTH)
+    size = scratch.blocks
     for behind in (0, 1):
         rest = history, length, tables, scratch, steps, behind, 20
         bare = [module.live_rows(slots, None, *rest) for module in (TORCH, TRITON)]

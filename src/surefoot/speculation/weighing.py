@@ -19,6 +19,8 @@ _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
 _WEIGH_EVERY = 5
 """Rounds between two looks whether another action is better."""
+_OTHER_LOAD = 1.5
+"""How many times more or fewer requests make what was promised before worthless."""
 
 
 class Weighing:
@@ -36,6 +38,8 @@ class Weighing:
         self._promises: dict[Action, Promise] = {}
         """Of each action, when it was weighed last."""
         self._turn = 0
+        self._weighed_for = 0
+        """Requests when the depths of the best action's proposers were compared with each other."""
         self._allowed_for: tuple[int, tuple[int, ...], int] | None = None
         self._allowed_actions: tuple[Action, ...] = ()
 
@@ -93,6 +97,11 @@ class Weighing:
             return
         if self.best not in actions:
             self.best = max(actions, key=lambda action: self._promise_of(action).rate)
+        self._weighed_for = self._weighed_for or situation.requests
+        load = situation.requests / self._weighed_for
+        if not 1 / _OTHER_LOAD < load < _OTHER_LOAD:
+            self._weighed_for = situation.requests
+            self._climb(situation, actions, plain)
         # One now and then, and none older than that: of old promises the best would be too good.
         self._turn += 1
         if self._turn % _WEIGH_EVERY == 0:
@@ -101,7 +110,7 @@ class Weighing:
             return
         other = self._other(actions, self._turn // _WEIGH_EVERY)
         self._promises[other] = self.promise(situation, other, plain)
-        if self._promises[other].rate > self.margin * self._promise_of(self.best).rate:
+        if self._better(other, self.best):
             # Texts repeat themselves for a while, now and then, and nothing tells when but a look.
             # That is given up where it does not pay in the long run.
             looks = set(self.best[0]) - set(other[0]) - self.offers.drafters
@@ -110,6 +119,21 @@ class Weighing:
                 if next(rates) > next(rates):
                     return
             self.best = other
+
+    def _climb(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> None:
+        """Under another load, how far to draft is another question: from depth to depth, as long
+        as the next one is better."""
+        own = [action for action in actions if action[0] == self.best[0]]
+        self._promises |= {action: self.promise(situation, action, plain) for action in own}
+        at = own.index(self.best)
+        for step in (-1, 1):
+            while 0 <= at + step < len(own) and self._better(own[at + step], own[at]):
+                at += step
+        self.best = own[at]
+
+    def _better(self, other: Action, than: Action) -> bool:
+        """Whether ``other`` promises enough more."""
+        return self._promises[other].rate > self.margin * self._promise_of(than).rate
 
     def _other(self, actions: tuple[Action, ...], turn: int) -> Action:
         """What is weighed against the best action: its neighbours in depth and other proposers, and
