@@ -68,6 +68,25 @@ def test_chunks_are_as_long_as_running_requests_can_bear() -> None:
     assert [spans["c"] for spans in seen[2:]] == [2, 2, 2, 1]
 
 
+def test_chunks_whose_logprobs_are_wanted_are_shorter_beside_running_requests() -> None:
+    engine = make_engine(
+        tiny_decoder(), max_num_batched_tokens=8, max_num_seqs=4, enable_prefix_caching=False
+    )
+    engine.rounds.chunk_limit = lambda decoding: 5
+    seen = watch_spans(engine)
+    scored = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, prompt_logprobs=1)
+    add(engine, "a", 8, scored)
+    engine.step()
+    assert seen == [{"a": 8}], "nobody waits beside it"
+    add(engine, "b", 5, scored)
+    add(engine, "c", 5)
+    for _ in range(3):
+        engine.step()
+    chunks = [{name: rows for name, rows in spans.items() if name != "a"} for spans in seen[1:]]
+    # A row of b takes the place of two.
+    assert chunks == [{"b": 2}, {"b": 2, "c": 1}, {"b": 1, "c": 4}]
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_prompts_ride_with_drafts(ahead: bool) -> None:
     """A prompt that arrives costs its neighbours neither their drafts nor a round of their own."""

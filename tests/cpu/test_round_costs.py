@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from surefoot.engine.recording import _longest_chunk
 from surefoot.speculation.beliefs import Beliefs, in_line
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action
@@ -370,3 +373,10 @@ def test_the_host_is_believed_as_it_is_now(factor: float) -> None:
     for drafting in (0, 256):
         want = factor * host_seconds(512, drafting, 0)
         assert costs.seconds(512, drafting) == pytest.approx(want, rel=0.15)
+
+
+def test_prompt_chunks_are_as_short_as_a_cpu_allows_and_as_long_as_others_can_wait() -> None:
+    """6 ms, and 0.5 ms a row: 448 rows fit into 0.25 s, 96 are read at 0.91 of their pace."""
+    planner = cast(Any, SimpleNamespace(costs=ExactCosts([1, 4096], [0.0065, 0.006 + 2.048])))
+    assert _longest_chunk(planner, True, 0) == 448
+    assert _longest_chunk(planner, False, 0) == 96

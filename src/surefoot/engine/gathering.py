@@ -9,6 +9,10 @@ from surefoot.engine.scheduler import Scheduler
 from surefoot.kv.transaction import KVManager
 from surefoot.request import Request
 
+SCORED_ROWS = 2
+"""A prompt's row whose logprobs are wanted takes as long as so many others: the head is computed
+for it."""
+
 
 class Gathering:
     """Batches of the running requests; waiting ones are let in as far as a round has rows."""
@@ -66,9 +70,11 @@ class Gathering:
         for request in self._prompts:
             if room <= 0:
                 break
+            scores = request.params.prompt_logprobs is not None and not request.prompt_scored
+            weight = SCORED_ROWS if scores and decoding is not None else 1
             requests.append(request)
-            chunks.append(min(missing(request), room))
-            room -= chunks[-1]
+            chunks.append(min(missing(request), max(1, room // weight)))
+            room -= weight * chunks[-1]
         pairs = zip(requests, chunks, strict=True)
         ending = sum(missing(request) == rows for request, rows in pairs)
         members = self._group(requests)

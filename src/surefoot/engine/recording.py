@@ -22,6 +22,10 @@ LONGEST_STALL = 0.25
 """Seconds that a round with a prompt chunk may take while others decode, unless plain rounds take
 long themselves; then ``STALLED_ROUNDS`` of these."""
 STALLED_ROUNDS = 4.0
+NEARLY = 0.9
+"""Where rounds are called with just their rows, the shortest chunk is taken that reads prompts at
+this part of the longest one's pace, since all others wait for it: a CPU is busy with 64 rows, where
+a GPU needs thousands."""
 CHUNKS = tuple(64 * 2 ** (step // 4) * (4 + step % 4) // 4 for step in range(37))
 """Rows of the longest prompt chunks that are considered: 64 at least, for a prompt must end."""
 
@@ -41,7 +45,7 @@ def prepare_rounds(
     else:
         costs = _measure_called(round_, config, blocks, most)
     planner = Planner(costs, HostCosts(), width, tuple(round_.drafters), overlap=ahead)
-    rounds.chunk_limit = partial(_longest_chunk, planner)
+    rounds.chunk_limit = partial(_longest_chunk, planner, rounds.recorded)
     return rounds, planner
 
 
@@ -97,15 +101,19 @@ def _proposing(round_: Round, measured: dict[int, ProposingTimes]) -> dict[int, 
     return found
 
 
-def _longest_chunk(planner: Planner, decoding: int) -> int:
-    """Rows of a prompt chunk beside so many requests that decode, at most."""
+def _longest_chunk(planner: Planner, recorded: bool, decoding: int) -> int:
+    """Rows of a prompt chunk beside so many requests that decode, at most. ``recorded``: whether
+    rounds are recorded."""
 
     def seconds(prompt_rows: int) -> float:
         return float(planner.costs.table(decoding, prompt_rows, NOTHING, 0, 1024.0)[1][0])
 
     most = max(LONGEST_STALL, STALLED_ROUNDS * seconds(0))
-    fits = bisect.bisect_right(CHUNKS, most, key=seconds)
-    return CHUNKS[max(fits - 1, 0)]
+    fits = CHUNKS[: max(1, bisect.bisect_right(CHUNKS, most, key=seconds))]
+    if recorded:
+        return fits[-1]
+    least = NEARLY * fits[-1] / seconds(fits[-1])
+    return next(rows for rows in fits if rows / seconds(rows) >= least)
 
 
 def count_recorded(plan: MemoryPlan, rounds: Rounds, held: int) -> MemoryPlan:
