@@ -115,7 +115,7 @@ ATTACKS: dict[str, tuple[int, Callable[[], bytes]]] = {
     "logprobs of 128 texts": (1, lambda: _complete(logprobs=50, n=128, max_tokens=100)),
     "128 echoes with logprobs": (
         1,
-        lambda: _complete(prompt=[81] * 1000, echo=True, logprobs=50, n=128, max_tokens=1),
+        lambda: _complete(prompt=[81] * 1000, echo=True, logprobs=7, n=128, max_tokens=1),
     ),
     "a template that loops": (4, lambda: _message("a", chat_template=LOOPS)),
     "a template that counts words": (4, lambda: _message("a", chat_template=WORDS)),
@@ -134,7 +134,7 @@ ATTACKS: dict[str, tuple[int, Callable[[], bytes]]] = {
     "those who leave": (16, lambda: _complete(max_tokens=999, stream=True)),
     "those who do not read": (
         4,
-        lambda: _complete(max_tokens=2000, ignore_eos=True, n=16, logprobs=50, stream=True),
+        lambda: _complete(max_tokens=2000, ignore_eos=True, n=10, logprobs=50, stream=True),
     ),
 }
 """(Attackers at once, what makes the request that each of them sends again and again)."""

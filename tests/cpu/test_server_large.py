@@ -20,7 +20,6 @@ from server_scripted import END, READY, ask
 from surefoot.models.loading.hf_tokenizer import read_hf_tokenizer
 from surefoot.models.loading.token_lengths import TokenLengths, token_lengths
 from surefoot.models.loading.tokenizer import Tokenizer as OurTokenizer
-from surefoot.server import service
 from surefoot.server.chat_messages import Message
 from surefoot.server.encoding import LONG_TEXT, MOST_TOKENS
 from surefoot.server.json_limits import MOST_CONTAINERS, MOST_DEPTH, MOST_ENTRIES
@@ -226,10 +225,7 @@ def test_brackets_in_texts_are_no_lists(tokenizer: OurTokenizer) -> None:
     assert answer.json()["tokens"] == tokenizer.encode(text)
 
 
-def test_answers_have_no_more_logprobs_than_fit(
-    tokenizer: OurTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(service, "MOST_SCORES", 1 << 20)
+def test_answers_have_no_more_logprobs_than_fit(tokenizer: OurTokenizer) -> None:
     for field, more in (
         ("prompt_logprobs", {"prompt": [[5] * 4000] * 6, "n": 2, "max_tokens": 1}),
         ("logprobs", {"prompt": ["a"] * 6, "n": 2, "max_tokens": 4000}),

@@ -40,8 +40,8 @@ from surefoot.structured import StructuredOutputsParams
 
 NewParser = Callable[[], AnswerParser]
 SPECULATION_HEADER = "surefoot-speculation"
-MOST_SCORES = 1 << 23
-"""Logprobs of an answer: a gigabyte."""
+MOST_SCORES = 1 << 20
+"""Logprobs of an answer: some 50 MB of JSON, parts of which are copied at one go."""
 
 
 @dataclass(frozen=True)
