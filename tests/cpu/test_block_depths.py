@@ -25,11 +25,12 @@ WIDTH = 15
 CHANCE = 0.753
 """Of a draft, given those before it."""
 TARGET = {
+    8: ((8, 16, 32, 64, 128, 136), (2.95, 3.0, 3.1, 3.3, 3.8, 4.0)),
     32: ((32, 128, 192, 256, 544), (3.6, 4.2, 4.8, 6.0, 7.9)),
     128: ((128, 256, 512, 1152, 2048), (6.7, 8.0, 10.1, 21.0, 37.0)),
 }
 """Milliseconds of the target by rows: Qwen3-4B's shapes on an H200, about."""
-BLOCK = {32: (0.9, 0.05), 128: (1.2, 0.25)}
+BLOCK = {8: (0.55, 0.007), 32: (0.9, 0.05), 128: (1.2, 0.25)}
 """Those of the drafter's blocks: what they take in any case, and for each draft."""
 
 
@@ -109,3 +110,11 @@ def test_the_planner_finds_how_many_drafts_of_blocks_pay(requests: int) -> None:
     explored = planner.explored
     assert world.run(planner, 300) > 0.985 * best
     assert planner.explored - explored < 30
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 32), (8, 128), (32, 128), (128, 8)])
+def test_another_load_finds_its_depth_at_once(before: int, after: int) -> None:
+    """What paid for few requests is not tried on many for long, nor the other way round."""
+    planner, worlds = engines(before, after)
+    worlds[before].run(planner, 200)
+    assert worlds[after].run(planner, 60) > 0.972 * best_of(after)
