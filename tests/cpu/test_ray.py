@@ -6,8 +6,10 @@ import importlib.util
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ray_harness import busiest, requests_by_replica, running_replicas, wait_for_replicas
-from server_harness import LIMIT, Server, emoji_model, offline, params_of, sse, wait_for
+from server_harness import LIMIT, Server, emoji_model, offline, params_of, sse
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs Ray: pip install 'surefoot[ray]'", allow_module_level=True)
@@ -49,9 +51,16 @@ def test_both_replicas_give_the_offline_texts(server: Server, model: Path) -> No
     for body, answer in zip(bodies, answers, strict=True):
         [output] = llm.generate(body["prompt"], params_of(body))
         assert answer["choices"][0]["text"] == output.outputs[0].text
-    wait_for(lambda: sum(requests_by_replica(server).values()) >= len(bodies), 20)
-    counts = requests_by_replica(server)
-    assert len(counts) == 2 and min(counts.values()) >= 4, counts
+    seen = [requests_by_replica(server)]
+    while sum(seen[-1].values()) < len(bodies):
+        assert len(seen) < 200, seen[-1]
+        time.sleep(0.1)
+        seen.append(requests_by_replica(server))
+    # Whichever replica answers the next scrape, it knows what the last one said.
+    seen += [requests_by_replica(server) for _ in range(20)]
+    assert len(seen[-1]) == 2 and min(seen[-1].values()) >= 4, seen[-1]
+    for before, after in pairwise(seen):
+        assert all(after[name] >= count for name, count in before.items()), (before, after)
 
 
 def test_a_stream_comes_in_pieces(server: Server) -> None:

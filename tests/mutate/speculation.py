@@ -216,9 +216,15 @@ MUTATIONS = (
     # --- who proposes -----------------------------------------------------------------------------
     m(
         "speculation/weighing.py",
-        "if self._promises[other].rate > self.margin * self._promise_of(self.best).rate:",
-        "if self._promises[other].rate < self.margin * self._promise_of(self.best).rate:",
+        "return self._promises[other].rate > self.margin * self._promise_of(than).rate",
+        "return self._promises[other].rate < self.margin * self._promise_of(than).rate",
         "test_planner.py::test_repetition_is_used",
+    ),
+    m(
+        "speculation/weighing.py",
+        "            self._climb(situation, actions, plain)\n",
+        "",
+        "test_block_depths.py",
     ),
     m(
         "speculation/weighing.py",

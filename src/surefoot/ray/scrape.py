@@ -32,6 +32,12 @@ class Board:
     def push(self, replica: str, families: list[Metric]) -> None:
         self._pages[replica] = time.monotonic(), families
 
+    def exchange(self, replica: str, families: list[Metric]) -> dict[str, list[Metric]]:
+        """``push``, and then ``pages``: what one page shows, the next one of any replica has, too,
+        so that no counter ever goes back."""
+        self.push(replica, families)
+        return self.pages()
+
     def remove(self, replica: str) -> None:
         """A replica ends in good order."""
         self._pages.pop(replica, None)
@@ -55,12 +61,13 @@ class SharedExposition(Exposition):
 
     async def page(self) -> bytes:
         """All replicas' metrics; this one's alone while the board cannot be reached."""
-        pages = {}
+        own = self.families()
+        pages = {self._replica: own}
         try:
-            pages = await _board().pages.remote()
+            pages = await _board().exchange.remote(self._replica, own)
         except Exception as error:
             logger.warning("the other replicas' metrics are not at hand: %s", error)
-        return page_of(by_replica({**pages, self._replica: self.families()}))
+        return page_of(by_replica(pages))
 
     async def push_forever(self) -> None:
         """Tell the board, until cancelled; then have it forget this replica."""
