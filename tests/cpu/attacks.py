@@ -97,8 +97,8 @@ ATTACKS: dict[str, tuple[int, Callable[[], bytes]]] = {
     "tools of 7.8 MB": (4, lambda: _tools({"type": "object", "title": "x" * 7_800_000})),
     "calls of 2,600,000 lists": (4, lambda: _call("[" + "[]," * 2_600_000 + "[]]")),
     "900,000 lists": (4, lambda: _raw(COMPLETIONS, NESTED)),
-    "100,000 unknown fields": (4, lambda: _complete(**{f"x{i}": i for i in range(100_000)})),
-    "100,000 wrong biases": (4, lambda: _complete(logit_bias={i: "a" for i in range(100_000)})),
+    "60,000 unknown fields": (4, lambda: _complete(**{f"x{i}": i for i in range(60_000)})),
+    "60,000 wrong biases": (4, lambda: _complete(logit_bias={i: "a" for i in range(60_000)})),
     "98,000 allowed tokens": (4, lambda: _complete(allowed_token_ids=[*range(49_000)] * 2)),
     "98,000 stop tokens": (4, lambda: _complete(stop_token_ids=[*range(49_000)] * 2)),
     "8,000 characters of stop strings": (

@@ -22,7 +22,7 @@ from surefoot.models.loading.token_lengths import TokenLengths, token_lengths
 from surefoot.models.loading.tokenizer import Tokenizer as OurTokenizer
 from surefoot.server.chat_messages import Message
 from surefoot.server.encoding import LONG_TEXT, MOST_TOKENS
-from surefoot.server.json_limits import MOST_CONTAINERS, MOST_DEPTH, MOST_ENTRIES
+from surefoot.server.json_limits import MOST_CONTAINERS, MOST_DEPTH, MOST_ENTRIES, MOST_MEMBERS
 from surefoot.server.translating import Conversation
 from tiny_models import write_tokenizer
 
@@ -179,7 +179,7 @@ MANY: dict[str, tuple[str, Any, str | None]] = {
     "lists": ("/v1/completions", b'{"prompt": [' + b"[]," * 1_000_000 + b"[]]}", None),
     "objects": ("/tokenize", {"messages": [{"a": {}}] * MOST_CONTAINERS}, None),
     "entries": ("/v1/completions", {"prompt": "a", "stop": ["x"] * (MOST_ENTRIES + 1)}, None),
-    "members": ("/v1/completions", {"prompt": "a", **{f"x{i}": 1 for i in range(1 << 18)}}, None),
+    "members": ("/v1/completions", {"prompt": "a", **{f"x{i}": 1 for i in range(MOST_MEMBERS + 1)}}, None),
     "values": ("/v1/completions", b'{"prompt": [' + b"5," * ((1 << 20) + 1) + b"5]}", None),
     "levels": ("/v1/chat/completions", {"tools": nested(MOST_DEPTH)}, None),
     "arguments": (CHAT, {"messages": [call("[" + "[]," * MOST_CONTAINERS + "[]]")]}, CALL),

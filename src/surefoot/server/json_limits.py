@@ -8,8 +8,10 @@ from typing import Any
 
 MOST_CONTAINERS = 1 << 15
 """Lists and objects, one within another or not."""
+MOST_MEMBERS = 1 << 16
+"""Members of objects: decoding holds the interpreter's lock, for each of their names."""
 MOST_ENTRIES = 1 << 17
-"""Entries of those together."""
+"""Entries of lists and objects together."""
 MOST_VALUES = 1 << 20
 """The same where some are token ids, which are decoded faster, and which the context limits."""
 MOST_DEPTH = 128
@@ -24,8 +26,8 @@ def check_text(text: bytes) -> None:
     """Refuse JSON that would take long to decode. Raises TooMuch."""
     if _outside(text, (b"[", b"{"), MOST_CONTAINERS):
         raise TooMuch(f"more than {MOST_CONTAINERS} lists and objects")
-    if _outside(text, (b":",), MOST_ENTRIES):
-        raise TooMuch(f"more than {MOST_ENTRIES} members of objects")
+    if _outside(text, (b":",), MOST_MEMBERS):
+        raise TooMuch(f"more than {MOST_MEMBERS} members of objects")
     if _outside(text, (b",",), MOST_VALUES):
         raise TooMuch(f"more than {MOST_VALUES} values")
 
