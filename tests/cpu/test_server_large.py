@@ -179,7 +179,7 @@ MANY: dict[str, tuple[str, Any, str | None]] = {
     "lists": ("/v1/completions", b'{"prompt": [' + b"[]," * 1_000_000 + b"[]]}", None),
     "objects": ("/tokenize", {"messages": [{"a": {}}] * MOST_CONTAINERS}, None),
     "entries": ("/v1/completions", {"prompt": "a", "stop": ["x"] * (MOST_ENTRIES + 1)}, None),
-    "members": ("/v1/completions", {"prompt": "a", **{f"x{i}": 1 for i in range(MOST_MEMBERS + 1)}}, None),
+    "members": ("/v1/completions", {f"x{i}": 1 for i in range(MOST_MEMBERS + 1)}, None),
     "values": ("/v1/completions", b'{"prompt": [' + b"5," * ((1 << 20) + 1) + b"5]}", None),
     "levels": ("/v1/chat/completions", {"tools": nested(MOST_DEPTH)}, None),
     "arguments": (CHAT, {"messages": [call("[" + "[]," * MOST_CONTAINERS + "[]]")]}, CALL),
