@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import Job, make_engine, run_alone, run_jobs, tiny_decoder
+from surefoot.engine.batch import Batch
 from surefoot.engine.engine import Engine
 from surefoot.kernels.batch import FlatBatch
 from surefoot.request import SamplingParams, SpeculationParams
+from surefoot.speculation.decisions import Situation
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -85,6 +87,33 @@ def test_chunks_whose_logprobs_are_wanted_are_shorter_beside_running_requests() 
     chunks = [{name: rows for name, rows in spans.items() if name != "a"} for spans in seen[1:]]
     # A row of b takes the place of two.
     assert chunks == [{"b": 2}, {"b": 2, "c": 1}, {"b": 1, "c": 4}]
+
+
+def test_chunks_far_from_their_prompts_beginning_are_shorter_beside_running_requests() -> None:
+    engine = make_engine(
+        tiny_decoder(), max_num_batched_tokens=20, max_num_seqs=4, enable_prefix_caching=False
+    )
+    engine.rounds.chunk_limit = lambda decoding: 8
+    engine.loop.gathering.rows_per_key = 0.125
+    seen, loads = watch_spans(engine), []
+    situation = engine.loop._situation
+
+    def watch(batch: Batch) -> Situation:
+        loads.append((batch.prompt_rows, batch.prompt_load, situation(batch).prompt_rows))
+        return situation(batch)
+
+    engine.loop._situation = watch  # type: ignore[method-assign]
+    long = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    add(engine, "a", 20, long)
+    engine.step()
+    assert seen == [{"a": 20}], "nobody waits beside it"
+    add(engine, "b", 20)
+    for _ in range(6):
+        engine.step()
+    # A row weighs 1, and an eighth more for each token before it: after 8 tokens two.
+    assert [spans.get("b", 0) for spans in seen[1:]] == [8, 4, 3, 2, 2, 1]
+    # 3 rows after 12 tokens take as long as 7.5: what the planner is told where rounds are called.
+    assert loads[1:] == [(8, 8, 8), (4, 8, 8), (3, 8, 8), (2, 6, 6), (2, 6, 6), (1, 3, 3)]
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 import torch
 
 from harness import Job, make_engine, random_weights, run_jobs, tiny_config, tiny_decoder
+from surefoot.engine import timing
 from surefoot.engine.engine import Engine
-from surefoot.engine.timing import made_up_requests
+from surefoot.engine.timing import made_up_requests, time_keys
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.request import SamplingParams
 from surefoot.speculation.planner import Planner
+from surefoot.speculation.round import Round
 from surefoot.speculation.size import GREEDY, Size
 
 
 def ahead_engine(**options: object) -> Engine:
     engine = make_engine(tiny_decoder(), True, max_num_seqs=4, max_draft_tokens=3, **options)
     return engine
+
+
+def long_decoder() -> Decoder:
+    config = tiny_config(max_positions=4096)
+    return Decoder(config, random_weights(config), TorchBackend("cpu", torch.float32), 4096)
 
 
 def contents(engine: Engine) -> dict[str, torch.Tensor]:
@@ -115,6 +125,39 @@ def test_a_made_up_prompt_runs_to_its_end_beside_those_that_decode() -> None:
         round_(Size(4, 24, 4, GREEDY, (0,)))
         assert round_.books.report[:4, 0].tolist() == [0, 1, 1, 0]
         assert engine.state.computed[0] == 20
+
+
+def test_a_made_up_chunk_has_a_prompt_before_it() -> None:
+    engine = ahead_engine()
+    round_ = engine.round
+    with made_up_requests(round_, engine.kv_blocks, 40) as set_batch:
+        set_batch(1, 8, 24)
+        round_(Size(1, 8, 1, GREEDY, ()), 33)
+        assert round_.books.report[:2, 0].tolist() == [0, 0]
+        assert engine.state.computed[0] == 32
+
+
+@pytest.mark.parametrize("longest, blocks", [(120, 64), (4096, 30)])
+def test_what_keys_cost_is_not_measured_on_short_texts(longest: int, blocks: int) -> None:
+    engine = make_engine(long_decoder(), max_model_len=longest, max_num_seqs=1)
+    assert time_keys(engine.round, blocks, 1.0) == 0.0
+
+
+def test_what_keys_cost_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that take 1 ms, and 2 us for each key that each row reads."""
+    engine = make_engine(long_decoder(), max_num_seqs=1)
+    seen, clock = [], itertools.count()
+
+    def seconds(round_: Round, size: Size, keys: int) -> float:
+        before = int(round_.state.computed[0])
+        assert keys == before + size.rows + 1
+        seen.append(before)
+        disturbed = next(clock) % 4 == 3
+        return 1e-3 + 2e-6 * before * size.rows + 1e-2 * disturbed
+
+    monkeypatch.setattr(timing, "_seconds", seconds)
+    assert time_keys(engine.round, 2048, 10.0) == pytest.approx(2e-6)
+    assert set(seen) == {0, 1024 - 16}
 
 
 def test_costs_are_measured_within_the_longest_text() -> None:

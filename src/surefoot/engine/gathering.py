@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from surefoot.engine.batch import Batch, Group, group, join
@@ -9,9 +10,9 @@ from surefoot.engine.scheduler import Scheduler
 from surefoot.kv.transaction import KVManager
 from surefoot.request import Request
 
-SCORED_ROWS = 2
-"""A prompt's row whose logprobs are wanted takes as long as so many others: the head is computed
-for it."""
+SCORED_ROWS = 1.0
+"""What a prompt's row takes longer if its logprobs are wanted, in rows: the head is computed for
+it."""
 
 
 class Gathering:
@@ -25,17 +26,20 @@ class Gathering:
         max_drafts: int,
         most_rows: int,
         longest_chunk: Callable[[int], int],
+        rows_per_key: float,
         admit: Callable[[Sequence[Request]], None],
     ) -> None:
         """``names`` of the proposers that may offer, by index; it may lose some. ``max_drafts`` of
         a request, ``most_rows``: known rows of a round. ``longest_chunk``: requests that decode ->
-        the most rows of prompts beside them. ``admit`` is told who was let in."""
+        the most rows of prompts beside them, at a prompt's beginning; ``rows_per_key``: what each
+        token before it makes such a row take longer, in rows. ``admit`` is told who was let in."""
         self.scheduler = scheduler
         self.kv = kv
         self.names = names
         self.max_drafts = max_drafts
         self.most_rows = most_rows
         self.longest_chunk = longest_chunk
+        self.rows_per_key = rows_per_key
         self.admit = admit
         self._changes = -1
         """The scheduler's count of changes that the next three are of; -1: none."""
@@ -67,20 +71,21 @@ class Gathering:
             return decoding
         requests: list[Request] = []
         chunks: list[int] = []
+        weights: list[float] = []
         for request in self._prompts:
             if room <= 0:
                 break
-            scores = request.params.prompt_logprobs is not None and not request.prompt_scored
-            weight = SCORED_ROWS if scores and decoding is not None else 1
             requests.append(request)
-            chunks.append(min(missing(request), max(1, room // weight)))
-            room -= weight * chunks[-1]
+            weights.append(self._weight(request))
+            most = room if decoding is None else max(1, int(room / weights[-1]))
+            chunks.append(min(missing(request), most))
+            room -= chunks[-1] if decoding is None else math.ceil(weights[-1] * chunks[-1])
         pairs = zip(requests, chunks, strict=True)
         ending = sum(missing(request) == rows for request, rows in pairs)
         members = self._group(requests)
         if decoding is not None:
             members = join(members, decoding.group)
-        return Batch(members, tuple(chunks), ending)
+        return Batch(members, tuple(chunks), ending, tuple(weights))
 
     def _sort(self) -> None:
         """Who is where, if that has changed."""
@@ -116,6 +121,11 @@ class Gathering:
             return free
         members = self._group(ready)
         return Batch(members if free is None else join(members, free.group), (), 0)
+
+    def _weight(self, request: Request) -> float:
+        """Rows at the beginning of a prompt that take as long as the request's next one."""
+        scores = request.params.prompt_logprobs is not None and not request.prompt_scored
+        return 1.0 + self.rows_per_key * request.computed + (SCORED_ROWS if scores else 0.0)
 
     def _prompt_room(self, decoding: Batch | None) -> int:
         """The most rows of prompt chunks in the next round."""

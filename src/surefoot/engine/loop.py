@@ -89,7 +89,7 @@ class Loop:
         self.names = (*self.controller.names, *hosts.names)
         self.gathering = Gathering(
             scheduler, kv, self.controller.active, state.max_drafts, most_rows,
-            rounds.longest_chunk, self._admit,
+            rounds.longest_chunk, rounds.rows_per_key, self._admit,
         )  # fmt: skip
         self._batch_set: Batch | None = None
         self._changes = scheduler.changes
@@ -224,7 +224,7 @@ class Loop:
         chances, whose = self._reported.of(batch)
         return Situation(
             requests=batch.samples,
-            prompt_rows=batch.prompt_rows,
+            prompt_rows=batch.prompt_rows if self.rounds.recorded else batch.prompt_load,
             chances=chances,
             whose=whose,
             hosted=self._reported.hosted(batch),

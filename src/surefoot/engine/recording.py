@@ -9,7 +9,7 @@ from functools import partial
 from surefoot.config import EngineConfig
 from surefoot.engine.memory import MemoryPlan
 from surefoot.engine.rounds import PaddedRounds, Rounds
-from surefoot.engine.timing import ProposingTimes, time_called, time_proposing
+from surefoot.engine.timing import ProposingTimes, time_called, time_keys, time_proposing
 from surefoot.kv.transaction import KVManager
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, RoundCosts
@@ -18,9 +18,10 @@ from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.round import Round
 
-LONGEST_STALL = 0.25
+LONGEST_STALL, LONGEST_CALLED_STALL = 0.25, 0.05
 """Seconds that a round with a prompt chunk may take while others decode, unless plain rounds take
-long themselves; then ``STALLED_ROUNDS`` of these."""
+long themselves; then ``STALLED_ROUNDS`` of these. Where rounds are called with just their rows,
+little is lost by short ones."""
 STALLED_ROUNDS = 4.0
 NEARLY = 0.9
 """Where rounds are called with just their rows, the shortest chunk is taken that reads prompts at
@@ -44,6 +45,7 @@ def prepare_rounds(
         costs = _measure_padded(rounds, blocks)
     else:
         costs = _measure_called(round_, config, blocks, most)
+        rounds.rows_per_key = _rows_per_key(round_, costs, blocks, config.calibration_seconds / 4)
     planner = Planner(costs, HostCosts(), width, tuple(round_.drafters), overlap=ahead)
     rounds.chunk_limit = partial(_longest_chunk, planner, rounds.recorded)
     return rounds, planner
@@ -64,6 +66,12 @@ def _measure_called(round_: Round, config: EngineConfig, blocks: int, most: int)
     rows, seconds = time_called(round_, blocks, most, config.calibration_seconds)
     times = time_proposing(round_, blocks, config.calibration_seconds / 4)
     return ExactCosts(rows, seconds, _proposing(round_, times))
+
+
+def _rows_per_key(round_: Round, costs: ExactCosts, blocks: int, seconds: float) -> float:
+    """What a token before it makes a row of a prompt take longer, in rows."""
+    few, many = (float(costs.table(0, rows, NOTHING, 0, 0.0)[1][0]) for rows in (16, 64))
+    return time_keys(round_, blocks, seconds) * (64 - 16) / max(many - few, 1e-9)
 
 
 def _measure_padded(rounds: PaddedRounds, blocks: int) -> RoundCosts:
@@ -108,7 +116,8 @@ def _longest_chunk(planner: Planner, recorded: bool, decoding: int) -> int:
     def seconds(prompt_rows: int) -> float:
         return float(planner.costs.table(decoding, prompt_rows, NOTHING, 0, 1024.0)[1][0])
 
-    most = max(LONGEST_STALL, STALLED_ROUNDS * seconds(0))
+    stall = LONGEST_STALL if recorded else LONGEST_CALLED_STALL
+    most = max(stall, STALLED_ROUNDS * seconds(0))
     fits = CHUNKS[: max(1, bisect.bisect_right(CHUNKS, most, key=seconds))]
     if recorded:
         return fits[-1]

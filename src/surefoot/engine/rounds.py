@@ -57,6 +57,9 @@ class Rounds:
         self.width = round_.state.max_drafts
         self.chunk_limit: Callable[[int], int] | None = None
         """Requests that decode -> the most rows of prompt chunks beside them."""
+        self.rows_per_key = 0.0
+        """What a token before it makes a prompt's row take longer, in rows; 0: it was not
+        measured."""
         self._copies = [_PinnedReport(round_) for _ in range(4)] if self._on_gpu else []
         self._turn = 0
 
@@ -65,7 +68,8 @@ class Rounds:
         return self.device.type == "cuda"
 
     def longest_chunk(self, decoding: int) -> int:
-        """The most rows of prompt chunks in a round in which so many requests decode."""
+        """The most rows of prompt chunks in a round in which so many requests decode, at a
+        prompt's beginning."""
         return 1 << 40 if self.chunk_limit is None else self.chunk_limit(decoding)
 
     def size(self, batch: Batch, decision: Decision, context: float) -> Size:

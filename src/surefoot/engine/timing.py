@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -18,9 +20,11 @@ CONTEXTS = (128, 1024, 4096, 16384)
 KNOTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
 """Rows of rounds that are timed where rounds are called."""
 REPEATS = 3
-SetBatch = Callable[[int, int], None]
-"""(Requests, rows of a prompt chunk that the first of them runs, or 0): called before every
-round."""
+SetBatch = Callable[..., None]
+"""(Requests, rows of a prompt chunk that the first of them runs, or 0, and tokens before it, 0
+unless given): called before every round."""
+CHUNK_ROWS = 16
+"""Of the prompt chunks that are timed far from a prompt's beginning."""
 
 
 def contexts_to_time(round_: Round, blocks: int, requests: int) -> list[int]:
@@ -59,7 +63,7 @@ def made_up_requests(round_: Round, blocks: int, context: int) -> Iterator[SetBa
     _give_blocks(round_, blocks, context)
     _write_texts(round_)
     try:
-        yield lambda requests, chunk: _set_batch(round_, requests, chunk, context)
+        yield partial(_set_batch, round_, context)
     finally:
         round_.backlog.clear()
         for part, name, value, before in kept:
@@ -92,7 +96,7 @@ def _write_texts(round_: Round) -> None:
     history.random_(0, round_.state.vocab_size, generator=generator)
 
 
-def _set_batch(round_: Round, requests: int, chunk: int, context: int) -> None:
+def _set_batch(round_: Round, context: int, requests: int, chunk: int, before: int = 0) -> None:
     state, offers = round_.state, round_.books.offers
     busy = slice(0, min(requests, state.padding_slot))
     round_.slots.fill_(state.padding_slot)
@@ -109,15 +113,15 @@ def _set_batch(round_: Round, requests: int, chunk: int, context: int) -> None:
     steps = torch.arange(1, state.max_drafts + 1, device=state.device)
     offers.chances[busy] = 0.5**steps * (context + steps <= _longest(round_))
     if chunk:
-        # A prompt from its beginning, in the first slot; its keys lie wherever there are blocks.
-        width = -(-chunk // state.block_size)
+        # In the first slot; the prompt's keys lie wherever there are blocks.
+        width = -(-(before + chunk) // state.block_size)
         known = state.block_tables.shape[1]
         state.block_tables[0, :width] = 1 + torch.arange(min(width, known), device=state.device) % (
             max(1, int(state.block_tables.max()))
         )
         round_.quota[0] = chunk
-        state.length[0] = min(chunk + 1, _longest(round_))
-        state.computed[0] = 0
+        state.length[0] = min(before + chunk + 1, _longest(round_))
+        state.computed[0] = before
         offers.chances[0] = 0
 
 
@@ -152,11 +156,37 @@ def _time_called(round_: Round, set_batch: SetBatch, rows: int) -> float:
     set_batch(1, chunk)
     samples = 1 if chunk else rows
     size = Size(1, rows, samples, SamplingStages(), (), 0, verifies=drafts > 0 and not chunk)
+    return _seconds(round_, size, rows + 1)
+
+
+def _seconds(round_: Round, size: Size, keys: int) -> float:
     begun = time.perf_counter()
-    round_(size, rows + 1)
-    if state.device.type == "cuda":
-        torch.cuda.synchronize(state.device)
+    round_(size, keys)
+    if round_.state.device.type == "cuda":
+        torch.cuda.synchronize(round_.state.device)
     return time.perf_counter() - begun
+
+
+def time_keys(round_: Round, blocks: int, seconds: float) -> float:
+    """Seconds that a row of a prompt chunk takes longer for each token before it: least times of a
+    few rounds, one of each at least and for ``seconds`` in all. 0 where no text is long enough to
+    tell."""
+    room = min(_farthest(round_), (blocks - 1) * round_.state.block_size)
+    before = min(CONTEXTS[1], room) - CHUNK_ROWS
+    if before < CONTEXTS[0]:
+        return 0.0
+    best = {0: math.inf, before: math.inf}
+    started = time.perf_counter()
+    size = Size(1, CHUNK_ROWS, 1, SamplingStages(), (), 0)
+    with made_up_requests(round_, blocks, before + CHUNK_ROWS) as set_batch:
+        for _ in range(1 + REPEATS):
+            for place in best:
+                set_batch(1, CHUNK_ROWS, place)
+                taken = _seconds(round_, size, place + CHUNK_ROWS + 1)
+                best[place] = min(best[place], taken)
+            if time.perf_counter() - started > seconds:
+                break
+    return max(0.0, best[before] - best[0]) / (before * CHUNK_ROWS)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ class Situation:
     requests: int
     """Requests that sample in this round: decoding, or at the end of their prompt."""
     prompt_rows: int
-    """Rows of prompt chunks that ride along; 0: none."""
+    """Rows of prompt chunks that ride along; 0: none. Where rounds are called with just their rows,
+    as many at a prompt's beginning as take that long."""
     chances: np.ndarray | None
     """float32 [requests, K], of the last landed report: the chance that each offered
     draft and all before it are accepted, never rising along a row, 0 beyond an offer, nan for a
