@@ -16,7 +16,7 @@ from surefoot.config import EngineConfig
 from surefoot.engine.engine import Engine
 from surefoot.errors import SurefootError
 from surefoot.models.loading.sampling_defaults import SamplingDefaults
-from surefoot.request import SamplingParams, SpeculationParams
+from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.server import core as core_module
 from surefoot.server.core import Core
 from surefoot.server.messages import (
@@ -29,6 +29,7 @@ from surefoot.server.messages import (
     Start,
     Stop,
     SwitchedOff,
+    decode_score,
     decode_scores,
     decode_to_core,
     decode_to_front,
@@ -266,6 +267,22 @@ def test_a_prompt_is_scored_once_for_all_choices() -> None:
     assert scored.id == "a" and len(decode_scores(packed)) == len(PROMPT) - 1
     for item in news:
         assert item.logprobs is not None and len(item.logprobs) == len(item.tokens)
+
+
+def test_the_core_forgets_logprobs_that_the_front_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, add_to_engine = [], Engine.add
+
+    def spy(engine: Engine, request: Request) -> None:
+        requests.append(request)
+        add_to_engine(engine, request)
+
+    monkeypatch.setattr(Engine, "add", spy)
+    _, link = run({0: [add("a", "b", logprobs=1)]})
+    for request in requests:
+        assert len(request.output) == 20 and not request.logprobs
+        news = [item for sent in link.rounds for item in sent.news if item.id == request.request_id]
+        told = [decode_score(score).token_id for item in news for score in item.logprobs or []]
+        assert told == request.output
 
 
 def test_what_was_loaded_is_left_out_of_collections(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
+import math
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from surefoot.errors import SurefootError
@@ -16,7 +20,7 @@ from surefoot.server.fields import read_speculation_header
 from surefoot.server.generation import Choice
 from surefoot.server.guards import ApiKey
 from surefoot.server.logprobs import prompt_logprobs
-from surefoot.server.messages import Add, News, decode_to_core, encode
+from surefoot.server.messages import Add, News, decode_to_core, encode, pack_score
 from surefoot.server.schema import CompletionRequest
 
 
@@ -87,12 +91,29 @@ def test_places_of_tokens_in_their_drafts() -> None:
     assert request.proposed_by == [None, "ngram", "ngram", None]
 
 
+@pytest.mark.parametrize("scores", [[], [-1.0, -3.0], [-1.0, -3.0, -100.0]])
+def test_logprobs_stay_packed_until_they_are_told(scores: list[float]) -> None:
+    request = Request("r", (2, 3), SamplingParams(logprobs=1), SpeculationParams(), 0, 99)
+    stream: Any = SimpleNamespace(push=lambda tokens, last: None, stopped_by=None, kept=2)
+    generation: Any = None
+    choice = Choice(0, request, stream, generation)
+    told = [TokenLogprobs(7, value, 2, ((3, -0.5),)) for value in scores]
+    for score in told:
+        choice.enter(News("r", [7], logprobs=[pack_score(score)]), [])
+    # A garbage collection has nothing to look through.
+    assert not any(map(gc.is_tracked, choice.scores)) and not request.logprobs
+    assert list(choice.logprobs(0, 9)) == told
+    assert list(choice.logprobs(1, 2)) == told[1:2]
+    # Of the text's two tokens.
+    assert choice.mean_logprob() == (-2.0 if scores else -math.inf)
+
+
 def test_ranks_of_prompt_tokens() -> None:
     """The likeliest are numbered from 1; the one that is there has a rank of its own."""
     texts: Any = SimpleNamespace(text=str)
     scores = [None, TokenLogprobs(7, -9.0, 41, ((3, -0.5), (4, -1.5))), TokenLogprobs(3, -1.0, 1)]
-    none, first, second = prompt_logprobs(texts, scores)
-    assert none is None and first is not None and second is not None
+    none, first, second = json.loads(msgspec.json.encode(prompt_logprobs(texts, scores)))
+    assert none is None
     assert {token: entry["rank"] for token, entry in first.items()} == {"3": 1, "4": 2, "7": 41}
     assert first["7"] == {"logprob": -9.0, "rank": 41, "decoded_token": "7"}
     assert {token: entry["rank"] for token, entry in second.items()} == {"3": 1}

@@ -121,9 +121,9 @@ MUTATIONS = (
         "test_server_blocks.py",
     ),
     m(
-        "server/completions.py",
-        "    return -sum(kept) / len(kept) if kept else math.inf",
-        "    return -sum(kept)",
+        "server/generation.py",
+        "        return sum(kept) / len(kept) if kept else -math.inf",
+        "        return sum(kept)",
         "test_server.py::test_the_best_of_many_have_the_highest_mean_logprobs",
     ),
     m(

@@ -118,9 +118,7 @@ class ChatFormat(ChoicesFormat):
             "stop_reason": choice.output().stop_reason if reason else None,
         }
         if self.request.logprobs:
-            rest["logprobs"] = chat_logprobs(
-                self.texts, choice.request.logprobs[delta.first : delta.last]
-            )
+            rest["logprobs"] = chat_logprobs(self.texts, choice.logprobs(delta.first, delta.last))
         if self.request.return_token_ids:
             rest["token_ids"] = choice.request.output[delta.first : delta.last]
         if self.request.wants_sources:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
+from surefoot.request import TokenLogprobs
 from surefoot.server.answer import Delta
 from surefoot.server.choices import ChoicesFormat
 from surefoot.server.generation import Choice, Generation
@@ -47,7 +49,8 @@ class CompletionFormat(ChoicesFormat):
         if made == kept:
             return generation.choices
         groups = (generation.choices[i : i + made] for i in range(0, len(generation.choices), made))
-        return [choice for group in groups for choice in sorted(group, key=_worst_last)[:kept]]
+        best = (sorted(group, key=Choice.mean_logprob, reverse=True) for group in groups)
+        return [choice for group in best for choice in group[:kept]]
 
     def chunks(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
         entry = self.entry(choice, delta)
@@ -93,16 +96,11 @@ class CompletionFormat(ChoicesFormat):
             self._offsets[choice.index] = Offsets(self.texts.tokenizer, skip, start)
         last = delta.first if self.hidden else delta.last
         tokens = list(request.output[delta.first : last])
-        scores = [*request.logprobs[delta.first : last]]
+        scores: Iterable[TokenLogprobs | None] = choice.logprobs(delta.first, last)
         if self.request.echo and begins:
             tokens = [*request.prompt, *tokens]
-            scores = [*choice.generation.prompt_logprobs(prompt), *scores]
+            scores = chain(choice.generation.prompt_logprobs(prompt), scores)
         return completion_logprobs(self.texts, tokens, scores, self._offsets[choice.index])
-
-
-def _worst_last(choice: Choice) -> float:
-    kept = [score.logprob for score in choice.request.logprobs[: choice.stream.kept]]
-    return -sum(kept) / len(kept) if kept else math.inf
 
 
 def sources(choice: Choice, delta: Delta) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from surefoot.server.messages import (
     Stop,
     SwitchedOff,
     Totals,
+    pack_score,
     pack_scores,
 )
 
@@ -152,6 +153,8 @@ class Core:
         params = request.params
         if request.finished:
             self.requests.pop(request.request_id, None)
+        # What the front has been told is no more needed here.
+        scores, request.logprobs = request.logprobs, []
         return News(
             id=request.request_id,
             tokens=list(item.tokens),
@@ -165,7 +168,7 @@ class Core:
             finish=request.finish_reason,
             stop=request.stop_reason,
             cached=request.cached if first else 0,
-            logprobs=None if params.logprobs is None else request.logprobs[-count:],
+            logprobs=None if params.logprobs is None else [pack_score(score) for score in scores],
             queued=(request.queued_seconds or 0.0) if first else 0.0,
             prompt_logprobs=(
                 pack_scores(request.prompt_logprobs)

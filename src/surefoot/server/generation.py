@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -17,7 +18,7 @@ from surefoot.request import (
     SpeculationParams,
     TokenLogprobs,
 )
-from surefoot.server.messages import News, decode_scores
+from surefoot.server.messages import News, decode_score, decode_scores, own_logprob
 
 
 class Overloaded(Exception):
@@ -46,6 +47,8 @@ class Choice:
     """Tokens handed to the client so far."""
     told: bool = False
     """Whether the client was told of the end."""
+    scores: list[bytes] = field(default_factory=list)
+    """Packed logprobs, by output token."""
     prompt_scores: list[bytes] = field(default_factory=list)
     """Packed logprobs of the prompt, of the first choice."""
     embedding: list[float] | None = None
@@ -61,7 +64,17 @@ class Choice:
         """How many tokens the text's first ``place`` characters took."""
         return bisect.bisect_left(self.stream.offsets, place)
 
+    def logprobs(self, first: int, last: int) -> Iterator[TokenLogprobs]:
+        """Of these output tokens, ``last`` excluded."""
+        return map(decode_score, self.scores[first:last])
+
+    def mean_logprob(self) -> float:
+        """Of the tokens of the text; minus infinity if there are none."""
+        kept = [own_logprob(score) for score in self.scores[: self.stream.kept]]
+        return sum(kept) / len(kept) if kept else -math.inf
+
     def output(self) -> CompletionOutput:
+        """The text as it stands, but for its logprobs."""
         return self.stream.output()
 
     def enter(self, news: News, proposers: Sequence[str]) -> None:
@@ -74,7 +87,7 @@ class Choice:
         self.draft_positions += [*range(1, news.accepted + 1), *own]
         request.stats.count(name, news.offered + news.hosted, news.verified, news.accepted)
         request.cached = news.cached or request.cached
-        request.logprobs += news.logprobs or []
+        self.scores += news.logprobs or []
         self.prompt_scores += news.prompt_logprobs or []
         self.embedding = news.embedding
         if news.finish is not None:
@@ -95,7 +108,6 @@ class Generation:
     arrived: float = field(default_factory=time.perf_counter)
     unanswered: int = 0
     error: Exception | None = None
-    _scores: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -125,9 +137,7 @@ class Generation:
         self.error = error
         self._changed.set()
 
-    def prompt_logprobs(self, prompt: int) -> list[TokenLogprobs | None]:
+    def prompt_logprobs(self, prompt: int) -> Iterator[TokenLogprobs | None]:
         """Of a prompt's positions, None for the first; complete once a token has come."""
-        if prompt not in self._scores:
-            packed = self.choices[prompt * self.params.n].prompt_scores
-            self._scores[prompt] = [None, *chain.from_iterable(map(decode_scores, packed))]
-        return self._scores[prompt]
+        packed = self.choices[prompt * self.params.n].prompt_scores
+        return chain([None], chain.from_iterable(map(decode_scores, packed)))

@@ -1,15 +1,28 @@
-"""Logprobs in the shapes of OpenAI's and vLLM's answers."""
+"""Logprobs in the shapes of OpenAI's and vLLM's answers.
+
+Each position is JSON at once: as Python's objects a large answer's logprobs are hundreds of
+thousands, and a garbage collection that looks through them holds everybody up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import msgspec
+from msgspec import Raw
 
 from surefoot.models.loading.tokenizer import IncrementalDetokenizer, Tokenizer
 from surefoot.request import TokenLogprobs
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON lacks."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+def _json(value: dict[str, Any]) -> Raw:
+    return Raw(_encode(value))
 
 
 class TokenTexts:
@@ -50,18 +63,14 @@ class Offsets:
         return at
 
 
-def chat_logprobs(texts: TokenTexts, scores: Sequence[TokenLogprobs]) -> dict[str, Any]:
+def chat_logprobs(texts: TokenTexts, scores: Iterable[TokenLogprobs]) -> dict[str, Any]:
     """``logprobs`` of a chat choice, for these positions."""
-    return {
-        "content": [
-            {
-                **_entry(texts, score.token_id, score.logprob),
-                "top_logprobs": [_entry(texts, token, value) for token, value in score.top],
-            }
-            for score in scores
-        ],
-        "refusal": None,
-    }
+
+    def written(score: TokenLogprobs) -> Raw:
+        top = [_entry(texts, token, value) for token, value in score.top]
+        return _json({**_entry(texts, score.token_id, score.logprob), "top_logprobs": top})
+
+    return {"content": [written(score) for score in scores], "refusal": None}
 
 
 def _entry(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
@@ -72,15 +81,20 @@ def _entry(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
 def completion_logprobs(
     texts: TokenTexts,
     tokens: Sequence[int],
-    scores: Sequence[TokenLogprobs | None],
+    scores: Iterable[TokenLogprobs | None],
     offsets: Offsets,
 ) -> dict[str, Any]:
     """``logprobs`` of a completion choice, for these positions; a first token of a prompt has
     none."""
+    own: list[float | None] = []
+    top: list[Raw | None] = []
+    for score in scores:
+        own.append(None if score is None else max(score.logprob, LOWEST))
+        top.append(None if score is None else _json(_by_text(texts, score)))
     return {
         "tokens": [texts.text(token) for token in tokens],
-        "token_logprobs": [None if s is None else max(s.logprob, LOWEST) for s in scores],
-        "top_logprobs": [None if score is None else _by_text(texts, score) for score in scores],
+        "token_logprobs": own,
+        "top_logprobs": top,
         "text_offset": [offsets.next(token) for token in tokens],
     }
 
@@ -91,11 +105,9 @@ def _by_text(texts: TokenTexts, score: TokenLogprobs) -> dict[str, float]:
     return {texts.text(token): max(value, LOWEST) for token, value in pairs}
 
 
-def prompt_logprobs(
-    texts: TokenTexts, scores: Sequence[TokenLogprobs | None]
-) -> list[dict[str, Any] | None]:
+def prompt_logprobs(texts: TokenTexts, scores: Iterable[TokenLogprobs | None]) -> list[Raw | None]:
     """vLLM's ``prompt_logprobs``: by token id, the likeliest tokens and the one that is there."""
-    return [None if score is None else _by_id(texts, score) for score in scores]
+    return [None if score is None else _json(_by_id(texts, score)) for score in scores]
 
 
 def _by_id(texts: TokenTexts, score: TokenLogprobs) -> dict[str, Any]:

@@ -142,7 +142,8 @@ class News(msgspec.Struct, array_like=True):
     """With the first tokens: leading prompt positions found in the prefix cache."""
     queued: float = 0.0
     """With the first tokens: seconds from arrival until it was let in."""
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[bytes] | None = None
+    """Of each token: what ``pack_score`` makes of it."""
     prompt_logprobs: list[bytes] | None = None
     """With the first tokens, of a scored prompt: what ``pack_scores`` makes of them."""
     offerer: int = -1
@@ -189,12 +190,30 @@ SCORES_AT_ONCE = 256
 """Positions whose logprobs are encoded, and decoded, at one go."""
 
 
+def pack_score(score: TokenLogprobs) -> bytes:
+    """Logprobs of one position, which are decoded when somebody wants them: until then they are
+    small, and nothing that a garbage collection has to look through."""
+    return encode(score)
+
+
+class _OwnLogprob(msgspec.Struct):
+    logprob: float
+
+
+def own_logprob(score: bytes) -> float:
+    """Of a position's packed logprobs, that of the token there."""
+    return _decode_own(score).logprob
+
+
 def pack_scores(scores: Sequence[TokenLogprobs]) -> list[bytes]:
     """Logprobs in pieces, which are decoded when somebody wants them."""
     starts = range(0, len(scores), SCORES_AT_ONCE)
     return [encode(scores[at : at + SCORES_AT_ONCE]) for at in starts]
 
 
+_decode_own = msgspec.msgpack.Decoder(_OwnLogprob).decode
+decode_score = msgspec.msgpack.Decoder(TokenLogprobs).decode
+"""Those of one position."""
 decode_scores = msgspec.msgpack.Decoder(list[TokenLogprobs]).decode
 """Those of one piece."""
 decode_to_core = msgspec.msgpack.Decoder(ToCore).decode
