@@ -18,11 +18,12 @@ from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.round import Round
 
-LONGEST_STALL, LONGEST_CALLED_STALL = 0.25, 0.05
-"""Seconds that a round with a prompt chunk may take while others decode, unless plain rounds take
-long themselves; then ``STALLED_ROUNDS`` of these. Where rounds are called with just their rows,
-little is lost by short ones."""
-STALLED_ROUNDS = 4.0
+LONGEST_STALL, STALLED_ROUNDS = 0.25, 4.0
+"""Seconds that a recorded round with a prompt chunk may take while others decode, or so many plain
+ones, where these take longer."""
+CALLED_STALL = 0.04
+"""Seconds that a prompt chunk may add to a round that is called with just its rows: there little
+is lost by short ones."""
 NEARLY = 0.9
 """Where rounds are called with just their rows, the shortest chunk is taken that reads prompts at
 this part of the longest one's pace, since all others wait for it: a CPU is busy with 64 rows, where
@@ -116,8 +117,8 @@ def _longest_chunk(planner: Planner, recorded: bool, decoding: int) -> int:
     def seconds(prompt_rows: int) -> float:
         return float(planner.costs.table(decoding, prompt_rows, NOTHING, 0, 1024.0)[1][0])
 
-    stall = LONGEST_STALL if recorded else LONGEST_CALLED_STALL
-    most = max(stall, STALLED_ROUNDS * seconds(0))
+    plain = seconds(0)
+    most = max(LONGEST_STALL, STALLED_ROUNDS * plain) if recorded else CALLED_STALL + plain
     fits = CHUNKS[: max(1, bisect.bisect_right(CHUNKS, most, key=seconds))]
     if recorded:
         return fits[-1]
