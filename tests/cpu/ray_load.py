@@ -39,12 +39,14 @@ WORDS = ["the cat", "sat on", "the mat", "and the dog", "ate", "the hat", "step 
 
 
 async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, str]:
-    """(text, how it ended: done, error event, status, broken or silent) of a completion."""
-    text, end = "", "silent"
+    """(text, how it ended: done, error event, status, broken, silent or unanswered) of a
+    completion. An error event is the engine's, or of the guard of a replica that was killed."""
+    text, end = "", "unanswered"
     try:
         async with client.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != 200:
                 return "", f"status {answer.status_code}"
+            end = "silent"
             async for line in answer.aiter_lines():
                 if line == "data: [DONE]":
                     end = "done"
@@ -55,7 +57,7 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, 
                     else:
                         text += "".join(choice["text"] for choice in event["choices"])
     except httpx.TransportError:
-        end = "broken"
+        end = "broken" if end != "unanswered" else end
     return text, end
 
 

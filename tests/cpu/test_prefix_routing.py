@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from surefoot.ray.loads import ARRIVAL_SECONDS, Loads
+from surefoot.ray.loads import ARRIVAL_SECONDS, NEW_SECONDS, Ages, Loads
 from surefoot.ray.prefixes import BLOCK_BYTES, MOST_BLOCKS, PrefixIndex, prefix_hashes
 
 LONG = "You are a careful assistant who answers briefly. " * 8
@@ -175,3 +175,18 @@ def test_loads_are_what_was_said_and_what_was_sent_since() -> None:
     loads.send("a")
     loads.keep_only(["b"])
     assert loads.of("a") == 0
+
+
+def test_new_replicas_are_left_out_while_there_are_others() -> None:
+    """The proxy does not know them yet."""
+    now = 10.0
+    ages: Ages[str] = Ages(lambda: now)
+    ages.keep_only(["a", "b"])
+    assert ages.without_new(["a", "b"]) == ["a", "b"], "there is nobody else"
+    now += NEW_SECONDS
+    ages.keep_only(["b", "c"])
+    assert ages.without_new(["b", "c", "d"]) == ["b"]
+    assert ages.without_new(["c"]) == ["c"]
+    now += NEW_SECONDS
+    ages.keep_only(["c", "a"])
+    assert ages.without_new(["c", "a"]) == ["c"]

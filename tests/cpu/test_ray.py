@@ -110,8 +110,8 @@ def test_one_scrape_has_all_replicas(server: Server) -> None:
             assert len({sample.labels["replica"] for sample in family.samples}) == 2, family.name
 
 
-def broken_off(server: Server, kill: Callable[[int, int], None]) -> list[str]:
-    """Lines of a stream whose replica's actor or core (the process ids that ``kill`` gets) is
+def killed(server: Server, kill: Callable[[int, int], None]) -> list[dict[str, Any]]:
+    """Events of a stream whose replica's actor or core (the process ids that ``kill`` gets) is
     killed once it has begun."""
     body = {**ENDLESS, "stream": True}
     lines: list[str] = []
@@ -120,23 +120,24 @@ def broken_off(server: Server, kill: Callable[[int, int], None]) -> list[str]:
             if not lines:
                 kill(*busiest(server))
             lines.append(line)
-    return lines
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data")]
 
 
-def test_an_engine_that_dies_ends_its_streams_with_an_error(server: Server) -> None:
-    lines = broken_off(server, lambda actor, core: os.kill(core, signal.SIGKILL))
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data")]
-    assert events[-1]["error"]["code"] == "engine_died" and "choices" in events[0]
-    # Others are served meanwhile, and Ray starts a new one.
+def test_a_replica_that_is_killed_ends_its_streams_with_an_error(server: Server) -> None:
+    """Its guard does it; others are served on. (The first of the harmful tests: until HAProxy knows
+    a replica that is new, its streams go through Ray's own proxy, and have no guard.)"""
+    events = killed(server, lambda actor, core: os.kill(actor, signal.SIGKILL))
+    assert events[-1]["error"]["code"] == "replica_died" and "choices" in events[0]
+    assert all("choices" in event for event in events[:-1])
     answers = [server.post("/v1/completions", prompt="b", max_tokens=1) for _ in range(10)]
     assert [answer.status_code for answer in answers] == [200] * 10
     wait_for_replicas(server, 2)
 
 
-def test_a_replica_that_is_killed_breaks_its_connections(server: Server) -> None:
-    """Its streams have no end that could be taken for a good one; others are served on."""
-    with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
-        broken_off(server, lambda actor, core: os.kill(actor, signal.SIGKILL))
+def test_an_engine_that_dies_ends_its_streams_with_an_error(server: Server) -> None:
+    events = killed(server, lambda actor, core: os.kill(core, signal.SIGKILL))
+    assert events[-1]["error"]["code"] == "engine_died" and "choices" in events[0]
+    # Others are served meanwhile.
     answers = [server.post("/v1/completions", prompt="b", max_tokens=1) for _ in range(10)]
     assert [answer.status_code for answer in answers] == [200] * 10
 

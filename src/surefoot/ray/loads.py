@@ -1,4 +1,5 @@
-"""How many requests each replica has under way, as far as a router can know."""
+"""What a router knows of replicas: how many requests each has under way, and since when it
+exists."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ from typing import Generic, TypeVar
 
 ARRIVAL_SECONDS = 0.05
 """After which a request that was sent to a replica is among those that it counts."""
+
+NEW_SECONDS = 2.0
+"""After which HAProxy knows a replica: what is for it before that goes through Ray's own proxy."""
 
 Replica = TypeVar("Replica", bound=Hashable)
 
@@ -47,3 +51,22 @@ class Loads(Generic[Replica]):
     def keep_only(self, replicas: Sequence[Replica]) -> None:
         """Forget the other replicas."""
         self._loads = {name: self._loads[name] for name in replicas if name in self._loads}
+
+
+class Ages(Generic[Replica]):
+    """Since when there are replicas. ``clock`` is in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since: dict[Replica, float] = {}
+
+    def keep_only(self, replicas: Sequence[Replica]) -> None:
+        """These are there now; the others are not any more."""
+        now = self._clock()
+        self._since = {name: self._since.get(name, now) for name in replicas}
+
+    def without_new(self, replicas: Sequence[Replica]) -> list[Replica]:
+        """Those of ``replicas`` that are not new; all, if all of them are."""
+        latest = self._clock() - NEW_SECONDS
+        old = [name for name in replicas if self._since.get(name, latest + 1) <= latest]
+        return old or list(replicas)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import time
 from typing import Any
 
@@ -12,6 +13,8 @@ from fastapi import FastAPI
 from ray import serve
 
 from surefoot.config import EngineConfig
+from surefoot.ray.guarding import Guard
+from surefoot.ray.last_words import LastWords
 from surefoot.ray.routing import KV_TOKENS, MOST_RUNNING
 from surefoot.ray.scrape import SharedExposition
 from surefoot.server.access import log_to_stdout
@@ -26,9 +29,10 @@ logger = logging.getLogger(__name__)
 
 class Replica:
     """What Ray Serve makes copies of. Ends with its engine, so that Ray starts another one; the
-    engine ends with it."""
+    engine ends with it, and its guard, once that has ended what was left of its streams."""
 
     async def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
+        _log_to_stderr()
         self._server = server
         self._core = self.new_core()
         try:
@@ -53,7 +57,9 @@ class Replica:
         """Ray Serve's hook for an application that exists only once the model is loaded."""
         if self._server.access_log is not None:
             log_to_stdout()
-        return make_app(self._service, self._server, self._server.allowed_hosts or None)
+        app = make_app(self._service, self._server, self._server.allowed_hosts or None)
+        app.add_middleware(LastWords, guard=Guard())
+        return app
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Ray Serve's hook: what routers are told of this replica, once."""
@@ -90,3 +96,11 @@ class Replica:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._core.close()
+
+
+def _log_to_stderr() -> None:
+    """Warnings go where Ray shows them. Serve takes what is written on ``sys.stderr`` into a log
+    that waits for a thousand lines, and is lost when the process ends at once."""
+    handler = logging.StreamHandler(sys.__stderr__)
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    logging.getLogger("surefoot").addHandler(handler)

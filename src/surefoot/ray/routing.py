@@ -28,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from surefoot.ray.loads import Loads
+from surefoot.ray.loads import Ages, Loads
 from surefoot.ray.prefixes import PrefixIndex, prefix_hashes
 
 KV_TOKENS, MOST_RUNNING = "kv_tokens", "max_num_seqs"
@@ -49,6 +49,7 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         super().__init__(*args, **kwargs)
         self._index: PrefixIndex[ReplicaID] = PrefixIndex()
         self._busy: Loads[ReplicaID] = Loads()
+        self._ages: Ages[ReplicaID] = Ages()
         self._probes: dict[ReplicaID, asyncio.Task[None]] = {}
         self._chance = random.Random()
 
@@ -58,6 +59,7 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         names = [replica.replica_id for replica in replicas]
         self._index.keep_only(names)
         self._busy.keep_only(names)
+        self._ages.keep_only(names)
         for replica in replicas:
             sizes = replica.replica_metadata
             if sizes:
@@ -79,7 +81,7 @@ class PrefixRouter(FIFOMixin, RequestRouter):
             [first, *_] = pending_request.args
             # Through Ray's own proxy it is the request, whose body the proxy has not read.
             hashes = first if isinstance(first, list) else []
-        loads = {name: self._busy.of(name) for name in by_name}
+        loads = {name: self._busy.of(name) for name in self._ages.without_new(list(by_name))}
         name = self._index.choose(loads, hashes, self._chance)
         self._index.record(name, hashes)
         self._busy.send(name)

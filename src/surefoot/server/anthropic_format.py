@@ -10,7 +10,8 @@ import msgspec
 
 from surefoot.server.answer_parser import AnswerParser
 from surefoot.server.blocks import Block, BlocksFormat
-from surefoot.server.errors import ApiError, anthropic_body
+from surefoot.server.errors import ApiError
+from surefoot.server.failures import messages_failure
 from surefoot.server.generation import Choice, Generation
 from surefoot.server.usage import usage
 
@@ -63,7 +64,7 @@ class MessagesFormat(BlocksFormat):
 
     def failure(self, error: ApiError) -> bytes:
         """See ``Format.failure``."""
-        return self.written(anthropic_body(error))
+        return messages_failure(error)
 
     def _ends(self, choice: Choice) -> dict[str, Any]:
         output = choice.output()

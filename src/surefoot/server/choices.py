@@ -8,6 +8,7 @@ from typing import Any
 
 from surefoot.server.answer import Delta, Format, event, take
 from surefoot.server.errors import ApiError
+from surefoot.server.failures import choices_failure
 from surefoot.server.generation import Choice, Generation
 from surefoot.server.schema import RequestFields
 from surefoot.server.usage import usage
@@ -82,7 +83,7 @@ class ChoicesFormat(Format):
 
     def failure(self, error: ApiError) -> bytes:
         """See ``Format.failure``."""
-        return event(error.body())
+        return choices_failure(error)
 
     @property
     def _chunk_head(self) -> dict[str, Any]:

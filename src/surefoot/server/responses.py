@@ -9,6 +9,7 @@ from typing import Any
 from surefoot.server.answer_parser import AnswerParser
 from surefoot.server.blocks import Block, BlocksFormat
 from surefoot.server.errors import ApiError
+from surefoot.server.failures import responses_failure
 from surefoot.server.generation import Choice, Generation
 from surefoot.server.responses_schema import ResponsesRequest
 from surefoot.server.usage import usage
@@ -99,8 +100,7 @@ class ResponsesFormat(BlocksFormat):
 
     def failure(self, error: ApiError) -> bytes:
         """See ``Format.failure``."""
-        told = {"code": error.code, "message": error.message, "param": error.param}
-        return self.written({"type": "error", **told})
+        return responses_failure(error, self._events)
 
     def _response(self, generation: Generation, status: str) -> dict[str, Any]:
         request, params = self.request, generation.params

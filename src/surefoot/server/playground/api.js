@@ -63,6 +63,9 @@ async function refusal(response) {
 export const getJson = async (path) => (await ask(path)).json();
 export const getText = async (path) => (await ask(path)).text();
 
+/** Of what ends a stream, by its code. */
+const STATUSES = { engine_died: 503, replica_died: 503, shutting_down: 503, timeout: 504 };
+
 /** Chunks of a chat completion as they come. Throws Problem, or AbortError by `signal`. */
 export async function* streamChat(body, signal) {
   const response = await ask("v1/chat/completions", {
@@ -75,7 +78,7 @@ export async function* streamChat(body, signal) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
     if (chunk.error) {
-      const status = { engine_died: 503, shutting_down: 503, timeout: 504 }[chunk.error.code] ?? 500;
+      const status = STATUSES[chunk.error.code] ?? 500;
       throw new Problem(chunk.error.message, { status, param: chunk.error.param });
     }
     yield chunk;
