@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ray_harness import busiest, requests_by_replica, running_replicas, wait_for_replicas
 from server_harness import LIMIT, Server, emoji_model, offline, params_of, sse
+from surefoot.ray.local import ROUTER_BUFFER_BYTES
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs Ray: pip install 'surefoot[ray]'", allow_module_level=True)
@@ -68,6 +69,18 @@ def test_a_stream_comes_in_pieces(server: Server) -> None:
     with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=LIMIT) as answer:
         pieces = list(answer.iter_text())
     assert answer.status_code == 200 and len(sse("".join(pieces))) >= 4 and len(pieces) > 4
+
+
+def test_what_is_larger_than_the_proxys_buffers_gets_there_whole(
+    server: Server, model: Path
+) -> None:
+    [output] = offline(model).generate("the cat", params_of({"seed": 1, "max_tokens": 12}))
+    body = {"prompt": "the cat", "max_tokens": 12, "seed": 1}
+    for content in (json.dumps(body), " " * 4 * ROUTER_BUFFER_BYTES + json.dumps(body)):
+        kind, url = {"Content-Type": "application/json"}, server.url + "/v1/completions"
+        answer = httpx.post(url, content=content, headers=kind, timeout=LIMIT)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"] == output.outputs[0].text
 
 
 def test_refusals_are_those_of_one_server(server: Server) -> None:
