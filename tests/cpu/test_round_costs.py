@@ -381,3 +381,11 @@ def test_prompt_chunks_are_as_short_as_a_cpu_allows_and_as_long_as_others_can_wa
     planner = cast(Any, SimpleNamespace(costs=ExactCosts([1, 4096], [0.0062, 0.006 + 0.8192])))
     assert _longest_chunk(planner, True, 0) == 1024
     assert _longest_chunk(planner, False, 0) == 112
+
+
+def test_on_a_slow_cpu_prompts_do_not_wait_for_ever_nor_others_for_them() -> None:
+    """1 ms a row: of 40 rows that fit 24 have 0.9 of the pace. At 5 ms not even 16 fit."""
+    planner = cast(Any, SimpleNamespace(costs=ExactCosts([1, 4096], [0.007, 0.006 + 4.096])))
+    assert _longest_chunk(planner, False, 0) == 24
+    planner = cast(Any, SimpleNamespace(costs=ExactCosts([1, 4096], [0.015, 0.010 + 20.48])))
+    assert _longest_chunk(planner, False, 0) == 16

@@ -28,8 +28,8 @@ NEARLY = 0.9
 """Where rounds are called with just their rows, the shortest chunk is taken that reads prompts at
 this part of the longest one's pace, since all others wait for it: a CPU is busy with 64 rows, where
 a GPU needs thousands."""
-CHUNKS = tuple(64 * 2 ** (step // 4) * (4 + step % 4) // 4 for step in range(37))
-"""Rows of the longest prompt chunks that are considered: 64 at least, for a prompt must end."""
+CHUNKS = tuple(16 * 2 ** (step // 4) * (4 + step % 4) // 4 for step in range(45))
+"""Rows of the longest prompt chunks that are considered: 16 at least, for a prompt must end."""
 
 
 def prepare_rounds(
