@@ -4,6 +4,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := .venv-clients
 TORCH_PIN := $(VENV)/torch.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet \
 	--constraint constraints-cpu.txt --constraint $(TORCH_PIN)
@@ -18,13 +19,17 @@ export OMP_WAIT_POLICY ?= passive
 # A Python with a CUDA build of torch, triton and pytest-xdist.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test test-gpu coverage lint format clean FORCE
+.PHONY: demo test test-clients test-gpu coverage lint format clean FORCE
 
 demo: $(VENV)/.installed
 	@$(BIN)/surefoot bench --show-drafts --no-json $(DEMO)
 
 test: lint
 	$(BIN)/python -m pytest -n 2 tests/cpu
+
+# Clients of the server that want other versions of packages than the tests do.
+test-clients: $(CLIENTS)/.installed
+	$(CLIENTS)/bin/python -m pytest -q tests/clients
 
 # The Triton kernels on an NVIDIA GPU: compiling them keeps several processes busy.
 test-gpu:
@@ -48,7 +53,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format src tests tools
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf $(VENV) $(CLIENTS) build dist .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An interpreter or a torch that is asked for by name is compared with what is there.
@@ -81,4 +86,15 @@ $(VENV)/.installed: $(TORCH_PIN) pyproject.toml constraints-cpu.txt
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing what the tests need (once)"
 	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+# Whatever it does not bring along comes from the other environment, and Surefoot from this tree.
+$(CLIENTS)/.installed: tests/clients/requirements.txt $(VENV)/.installed-dev
+	@echo "Installing clients (once)"
+	@$(BIN)/python -m venv --clear $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps \
+	  --requirement $<
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $(CLIENTS)/others.pth
+	@echo '$(CURDIR)/src' >> $(CLIENTS)/others.pth
+	@mv $(CLIENTS)/others.pth $(CLIENTS)/lib/python3.*/site-packages/
 	@touch $@
