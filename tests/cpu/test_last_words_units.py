@@ -121,7 +121,7 @@ def test_pieces_are_counted_before_they_are_sent() -> None:
             {"headers": [(b"content-type", b"text/event-stream"), (b"Content-Length", b"3")]},
             None,
         ),
-        ({"sslcontext": object()}, {}, "encrypted"),
+        ({"sslcontext": "any"}, {}, "encrypted"),
         ({"leaves": False}, {}, "did not leave"),
         ({"waiting": 1}, {}, "did not leave"),
     ],
