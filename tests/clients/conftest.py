@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ PACKAGES = {
     "test_litellm.py": "litellm",
     "test_lm_eval.py": "lm_eval",
 }
+# Nothing is asked of the network: prices, models, data sets.
+os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}
 sys.path.append(str(HERE.parent / "cpu"))
 
 from server_harness import Server, emoji_model, running_server  # noqa: E402
