@@ -9,7 +9,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from surefoot.engine.recording import _longest_chunk
+from surefoot.engine import recording
+from surefoot.engine.recording import MOST_ROWS_PER_KEY, _longest_chunk, _rows_per_key
 from surefoot.speculation.beliefs import Beliefs, in_line
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action
@@ -389,3 +390,14 @@ def test_on_a_slow_cpu_prompts_do_not_wait_for_ever_nor_others_for_them() -> Non
     assert _longest_chunk(planner, False, 0) == 24
     planner = cast(Any, SimpleNamespace(costs=ExactCosts([1, 4096], [0.015, 0.010 + 20.48])))
     assert _longest_chunk(planner, False, 0) == 16
+
+
+@pytest.mark.parametrize("slope", [0.0, -1e-5])
+def test_a_busy_start_does_not_make_later_rows_of_prompts_endless(
+    slope: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 rows took as long as 16, or less: what a key costs in rows cannot be told."""
+    monkeypatch.setattr(recording, "time_keys", lambda *_: 1e-6)
+    costs = cast(Any, SimpleNamespace(table=lambda _, rows, *__: (None, [0.014 + slope * rows])))
+    found = _rows_per_key(cast(Any, None), costs, 0, 0.0)
+    assert 0 < found <= MOST_ROWS_PER_KEY

@@ -24,6 +24,9 @@ ones, where these take longer."""
 CALLED_STALL = 0.04
 """Seconds that a prompt chunk may add to a round that is called with just its rows: there little
 is lost by short ones."""
+MOST_ROWS_PER_KEY = 1 / 128
+"""Several times what a small model needs (SmolLM2: 1/1000): what a busy machine makes of it at the
+start stays believed, and must not leave prompts at a row a round."""
 NEARLY = 0.9
 """Where rounds are called with just their rows, the shortest chunk is taken that reads prompts at
 this part of the longest one's pace, since all others wait for it: a CPU is busy with 64 rows, where
@@ -72,7 +75,8 @@ def _measure_called(round_: Round, config: EngineConfig, blocks: int, most: int)
 def _rows_per_key(round_: Round, costs: ExactCosts, blocks: int, seconds: float) -> float:
     """What a token before it makes a row of a prompt take longer, in rows."""
     few, many = (float(costs.table(0, rows, NOTHING, 0, 0.0)[1][0]) for rows in (16, 64))
-    return time_keys(round_, blocks, seconds) * (64 - 16) / max(many - few, 1e-9)
+    keys = time_keys(round_, blocks, seconds) * (64 - 16)
+    return min(MOST_ROWS_PER_KEY, keys / max(many - few, 1e-9))
 
 
 def _measure_padded(rounds: PaddedRounds, blocks: int) -> RoundCosts:
