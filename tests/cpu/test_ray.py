@@ -76,8 +76,8 @@ def test_what_is_larger_than_the_proxys_buffers_gets_there_whole(
 ) -> None:
     [output] = offline(model).generate("the cat", params_of({"seed": 1, "max_tokens": 12}))
     body = {"prompt": "the cat", "max_tokens": 12, "seed": 1}
+    kind, url = {"Content-Type": "application/json"}, server.url + "/v1/completions"
     for content in (json.dumps(body), " " * 4 * ROUTER_BUFFER_BYTES + json.dumps(body)):
-        kind, url = {"Content-Type": "application/json"}, server.url + "/v1/completions"
         answer = httpx.post(url, content=content, headers=kind, timeout=LIMIT)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["text"] == output.outputs[0].text

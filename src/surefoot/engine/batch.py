@@ -103,9 +103,8 @@ class Batch:
     """Rows of each prompt chunk; the other spans have one row of known tokens."""
     ending: int
     """Of the chunks, those that reach the current token, so that the round samples for them."""
-    weights: tuple[float, ...] = ()
-    """By prompt chunk: one of its rows takes as long as so many of a prompt's first ones; empty:
-    as long as one."""
+    prompt_load: int = 0
+    """Rows at the beginning of a prompt that take as long as those of the chunks."""
 
     @property
     def count(self) -> int:
@@ -114,12 +113,6 @@ class Batch:
     @property
     def prompt_rows(self) -> int:
         return sum(self.chunks)
-
-    @property
-    def prompt_load(self) -> int:
-        """Rows at the beginning of a prompt that take as long as those of the chunks."""
-        weights = self.weights or (1.0,) * len(self.chunks)
-        return round(sum(w * rows for w, rows in zip(weights, self.chunks, strict=True)))
 
     @property
     def decoding(self) -> int:

@@ -71,21 +71,23 @@ class Gathering:
             return decoding
         requests: list[Request] = []
         chunks: list[int] = []
-        weights: list[float] = []
+        load = 0.0
         for request in self._prompts:
             if room <= 0:
                 break
             requests.append(request)
-            weights.append(self._weight(request))
-            most = room if decoding is None else max(1, int(room / weights[-1]))
-            chunks.append(min(missing(request), most))
-            room -= chunks[-1] if decoding is None else math.ceil(weights[-1] * chunks[-1])
+            weight = self._weight(request)
+            most = room if decoding is None else max(1, int(room / weight))
+            rows = min(missing(request), most)
+            chunks.append(rows)
+            load += weight * rows
+            room -= rows if decoding is None else math.ceil(weight * rows)
         pairs = zip(requests, chunks, strict=True)
         ending = sum(missing(request) == rows for request, rows in pairs)
         members = self._group(requests)
         if decoding is not None:
             members = join(members, decoding.group)
-        return Batch(members, tuple(chunks), ending, tuple(weights))
+        return Batch(members, tuple(chunks), ending, round(load))
 
     def _sort(self) -> None:
         """Who is where, if that has changed."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -20,11 +21,15 @@ CONTEXTS = (128, 1024, 4096, 16384)
 KNOTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
 """Rows of rounds that are timed where rounds are called."""
 REPEATS = 3
-SetBatch = Callable[..., None]
-"""(Requests, rows of a prompt chunk that the first of them runs, or 0, and tokens before it, 0
-unless given): called before every round."""
 CHUNK_ROWS = 16
 """Of the prompt chunks that are timed far from a prompt's beginning."""
+
+
+class SetBatch(Protocol):
+    """Called before every round: so many requests, of which the first runs ``chunk`` rows of a
+    prompt after ``before`` tokens, unless that is 0."""
+
+    def __call__(self, requests: int, chunk: int, before: int = 0) -> None: ...
 
 
 def contexts_to_time(round_: Round, blocks: int, requests: int) -> list[int]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from surefoot.bench.hardware import usable_cores
 from surefoot.errors import SurefootError
 from surefoot.ray import require
+from surefoot.ray.prefixes import BLOCK_BYTES, MOST_BLOCKS
 from surefoot.server.listening import bind, is_local
 from surefoot.server.serve import TERMINATED
 
@@ -30,9 +31,9 @@ OBJECT_STORE_BYTES = 128 << 20
 """Ray's store for objects, of which serving makes none."""
 DEREGISTER_SECONDS = 1
 """How long a replica that is to end stays reachable for proxies that have not heard of it."""
-ROUTER_BUFFER_BYTES = 1 << 18
-"""HAProxy's buffers: how much of a request it reads before it asks for a replica. Its default with
-a router, 8 MiB, costs every request 6 ms; the router looks at no more than so much of a text."""
+ROUTER_BUFFER_BYTES = MOST_BLOCKS * BLOCK_BYTES
+"""HAProxy's buffers: how much of a request it reads before it asks for a replica, and as much of a
+text as the router looks at. Its default with a router, 8 MiB, costs every request 6 ms."""
 LONGEST_STREAM_SECONDS = 24 * 3600
 """How long HAProxy finishes what it was serving when replicas came or went."""
 _NOT_HERE = ("uds", "ssl_certfile", "ssl_keyfile")
@@ -177,8 +178,8 @@ def _settings(folder: Path) -> dict[str, object]:
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": DEREGISTER_SECONDS,
         # One event loop per replica: a request is not handed from thread to thread.
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": 1,
-        # What a replica ended without a byte of an answer is asked of another one.
         f"{proxy}INGRESS_REQUEST_ROUTER_BUFSIZE": ROUTER_BUFFER_BYTES,
+        # What a replica ended without a byte of an answer is asked of another one.
         f"{proxy}RETRY_ON": "conn-failure empty-response",
         f"{proxy}HARD_STOP_AFTER_S": LONGEST_STREAM_SECONDS,
         f"{proxy}CONFIG_FILE_LOC": folder / "haproxy.cfg",
