@@ -31,6 +31,8 @@ KINDS: dict[str, Any] = {
     "dspark": DSparkTrainOptions(layers=2, block=4, markov_rank=8, max_length=64, held_out=1),
     "dflash": DFlashTrainOptions(layers=2, block=5, max_length=64, held_out=1),
 }
+KINDS |= {f"{kind}, 20 tokens": replace(KINDS[kind], draft_vocab=20) for kind in list(KINDS)}
+LAYOUTS = dict(zip(KINDS, ("deepseek", "z-lab", "speculators", "speculators"), strict=True))
 
 
 def recipe_of(
@@ -70,7 +72,9 @@ def test_what_is_exported_drafts_as_in_training(kind: str, tmp_path: Path) -> No
     recipe, target = recipe_of(tmp_path, kind), tiny_target()
     recipe.export(tmp_path / "out")
     checkpoint = open_checkpoint(str(tmp_path / "out"))
-    assert checkpoint.config.layout == ("deepseek" if kind == "dspark" else "z-lab")
+    assert checkpoint.config.layout == LAYOUTS[kind]
+    assert checkpoint.target_ids.tolist() == recipe.host_ids.tolist()
+    assert len(recipe.host_ids) == (20 if "20" in kind else 48)
     served = DFlashNetwork(checkpoint, target.decoder)
     batch = recipe.corpus.batch([0, 1, 2], "cpu")
     features = target.forward(batch, served.captured_layers).features
@@ -87,15 +91,15 @@ def test_what_is_exported_drafts_as_in_training(kind: str, tmp_path: Path) -> No
         for draft, row in enumerate(block[checkpoint.config.first_row :]):
             if drafted[anchor - 1, draft] >= 0:
                 logits = row @ recipe.head.T
-                if kind == "dspark":
+                if "dspark" in kind:
                     read = recipe.network.before(batch.ids[anchor + draft].view(1))
                     after = recipe.network.weight("markov_head.markov_w2.weight")
                     assert read is not None
                     logits = logits + (read @ after.T)[0]
-                assert drafted[anchor - 1, draft] == logits.argmax()
+                assert drafted[anchor - 1, draft] == recipe.host_ids[logits.argmax()]
                 compared += 1
     assert compared >= 14
-    if kind == "dflash":
+    if "dflash" in kind:
         return
     hidden, previous = blocks[:, 1], batch.ids[anchors + 1]
     before = recipe.network.before(previous)
@@ -117,8 +121,12 @@ def test_layers_and_masks_are_told_as_each_project_counts(tmp_path: Path) -> Non
         recipe = recipe_of(tmp_path / "data", kind, captured_layers="1,3", mask_token=5)
         recipe.export(tmp_path / kind)
         config = json.loads((tmp_path / kind / "config.json").read_text())
-        own = config if kind == "dspark" else config["dflash_config"]
-        assert own["target_layer_ids"] == [0, 2] and own["mask_token_id"] == 5
+        own = config["dflash_config"] if kind == "dflash" else config
+        assert own["mask_token_id"] == 5
+        if LAYOUTS[kind] == "speculators":
+            assert own["aux_hidden_state_layer_ids"] == [1, 3]
+        else:
+            assert own["target_layer_ids"] == [0, 2]
         assert recipe.layers == open_checkpoint(str(tmp_path / kind)).config.layers_of(4) == (1, 3)
     assert DSparkTrainOptions().layers_of(30) == (2, 9, 15, 21, 28)
 
@@ -182,13 +190,46 @@ def test_rows_that_count_and_how_much(tmp_path: Path) -> None:
     assert anchors.tolist() == [5, 6] and share.tolist() == [1, 1]
     valid = recipe.valid(batch, anchors)
     assert valid.tolist() == [[True, True, False, False], [True, False, False, False]]
-    rows, _, (block, draft) = recipe._rows(batch, anchors)
+    assert recipe.learnt(batch, anchors).tolist() == valid.tolist()
+    rows, _, (block, draft) = recipe._rows(batch, anchors, valid)
     assert rows.labels.tolist() == batch.ids[[6, 7, 7]].tolist()
     assert list(zip(block, draft, strict=True)) == [(0, 0), (0, 1), (1, 0)]
     # Of two turns the second does not go on from the first: behind 5 only 6, not 9.
     assert recipe.valid(toy(), np.array([3, 5, 9])).sum(axis=1).tolist() == [3, 1, 2]
     weights = np.exp(-np.arange(4) / 4)
     assert recipe.decay.tolist() == pytest.approx(weights / weights.sum())
+
+
+def test_what_cannot_be_drafted_ends_a_block(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "dspark", anchors=1.0, draft_vocab=8)
+    batch = recipe.corpus.batch([1], "cpu")
+    known = set(recipe.host_ids.tolist())
+    anchors, _ = recipe.draw(batch, 0)
+    learnt = recipe.learnt(batch, anchors)
+    for anchor, row in zip(anchors.tolist(), learnt.tolist(), strict=True):
+        text = batch.ids[anchor + 1 : anchor + 5].tolist()
+        expected = [j < len(text) and known.issuperset(text[: j + 1]) for j in range(4)]
+        assert row == expected
+    assert learnt.any() and learnt.sum() < recipe.valid(batch, anchors).sum()
+    rows, teacher, (block, draft) = recipe._rows(batch, anchors, learnt)
+    assert len(block) == learnt.sum()
+    # Labels are draft ids, the teacher's distribution is that of the draft vocabulary.
+    told = recipe.host_ids[rows.labels]
+    assert told.tolist() == batch.ids[anchors[block] + draft + 1].tolist()
+    forward = recipe.target.forward(batch, recipe.layers)
+    place = (batch.generated & batch.ahead(batch.generated, 1)).nonzero()[0]
+    logits = recipe.target.logits(forward.before_norm[place])
+    among = logits[:, recipe.host_ids].log_softmax(-1)
+    torch.testing.assert_close(teacher.logprobs, among, atol=1e-5, rtol=1e-5)
+    share = logits.softmax(-1)[:, recipe.host_ids].sum(-1)
+    torch.testing.assert_close(teacher.share, share, atol=1e-5, rtol=1e-5)
+    assert teacher.likeliest.tolist() == logits.argmax(-1).tolist()
+    # Held-out texts are drafted for and judged everywhere, with the whole distribution.
+    found = recipe.draft(batch)
+    assert (found.tokens >= 0).sum() == recipe.valid(batch, anchors).sum() > learnt.sum()
+    assert set(found.tokens[found.tokens >= 0].tolist()) <= known
+    assert found.overlap[anchors[0] - 1, 0] <= share[0] + 1e-5
+    assert 0 < recipe.coverage < 1
 
 
 def test_anchors_depend_on_step_and_document_alone(tmp_path: Path) -> None:
@@ -218,7 +259,8 @@ def test_block_loss_and_its_gradients(
     )
     head = torch.randn(20, 8, generator=generator)
     logprobs = torch.randn(6, 20, generator=generator).log_softmax(-1)
-    teacher = Teacher(logprobs, logprobs.argmax(-1), torch.ones(6))
+    likeliest = logprobs.argmax(-1)
+    teacher = Teacher(logprobs, likeliest, likeliest, torch.ones(6))
     places, labels = torch.arange(11) % 6, torch.arange(11) + 3
     weights = torch.rand(11, generator=generator)
     q = (hidden @ head.T + before @ after.T).log_softmax(-1)

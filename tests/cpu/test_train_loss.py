@@ -85,7 +85,7 @@ def toy() -> Batch:
     generated = np.array([0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1], dtype=bool)
     return Batch(
         ids, ids, ids * 0, torch.tensor([0, 12], dtype=torch.int32), generated,
-        np.array([0, 12]), np.zeros(1, dtype=np.float32), np.zeros(1, dtype=np.int64),
+        ids.numpy(), np.array([0, 12]), np.zeros(1, dtype=np.float32), np.zeros(1, dtype=np.int64),
     )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def test_loss_in_slices_and_its_gradients(monkeypatch: pytest.MonkeyPatch) -> No
     logprobs = torch.randn(6, 20, generator=generator).log_softmax(-1)
     best = logprobs.argmax(-1)
     best[2] = -1
-    teacher = Teacher(logprobs, best, torch.full((6,), 0.5))
+    teacher = Teacher(logprobs, best, best, torch.full((6,), 0.5))
     rows = torch.arange(11) % 6
     weights = torch.rand(11, generator=generator)
     expected = naive(hidden, head, teacher, rows, weights)

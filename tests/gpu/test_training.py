@@ -100,6 +100,7 @@ def test_loss_and_gradients() -> None:
         teacher = Teacher(
             logprobs.to(device, kept),
             logprobs.argmax(-1).to(device),
+            logprobs.argmax(-1).to(device),
             torch.ones(300, device=device),
         )
         loss, _ = soft_cross_entropy(x, w, teacher, rows.to(device), weights.to(device))

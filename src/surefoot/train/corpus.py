@@ -38,6 +38,8 @@ class Batch:
     """int32 [D + 1]: where each document begins, and the end of the last."""
     generated: np.ndarray
     """bool [N]: the target generated this token."""
+    tokens: np.ndarray
+    """int64 [N]: ``ids``."""
     starts: np.ndarray
     """int64 [D + 1]: ``offsets``."""
     temperature: np.ndarray
@@ -159,6 +161,7 @@ class Corpus:
             documents=put(document_of, device),
             offsets=put(starts.astype(np.int32), device),
             generated=generated,
+            tokens=ids,
             starts=starts,
             temperature=self.temperature[list(documents)],
             indices=np.array(documents, dtype=np.int64),

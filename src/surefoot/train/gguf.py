@@ -52,7 +52,10 @@ def export_gguf(
             refuse_misfits(problems, folder, None)
             if vocabulary is not None:
                 checkpoint = smaller(checkpoint, vocabulary)
-            own = own_head(checkpoint, target)
+            few = len(checkpoint.target_ids) < target.config.vocab_size
+            # Rows that are left out are taken from the target's embedding, if its head is that.
+            kept = "lm_head.weight" in checkpoint.tensors and few
+            own = (kept and not target.config.tied_embeddings) or own_head(checkpoint, target)
             written(path, checkpoint, target.config, own)
             return not own
     raise SurefootError("drafter", f"{folder} holds no drafter of a kind that is written")
@@ -78,8 +81,6 @@ def own_head(checkpoint: DrafterCheckpoint[Any], target: Target) -> bool:
     head = checkpoint.tensors.get("lm_head.weight")
     if head is None or head.shape[1] != target.config.hidden_size:
         return head is not None
-    if len(checkpoint.target_ids) < target.config.vocab_size and not target.config.tied_embeddings:
-        return True
     rows = target.head_rows(checkpoint.target_ids).cpu()
     return not torch.allclose(dense(head).float(), rows, rtol=_ROUNDING, atol=1e-6)
 

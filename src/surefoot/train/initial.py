@@ -61,9 +61,3 @@ def take_weights(
                 OPTION,
                 f"{path}: {name} is {list(given.shape)}, and {list(value.shape)} is to be trained",
             )
-
-
-def places_of(ids: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Where the token ids ``ids`` are in the rising ``known``, int64; -1: they are not."""
-    places = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
-    return torch.where(known[places] == ids, places, -1)

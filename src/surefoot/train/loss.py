@@ -13,6 +13,7 @@ import torch
 from surefoot.kernels import losses as reference
 from surefoot.kernels.losses import Objective, RowLosses
 from surefoot.train.target import Target
+from surefoot.train.vocabulary import places_of
 
 SLICE = 4096
 """Rows whose logits exist at once."""
@@ -24,8 +25,10 @@ class Teacher:
 
     logprobs: torch.Tensor
     """[R, draft vocabulary]: renormalised. float16 in mixed precision, else float32."""
+    likeliest: torch.Tensor
+    """int64 [R]: the target's likeliest token."""
     best: torch.Tensor
-    """int64 [R]: the draft id of the target's likeliest token, -1 where it has none."""
+    """int64 [R]: its draft id, -1 where it has none."""
     share: torch.Tensor
     """float32 [R]: the probability of the draft vocabulary."""
 
@@ -38,22 +41,19 @@ def teach(
     ascending."""
     rows, whole = len(before_norm), len(target_ids) == target.config.vocab_size
     logprobs = torch.empty((rows, len(target_ids)), dtype=dtype, device=before_norm.device)
-    best = torch.empty(rows, dtype=torch.int64, device=before_norm.device)
+    likeliest = torch.empty(rows, dtype=torch.int64, device=before_norm.device)
     share = torch.ones(rows, device=before_norm.device)
     for start in range(0, rows, SLICE):
         part = slice(start, start + SLICE)
         logits = target.logits(before_norm[part])
-        likeliest = logits.argmax(-1)
-        if whole:
-            best[part] = likeliest
-        else:
+        likeliest[part] = logits.argmax(-1)
+        if not whole:
             total = torch.logsumexp(logits, -1)
             logits = logits.index_select(1, target_ids)
             share[part] = (torch.logsumexp(logits, -1) - total).exp()
-            place = torch.searchsorted(target_ids, likeliest).clamp(max=len(target_ids) - 1)
-            best[part] = torch.where(target_ids[place] == likeliest, place, -1)
         logprobs[part] = torch.log_softmax(logits, -1).to(dtype)
-    return Teacher(logprobs, best, share)
+    best = likeliest if whole else places_of(likeliest, target_ids)
+    return Teacher(logprobs, likeliest, best, share)
 
 
 def head_logits(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:

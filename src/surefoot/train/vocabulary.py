@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from surefoot.train.corpus import Corpus
 
@@ -19,3 +20,9 @@ def choose_vocabulary(
     size = min(size, vocab_size)
     ids = np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int64)
     return ids, float(counts[ids].sum() / max(1, counts.sum()))
+
+
+def places_of(ids: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """Where the token ids ``ids`` are in the rising ``known``, int64; -1: they are not."""
+    places = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
+    return torch.where(known[places] == ids, places, -1)

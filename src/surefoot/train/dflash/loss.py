@@ -23,7 +23,7 @@ class BlockRows:
     places: torch.Tensor
     """int64 [R]: the teacher's rows."""
     labels: torch.Tensor
-    """int64 [R]: the text's tokens."""
+    """int64 [R]: the text's tokens, by their draft ids."""
 
 
 def block_loss(
@@ -35,7 +35,8 @@ def block_loss(
     objective: Objective,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sum over rows of weight * the ``objective`` with q = softmax(head hidden + after before):
-    ``head`` [vocab, hidden], frozen; ``after`` float32 [vocab, rank]; ``weights`` float32 [R].
+    ``head`` [draft vocabulary, hidden], frozen; ``after`` float32 [draft vocabulary, rank];
+    ``weights`` float32 [R].
 
     Returns the float32 sum; without gradients sum over v of min(p, q), float32 [R]; and [2]: the
     rows, and those among them whose likeliest token is the target's."""

@@ -25,6 +25,11 @@ class DFlashTrainOptions(TrainOptions):
     )
     anchors: float = option(0.25, "Share of the generated tokens behind which a block is trained.")
     decay: float = option(7.0, "Draft j of a block weighs exp(-j / decay) in the loss.")
+    draft_vocab: int | None = option(
+        None,
+        "Tokens that can be drafted, the most frequent ones; the layout is then speculators'. "
+        "(default: all)",
+    )
     mask_token: int | None = option(
         None, "Token that stands for what is to be drafted. (default: one that no text holds)"
     )
@@ -36,6 +41,8 @@ class DFlashTrainOptions(TrainOptions):
         super().__post_init__()
         self.at_least(1, "layers")
         self.at_least(2, "block")
+        if self.draft_vocab is not None:
+            self.at_least(1, "draft_vocab")
         if not 0 < self.anchors <= 1:
             raise SurefootError("anchors", f"{self.anchors} is not in (0, 1]")
         if self.decay <= 0:

@@ -1,8 +1,8 @@
 """Blocks behind drawn current tokens ("anchors"), as inference would draft them there.
 
 Draft j of the block behind token a stands for token a + 1 + j and counts while all tokens up to
-it were generated. The tokens before a draft that DSpark's heads read are the text's: a draft is
-only of use if those before it were right.
+it were generated and are in the draft vocabulary. The tokens before a draft that DSpark's heads
+read are the text's: a draft is only of use if those before it were right.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from surefoot.train.initial import OPTION, refuse_others, take_weights
 from surefoot.train.loss import SLICE, Teacher, head_logits, teach
 from surefoot.train.recipe import Drafted, Recipe
 from surefoot.train.target import Target
+from surefoot.train.vocabulary import choose_vocabulary, places_of
 
 _SAME = (
     "layer_ids", "target_hidden_size", "anchor_predicts", "layers", "markov", "confidence",
@@ -50,16 +51,26 @@ class DFlashRecipe(Recipe):
         model = target.config
         self.layers = options.layers_of(model.layers)
         rank, confidence = options.heads
+        documents, _ = corpus.split(options.held_out, options.seed)
+        ids, self.coverage = choose_vocabulary(
+            corpus, documents, model.vocab_size, options.draft_vocab or model.vocab_size
+        )
+        self.host_ids = torch.from_numpy(ids)
+        self.target_ids = self.host_ids.to(target.device)
+        self.known = np.isin(np.arange(model.vocab_size), ids)
+        """bool [vocab]: the draft vocabulary."""
+        layout = "deepseek" if options.anchor_predicts else "z-lab"
         mask = options.mask_token
         self.config = DFlashConfig(
-            layout="deepseek" if options.anchor_predicts else "z-lab",
+            # The others' have no draft vocabularies.
+            layout=layout if self.known.all() else "speculators",
             layer=replace(
                 model, architecture="qwen3", layers=options.layers, qk_norm=True,
                 attention_bias=False, output_bias=False, mlp_bias=False, tied_embeddings=False,
                 # It learns its own distances; a stretched target's need not be copied.
                 rope_scaling=RopeScaling(),
             ),
-            draft_vocab_size=model.vocab_size,
+            draft_vocab_size=len(ids),
             target_hidden_size=model.hidden_size,
             block_size=options.block,
             layer_ids=self.layers,
@@ -69,6 +80,7 @@ class DFlashRecipe(Recipe):
             markov=MarkovShape("vanilla", rank) if rank else None,
             confidence=confidence,
             confidence_with_markov=confidence and rank > 0,
+            verifier=target.name,
         )  # fmt: skip
         self.network: DFlashTraining = DFlashTraining(
             self.config,
@@ -77,14 +89,13 @@ class DFlashRecipe(Recipe):
             target.device,
             options.seed,
         )
-        self.vocabulary = torch.arange(model.vocab_size, device=target.device)
-        self.head = target.head_rows(torch.arange(model.vocab_size)).to(self.compute)
+        self.head = target.head_rows(self.host_ids).to(self.compute)
         weights = np.exp(-np.arange(self.depth) / options.decay)
         self.decay = (weights / weights.sum()).astype(np.float32)
 
     def loss(self, batch: Batch, divisor: float, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         anchors, share = self.draw(batch, step)
-        rows, teacher, chosen = self._rows(batch, anchors)
+        rows, teacher, chosen = self._rows(batch, anchors, self.learnt(batch, anchors))
         weights = (share[chosen[0]] * self.decay[chosen[1]] / divisor).astype(np.float32)
         weight = self._put(weights)
         loss, overlap, counts = block_loss(
@@ -92,20 +103,21 @@ class DFlashRecipe(Recipe):
         )
         if self.config.confidence:
             logits = self.network.confidence(rows.hidden, rows.before)
-            loss = loss + binary_cross_entropy_with_logits(logits, overlap, weight, reduction="sum")
+            right = overlap * teacher.share[rows.places]
+            loss = loss + binary_cross_entropy_with_logits(logits, right, weight, reduction="sum")
         return loss, torch.cat((loss.detach().unsqueeze(0), counts))
 
     @torch.no_grad()
     def draft(self, batch: Batch) -> Drafted:
         anchors = batch.pairs.nonzero()[0] + 1
-        rows, teacher, (block, draft) = self._rows(batch, anchors)
+        rows, teacher, (block, draft) = self._rows(batch, anchors, self.valid(batch, anchors))
         place = anchors[block] - 1, draft
         tokens, alone = (np.full((len(batch), self.depth), -1, dtype=np.int64) for _ in range(2))
         overlap, chance = (np.zeros(tokens.shape, dtype=np.float32) for _ in range(2))
         judged = self._judge(rows, teacher)
         tokens[place], alone[place], overlap[place], chance[place] = judged
         likeliest = np.full(len(batch), -1, dtype=np.int64)
-        likeliest[_asked(batch)] = teacher.best.cpu().numpy()
+        likeliest[_asked(batch)] = teacher.likeliest.cpu().numpy()
         return Drafted(
             tokens,
             overlap,
@@ -117,7 +129,7 @@ class DFlashRecipe(Recipe):
     def _judge(self, rows: BlockRows, teacher: Teacher) -> tuple[np.ndarray, ...]:
         """For each row the likeliest token, the likeliest without the Markov head, the overlap with
         the target's distribution, and the confidence (0 without a head for it); on the host, [R]
-        each."""
+        each. Tokens are the target's."""
         after = self._after()
         matrix = None if after is None else after.to(self.compute)
         count, device = len(rows.places), self.target.device
@@ -127,18 +139,20 @@ class DFlashRecipe(Recipe):
             part = slice(start, start + SLICE)
             before = None if rows.before is None else rows.before[part]
             logits = head_logits(rows.hidden[part], self.head)
-            alone[part] = logits.argmax(-1)
+            alone[part] = self.target_ids[logits.argmax(-1)]
             if before is not None and matrix is not None:
                 logits += head_logits(before, matrix)
             q = torch.softmax(logits, -1)
-            p = teacher.logprobs[rows.places[part]].float().exp_()
-            best[part], overlap[part] = q.argmax(-1), torch.minimum(p, q).sum(-1)
+            places = rows.places[part]
+            p = teacher.logprobs[places].float().exp_() * teacher.share[places].unsqueeze(-1)
+            best[part] = self.target_ids[q.argmax(-1)]
+            overlap[part] = torch.minimum(p, q).sum(-1)
             if self.config.confidence:
                 chance[part] = self.network.confidence(rows.hidden[part], before).sigmoid()
         return best.cpu().numpy(), alone.cpu().numpy(), overlap.cpu().numpy(), chance.cpu().numpy()
 
     def _after(self) -> torch.Tensor | None:
-        """float32 [vocab, rank]: the Markov head's second matrix."""
+        """float32 [draft vocabulary, rank]: the Markov head's second matrix."""
         return None if self.config.markov is None else self.network.weight(f"{AFTER}.weight")
 
     def draw(self, batch: Batch, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -182,33 +196,36 @@ class DFlashRecipe(Recipe):
             )
         self.config = self.network.config = replace(self.config, mask_token_id=found.mask_token_id)
         # A smaller draft vocabulary has no rows for other tokens; these begin as random ones.
-        rows = {f"{AFTER}.weight": checkpoint.target_ids}
+        rows = {f"{AFTER}.weight": places_of(checkpoint.target_ids, self.host_ids)}
         take_weights(self.network, checkpoint.tensors, path, rows)
 
     def export(self, folder: Path) -> None:
-        write_checkpoint(folder, self.network, self.target)
+        write_checkpoint(folder, self.network, self.host_ids, self.target)
 
     def facts(self) -> dict[str, Any]:
         return {
             "captured_layers": list(self.layers),
             "parameters": sum(value.numel() for value in self.network.parameters()),
             "mask_token_id": self.config.mask_token_id,
+            "draft_vocabulary": len(self.host_ids),
+            "coverage": self.coverage,
         }
 
     def _rows(
-        self, batch: Batch, anchors: np.ndarray
+        self, batch: Batch, anchors: np.ndarray, counting: np.ndarray
     ) -> tuple[BlockRows, Teacher, tuple[np.ndarray, np.ndarray]]:
-        """All rows that count of the blocks behind ``anchors``, and (block, draft) of each."""
+        """The rows of the blocks behind ``anchors`` that count, bool [M, drafts], and (block,
+        draft) of each."""
         forward = self.target.forward(batch, self.layers)
         asked = _asked(batch)
         place = np.full(len(batch), -1, dtype=np.int64)
         place[asked] = np.arange(len(asked))
         kind = torch.float32 if self.compute is torch.float32 else torch.float16
         before_norm = forward.before_norm.index_select(0, self._put(asked))
-        teacher = teach(self.target, before_norm, self.vocabulary, kind)
+        teacher = teach(self.target, before_norm, self.target_ids, kind)
         hidden = self.network.blocks(batch, forward.features, self._put(anchors), self.target)
         hidden = hidden[:, self.config.first_row :]
-        block, draft = self.valid(batch, anchors).nonzero()
+        block, draft = counting.nonzero()
         at = anchors[block] + draft
         picked = self._put(block * self.depth + draft)
         return (
@@ -216,15 +233,23 @@ class DFlashRecipe(Recipe):
                 hidden.flatten(0, 1).index_select(0, picked),
                 self.network.before(batch.ids[self._put(at)]),
                 self._put(place[at]),
-                batch.ids[self._put(at + 1)],
+                places_of(batch.ids[self._put(at + 1)], self.target_ids),
             ),
             teacher,
             (block, draft),
         )
 
     def valid(self, batch: Batch, anchors: np.ndarray) -> np.ndarray:
-        """bool [M, drafts]: those that count."""
-        following = [batch.ahead(batch.generated, 1 + j)[anchors] for j in range(self.depth)]
+        """bool [M, drafts]: the tokens from the anchor to theirs were all generated."""
+        return self._unbroken(batch, batch.generated, anchors)
+
+    def learnt(self, batch: Batch, anchors: np.ndarray) -> np.ndarray:
+        """bool [M, drafts]: those among them before which nothing is that cannot be drafted, nor
+        are they: no round would get that far."""
+        return self._unbroken(batch, batch.generated & self.known[batch.tokens], anchors)
+
+    def _unbroken(self, batch: Batch, good: np.ndarray, anchors: np.ndarray) -> np.ndarray:
+        following = [batch.ahead(good, 1 + j)[anchors] for j in range(self.depth)]
         return np.logical_and.accumulate(np.stack(following, axis=1), axis=1)
 
     def _put(self, array: np.ndarray) -> torch.Tensor:

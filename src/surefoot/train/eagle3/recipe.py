@@ -24,11 +24,11 @@ from surefoot.train.eagle3.export import write_checkpoint
 from surefoot.train.eagle3.network import HEAD, Eagle3Network
 from surefoot.train.eagle3.options import Eagle3TrainOptions
 from surefoot.train.gguf import own_head
-from surefoot.train.initial import OPTION, places_of, refuse_others, take_weights
+from surefoot.train.initial import OPTION, refuse_others, take_weights
 from surefoot.train.loss import Teacher, compare, soft_cross_entropy, teach
 from surefoot.train.recipe import Drafted, Recipe
 from surefoot.train.target import Forward, Target
-from surefoot.train.vocabulary import choose_vocabulary
+from surefoot.train.vocabulary import choose_vocabulary, places_of
 
 _SAME = (
     "layer_ids", "captured", "target_hidden_size", "norm_before_residual", "norm_before_fc",
@@ -120,11 +120,7 @@ class Eagle3Recipe(Recipe):
             tokens[chosen, step] = self.target_ids[best].cpu().numpy()
             overlap[chosen, step] = same.cpu().numpy()
         likeliest = np.full(len(batch), -1, dtype=np.int64)
-        asked = place >= 0
-        logits_of = forward.before_norm[self._put(asked.nonzero()[0])]
-        likeliest[asked] = torch.cat(
-            [self.target.logits(part).argmax(-1) for part in logits_of.split(1024)]
-        ).cpu()
+        likeliest[place >= 0] = teacher.likeliest.cpu().numpy()
         return Drafted(tokens, overlap, likeliest)
 
     def valid(self, batch: Batch) -> list[np.ndarray]:
