@@ -11,6 +11,7 @@ import numpy as np
 
 from surefoot.speculation.decisions import Action, Decision, Landed, Situation
 from surefoot.speculation.goodput import best_count
+from surefoot.speculation.host_costs import HostSample
 
 Seconds = Callable[[int, int, Action, int], float]
 """Of a round by (requests, prompt rows, action, drafts)."""
@@ -198,7 +199,9 @@ class World:
         self.seconds += max(device, host) if self.overlap else device + host
         self.verified += verified
         self.looked += bool(decision.proposers)
-        landed = Landed(device, host, verified, gained, int(drafting.sum()), 0)
+        count, proposing = int(drafting.sum()), bool(decision.proposers)
+        sample = None if self.prompt_rows else HostSample(requests, count, 0, host, proposing)
+        landed = Landed(device, sample, verified, gained, count)
         return landed, new
 
 

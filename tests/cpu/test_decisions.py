@@ -83,7 +83,7 @@ def play(planner: Planner, now: Situation, rounds: int) -> list[Decision]:
         decision = planner.decide(now)
         decisions.append(decision)
         seconds = decision.expected.seconds
-        planner.landed(decision, now, Landed(seconds, 1e-4, decision.drafts, 0, now.requests, 0))
+        planner.landed(decision, now, Landed(seconds, None, decision.drafts, 0, now.requests))
     return decisions
 
 
@@ -162,7 +162,7 @@ def test_trials_take_turns() -> None:
 
 
 def outcome(seconds: float = 1.0) -> Landed:
-    return Landed(seconds, 1e-4, 0, 0, 0, 0)
+    return Landed(seconds, None, 0, 0, 0)
 
 
 def test_chances_of_another_proposer_are_stale() -> None:
@@ -185,12 +185,3 @@ def test_a_report_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         planner.decide(now)
         planner.decide(now)
         assert len(read) == landings
-
-
-def test_rounds_with_prompts_teach_nothing_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch with prompts does more than one without."""
-    planner, taught = planner_of(GivenCosts([LOOK], 0.01)), []
-    monkeypatch.setattr(planner.host, "observe", taught.append)
-    for rows, count in ((0, 1), (64, 1), (0, 2)):
-        planner.landed(Decision(0, *LOOK), situation(NEVER, NEVER, prompt_rows=rows), outcome())
-        assert len(taught) == count

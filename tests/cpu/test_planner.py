@@ -42,7 +42,10 @@ def cpu_seconds(requests: int, prompt_rows: int, action: Action, drafts: int) ->
 
 def samples(host: Callable[[int, int, int], float]) -> list[HostSample]:
     return [
-        HostSample(b, d, e, host(b, d, e)) for b in (1, 64, 512) for d in (0, b) for e in (0, 1)
+        HostSample(b, d, e, host(b, d, e), d > 0)
+        for b in (1, 64, 512)
+        for d in (0, b)
+        for e in (0, 1)
     ]
 
 
@@ -405,7 +408,7 @@ def test_actions_stay_within_what_requests_allow() -> None:
     for _ in range(60):
         now = situation([[0.0] * 8] * 2, proposers=(DRAFTER,), draft_limit=3)
         decision = planner.decide(now)
-        planner.landed(decision, now, Landed(6e-3, 2e-4, 0, 0, 0, 0))
+        planner.landed(decision, now, Landed(6e-3, None, 0, 0, 0))
         seen.add(decision.action)
     assert seen <= {NOTHING, *(((DRAFTER,), depth) for depth in (1, 2, 3))} and len(seen) > 1
 
@@ -416,7 +419,7 @@ def test_who_just_arrived_is_expected_to_be_like_the_others() -> None:
     for _ in range(40):
         now = situation(good)
         decision = planner.decide(now)
-        planner.landed(decision, now, Landed(8e-3, 2e-4, decision.drafts, 6, 2, 0))
+        planner.landed(decision, now, Landed(8e-3, None, decision.drafts, 6, 2))
     arrived = planner.decide(situation([*good, [float("nan")] * 8]))
     assert arrived.drafts > 16
 
@@ -430,7 +433,7 @@ def test_rounds_that_never_verify_are_said_once(
         for _ in range(60):
             now = situation([[0.01] + [0.0] * 7] * 2)
             decision = planner.decide(now)
-            planner.landed(decision, now, Landed(6e-3, 2e-4, 0, 0, 2, 0))
+            planner.landed(decision, now, Landed(6e-3, None, 0, 0, 2))
     assert [record.message for record in caplog.records] == [
         "no draft was verified in 20 rounds that had some on offer"
     ]
@@ -443,7 +446,7 @@ def test_a_round_with_a_prompt_weighs_drafts_by_the_time_they_add() -> None:
         now = situation(weak)
         decision = planner.decide(now)
         seconds = cpu_seconds(4, 0, decision.action, decision.drafts)
-        planner.landed(decision, now, Landed(seconds, 2e-4, decision.drafts, 1, 4, 0))
+        planner.landed(decision, now, Landed(seconds, None, decision.drafts, 1, 4))
     for rows in (0, 500):
         decision = planner.decide(situation(weak, prompt_rows=rows))
         assert decision.explores or decision.drafts == 4
@@ -465,6 +468,7 @@ def test_what_drafts_saved_is_bounded_whatever_was_believed() -> None:
     situation = Situation(1, 0, np.ones((1, 8), np.float32), None, (LOOKUP,), 8, 100.0)
     decision = planner.decide(situation)
     believed = replace(decision.expected, plain_seconds=3600.0)
-    outcome = Landed(0.010, 0.001, verified=2, accepted=1.5, drafting=1, ends=0)
+    host = HostSample(1, 1, 0, 0.001, True)
+    outcome = Landed(0.010, host, verified=2, accepted=1.5, drafting=1)
     planner.landed(replace(decision, expected=believed), situation, outcome)
     assert planner.saved_seconds == pytest.approx(1.5 * 0.011, rel=0.01)

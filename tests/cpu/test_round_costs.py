@@ -341,7 +341,7 @@ def host_seconds(requests: int, drafting: int, ends: int) -> float:
 
 def samples() -> list[HostSample]:
     return [
-        HostSample(b, d, e, host_seconds(b, d, e))
+        HostSample(b, d, e, host_seconds(b, d, e), d > 0)
         for b in (1, 64, 512)
         for d in (0, b)
         for e in (0, 1)
@@ -352,7 +352,7 @@ def test_samples_tell_the_parts_of_the_host_apart() -> None:
     costs = HostCosts(samples())
     for requests, drafting in ((1, 0), (512, 0), (512, 256), (64, 64)):
         want = host_seconds(requests, drafting, 0)
-        assert costs.seconds(requests, drafting) == pytest.approx(want, rel=0.15)
+        assert costs.seconds(requests, drafting, drafting > 0) == pytest.approx(want, rel=0.15)
 
 
 def test_rounds_of_one_request_do_not_tell_what_many_that_draft_cost() -> None:
@@ -360,9 +360,9 @@ def test_rounds_of_one_request_do_not_tell_what_many_that_draft_cost() -> None:
     for drafting, rounds in ((1, 100), (0, 250), (1, 100)):
         for _ in range(rounds):
             seconds = (4e-4 + 3e-4 * drafting) * float(np.exp(noise.normal(0, 0.3)))
-            costs.observe(HostSample(1, drafting, 0, seconds))
-    assert costs.seconds(1, 1) == pytest.approx(7e-4, rel=0.2)
-    assert costs.seconds(64, 64) < 2e-3
+            costs.observe(HostSample(1, drafting, 0, seconds, drafting > 0))
+    assert costs.seconds(1, 1, True) == pytest.approx(7e-4, rel=0.2)
+    assert costs.seconds(64, 64, True) < 2e-3
 
 
 @pytest.mark.parametrize("factor", [10.0, 0.1])
@@ -370,10 +370,11 @@ def test_the_host_is_believed_as_it_is_now(factor: float) -> None:
     costs = HostCosts(samples())
     for at in range(200):
         drafting = 256 if at % 4 == 0 else 0
-        costs.observe(HostSample(512, drafting, 0, factor * host_seconds(512, drafting, 0)))
+        seconds = factor * host_seconds(512, drafting, 0)
+        costs.observe(HostSample(512, drafting, 0, seconds, drafting > 0))
     for drafting in (0, 256):
         want = factor * host_seconds(512, drafting, 0)
-        assert costs.seconds(512, drafting) == pytest.approx(want, rel=0.15)
+        assert costs.seconds(512, drafting, drafting > 0) == pytest.approx(want, rel=0.15)
 
 
 def test_prompt_chunks_are_as_short_as_a_cpu_allows_and_as_long_as_others_can_wait() -> None:

@@ -115,7 +115,7 @@ class TimedEngine:
             kv_blocks=512 * MOST, calibration_seconds=0.0, enable_prefix_caching=False,
         )  # fmt: skip
         host = [
-            HostSample(b, d, e, host_seconds(b, d, e))
+            HostSample(b, d, e, host_seconds(b, d, e), d > 0)
             for b in (1, MOST)
             for d in (0, b)
             for e in (0, 1)
@@ -162,14 +162,18 @@ class TimedEngine:
             return replace(launch(size, *args), seconds=lambda: seconds)
 
         def told(decision: Decision, situation: Situation, outcome: Landed) -> None:
-            host = host_seconds(situation.requests, outcome.drafting, outcome.ends) * self.busy
+            requests, drafting = situation.requests, outcome.drafting
+            ends = outcome.host.ends if outcome.host is not None else 0
+            host = host_seconds(requests, drafting, ends) * self.busy
             device = outcome.device_seconds
             assert device is not None
             self.seconds += max(device, host) if self.kind.ahead else device + host
             self.tokens += situation.requests + int(outcome.accepted)
             self.verified += outcome.verified
             self.rounds += 1
-            landed(decision, situation, replace(outcome, host_seconds=host))
+            sample = HostSample(requests, drafting, ends, host, bool(decision.proposers))
+            sample = None if situation.prompt_rows else sample
+            landed(decision, situation, replace(outcome, host=sample))
 
         rounds.launch = timed  # type: ignore[method-assign]
         planner.landed = told  # type: ignore[method-assign]

@@ -85,7 +85,9 @@ class RecordedRounds(PaddedRounds):
         return size
 
     def launch(self, size: Size, keys: int, reads: PromptReads | None = None) -> Report:
+        before = self._held_up
         report = super().launch(size, keys, reads)
+        self.apart_seconds = self._held_up - before
         if size.prompt_logprobs is not None or self._next == size:
             return report
         # What another round took tells nothing of this one.

@@ -211,6 +211,8 @@ class Engine(Restored):
 
     @whole
     def add(self, request: Request) -> None:
+        if not self.has_work:
+            self.loop.clock.interrupt()
         self.scheduler.add(request)
 
     @whole

@@ -18,6 +18,7 @@ import numpy as np
 
 from surefoot.engine.batch import Batch, slots_of
 from surefoot.engine.gathering import Gathering, missing
+from surefoot.engine.host_clock import HostClock, Work
 from surefoot.engine.landing import Landing, read_prompt_scores, read_report
 from surefoot.engine.reported import ReportedOffers
 from surefoot.engine.reserving import Reach, Reservations
@@ -51,7 +52,6 @@ class Flight:
     hosted: dict[int, tuple[int, int]]
     """By slot, who had how many drafts on offer for it on the host."""
     report: Report
-    host_seconds: float
 
 
 class Loop:
@@ -75,6 +75,7 @@ class Loop:
         self.kv = kv
         self.planner = planner
         self.depth = depth
+        self.clock = HostClock()
         self.state = state = round_.state
         self.controller = round_.controller
         self.flights: deque[Flight] = deque()
@@ -126,7 +127,6 @@ class Loop:
     def launch(self) -> bool:
         """Launch a round. False where there is nobody for it, or no room before a report is
         read."""
-        begun = time.perf_counter()
         while (batch := self._gather()) is not None:
             hosted = self._write_masks(batch) if batch.group.masked else {}
             situation = self._situation(batch)
@@ -140,7 +140,7 @@ class Loop:
                     decision = replace(decision, drafts=0)
                     reach = self.reservations.make(transaction, batch, decision)
                 if reach is not None:
-                    self.flights.append(self._run(batch, decision, situation, reach, hosted, begun))
+                    self.flights.append(self._run(batch, decision, situation, reach, hosted))
                     transaction.keep()
                     return True
             if self.flights:
@@ -167,7 +167,6 @@ class Loop:
         situation: Situation,
         reach: Reach,
         hosted: dict[int, tuple[int, int]],
-        begun: float,
     ) -> Flight:
         requests = batch.group.requests
         if self._batch_set is not batch:
@@ -179,13 +178,13 @@ class Loop:
         if reads is not None:
             widths = (request.params.prompt_logprobs or 0 for request in requests)
             size = replace(size, prompt_logprobs=max(widths))
-        seconds = time.perf_counter() - begun
+        if batch.chunks:
+            self.clock.interrupt()
         report = self.rounds.launch(size, reach.keys, reads)
-        begun = time.perf_counter()
+        self.clock.leave_out(self.rounds.apart_seconds)
         self._count_chunks(batch)
         self.reservations.launched(batch, reach)
-        seconds += time.perf_counter() - begun
-        return Flight(batch, size, decision, situation, reach, scored, hosted, report, seconds)
+        return Flight(batch, size, decision, situation, reach, scored, hosted, report)
 
     def _write_masks(self, batch: Batch) -> dict[int, tuple[int, int]]:
         """Of those that sample. Returns by slot who offers how many drafts on the host."""
@@ -241,8 +240,9 @@ class Loop:
         another one."""
         flight = self.flights.popleft()
         batch, report = flight.batch, flight.report
+        host = self.clock.wait_begins()
         report.wait()
-        begun = time.perf_counter()
+        self.clock.report_came()
         read_prompt_scores(report, batch, flight.scored)
         landing = read_report(
             report,
@@ -258,12 +258,13 @@ class Loop:
         self.reservations.landed(batch, slots, flight.reach)
         outcome = Landed(
             device_seconds=report.seconds(),
-            host_seconds=flight.host_seconds + time.perf_counter() - begun,
+            host=host,
             verified=landing.verified,
             accepted=landing.accepted,
             drafting=len(landing.drafting),
-            ends=len(landing.ended),
         )
+        ends, proposing = len(landing.ended), bool(flight.decision.proposers)
+        self.clock.read(Work(flight.situation.requests, outcome.drafting, ends, proposing))
         self.planner.landed(flight.decision, flight.situation, outcome)
         landing.seconds = outcome.device_seconds
         landing.size, landing.decision = flight.size, flight.decision

@@ -60,6 +60,9 @@ class Rounds:
         self.rows_per_key = 0.0
         """What a token before it makes a prompt's row take longer, in rows; 0: it was not
         measured."""
+        self.apart_seconds = 0.0
+        """Of the last launch: the round itself, where it is called, or recording it. The rest is
+        the host's work for every round."""
         self._copies = [_PinnedReport(round_) for _ in range(4)] if self._on_gpu else []
         self._turn = 0
 
@@ -98,10 +101,11 @@ class Rounds:
         """Run a round, or have a GPU run it behind those before. Arguments as ``Round``'s."""
         # What is recorded now is not to be timed.
         self.ready(size)
+        begun = time.perf_counter()
         if not self._on_gpu:
-            begun = time.perf_counter()
             prompt_scores = self.run(size, keys, reads)
-            seconds = time.perf_counter() - begun - self.round.late_seconds
+            self.apart_seconds = time.perf_counter() - begun
+            seconds = self.apart_seconds - self.round.late_seconds
             books, scores = self.round.books, self.round.scores.part(size)
             return Report(
                 books.report[: size.spans].clone(),
@@ -115,6 +119,7 @@ class Rounds:
         copy.begun.record()
         prompt_scores = self.run(size, keys, reads)
         copy.ended.record()
+        self.apart_seconds = time.perf_counter() - begun
         return copy.take(size, prompt_scores)
 
     def run(self, size: Size, keys: int, reads: PromptReads | None) -> PromptScores:

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from surefoot.speculation.exploring import Trial
+from surefoot.speculation.host_costs import HostSample
 
 Action = tuple[tuple[int, ...], int]
 """(Proposers that propose, steps of those that pay by steps; 0 where there is none of these)."""
@@ -106,15 +107,13 @@ class Landed:
 
     device_seconds: float | None
     """None where nobody measured it."""
-    host_seconds: float
-    """What the host did for this round, waiting for the device left out."""
+    host: HostSample | None
+    """What the host did between the report before and this one; None where that tells nothing."""
     verified: int
     """Drafts that got a row, over all requests."""
     accepted: float
     drafting: int
     """Requests that had drafts verified or have some on offer now."""
-    ends: int
-    """Requests that ended."""
 
 
 class RoundCosts(Protocol):

@@ -11,7 +11,7 @@ import numpy as np
 from surefoot.speculation.beliefs import Beliefs
 
 _GUESS = [2e-4, 1e-4, 1e-6, 4e-6, 2e-5]
-"""Seconds for a round, for one in which anybody drafts, a request, one that drafts, and one that
+"""Seconds for a round, for one in which anybody proposes, a request, one that drafts, and one that
 ends; without any measurement."""
 _UNCERTAIN = 1.0
 _DRIFT = 1e-5
@@ -27,19 +27,21 @@ _ENDS_WEIGHT = 0.02
 
 @dataclass(frozen=True)
 class HostSample:
-    """A round's host time, measured on a made-up report at the start."""
+    """What the host did between two reports, and what it was for."""
 
     requests: int
     drafting: int
     """Requests with drafts verified, or some on offer."""
     ends: int
     seconds: float
+    proposing: bool
+    """Whether somebody was to propose: the planner then has more to weigh, found or not."""
 
 
 class HostCosts:
-    """Seconds = h0 + h1 * (anybody drafts) + h2 * requests + h3 * drafting requests + h4 * ends,
-    all above 0. Reading any drafts costs more than each one's: without a part of its own, what
-    rounds of one request tell of it would count 64 times with 64.
+    """Seconds = h0 + h1 * (anybody proposes) + h2 * requests + h3 * drafting requests + h4 * ends,
+    all above 0. Proposing costs more than each one's drafts: without a part of its own, what rounds
+    of one request tell of it would count 64 times with 64.
 
     What is learnt is the logarithm of each part: by how much all of a round's time is off, each
     part is corrected by as much as it has of it.
@@ -65,10 +67,10 @@ class HostCosts:
         covariance, drift = np.eye(count) * _UNCERTAIN**2, np.full(count, _DRIFT)
         self._beliefs = Beliefs(np.zeros(count), covariance, drift, _FIRST_NOISE)
 
-    def seconds(self, requests: int, drafting: float) -> float:
+    def seconds(self, requests: int, drafting: float, proposing: bool) -> float:
         """Of a round with as many ends as usual."""
-        whole, any_draft, request, draft, end = self._coefficients
-        drafts = any_draft * min(drafting, 1.0) + draft * drafting
+        whole, any_proposer, request, draft, end = self._coefficients
+        drafts = any_proposer * proposing + draft * drafting
         return whole + requests * (request + end * self._ends) + drafts
 
     def observe(self, sample: HostSample) -> None:
@@ -82,7 +84,7 @@ class HostCosts:
 
     def _learn(self, sample: HostSample) -> bool:
         """Returns whether such rounds were known better than one measurement tells."""
-        counts = 1, min(sample.drafting, 1), sample.requests, sample.drafting, sample.ends
+        counts = 1, int(sample.proposing), sample.requests, sample.drafting, sample.ends
         parts = [each * count for each, count in zip(self._coefficients, counts, strict=True)]
         total = sum(parts)
         off = math.log(sample.seconds / total)

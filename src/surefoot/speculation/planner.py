@@ -32,7 +32,7 @@ from surefoot.speculation.decisions import (
 )
 from surefoot.speculation.exploring import Budget, Trial
 from surefoot.speculation.goodput import best_count, nearest_count
-from surefoot.speculation.host_costs import HostCosts, HostSample
+from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.offers import OfferMemory
 from surefoot.speculation.weighing import Weighing
 
@@ -247,16 +247,18 @@ class Planner:
         s, expected = situation, decision.expected
         if not s.requests:
             return
-        if not s.prompt_rows:
-            sample = HostSample(s.requests, outcome.drafting, outcome.ends, outcome.host_seconds)
-            self.host.observe(sample)
+        proposing = bool(decision.proposers)
+        host_seconds = self.host.seconds(s.requests, outcome.drafting, proposing)
+        if outcome.host is not None:
+            self.host.observe(outcome.host)
+            host_seconds = outcome.host.seconds
         if outcome.device_seconds is None:
             return
         self.costs.observe(
             s.requests, s.prompt_rows, decision.action, decision.drafts, s.context,
             outcome.device_seconds,
         )  # fmt: skip
-        seconds = self.weighing.together(outcome.device_seconds, outcome.host_seconds)
+        seconds = self.weighing.together(outcome.device_seconds, host_seconds)
         self.believed_seconds += _RECENT * (expected.seconds - self.believed_seconds)
         self.measured_seconds += _RECENT * (seconds - self.measured_seconds)
         if outcome.verified and not s.prompt_rows:

@@ -63,7 +63,7 @@ class Weighing:
     def plain_seconds(self, situation: Situation) -> tuple[float, float]:
         """Seconds of a round without drafts, proposers and prompts, and what prompts add."""
         s = situation
-        host = self.host.seconds(s.requests, 0.0)
+        host = self.host.seconds(s.requests, 0.0, False)
         device = float(self.costs.table(s.requests, 0, NOTHING, 0, s.context)[1][0])
         alone = self.together(device, host)
         if not s.prompt_rows:
@@ -82,7 +82,7 @@ class Weighing:
         s = situation
         drafting = s.requests * self.offers.share(action[0])
         drafts, seconds = self.costs.table(s.requests, prompt_rows, action, most, s.context)
-        host = self.host.seconds(s.requests, drafting)
+        host = self.host.seconds(s.requests, drafting, bool(action[0]))
         return drafts, np.maximum(seconds, host) if self.overlap else seconds + host
 
     @property

@@ -1,0 +1,57 @@
+"""What the host does from one report to the next: all of it, whoever's code it is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from surefoot.speculation.host_costs import HostSample
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one report gave the host to do."""
+
+    requests: int
+    drafting: int
+    ends: int
+    proposing: bool
+
+
+class HostClock:
+    """Times the host between two reports, with everything that keeps it from launching the next
+    round: reading the report, handing tokens out, what the engine's caller does between two steps,
+    deciding and launching. Waiting for the device is left out, and so is what tells nothing of
+    later rounds: those with prompts, recording, and the time before a request came to an idle
+    engine."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        """When the last report was there; None: there is nothing to be learnt of this time."""
+        self._left_out = 0.0
+        self._work: Work | None = None
+
+    def interrupt(self) -> None:
+        """What happens until the next report tells nothing."""
+        self._since = None
+
+    def leave_out(self, seconds: float) -> None:
+        """So much of the time was no work of the host's, or will not come again."""
+        self._left_out += seconds
+
+    def wait_begins(self) -> HostSample | None:
+        """The next report is waited for: what came before, if it tells anything."""
+        since, work, left_out = self._since, self._work, self._left_out
+        self._since = self._work = None
+        if since is None or work is None:
+            return None
+        seconds = time.perf_counter() - since - left_out
+        return HostSample(work.requests, work.drafting, work.ends, seconds, work.proposing)
+
+    def report_came(self) -> None:
+        """The wait is over."""
+        self._since, self._left_out = time.perf_counter(), 0.0
+
+    def read(self, work: Work) -> None:
+        """What the report told gives the host so much to do."""
+        self._work = work
