@@ -3,6 +3,7 @@ and which chances count."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,7 @@ from surefoot.speculation.decisions import NOTHING, Action, Decision, Landed, Si
 from surefoot.speculation.exploring import Budget, Trial
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.planner import Planner
+from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY
 
 LOOK: Action = ((0,), 0)
 DRAFT: Action = ((1,), 2)
@@ -185,3 +187,33 @@ def test_a_report_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         planner.decide(now)
         planner.decide(now)
         assert len(read) == landings
+
+
+def test_kinds_of_sampling_have_costs_of_their_own() -> None:
+    """Drafts are cheap where the likeliest tokens are taken, dear where they are drawn."""
+    seen: list[tuple[bool, float]] = []
+
+    class Told(GivenCosts):
+        def observe(
+            self,
+            requests: int,
+            prompt_rows: int,
+            action: Action,
+            drafts: int,
+            context: float,
+            seconds: float,
+        ) -> None:
+            seen.append((self is dear, seconds))
+
+    cheap, dear = Told([LOOK], 0.01), Told([LOOK], 2.0)
+    planner = Planner(cheap, HostCosts(), WIDTH, others={DRAWN: dear})
+    sure = [0.9, 0.8, 0.7]
+    for kind, drafts in ((GREEDY, 3), (DRAWN, 0), (GREEDY, 3), (ADJUSTED, 3)):
+        now = situation(sure, kind=kind, proposers=(0,))
+        seen.clear()
+        for _ in range(30):
+            decision = planner.decide(now)
+            planner.landed(decision, now, Landed(1.25, None, 0, 0, 1))
+        assert set(seen) == {(kind == DRAWN, 1.25)}
+        late = Counter(planner.decide(now).drafts for _ in range(10))
+        assert late.most_common(1)[0][0] == drafts

@@ -25,14 +25,17 @@ SIZES = st.builds(
     rows=st.integers(1, 40),
     samples=st.integers(1, 40),
     kind=st.sampled_from([GREEDY, DRAWN, ADJUSTED]),
-    proposers=st.sampled_from([(), (0,)]),
-    steps=st.sampled_from([0, 3]),
+    proposers=st.sampled_from([(), (0,), (1,), (0, 1)]),
+    steps=st.sampled_from([0, 3, 5]),
     verifies=st.booleans(),
     catches_up=st.booleans(),
     logprobs=st.sampled_from([None, 5]),
     masked=st.booleans(),
 )
 ROOM = ("spans", "rows", "samples")
+MORE = {(): [()], (0,): [(0,), (0, 1)], (1,): [(1,), (0, 1)], (0, 1): [(0, 1)]}
+"""Who proposes -> who may propose instead."""
+FURTHER = {0: [0], 3: [3, 5], 5: [5]}
 
 
 @settings(max_examples=400, deadline=None)
@@ -42,15 +45,19 @@ def test_a_stand_in_does_the_same_with_more_room(
 ) -> None:
     # Most sizes have nothing in common: some that differ in their room alone.
     for _ in range(data.draw(st.integers(0, 4))):
-        changes = {name: data.draw(st.integers(1, 40)) for name in ROOM}
+        changes: dict[str, Any] = {name: data.draw(st.integers(1, 40)) for name in ROOM}
+        changes["proposers"] = data.draw(st.sampled_from(MORE[size.proposers]))
+        changes["steps"] = data.draw(st.sampled_from(FURTHER[size.steps or 0]))
         recorded.append(replace(size, **changes))
     found = stand_in(size, recorded)
-    roomless = {name: 0 for name in (*ROOM, "catches_up")}
+    roomless = {name: 0 for name in (*ROOM, "catches_up", "proposers", "steps")}
     able = [
         other
         for other in recorded
         if replace(other, **roomless) == replace(size, **roomless)  # type: ignore[arg-type]
         and other.spans >= size.spans
+        and other.proposers in MORE[size.proposers]
+        and other.steps in FURTHER[size.steps or 0]
         and other.has_prompts == size.has_prompts
         and (other.catches_up or not size.catches_up)
         and (
@@ -61,6 +68,15 @@ def test_a_stand_in_does_the_same_with_more_room(
     assert (found is None) == (not able)
     if found is not None:
         assert found in able and found.spans == min(other.spans for other in able)
+
+
+def test_the_nearest_number_of_rows_stands_in() -> None:
+    """Too many rows cost time: a round of five times as many is no better than one of few."""
+    wanted = Size(8, 16, 16, DRAWN, (0,), verifies=True)
+    few, some, many = (replace(wanted, rows=rows, samples=rows) for rows in (10, 20, 80))
+    assert stand_in(wanted, [few, some, many]) == some
+    assert stand_in(wanted, [few, many]) == few
+    assert stand_in(wanted, [many]) == many
 
 
 class Replayed:

@@ -8,15 +8,18 @@ import pytest
 import torch
 
 from harness import Job, make_engine, random_weights, run_jobs, tiny_config, tiny_decoder
-from surefoot.engine import timing
+from surefoot.engine import sampling_times, timing
 from surefoot.engine.engine import Engine
+from surefoot.engine.sampling_times import time_sampling_called
 from surefoot.engine.timing import made_up_requests, time_keys
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.request import SamplingParams
+from surefoot.speculation.costs import ExactCosts
+from surefoot.speculation.decisions import LIKELIEST, NOTHING, SamplingCost
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.round import Round
-from surefoot.speculation.size import GREEDY, Size
+from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
 
 
 def ahead_engine(**options: object) -> Engine:
@@ -155,9 +158,44 @@ def test_what_keys_cost_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         disturbed = next(clock) % 4 == 3
         return 1e-3 + 2e-6 * before * size.rows + 1e-2 * disturbed
 
-    monkeypatch.setattr(timing, "_seconds", seconds)
+    monkeypatch.setattr(timing, "time_round", seconds)
     assert time_keys(engine.round, 2048, 10.0) == pytest.approx(2e-6)
     assert set(seen) == {0, 1024 - 16}
+
+
+def test_what_drawing_tokens_adds_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.2 ms a round and 0.05 a row; nothing is left of it in the slots."""
+    engine = make_engine(tiny_decoder(), max_num_seqs=2, max_draft_tokens=8)
+    params = engine.state.params
+    before = params.temperature.clone(), params.top_p.clone()
+
+    def seconds(round_: Round, size: Size, keys: int) -> float:
+        drawn = size.kind != GREEDY
+        assert bool((params.temperature > 0).all()), "requests that draw nothing cost nothing"
+        return 1e-3 * (1 + 0.1 * size.rows + drawn * (0.2 + 0.05 * size.samples))
+
+    monkeypatch.setattr(sampling_times, "time_round", seconds)
+    found = time_sampling_called(engine.round, 64, 10.0)
+    assert set(found) == {DRAWN, ADJUSTED}
+    for cost in found.values():
+        assert cost == pytest.approx((2e-4, 5e-5))
+        assert cost.of(9) == pytest.approx(6.5e-4)
+    assert torch.equal(params.temperature, before[0]) and torch.equal(params.top_p, before[1])
+    assert set(time_sampling_called(engine.round, 64, 0.0).values()) == {LIKELIEST}
+
+
+@pytest.mark.parametrize("prompt_rows", [0, 32])
+def test_drawing_costs_what_it_costs_for_each_row_that_samples(prompt_rows: int) -> None:
+    plain = ExactCosts([1, 64], [1e-3, 64e-3])
+    drawn = ExactCosts([1, 64], [1e-3, 64e-3], None, SamplingCost(2e-4, 5e-5))
+    for most in (0, 4):
+        drafts, seconds = plain.table(2, prompt_rows, NOTHING, most, 10.0)
+        more = drawn.table(2, prompt_rows, NOTHING, most, 10.0)[1] - seconds
+        assert more == pytest.approx(2e-4 + 5e-5 * (2 + drafts))
+    [believed] = drawn.table(2, prompt_rows, NOTHING, 0, 10.0)[1]
+    for _ in range(50):
+        drawn.observe(2, prompt_rows, NOTHING, 0, 10.0, believed)
+    assert drawn.table(2, prompt_rows, NOTHING, 0, 10.0)[1] == pytest.approx([believed])
 
 
 def test_costs_are_measured_within_the_longest_text() -> None:

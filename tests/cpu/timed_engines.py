@@ -148,7 +148,7 @@ class TimedEngine:
             for size in sizes
         }
         costs = RecordedCosts(times, self._exact(wrong), [NOTHING, LOOK])
-        rounds.choose = costs.size_for
+        rounds.choose = lambda kind, *rest: costs.size_for(*rest)
         return costs
 
     def _attach(self) -> None:

@@ -230,6 +230,7 @@ class Loop:
             proposers=batch.group.proposers,
             draft_limit=batch.group.draft_limit,
             context=self.reservations.mean_length(batch),
+            kind=batch.kind,
             lasting=self.reservations.lasting(batch),
         )
 

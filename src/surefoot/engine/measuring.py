@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from surefoot.engine.cuda_graphs import RecordedRounds
+from surefoot.engine.sampling_times import KINDS, drawing_requests, sampling_cost
 from surefoot.engine.timing import contexts_to_time, made_up_requests
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.costs import ExactCosts, Proposing
-from surefoot.speculation.decisions import NOTHING, Action
+from surefoot.speculation.decisions import NOTHING, Action, SamplingCost
 from surefoot.speculation.recorded_costs import RecordedCosts, RecordedSize
 from surefoot.speculation.size import DRAWN, GREEDY, Size
 
@@ -72,18 +73,67 @@ def prompt_sizes(
     ]
 
 
-def measure_recorded(rounds: RecordedRounds, blocks: int) -> RecordedCosts:
-    """Record the greedy rounds and time them. Those for drawn text are recorded in idle moments."""
+def first_drawn(rounds: RecordedRounds, spans: int) -> list[Size]:
+    """Of the rounds of so many spans that draw tokens, those that others can wait for: nobody
+    proposes, lookups do, everybody does as far as they can; each without drafts and with few."""
+    actions = actions_of(rounds, spans)
+    lookups = [action for action in actions if action[0] and not action[1]]
+    chosen = dict.fromkeys((NOTHING, *lookups[-1:], actions[-1]))
+    return [size for action in chosen for size in decoding_sizes(rounds, spans, DRAWN, action)[:2]]
+
+
+def measure_recorded(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages, RecordedCosts]:
+    """Record the greedy rounds and time them, and so many of those for drawn text that none has to
+    be recorded while somebody waits. The others are recorded in idle moments. Returns costs by kind
+    of sampling."""
     times: dict[RecordedSize, Curve] = {}
     saved: dict[Action, float] = {}
     for spans in rounds.spans:
         saved = _time_decoding(rounds, blocks, spans, times)
+        for size in first_drawn(rounds, spans):
+            rounds.graph(size)
         for action in actions_of(rounds, spans):
             rounds.wanted += decoding_sizes(rounds, spans, DRAWN, action)
     prompts = _time_prompts(rounds, blocks, saved)
-    costs = RecordedCosts(times, prompts, prompt_actions(rounds))
-    rounds.choose = costs.size_for
+    proposing = prompt_actions(rounds)
+    costs = {GREEDY: RecordedCosts(times, ExactCosts(*prompts), proposing)}
+    for kind, cost in _time_sampling(rounds, blocks).items():
+        slower = {
+            size: [(context, seconds + cost.of(size.samples)) for context, seconds in curve]
+            for size, curve in times.items()
+        }
+        costs[kind] = RecordedCosts(slower, ExactCosts(*prompts, cost), proposing)
+    rounds.choose = partial(_choose, costs)
     return costs
+
+
+def _choose(
+    costs: Mapping[SamplingStages, RecordedCosts],
+    kind: SamplingStages,
+    requests: int,
+    action: Action,
+    drafts: int,
+    context: float,
+) -> RecordedSize | None:
+    return costs[kind].size_for(requests, action, drafts, context)
+
+
+def _time_sampling(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages, SamplingCost]:
+    """By kind, from plain rounds of the fewest and of most requests."""
+    round_ = rounds.round
+    context = contexts_to_time(round_, blocks, rounds.spans[-1])[0]
+    with made_up_requests(round_, blocks, context) as set_batch, drawing_requests(round_):
+
+        def timed(spans: int, kind: SamplingStages) -> float:
+            size = Size(spans, spans, spans, kind, *NOTHING)
+            return rounds.time(size, partial(set_batch, spans, 0), 2)
+
+        few, many = rounds.spans[0], rounds.spans[-1]
+        plain = {spans: timed(spans, GREEDY) for spans in {few, many}}
+        return {
+            kind: sampling_cost(few, many, lambda spans: timed(spans, kind) - plain[spans])  # noqa: B023
+            for kind in KINDS
+        }
 
 
 def _time_decoding(
@@ -116,9 +166,11 @@ def _time_decoding(
     return saved
 
 
-def _time_prompts(rounds: RecordedRounds, blocks: int, saved: dict[Action, float]) -> ExactCosts:
+def _time_prompts(
+    rounds: RecordedRounds, blocks: int, saved: dict[Action, float]
+) -> tuple[Sequence[int], Sequence[float], dict[int, Proposing]]:
     """Record rounds with prompts, and time those in which nobody proposes by rows. ``saved``: by
-    action, of the rounds of most spans without prompts."""
+    action, of the rounds of most spans without prompts. Returns what ``ExactCosts`` takes."""
     round_, most = rounds.round, rounds.prompt_spans[-1]
     plain: Curve = []
     with made_up_requests(round_, blocks, 128) as set_batch:
@@ -140,7 +192,7 @@ def _time_prompts(rounds: RecordedRounds, blocks: int, saved: dict[Action, float
         )
         for index in range(len(round_.proposers))
     }
-    return ExactCosts(rows, seconds, proposing)
+    return rows, seconds, proposing
 
 
 def _time_chunk(rounds: RecordedRounds, set_batch: Callable[[int, int], None], size: Size) -> float:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 from surefoot.config import EngineConfig
 from surefoot.engine.memory import MemoryPlan
 from surefoot.engine.rounds import PaddedRounds, Rounds
+from surefoot.engine.sampling_times import time_sampling_called
 from surefoot.engine.timing import ProposingTimes, time_called, time_keys, time_proposing
 from surefoot.kv.transaction import KVManager
+from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, RoundCosts
 from surefoot.speculation.fixed import FixedPlanner
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.round import Round
+from surefoot.speculation.size import GREEDY
 
 LONGEST_STALL, STALLED_ROUNDS = 0.25, 4.0
 """Seconds that a recorded round with a prompt chunk may take while others decode, or so many plain
@@ -31,6 +35,8 @@ NEARLY = 0.9
 """Where rounds are called with just their rows, the shortest chunk is taken that reads prompts at
 this part of the longest one's pace, since all others wait for it: a CPU is busy with 64 rows, where
 a GPU needs thousands."""
+OtherCosts = Mapping[SamplingStages, RoundCosts]
+"""By kind of sampling, where that is not to take the likeliest tokens."""
 CHUNKS = tuple(16 * 2 ** (step // 4) * (4 + step % 4) // 4 for step in range(45))
 """Rows of the longest prompt chunks that are considered: 16 at least, for a prompt must end."""
 
@@ -46,11 +52,14 @@ def prepare_rounds(
     if config.draft_policy == "fixed":
         return rounds, FixedPlanner(width, exact=not ahead)
     if isinstance(rounds, PaddedRounds):
-        costs = _measure_padded(rounds, blocks)
+        costs, others = _measure_padded(rounds, blocks)
     else:
-        costs = _measure_called(round_, config, blocks, most)
-        rounds.rows_per_key = _rows_per_key(round_, costs, blocks, config.calibration_seconds / 4)
-    planner = Planner(costs, HostCosts(), width, tuple(round_.drafters), overlap=ahead)
+        exact, others = _measure_called(round_, config, blocks, most)
+        rounds.rows_per_key = _rows_per_key(round_, exact, blocks, config.calibration_seconds / 4)
+        costs = exact
+    planner = Planner(
+        costs, HostCosts(), width, tuple(round_.drafters), overlap=ahead, others=others
+    )
     rounds.chunk_limit = partial(_longest_chunk, planner, rounds.recorded)
     return rounds, planner
 
@@ -66,10 +75,16 @@ def _padded(round_: Round, most: int) -> PaddedRounds:
     return rounds
 
 
-def _measure_called(round_: Round, config: EngineConfig, blocks: int, most: int) -> ExactCosts:
+def _measure_called(
+    round_: Round, config: EngineConfig, blocks: int, most: int
+) -> tuple[ExactCosts, OtherCosts]:
     rows, seconds = time_called(round_, blocks, most, config.calibration_seconds)
     times = time_proposing(round_, blocks, config.calibration_seconds / 4)
-    return ExactCosts(rows, seconds, _proposing(round_, times))
+    sampling = time_sampling_called(round_, blocks, config.calibration_seconds / 4)
+    proposing = _proposing(round_, times)
+    return ExactCosts(rows, seconds, proposing), {
+        kind: ExactCosts(rows, seconds, proposing, cost) for kind, cost in sampling.items()
+    }
 
 
 def _rows_per_key(round_: Round, costs: ExactCosts, blocks: int, seconds: float) -> float:
@@ -79,7 +94,7 @@ def _rows_per_key(round_: Round, costs: ExactCosts, blocks: int, seconds: float)
     return min(MOST_ROWS_PER_KEY, keys / max(many - few, 1e-9))
 
 
-def _measure_padded(rounds: PaddedRounds, blocks: int) -> RoundCosts:
+def _measure_padded(rounds: PaddedRounds, blocks: int) -> tuple[RoundCosts, OtherCosts]:
     round_ = rounds.round
     if round_.state.device.type != "cuda":
         # A made-up device on which rows are nearly free: here such rounds are for tests only.
@@ -88,12 +103,13 @@ def _measure_padded(rounds: PaddedRounds, blocks: int) -> RoundCosts:
             index: Proposing(0.01, 0.0, round_.drafters.get(index, 0))
             for index in range(len(round_.proposers))
         }
-        return ExactCosts(rows, [1 + 0.001 * count for count in rows], proposing)
+        return ExactCosts(rows, [1 + 0.001 * count for count in rows], proposing), {}
     from surefoot.engine.cuda_graphs import RecordedRounds
     from surefoot.engine.measuring import measure_recorded
 
     assert isinstance(rounds, RecordedRounds)
-    return measure_recorded(rounds, blocks)
+    costs = measure_recorded(rounds, blocks)
+    return costs[GREEDY], {kind: each for kind, each in costs.items() if kind != GREEDY}
 
 
 def _proposing(round_: Round, measured: dict[int, ProposingTimes]) -> dict[int, Proposing]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from surefoot.engine.batch import Batch
+from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.decisions import Action, Decision
 from surefoot.speculation.recorded_costs import RecordedSize
 from surefoot.speculation.round import Round
@@ -24,8 +25,8 @@ PROMPT_DRAFTS = 8
 """Drafts of a request, on average, that rounds with prompts have room for."""
 FEW_SCORED = 4
 """Requests with logprobs that recorded rounds have room for, unless there are more."""
-ChooseSize = Callable[[int, Action, int, float], RecordedSize | None]
-"""(Requests, action, drafts, tokens of every text) -> size."""
+ChooseSize = Callable[[SamplingStages, int, Action, int, float], RecordedSize | None]
+"""(Kind of sampling, requests, action, drafts, tokens of every text) -> size."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class PaddedRounds(Rounds):
         wanted = max(batch.count + drafts, spans + 1)
         rows = next((rows for rows in self.rows(spans) if rows >= wanted), self.rows(spans)[-1])
         if self.choose is not None:
-            found = self.choose(batch.count, decision.action, drafts, context)
+            found = self.choose(batch.kind, batch.count, decision.action, drafts, context)
             rows = rows if found is None or found.spans != spans else found.rows
         return replace(base, rows=rows, samples=rows)
 

@@ -161,10 +161,11 @@ def _time_called(round_: Round, set_batch: SetBatch, rows: int) -> float:
     set_batch(1, chunk)
     samples = 1 if chunk else rows
     size = Size(1, rows, samples, SamplingStages(), (), 0, verifies=drafts > 0 and not chunk)
-    return _seconds(round_, size, rows + 1)
+    return time_round(round_, size, rows + 1)
 
 
-def _seconds(round_: Round, size: Size, keys: int) -> float:
+def time_round(round_: Round, size: Size, keys: int) -> float:
+    """Seconds of a round that is called now."""
     begun = time.perf_counter()
     round_(size, keys)
     if round_.state.device.type == "cuda":
@@ -187,7 +188,7 @@ def time_keys(round_: Round, blocks: int, seconds: float) -> float:
         for _ in range(1 + REPEATS):
             for place in best:
                 set_batch(1, CHUNK_ROWS, place)
-                taken = _seconds(round_, size, place + CHUNK_ROWS + 1)
+                taken = time_round(round_, size, place + CHUNK_ROWS + 1)
                 best[place] = min(best[place], taken)
             if time.perf_counter() - started > seconds:
                 break

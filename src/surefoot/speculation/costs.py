@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from surefoot.speculation.beliefs import Beliefs, in_line
-from surefoot.speculation.decisions import Action
+from surefoot.speculation.decisions import LIKELIEST, Action, SamplingCost
 
 MOST_CHOICES = 96
 """Numbers of drafts that are weighed, at most: beyond, steps widen."""
@@ -51,10 +51,10 @@ class Proposing:
 class ExactCosts:
     """Seconds by rows, straight lines between a few numbers of rows; and by who proposes.
 
-    ``seconds = scale * (measured(rows) * shape(rows) + proposing)``. What rounds correct is the
-    scale (the machine as such is slower now), the shape (numbers of rows nearby move together, so
-    that those that are never run do not stay wrong) and each proposer's part. The length of texts
-    is not told apart: it changes slowly, and the scale follows.
+    ``seconds = scale * (measured(rows) * shape(rows) + proposing + sampling)``. What rounds
+    correct is the scale (the machine as such is slower now), the shape (numbers of rows nearby move
+    together, so that those that are never run do not stay wrong) and each proposer's part. The
+    length of texts is not told apart: it changes slowly, and the scale follows.
     """
 
     def __init__(
@@ -62,11 +62,14 @@ class ExactCosts:
         rows: Sequence[int],
         seconds: Sequence[float],
         proposing: Mapping[int, Proposing] | None = None,
+        sampling: SamplingCost = LIKELIEST,
     ) -> None:
-        """``seconds`` of rounds of so many ``rows``, which rise from 1, without proposing."""
+        """``seconds`` of rounds of so many ``rows``, which rise from 1, without proposing and with
+        the likeliest tokens taken; ``sampling``: what it adds to do otherwise."""
         if list(rows) != sorted(set(rows)) or not rows or rows[0] != 1 or len(rows) != len(seconds):
             raise ValueError("rows must rise from 1, one time each")
         self.proposing = dict(sorted((proposing or {}).items()))
+        self.sampling = sampling
         self._rows = np.asarray(rows, dtype=np.float64)
         self._places = list(rows)
         self._measured = in_line(rows, seconds)
@@ -129,8 +132,10 @@ class ExactCosts:
         proposing = sum(self._parts(requests, action).values())
         rows = requests + prompt_rows
         if not most:
-            return drafts, np.array([scale * (self._forward_of(rows)[0] + proposing)])
-        seconds = self._forward(rows + drafts)
+            beside = proposing + self.sampling.of(requests)
+            return drafts, np.array([scale * (self._forward_of(rows)[0] + beside)])
+        seconds = self._forward(rows + drafts) + self.sampling.of(requests)
+        seconds += self.sampling.row_seconds * drafts
         # More rows may be believed cheaper by noise; nobody runs more rows than needed for that.
         seconds = np.maximum(seconds, seconds[0])
         return drafts, scale * (seconds + proposing)
@@ -150,7 +155,7 @@ class ExactCosts:
             return
         forward, at, share = self._forward_of(rows)
         parts = self._parts(requests, action)
-        total = forward + sum(parts.values())
+        total = forward + sum(parts.values()) + self.sampling.of(requests + drafts)
         weights = np.zeros(len(self.beliefs.mean))
         weights[0] = 1.0
         if share < 1.0:

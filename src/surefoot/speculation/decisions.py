@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.exploring import Trial
 from surefoot.speculation.host_costs import HostSample
 
@@ -31,6 +32,21 @@ class Promise(NamedTuple):
 
 
 PLAIN = Promise(1.0, 1.0)
+
+
+class SamplingCost(NamedTuple):
+    """What a kind of sampling adds to a round that takes the likeliest tokens."""
+
+    seconds: float = 0.0
+    row_seconds: float = 0.0
+    """For each row that samples."""
+
+    def of(self, rows: float) -> float:
+        """Seconds of a round in which so many sample."""
+        return self.seconds + self.row_seconds * rows
+
+
+LIKELIEST = SamplingCost()
 
 
 @dataclass(frozen=True)
@@ -57,6 +73,8 @@ class Situation:
     hosted: np.ndarray | None = None
     """float32 [requests, K], nan for those without: chances of the drafts that the host has on
     offer for this very round, in place of what the report said. None: for nobody."""
+    kind: SamplingStages = SamplingStages()
+    """The sampling of the round, as rounds are recorded for it: what costs are told apart by."""
     lasting: np.ndarray | None = None
     """bool [requests]: whether more than a twentieth of its text is left. Who has less is not kept
     from being slowed: over the whole text that is a twentieth at most, in rounds up to twice as

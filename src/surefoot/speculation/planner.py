@@ -17,10 +17,11 @@ believed to be best (``exploring``), so that no belief stays wrong.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.decisions import (
     NOTHING,
     Action,
@@ -34,6 +35,7 @@ from surefoot.speculation.exploring import Budget, Trial
 from surefoot.speculation.goodput import best_count, nearest_count
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.offers import OfferMemory
+from surefoot.speculation.size import GREEDY
 from surefoot.speculation.weighing import Weighing
 
 BARREN_ROUNDS = 4096
@@ -58,14 +60,20 @@ class Planner:
         width: int,
         drafters: Sequence[int] = (),
         overlap: bool = True,
+        others: Mapping[SamplingStages, RoundCosts] | None = None,
     ) -> None:
         """``width``: most drafts of a request. ``drafters``: the proposers that pay by steps.
         ``overlap``: whether the host works while the device does, so that a round takes the longer
-        of both times, not their sum."""
-        self.costs = costs
+        of both times, not their sum. ``others``: costs by kind of sampling, of rounds that do more
+        than take the likeliest tokens."""
         self.host = host
         self.offers = OfferMemory(width, frozenset(drafters))
-        self.weighing = Weighing(costs, host, self.offers, overlap)
+        self._weighings = {
+            kind: Weighing(each, host, self.offers, overlap)
+            for kind, each in {GREEDY: costs, **(others or {})}.items()
+        }
+        self.weighing = self._weighings[GREEDY]
+        """For the kind of sampling of the last decision."""
         self.budget = Budget()
         self.explored = 0
         """Rounds that explored."""
@@ -89,10 +97,20 @@ class Planner:
         self._trials_for: tuple[tuple[Action, ...], Action] | None = None
         self._trials_there: tuple[Trial, ...] = ()
 
+    @property
+    def costs(self) -> RoundCosts:
+        """For the kind of sampling of the last decision."""
+        return self.weighing.costs
+
+    def _attend(self, situation: Situation) -> None:
+        """Take what is known of rounds with the situation's sampling."""
+        self.weighing = self._weighings.get(situation.kind, self._weighings[GREEDY])
+
     # --- deciding -----------------------------------------------------------------------------
 
     def decide(self, situation: Situation) -> Decision:
         """What to launch now."""
+        self._attend(situation)
         self._read(situation)
         actions = self.weighing.allowed(situation)
         plain, prompts = self.weighing.plain_seconds(situation)
@@ -243,6 +261,7 @@ class Planner:
 
     def landed(self, decision: Decision, situation: Situation, outcome: Landed) -> None:
         """Learn from a round that was decided so."""
+        self._attend(situation)
         self._reported, self._unread = decision.action, True
         s, expected = situation, decision.expected
         if not s.requests:

@@ -1,0 +1,65 @@
+"""What drawing tokens adds to a round that takes the likeliest, measured at the start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from surefoot.engine.timing import made_up_requests, time_round
+from surefoot.sampling.params import SamplingStages
+from surefoot.speculation.decisions import LIKELIEST, SamplingCost
+from surefoot.speculation.round import Round
+from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
+
+KINDS = DRAWN, ADJUSTED
+"""The kinds of sampling that are told apart from the likeliest tokens."""
+REPEATS = 2
+
+
+@contextmanager
+def drawing_requests(round_: Round) -> Iterator[None]:
+    """Made-up requests draw their tokens, with a filter, meanwhile."""
+    params = round_.state.params
+    kept = params.temperature.clone(), params.top_p.clone()
+    params.temperature.fill_(1.0)
+    params.top_p.fill_(0.95)
+    try:
+        yield
+    finally:
+        params.temperature.copy_(kept[0])
+        params.top_p.copy_(kept[1])
+
+
+def sampling_cost(few: int, many: int, seconds: Callable[[int], float]) -> SamplingCost:
+    """From what two numbers of sampled rows take longer than if the likeliest were taken."""
+    least, most = max(0.0, seconds(few)), max(0.0, seconds(many))
+    row = max(0.0, most - least) / max(1, many - few)
+    return SamplingCost(max(0.0, least - few * row), row)
+
+
+def time_sampling_called(
+    round_: Round, blocks: int, seconds: float
+) -> dict[SamplingStages, SamplingCost]:
+    """Of rounds that are called, by kind; nothing where that would take more than ``seconds``."""
+    state = round_.state
+    room = min((blocks - 1) * state.block_size, state.history.shape[1] - state.max_drafts) - 1
+    many = max(1, min(1 + state.max_drafts, room))
+    with made_up_requests(round_, blocks, 1) as set_batch, drawing_requests(round_):
+
+        def timed(rows: int, kind: SamplingStages) -> float:
+            size = Size(1, rows, rows, kind, (), 0, verifies=rows > 1)
+            found = []
+            for _ in range(REPEATS):
+                set_batch(1, 0)
+                found.append(time_round(round_, size, rows + 1))
+            return min(found)
+
+        begun = time.perf_counter()
+        plain = {rows: timed(rows, GREEDY) for rows in {1, many}}
+        if (1 + len(KINDS)) * (time.perf_counter() - begun) > seconds:
+            return dict.fromkeys(KINDS, LIKELIEST)
+        return {
+            kind: sampling_cost(1, many, lambda rows: timed(rows, kind) - plain[rows])  # noqa: B023
+            for kind in KINDS
+        }
