@@ -173,3 +173,29 @@ def test_recording_takes_its_share_of_the_time(
     assert 13 <= len(rounds.graphs) <= 16
     other = replace(large, proposers=())
     assert rounds.available(other) == other, "nothing can stand in for it"
+
+
+def test_what_stands_in_is_looked_for_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking through a thousand recorded rounds takes longer than a small model's round."""
+    rounds = engine.rounds
+    assert isinstance(rounds, RecordedRounds)
+    looked: list[Size] = []
+
+    def look(size: Size, recorded: Any) -> Size | None:
+        looked.append(size)
+        return stand_in(size, recorded)
+
+    monkeypatch.setattr(cuda_graphs, "stand_in", look)
+    monkeypatch.setattr(cuda_graphs, "RECORDING_SHARE", 0.0)
+    large = Size(8, 16, 16, DRAWN, (0,), verifies=True)
+    small = replace(large, rows=14, samples=14)
+    rounds.graph(large)
+    rounds._held_up = 1.0
+    assert [rounds.available(small) for _ in range(3)] == [large] * 3
+    assert looked == [small]
+    better = replace(large, rows=15, samples=15)
+    rounds.graph(better)
+    assert rounds.available(small) == better
+    rounds.forget()
+    rounds.graph(large)
+    assert rounds.available(small) == large

@@ -35,6 +35,8 @@ class RecordedRounds(PaddedRounds):
         self.capture_seconds = 0.0
         self.wanted: list[Size] = []
         """Recorded in idle moments, in this order."""
+        self._stand_ins: dict[Size, Size | None] = {}
+        """Found among a thousand rounds: to be looked for once, not at every launch."""
         self._tables: list[tuple[int, int]] = []
         self._asked: set[Size] = set()
         self._next: Size | None = None
@@ -74,7 +76,9 @@ class RecordedRounds(PaddedRounds):
         self._check_tables()
         if size in self.graphs:
             return size
-        other = stand_in(size, self.graphs)
+        if size not in self._stand_ins:
+            self._stand_ins[size] = stand_in(size, self.graphs)
+        other = self._stand_ins[size]
         now = time.perf_counter()
         self._serving_since = self._serving_since or now
         if other is not None and self._held_up > RECORDING_SHARE * (now - self._serving_since):
@@ -96,6 +100,7 @@ class RecordedRounds(PaddedRounds):
     def forget(self) -> None:
         torch.cuda.synchronize()
         self.graphs.clear()
+        self._stand_ins.clear()
         # A pool that no graph uses any more is gone.
         self.pool = torch.cuda.graph_pool_handle()
         self._asked.clear()
@@ -105,6 +110,7 @@ class RecordedRounds(PaddedRounds):
         self._check_tables()
         if size not in self.graphs:
             self.graphs[size] = self.capture(size)
+            self._stand_ins.clear()
         return self.graphs[size]
 
     def _check_tables(self) -> None:
