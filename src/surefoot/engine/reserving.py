@@ -14,8 +14,9 @@ from surefoot.speculation.decisions import Decision
 from surefoot.speculation.goodput import MIN_PACE
 from surefoot.speculation.state import SlotState
 
-AHEAD = 32
-"""Positions that are reserved at once, at least, so that not every launch has to."""
+AHEAD = 64
+"""Positions that are reserved at once, at least, so that not every launch has to; whoever has less
+than half of that left is served along with those who lack some."""
 ROUNDS = 8
 """Rounds that these last for, at least."""
 PLENTY = 3
@@ -75,22 +76,41 @@ class Reservations:
             rows[:chunks] = batch.chunks
         before = self.computed[slots] + self.reach[slots]
         needed = np.minimum(before + rows, self.limit[slots])
-        lacking = needed > self.capacity[slots]
-        if lacking.any():
-            lacking = np.flatnonzero(lacking)
-            ahead = np.maximum(AHEAD, ROUNDS * rows[chunks:])
-            roomy = needed.copy()
-            roomy[chunks:] = np.minimum(before[chunks:] + ahead, self.limit[slots[chunks:]])
-            roomy = np.maximum(roomy, needed)
-            requests = [batch.group.requests[place] for place in lacking]
-            missing = -(-(roomy - self.capacity[slots])[lacking] // self.kv.block_size)
-            wanted = roomy if PLENTY * missing.sum() <= self.kv.pool.num_free else needed
-            positions = (wanted - self.computed[slots])[lacking].tolist()
-            names = (request.request_id for request in requests)
-            if not transaction.reserve(dict(zip(names, positions, strict=True))):
-                return None
-            self._mirror(requests)
+        if (needed > self.capacity[slots]).any() and not self._reserve(
+            transaction, batch, before, rows, needed
+        ):
+            return None
         return Reach(rows, int(needed.max()))
+
+    def _reserve(
+        self,
+        transaction: Transaction,
+        batch: Batch,
+        before: np.ndarray,
+        rows: np.ndarray,
+        needed: np.ndarray,
+    ) -> bool:
+        """Blocks for those of a batch that need more positions than they have blocks for (int64
+        [spans] each); where there are plenty, for those that soon will as well, so that tables are
+        written for many at once."""
+        slots, chunks = batch.group.slots, len(batch.chunks)
+        capacity, limit = self.capacity[slots], self.limit[slots]
+        ahead = np.maximum(AHEAD, ROUNDS * rows)
+        roomy = np.maximum(np.minimum(before + ahead, limit), needed)
+        roomy[:chunks] = needed[:chunks]
+        soon = np.minimum(before + ahead // 2, roomy) > capacity
+        wanted = np.where(soon, roomy, needed)
+        missing = np.maximum(0, -(-(wanted - capacity) // self.kv.block_size))
+        if PLENTY * missing.sum() > self.kv.pool.num_free:
+            wanted = needed
+        lacking = np.flatnonzero(wanted > capacity)
+        requests = [batch.group.requests[place] for place in lacking]
+        positions = (wanted - self.computed[slots])[lacking].tolist()
+        names = (request.request_id for request in requests)
+        if not transaction.reserve(dict(zip(names, positions, strict=True))):
+            return False
+        self._mirror(requests)
+        return True
 
     def mean_length(self, batch: Batch) -> float:
         """Tokens with KV of the requests of a batch, on average."""
