@@ -122,12 +122,11 @@ class Written:
         write = network.write_context
 
         def watched(
-            features: torch.Tensor, batch: FlatBatch, kv: Any, served: torch.Tensor | None
+            features: torch.Tensor, batch: FlatBatch, kv: Any, served: torch.Tensor, settled: Any
         ) -> None:
-            assert served is not None
             self.batches.append(batch)
             self.rows += int((served[batch.row_slot] & (batch.row_slot >= 0)).sum())
-            write(features, batch, kv, served)
+            write(features, batch, kv, served, settled)
 
         network.write_context = watched  # type: ignore[method-assign]
 

@@ -163,3 +163,29 @@ def test_features_at_once(threads: int, tmp_path: Path) -> None:
         assert torch.equal(
             untouched, clean[0].view(-1, pools.bytes_per_block // network.layers)[block]
         ) is (served is not None)
+
+
+def test_features_of_settled_rows(tmp_path: Path) -> None:
+    """Of one span, of two, and of none."""
+    bench = bench_of(AT_ONCE["DSpark"], tmp_path)
+    network, pools = bench.network, bench.proposer.pools
+    keys, slots = torch.tensor([9, 10, 11, 14, 15, 16]), torch.tensor([2, 2, 2, 0, 0, 0])
+    features = torch.randn(6, network.features.fuse.shape[1])
+    clean = [pool.data.clone() for pool in pools.kv]
+    for first, counts in (([0, 3], [2, 1]), ([0, 3], [0, 2]), ([0, 3], [0, 0]), ([3], [2])):
+        index = [at + j for at, count in zip(first, counts, strict=True) for j in range(count)]
+        written = []
+        for rows, settled in (
+            (range(6), (torch.tensor(first), torch.tensor(counts))),
+            (index, None),
+        ):
+            for pool, kept in zip(pools.kv, clean, strict=True):
+                pool.data.copy_(kept)
+            here = torch.tensor(rows, dtype=torch.int64)
+            batch = FlatBatch(
+                keys[here], keys[here], keys[here], slots[here], bench.state.block_tables, keys, 100
+            )
+            network.write_context(features[here], batch, pools.kv, None, settled)
+            written.append([pool.data.clone() for pool in pools.kv])
+        assert all(torch.equal(*pair) for pair in zip(*written, strict=True))
+        assert torch.equal(written[0][0], clean[0]) is (not index)

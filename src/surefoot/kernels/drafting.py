@@ -163,10 +163,12 @@ class Drafting(ABC):
         last_position: int,
         kv: Sequence[Any],
         rope: RopeTable,
+        settled: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """``write_context`` of captured layers, ``features`` [N, any width], for the rows of slots
         that are ``served`` (bool [slots]; None: all). RoPE positions are the rows' key indices, as
-        far as ``last_position``."""
+        far as ``last_position``. ``settled``: first rows and numbers of rows of the spans of which
+        anything is wanted, int64 [B] each; the others may be written or not."""
         backend, row_slot = self.backend, batch.row_slot
         if served is not None:
             row_slot = torch.where(served[row_slot], row_slot, -1)

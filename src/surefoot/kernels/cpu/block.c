@@ -171,29 +171,47 @@ typedef struct {
     float eps;
 } sf_features;
 
-/* `Drafting.write_features` of the rows of a batch. `served` by slot, or NULL. */
+/* `Drafting.write_features` of the rows of a batch: of `spans` spans with `counts` rows each from
+ * `first` on, or with NULL of all. `served` by slot, or NULL. */
 SF_EXPORT int sf_write_features(sf_context *context, sf_context *work, const sf_features *f,
                                 const sf_batch *batch, const float *features,
-                                const uint8_t *served, int64_t last_position,
+                                const uint8_t *served, const int64_t *first,
+                                const int64_t *counts, int64_t spans, int64_t last_position,
                                 const sf_kv *const *kv, int threads) {
-    int64_t rows = batch->rows, hidden = f->fuse->outputs, width = f->kv->outputs;
-    size_t at = 0, positions_at = sf_reserve(&at, (size_t)rows * 8);
+    const int64_t none = 0, inputs = f->fuse->inputs;
+    if (!counts) first = &none, counts = &batch->rows, spans = 1;
+    int64_t rows = 0, row = 0, hidden = f->fuse->outputs, width = f->kv->outputs;
+    for (int64_t i = 0; i < spans; i++) rows += counts[i];
+    size_t at = 0, keys_at = sf_reserve(&at, (size_t)rows * 8);
+    size_t positions_at = sf_reserve(&at, (size_t)rows * 8);
     size_t slots_at = sf_reserve(&at, (size_t)rows * 8);
+    size_t inputs_at = sf_reserve(&at, (size_t)(rows * inputs) * 4);
     size_t fused_at = sf_reserve(&at, (size_t)(rows * hidden) * 4);
     size_t projected_at = sf_reserve(&at, (size_t)(rows * width) * 4);
     if (sf_grow(work, at)) return SF_NO_MEMORY;
+    int64_t *keys = (int64_t *)(work->memory + keys_at);
     int64_t *positions = (int64_t *)(work->memory + positions_at);
     int64_t *slots = (int64_t *)(work->memory + slots_at);
+    float *gathered = (float *)(work->memory + inputs_at);
     float *fused = (float *)(work->memory + fused_at);
     float *projected = (float *)(work->memory + projected_at);
-    for (int64_t row = 0; row < rows; row++) {
-        int64_t key = batch->key_index[row], slot = batch->row_slot[row];
-        positions[row] = key < last_position ? key : last_position;
-        slots[row] = slot >= 0 && served && !served[slot] ? -1 : slot;
+    for (int64_t i = 0; i < spans; i++) {
+        for (int64_t j = first[i]; j < first[i] + counts[i]; j++, row++) {
+            int64_t slot = batch->row_slot[j];
+            keys[row] = batch->key_index[j];
+            positions[row] = keys[row] < last_position ? keys[row] : last_position;
+            slots[row] = slot >= 0 && served && !served[slot] ? -1 : slot;
+        }
+        if (counts[i] == rows)
+            gathered = (float *)features + first[i] * inputs; /* neighbours: no copy */
+        else
+            memcpy(gathered + (row - counts[i]) * inputs, features + first[i] * inputs,
+                   (size_t)(counts[i] * inputs) * 4);
     }
     sf_batch own = *batch;
-    own.positions = positions, own.row_slot = slots, own.mask = NULL;
-    int code = sf_head(context, NULL, 0.0f, f->fuse, features, rows, fused, NULL, threads);
+    own.rows = rows, own.positions = positions, own.key_index = keys, own.row_slot = slots;
+    own.mask = NULL;
+    int code = sf_head(context, NULL, 0.0f, f->fuse, gathered, rows, fused, NULL, threads);
     if (code) return code;
     sf_norm(fused, rows, hidden, f->norm, f->eps, fused);
     code = sf_head(context, NULL, 0.0f, f->kv, fused, rows, projected, NULL, threads);

@@ -141,6 +141,7 @@ def write_features(
     last_position: int,
     kv: Sequence[NativeKV],
     rope: RopeTable,
+    settled: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
     """``Drafting.write_features``. MemoryError when scratch memory cannot be had."""
     prepared: Any = weights.fuse.prepared
@@ -150,6 +151,10 @@ def write_features(
     if features.shape[1] != weights.fuse.shape[1]:
         raise ValueError(f"{features.shape[1]} features, expected {weights.fuse.shape[1]}")
     features = features.float().contiguous()
+    spans, first, counts = 0, None, None
+    if settled is not None:
+        first, counts = settled
+        spans = len(counts)
     if backend.library.sf_write_features(
         backend.context_address,
         backend.work_address,
@@ -157,6 +162,7 @@ def write_features(
         backend.prepared_batch(batch).address,
         features.data_ptr(),
         _address(served),
+        *(_address(first), _address(counts), spans),
         last_position,
         (ctypes.c_void_p * len(kv))(*(pool.address for pool in kv)),
         backend.thread_count,

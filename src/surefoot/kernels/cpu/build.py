@@ -216,7 +216,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             int32,
             [*([pointer] * 4), *([int64] * 3), pointer, pointer, int32],
         ),
-        "sf_write_features": (int32, [*([pointer] * 6), int64, pointer, int32]),
+        "sf_write_features": (int32, [*([pointer] * 8), int64, int64, pointer, int32]),
         "sf_ngram": (
             None,
             [pointer, int64, pointer, pointer, *([int64] * 5), pointer, pointer, pointer],

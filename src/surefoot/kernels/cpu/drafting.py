@@ -209,8 +209,11 @@ class NativeDrafting(Drafting):
         last_position: int,
         kv: Sequence[NativeKV],
         rope: RopeTable,
+        settled: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        write_features(self.backend, weights, features, batch, served, last_position, kv, rope)
+        write_features(
+            self.backend, weights, features, batch, served, last_position, kv, rope, settled
+        )
 
     def block_drafter(
         self,

@@ -124,11 +124,13 @@ class DFlashNetwork(Network):
         batch: FlatBatch,
         kv: Sequence[Any],
         served: torch.Tensor | None = None,
+        settled: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """Write the entries of the batch's rows into every layer's pool, from captured layers [N,
-        captured * target hidden]; of ``served`` slots as in ``Commits``."""
+        captured * target hidden]; of ``served`` slots as in ``Commits``, and at least of the rows
+        that are ``settled``, as in ``Drafting.write_features``."""
         self.backend.drafting.write_features(
-            self.features, features, batch, served, self.last_position, kv, self.rope
+            self.features, features, batch, served, self.last_position, kv, self.rope, settled
         )
 
     # --- block --------------------------------------------------------------------------------

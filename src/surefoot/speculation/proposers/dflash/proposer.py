@@ -91,7 +91,11 @@ class DFlashProposer(NetworkProposer):
         return heads + layer_bytes(config.layer, requests * config.block_size, itemsize)
 
     def catch_up(self, commits: Commits) -> None:
-        self.network.write_context(commits.features, commits.batch, self.pools.kv, commits.served)
+        # Of a tree, what is settled are no neighbours.
+        settled = (commits.rows, commits.counts) if commits.last is None else None
+        self.network.write_context(
+            commits.features, commits.batch, self.pools.kv, commits.served, settled
+        )
 
     def allocate(self, blocks: int) -> None:
         super().allocate(blocks)
