@@ -201,7 +201,12 @@ def test_a_draft_vocabulary_equals_the_official_one(folder: str, backend: str) -
     network.step = lambda *given: hidden.append(step(*given)) or hidden[0]  # type: ignore
     bench.enter(golden["ids"][:12].tolist())
     bench.catch_up(0, golden["features"][:11].clone(), 11)
+    at_once = bench.propose().tokens
+    # Hidden states are looked at, which those that draft at once keep to themselves.
+    hidden.clear()
+    bench.proposer.at_once = None
     drafts = bench.propose()
+    assert torch.equal(drafts.tokens, at_once)
     near(network.normed(hidden[0]), golden["final_hidden"])
     base = network.logits(hidden[0])
     near(base, golden["base_logits"])

@@ -116,19 +116,19 @@ class Written:
 
     def __init__(self, engine: Engine) -> None:
         self.batches: list[FlatBatch] = []
+        self.rows = 0
         proposers = {proposer.name: proposer for proposer in engine.proposers}
         network = cast(DFlashProposer, proposers["dflash"]).network
         write = network.write_context
 
-        def watched(context: torch.Tensor, batch: FlatBatch, kv: Any) -> None:
+        def watched(
+            features: torch.Tensor, batch: FlatBatch, kv: Any, served: torch.Tensor, settled: Any
+        ) -> None:
             self.batches.append(batch)
-            write(context, batch, kv)
+            self.rows += int((served[batch.row_slot] & (batch.row_slot >= 0)).sum())
+            write(features, batch, kv, served, settled)
 
         network.write_context = watched  # type: ignore[method-assign]
-
-    @property
-    def rows(self) -> int:
-        return sum(int((batch.row_slot >= 0).sum()) for batch in self.batches)
 
 
 @ROUNDS

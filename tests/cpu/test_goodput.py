@@ -30,6 +30,12 @@ def test_free_rows_are_all_taken_and_dear_rows_none() -> None:
     assert best_count(chances, *line(1.0, 1.0, 4)) == 0
 
 
+def test_numbers_of_drafts_between_those_that_are_weighed_count() -> None:
+    drafts, seconds = np.array([0, 1, 3]), np.array([1.0, 2.5, 3.0])
+    assert best_count(matrix([0.9, 0.8, 0.7]), drafts, seconds) == 2
+    assert best_count(matrix([0.9, 0.8, 0.2]), drafts, seconds) == 0
+
+
 def test_a_request_without_drafts_is_slowed_by_a_twentieth_at_most() -> None:
     chances = matrix([0.99, 0.98, 0.97], [])
     assert best_count(chances, *line(1.0, 0.03, 3)) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from surefoot.speculation.offers import OfferMemory
+from surefoot.speculation.offers import OfferMemory, Offers
 
 LOOKUP, DRAFTER = 0, 1
 WIDTH = 3
@@ -47,3 +47,43 @@ def test_drafters_offers_are_seen_as_long_as_they_would_be() -> None:
     assert further[0].tolist() == pytest.approx([0.6, 0.3, 0.075], rel=0.02)
     assert further[1].tolist() == short[1].tolist()
     assert (memory.continued(whole, whose, 3, 3) == whole).all()
+
+
+def test_one_offer_is_recorded_as_several_are() -> None:
+    """Number by number, the same to the bit as by arrays: a request that the report does not know
+    is nobody's, but makes them of two rows."""
+    rng = np.random.default_rng(5)
+    alone, beside = (OfferMemory(8, frozenset({DRAFTER})) for _ in range(2))
+    for _ in range(700):
+        proposers = ((LOOKUP,), (DRAFTER,), (LOOKUP, DRAFTER))[rng.integers(3)]
+        steps, whose = int(rng.integers(1, 8)), int(rng.choice(proposers))
+        most = steps if whose == DRAFTER and rng.random() < 0.8 else int(rng.integers(0, 9))
+        chances = np.zeros((2, 8), dtype=np.float32)
+        chances[0, :most] = np.cumprod(rng.random(most))
+        if rng.random() < 0.05:
+            chances[0] = np.nan
+        chances[1] = np.nan
+        alone.record(chances[:1], np.array([whose]), proposers, steps)
+        beside.record(chances, np.array([whose, 0]), proposers, steps)
+    for found, expected in ((alone._offers, beside._offers), (alone._alone, beside._alone)):
+        for proposer in (LOOKUP, DRAFTER):
+            assert vars_equal(found[proposer], expected[proposer])
+
+
+def test_a_drafters_offer_is_learnt_number_by_number() -> None:
+    rng = np.random.default_rng(6)
+    found, expected = Offers(8, True), Offers(8, True)
+    for _ in range(50):
+        steps = int(rng.integers(1, 8))
+        row = np.zeros((1, 8), dtype=np.float32)
+        row[0, :steps] = np.cumprod(rng.random(steps))
+        found.record(row, steps)
+        expected._learn(row, steps)
+        expected._rows[expected._entered] = expected.reaching(row, steps, 8)
+        expected._entered += 1
+        assert vars_equal(found, expected)
+
+
+def vars_equal(found: Offers, expected: Offers) -> bool:
+    pairs = [(vars(found)[name], value) for name, value in vars(expected).items()]
+    return all(np.array_equal(*pair) for pair in pairs)

@@ -59,8 +59,7 @@ def served_block(
         keys = torch.arange(first, last)
         return FlatBatch(tokens, keys, keys, keys * 0, tables, torch.tensor([first]), last)
 
-    context = network.fuse(features[:anchor])
-    network.write_context(context, rows(0, anchor, ids[:anchor]), kv)
+    network.write_context(features[:anchor], rows(0, anchor, ids[:anchor]), kv)
     tokens = torch.full((network.block,), network.config.mask_token_id)
     tokens[0] = ids[anchor]
     hidden = network.step(None, rows(anchor, anchor + network.block, tokens), kv)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from surefoot.kernels.batch import FlatBatch
+from surefoot.kernels.block_drafting import BlockDrafter, BlockWeights
 from surefoot.kernels.draws import Draws
 from surefoot.kernels.lookup import Matches, ngram_lookup
 from surefoot.kernels.reference import silu_mul
@@ -42,6 +43,16 @@ class ContextWeights:
     """By layer, as ``pack_norm`` gave them."""
     eps: float
     shape: AttentionShape
+
+
+@dataclass(frozen=True)
+class FeatureWeights:
+    """What turns captured layers into the keys and values of a drafter of blocks: a packed linear,
+    a norm [hidden] as ``pack_norm`` gave it, and what reads the outcome."""
+
+    fuse: Any
+    norm: torch.Tensor
+    context: ContextWeights
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,43 @@ class Drafting(ABC):
         projected = self.backend.linear(weights.kv, inputs).chunk(len(kv), dim=1)
         for part, k_norm, pool in zip(projected, weights.k_norms, kv, strict=True):
             self.store_keys(part, weights.shape, k_norm, weights.eps, batch, pool, rope)
+
+    def write_features(
+        self,
+        weights: FeatureWeights,
+        features: torch.Tensor,
+        batch: FlatBatch,
+        served: torch.Tensor | None,
+        last_position: int,
+        kv: Sequence[Any],
+        rope: RopeTable,
+        settled: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """``write_context`` of captured layers, ``features`` [N, any width], for the rows of slots
+        that are ``served`` (bool [slots]; None: all). RoPE positions are the rows' key indices, as
+        far as ``last_position``. ``settled``: first rows and numbers of rows of the spans of which
+        anything is wanted, int64 [B] each; the others may be written or not."""
+        backend, row_slot = self.backend, batch.row_slot
+        if served is not None:
+            row_slot = torch.where(served[row_slot], row_slot, -1)
+        positions = batch.key_index.clamp(max=last_position)
+        batch = replace(batch, positions=positions, row_slot=row_slot, mask=None)
+        fused = backend.linear(weights.fuse, features)
+        fused = backend.rms_norm(fused, weights.norm, weights.context.eps)
+        self.write_context(weights.context, fused, batch, kv, rope)
+
+    def block_drafter(
+        self,
+        weights: BlockWeights,
+        kv: Sequence[Any],
+        history: torch.Tensor,
+        length: torch.Tensor,
+        block_tables: torch.Tensor,
+    ) -> BlockDrafter | None:
+        """What drafts blocks at once, with keys in ``kv``, a pool for each layer; the texts as of
+        ``live_rows``, in tensors that are never replaced. None where the device has no kernel for
+        it."""
+        return None
 
     @abstractmethod
     def attention(

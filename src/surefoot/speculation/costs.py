@@ -72,6 +72,8 @@ class ExactCosts:
         self.sampling = sampling
         self._rows = np.asarray(rows, dtype=np.float64)
         self._places = list(rows)
+        self._dense = sum(at == place for at, place in enumerate(rows, 1))
+        """The numbers of rows up to this were all measured."""
         self._measured = in_line(rows, seconds)
         self._actions = self._all_actions()
         self._proposing_at = {index: at for at, index in enumerate(self.proposing, 1 + len(rows))}
@@ -185,8 +187,10 @@ class ExactCosts:
         return self._knots
 
     def _forward(self, rows: np.ndarray) -> np.ndarray:
-        """Seconds of rounds of so many rows, but for the scale and proposing."""
+        """Seconds of rounds of so many rows, rising, but for the scale and proposing."""
         knots, values = self._rows, self._curve()
+        if rows[-1] <= self._dense:
+            return values[rows - 1]
         seconds = np.interp(rows, knots, values)
         if len(knots) > 1 and rows[-1] > knots[-1]:
             slope = max(0.0, (values[-1] - values[-2]) / (knots[-1] - knots[-2]))

@@ -28,6 +28,8 @@ def best_count(
     about to end is not slowed for long.
     """
     batch = len(chances)
+    if batch == 1:
+        return _best_of_one(chances[0].tolist(), drafts.tolist(), seconds.tolist(), apart, margin)
     held = chances if lasting is None else chances[lasting]
     ranked = np.sort(chances, axis=None)[::-1]
     offered = int(np.count_nonzero(ranked > 0.0))
@@ -41,18 +43,36 @@ def best_count(
     plain = float(seconds[0])
     rates = (batch + gains[taken]) / (seconds - apart)
     rates[0] *= margin
-    if batch > 1 and len(held):
+    if len(held):
         # More than all of its drafts nobody gains.
         poorest = float(held.sum(axis=1).min()) + 1e-6
         rates[1:][seconds[1:] * min_pace > plain * (1.0 + poorest)] = 0.0
     while best := int(rates.argmax()):
         floor = min_pace * float(seconds[best]) / plain - 1.0
-        if floor <= 0.0 or batch == 1 or not len(held):
+        if floor <= 0.0 or not len(held):
             return best
         if _poorest(chances, ranked, int(taken[best]), lasting) >= floor:
             return best
         rates[best] = 0.0
     return 0
+
+
+def _best_of_one(
+    chances: list[float], drafts: list[int], seconds: list[float], apart: float, margin: float
+) -> int:
+    """``best_count`` for one request, which no other's drafts slow. Every round of a small model
+    waits for it, and array operations would take several times as long as these few sums."""
+    ranked = sorted((chance for chance in chances if chance > 0.0), reverse=True)
+    best, rate, gain, taken = 0, margin * (1.0 / (seconds[0] - apart)), 0.0, 0
+    for at in range(1, len(drafts)):
+        if taken == len(ranked):
+            break
+        for chance in ranked[taken : drafts[at]]:
+            gain += chance
+        taken = min(drafts[at], len(ranked))
+        if (found := (1.0 + gain) / (seconds[at] - apart)) > rate:
+            best, rate = at, found
+    return best
 
 
 def nearest_count(

@@ -46,6 +46,9 @@ class Offers:
         """Offers float32 [n, width], ``steps`` long if it pays by steps."""
         found = np.count_nonzero(rows[:, 0]) / len(rows)
         self.share += min(1.0, len(rows) / _LEAST) * (found - self.share)
+        if len(rows) == 1:
+            self._record_one(rows[0], steps)
+            return
         if self.stepped:
             # Shorter ones were cut: their requests are about to end, or want no more.
             rows = rows[rows[:, steps - 1] > 0.0]
@@ -55,6 +58,26 @@ class Offers:
             rows = self.reaching(rows, steps, self._width)
         self._rows[(self._entered + np.arange(len(rows))) % KEPT] = rows
         self._entered += len(rows)
+
+    def _record_one(self, row: np.ndarray, steps: int) -> None:
+        """``record`` of one offer, number by number. Every round of a small model waits for it, and
+        a dozen operations on arrays of a few numbers would take several times as long."""
+        chances: list[float] = row.tolist()
+        if self.stepped:
+            if chances[steps - 1] <= 0.0:
+                return
+            before, hits, trials = 1.0, self._hits, self._trials
+            for step, chance in enumerate(chances[:steps]):
+                if chance > 0.0:
+                    hits[step] = hits[step] * _DECAY + chance
+                    trials[step] = trials[step] * _DECAY + before
+                before = chance
+            further = 1.0
+            for step in range(steps, self._width):
+                further *= hits[step] / trials[step]
+                chances[step] = before * further
+        self._rows[self._entered % KEPT] = chances
+        self._entered += 1
 
     def _learn(self, rows: np.ndarray, steps: int) -> None:
         offered = rows[:, :steps] > 0.0
@@ -107,6 +130,9 @@ class OfferMemory:
         self, chances: np.ndarray, whose: np.ndarray, proposers: tuple[int, ...], steps: int
     ) -> None:
         """A report's offers, as in ``Situation``, of which drafters made theirs ``steps`` long."""
+        if len(chances) == 1:
+            self._record_one(chances, int(whose[0]), proposers, steps)
+            return
         known = np.flatnonzero(chances[:, 0] >= 0.0)
         if len(known) > _NEWS:
             # Every request has its turn, whatever their number is.
@@ -130,6 +156,24 @@ class OfferMemory:
                 self._alone[proposer].record(rows, steps)
             if len(rows):
                 offers.record(rows, steps)
+
+    def _record_one(
+        self, chances: np.ndarray, whose: int, proposers: tuple[int, ...], steps: int
+    ) -> None:
+        """``record`` of one request's offer."""
+        first = float(chances[0, 0])
+        if not first >= 0.0:
+            return
+        for proposer in proposers:
+            offers, rows = self.of(proposer), chances
+            if len(proposers) == 1:
+                if not offers.stepped:
+                    self._alone[proposer].record(rows, steps)
+            elif whose != proposer and first > 0.0:
+                if proposer in self.drafters:
+                    continue
+                rows = np.minimum(self._alone[proposer].latest(1, 0), chances)
+            offers.record(rows, steps)
 
     def continued(
         self, chances: np.ndarray, whose: np.ndarray, steps: int, wanted: int

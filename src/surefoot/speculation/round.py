@@ -288,18 +288,22 @@ class Round:
         self.tell(told, commits)
         if not drafters:
             return
+        wanted = any(index in self.drafters for index in size.proposers)
         late = self.backlog.rows > 0
+        if wanted and not late:
+            begun = time.perf_counter()
+            self.tell(drafters, commits)
+            self._catch_up_seconds = time.perf_counter() - begun
+            return
         if trees or not self.backlog.keep(commits):
             self.late_seconds += self.catch_up_late()
             late = False
             if trees or not self.backlog.keep(commits):
                 self.tell(drafters, commits)
-        if any(index in self.drafters for index in size.proposers):
+        if wanted:
             seconds = self.catch_up_late()
             if late:
                 self.late_seconds += max(0.0, seconds - self._catch_up_seconds)
-            else:
-                self._catch_up_seconds = seconds
 
     def catch_up_late(self) -> float:
         """Have drafters catch up on what they have not read yet: to be called before a slot or a

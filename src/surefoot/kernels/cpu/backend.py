@@ -80,7 +80,11 @@ class NativeBackend(Backend):
         self.library = library
         self._context = ContextStruct(None, 0, SERIAL_BELOW)
         self.context_address = ctypes.addressof(self._context)
+        self._work = ContextStruct(None, 0, SERIAL_BELOW)
+        self.work_address = ctypes.addressof(self._work)
+        """Memory for what lies between calls that use the other."""
         self._batch: PreparedBatch | None = None
+        weakref.finalize(self, _release, library, self._work)
         weakref.finalize(self, _release, library, self._context)
 
     @property

@@ -212,6 +212,11 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ),
         "sf_likeliest": (None, [pointer, int64, int64, pointer, *([pointer, int64] * 2)]),
         "sf_markov": (int32, [*([pointer] * 6), int64, int64, pointer, int32]),
+        "sf_draft_blocks": (
+            int32,
+            [*([pointer] * 4), *([int64] * 3), pointer, pointer, int32],
+        ),
+        "sf_write_features": (int32, [*([pointer] * 8), int64, int64, pointer, int32]),
         "sf_ngram": (
             None,
             [pointer, int64, pointer, pointer, *([int64] * 5), pointer, pointer, pointer],

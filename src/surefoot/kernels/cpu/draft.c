@@ -3,17 +3,10 @@
 #include <math.h>
 
 #include "act.h"
+#include "draft.h"
 #include "team.h"
 
 /* --- rows ------------------------------------------------------------------------------------ */
-
-typedef struct {
-    const int64_t *history, *length; /* by slot */
-    const int32_t *tables;
-    int64_t width, blocks; /* of a row of these */
-    int64_t first, own, block_size, pages; /* of drafts' own blocks: see Scratch */
-    int64_t steps, behind, last_position;
-} sf_live;
 
 /* `Drafting.live_rows`: tokens [n], keys and positions [steps + 1][n], tables [n][pages]. */
 SF_EXPORT void sf_live_rows(const sf_live *l, const int64_t *slots, int64_t n, int64_t *tokens,

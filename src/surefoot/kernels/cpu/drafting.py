@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from surefoot.kernels.batch import FlatBatch
+from surefoot.kernels.block_drafting import BlockWeights
+from surefoot.kernels.cpu.blocks import NativeBlockDrafter, write_features
 from surefoot.kernels.cpu.linear import DENSE_KINDS, KINDS, NativeLinear, input_of
 from surefoot.kernels.cpu.prepare import keys_struct, prepare_attention
 from surefoot.kernels.cpu.structs import BAD_INDEX, LiveStruct
-from surefoot.kernels.drafting import BlockRows, Drafting, EntryWeights, LiveRows, Scratch
+from surefoot.kernels.drafting import (
+    BlockRows,
+    Drafting,
+    EntryWeights,
+    FeatureWeights,
+    LiveRows,
+    Scratch,
+)
 from surefoot.kernels.lookup import Matches
 
 if TYPE_CHECKING:
@@ -189,6 +199,31 @@ class NativeDrafting(Drafting):
             projected.stride(0),
             backend.thread_count,
         )
+
+    def write_features(
+        self,
+        weights: FeatureWeights,
+        features: torch.Tensor,
+        batch: FlatBatch,
+        served: torch.Tensor | None,
+        last_position: int,
+        kv: Sequence[NativeKV],
+        rope: RopeTable,
+        settled: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        write_features(
+            self.backend, weights, features, batch, served, last_position, kv, rope, settled
+        )
+
+    def block_drafter(
+        self,
+        weights: BlockWeights,
+        kv: Sequence[NativeKV],
+        history: torch.Tensor,
+        length: torch.Tensor,
+        block_tables: torch.Tensor,
+    ) -> NativeBlockDrafter:
+        return NativeBlockDrafter(self.backend, weights, kv, history, length, block_tables)
 
     def attention(
         self,

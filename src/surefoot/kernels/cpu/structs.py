@@ -130,3 +130,37 @@ class LiveStruct(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("width", "blocks", "first", "own", "block_size")),
         *((name, ctypes.c_int64) for name in ("pages", "steps", "behind", "last_position")),
     ]
+
+
+class VisibleStruct(ctypes.Structure):
+    """``sf_visible`` of block.c."""
+
+    _fields_ = [
+        ("mask", ctypes.c_void_p),
+        ("window", ctypes.c_int64),
+        ("from_anchor", ctypes.c_int64),
+    ]
+
+
+class BlockStruct(ctypes.Structure):
+    """``sf_block`` of block.c."""
+
+    _fields_ = [
+        ("live", LiveStruct),
+        *((name, ctypes.c_void_p) for name in ("table", "mask_embedding", "layer", "kv")),
+        *((name, ctypes.c_void_p) for name in ("visible", "norm", "head", "before", "after")),
+        *((name, ctypes.c_void_p) for name in ("ids", "of_hidden", "of_token")),
+        *((name, ctypes.c_int64) for name in ("layers", "hidden", "first_row", "filler")),
+        *((name, ctypes.c_int64) for name in ("first_key", "most_rows")),
+        *((name, ctypes.c_float) for name in ("eps", "embedding_scale")),
+    ]
+
+
+class FeaturesStruct(ctypes.Structure):
+    """``sf_features`` of block.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("fuse", "kv", "norm", "keys")),
+        ("layers", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+    ]

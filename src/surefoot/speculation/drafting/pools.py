@@ -57,13 +57,16 @@ class DrafterPools:
         [slots, hidden]: features of the positions before them, if the network reads any;
         ``max_keys``: bound of the texts' lengths, 0 if none is known."""
         state, network = self.state, self.network
-        most = (max_keys or state.history.shape[1]) + self.scratch_keys
-        size = state.block_size
-        scratch = Scratch(self.blocks, self.scratch_blocks, size, -(-most // size))
         return network.backend.drafting.live_rows(
-            slots, before, state.history, state.length, state.block_tables, scratch,
-            steps, network.behind, network.last_position,
+            slots, before, state.history, state.length, state.block_tables,
+            self.scratch(max_keys), steps, network.behind, network.last_position,
         )  # fmt: skip
+
+    def scratch(self, max_keys: int) -> Scratch:
+        """Where drafts' keys go behind texts of at most ``max_keys`` tokens; 0: of any length."""
+        most = (max_keys or self.state.history.shape[1]) + self.scratch_keys
+        size = self.state.block_size
+        return Scratch(self.blocks, self.scratch_blocks, size, -(-most // size))
 
     def rows(self, live: LiveRows, step: int) -> FlatBatch:
         """One row a request: the live row itself, or the draft so many steps after it."""

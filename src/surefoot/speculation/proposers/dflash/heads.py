@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import embedding
 
 from surefoot.kernels.backend import Backend
+from surefoot.kernels.block_drafting import BlockWeights
 from surefoot.kernels.quant import dense
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.drafting.picking import Picker
@@ -50,6 +51,13 @@ class Walk(ABC):
     ) -> None:
         """Pick the drafts of all ``parts``, which follow each other, for ``slots`` int64 [B] whose
         ``current`` tokens are int64 [B]."""
+
+    def weights(
+        self, network: DFlashNetwork, confidence: ConfidenceHead | None, most_rows: int
+    ) -> BlockWeights | None:
+        """All of the drafter, for kernels that draft its blocks at once, with logits of at most
+        ``most_rows`` rows; None where it has parts that these do not know."""
+        return None
 
 
 class RowByRow(Walk):
@@ -107,6 +115,37 @@ class MarkovChain(Walk):
                 logits, state = self.conditioned(logits, previous, hidden, state)
                 previous = part.tokens[step]
                 picker.pick(slots, part.positions[step], logits, (previous, part.chances[step]))
+
+    def weights(
+        self, network: DFlashNetwork, confidence: ConfidenceHead | None, most_rows: int
+    ) -> BlockWeights | None:
+        """Not for the other kinds of this head, nor with DFlash 2's parts."""
+        config = network.config
+        known = self.kind == "vanilla" and network.bare_logits and not network.convolutions
+        if not known or self.confident is not (confidence is not None):
+            return None
+        return BlockWeights(
+            table=network.table,
+            mask_embedding=network.mask_embedding,
+            embedding_scale=config.embedding_scale,
+            layers=network.stack,
+            seen=network.seen,
+            rope=network.rope,
+            norm=network.norm,
+            eps=network.eps,
+            head=network.head,
+            ids=network.target_ids,
+            before=self.before,
+            after=self.after,
+            of_hidden=None if confidence is None else confidence.hidden.contiguous(),
+            of_token=None if confidence is None else confidence.of_token.contiguous(),
+            first_row=config.first_row,
+            filler=config.mask_token_id,
+            first_key=network.first_key,
+            behind=network.behind,
+            last_position=network.last_position,
+            most_rows=most_rows,
+        )
 
     def conditioned(
         self,

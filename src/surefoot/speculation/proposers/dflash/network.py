@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from surefoot.kernels.backend import FlatBatch
-from surefoot.kernels.drafting import ContextWeights
+from surefoot.kernels.block_drafting import RowsSeen
+from surefoot.kernels.drafting import ContextWeights, FeatureWeights
 from surefoot.kernels.quant import dense
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder, pack_layer
@@ -54,8 +55,6 @@ class DFlashNetwork(Network):
         backend = self.backend
         self.captured_layers = touching.captured_layers
         self.eps, self.block = config.layer.norm_eps, config.block_size
-        self.fc = backend.pack_linear([tensors["fc.weight"]])
-        self.hidden_norm = backend.pack_norm(dense(tensors["hidden_norm.weight"]))
         self.norm = backend.pack_norm(dense(tensors["norm.weight"]))
         one = torch.zeros(1, dtype=torch.int64, device=backend.device)
         self.activations = backend.embed(self.table, one).dtype
@@ -63,7 +62,12 @@ class DFlashNetwork(Network):
             pack_layer(backend, tensors, f"layers.{index}.", config.layer, self.shape)
             for index in range(self.layers)
         ]
-        self.context, again = self._pack_context(tensors)
+        context, again = self._pack_context(tensors)
+        self.features = FeatureWeights(
+            backend.pack_linear([tensors["fc.weight"]]),
+            backend.pack_norm(dense(tensors["hidden_norm.weight"])),
+            context,
+        )
         # The keys' and values' parts of the layers are kept a second time, side by side.
         self.weight_bytes += again
         self.convolutions = [
@@ -114,14 +118,20 @@ class DFlashNetwork(Network):
 
     # --- context ------------------------------------------------------------------------------
 
-    def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """Captured layers [N, captured * target hidden] -> context [N, hidden], for all layers."""
-        fused = self.backend.linear(self.fc, features)
-        return self.backend.rms_norm(fused, self.hidden_norm, self.eps)
-
-    def write_context(self, context: torch.Tensor, batch: FlatBatch, kv: Sequence[Any]) -> None:
-        """Write the entries of the batch's rows into every layer's pool."""
-        self.backend.drafting.write_context(self.context, context, batch, kv, self.rope)
+    def write_context(
+        self,
+        features: torch.Tensor,
+        batch: FlatBatch,
+        kv: Sequence[Any],
+        served: torch.Tensor | None = None,
+        settled: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Write the entries of the batch's rows into every layer's pool, from captured layers [N,
+        captured * target hidden]; of ``served`` slots as in ``Commits``, and at least of the rows
+        that are ``settled``, as in ``Drafting.write_features``."""
+        self.backend.drafting.write_features(
+            self.features, features, batch, served, self.last_position, kv, self.rope, settled
+        )
 
     # --- block --------------------------------------------------------------------------------
 
@@ -187,7 +197,20 @@ class DFlashNetwork(Network):
         found = self.backend.linear(convolution.dynamic, inputs).view(len(inputs), 2, taps, -1)
         return found[:, 0], found[:, 1]
 
+    @property
+    def seen(self) -> list[RowsSeen]:
+        """What the rows of a block see, by layer."""
+        return [
+            RowsSeen(self._masks[kind][1:], kind.window, kind.from_anchor)
+            for kind in self.config.layers
+        ]
+
     # --- head ---------------------------------------------------------------------------------
+
+    @property
+    def bare_logits(self) -> bool:
+        """Whether logits are what the head gives, as it is."""
+        return self.config.logit_scale == 1 and not self.config.logit_cap
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         config = self.config

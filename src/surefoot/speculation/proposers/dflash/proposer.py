@@ -9,7 +9,7 @@ own keys lie in scratch blocks and are forgotten.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from surefoot.errors import SurefootError
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
+from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.drafting.proposer import NetworkOptions, NetworkProposer
 from surefoot.speculation.proposer import Commits, DraftCost, Drafts
 from surefoot.speculation.proposers.dflash.checkpoint import (
@@ -90,13 +91,28 @@ class DFlashProposer(NetworkProposer):
         return heads + layer_bytes(config.layer, requests * config.block_size, itemsize)
 
     def catch_up(self, commits: Commits) -> None:
-        network, batch = self.network, commits.batch
-        positions = batch.key_index.clamp(max=network.last_position)
-        batch = replace(batch, positions=positions, row_slot=commits.row_slot, mask=None)
-        network.write_context(network.fuse(commits.features), batch, self.pools.kv)
+        # Of a tree, what is settled are no neighbours.
+        settled = (commits.rows, commits.counts) if commits.last is None else None
+        self.network.write_context(
+            commits.features, commits.batch, self.pools.kv, commits.served, settled
+        )
+
+    def allocate(self, blocks: int) -> None:
+        super().allocate(blocks)
+        self.at_once, state = None, self.state
+        weights = self.walk.weights(self.network, self.confidence, MOST_LOGIT_ROWS)
+        if weights is not None:
+            self.at_once = self.network.backend.drafting.block_drafter(
+                weights, self.pools.kv, state.history, state.length, state.block_tables
+            )
+        """What drafts the likeliest tokens, where the device does that at once."""
 
     def propose(self, slots: torch.Tensor) -> Drafts:
         network, depth, count = self.network, self.depth, len(slots)
+        if self.at_once is not None and self.picker.stages == SamplingStages():
+            scratch = self.pools.scratch(self.wanted.max_keys)
+            tokens, chances = self.at_once.draft(slots, depth, scratch)
+            return Drafts(tokens, self._whole[depth, :count], chances)
         # A block has no more masks than drafts are wanted: fewer draft as well, and cost less.
         rows = network.config.first_row + depth
         live = self.pools.live_rows(slots, None, depth, self.wanted.max_keys)
