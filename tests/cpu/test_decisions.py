@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from surefoot.speculation.decisions import NOTHING, Action, Decision, Landed, Situation
 from surefoot.speculation.exploring import Budget, Trial
-from surefoot.speculation.host_costs import HostCosts
+from surefoot.speculation.host_costs import HostCosts, HostSample
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY
 
@@ -217,3 +218,30 @@ def test_kinds_of_sampling_have_costs_of_their_own() -> None:
         assert set(seen) == {(kind == DRAWN, 1.25)}
         late = Counter(planner.decide(now).drafts for _ in range(10))
         assert late.most_common(1)[0][0] == drafts
+
+
+@pytest.mark.parametrize(("requests", "host", "every"), [(15, 2.0, 1), (48, 2.0, 4), (48, 0.1, 1)])
+def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
+    requests: int, host: float, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = GivenCosts([], 0.01)
+    samples = [HostSample(requests, 0, 0, host, False)] * 20
+    planner = Planner(costs, HostCosts(samples), WIDTH)
+    weighed: list[Situation] = []
+    weigh = planner.weighing.weigh
+
+    def watch(now: Situation, *args: Any) -> None:
+        weighed.append(now)
+        weigh(now, *args)
+
+    monkeypatch.setattr(planner.weighing, "weigh", watch)
+    now = situation(*[NEVER] * requests)
+    for _ in range(24):
+        planner.decide(now)
+    assert len(weighed) == 24 // every
+    # Others come, or want something else: that is another question.
+    for other in (situation(*[NEVER] * (requests + 1)), replace(now, prompt_rows=64)):
+        planner.decide(now)
+        weighed.clear()
+        planner.decide(other)
+        assert weighed == [other]

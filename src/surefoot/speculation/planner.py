@@ -40,6 +40,12 @@ from surefoot.speculation.weighing import Weighing
 
 BARREN_ROUNDS = 4096
 """Rounds in a row with drafts on offer and none verified, after which a line is logged."""
+MANY, MOST_HELD = 16, 3
+"""Where rounds wait for the host, time spent on deciding is lost, and what is best for many
+requests changes slowly: a decision then holds for one more round for each ``MANY`` requests, up to
+some."""
+_HOST_BOUND = 0.9
+"""The part of a round's time that the host needs, from which on rounds wait for it."""
 _BEYOND = 1.5
 """How many times longer rounds may be than they would be, to learn about more drafts."""
 _UNLIKELY = 3.0
@@ -92,6 +98,10 @@ class Planner:
         self._second: Trial | None = None
         """What the last round tried, if that takes another round."""
         self._last = Decision(0, *NOTHING)
+        self._held = 0
+        """Rounds for which the last decision holds."""
+        self._asked: tuple[int, tuple[int, ...], int, SamplingStages] | None = None
+        """What it was made for."""
         self._reported = NOTHING
         self._unread = False
         self._trials_for: tuple[tuple[Action, ...], Action] | None = None
@@ -110,6 +120,11 @@ class Planner:
 
     def decide(self, situation: Situation) -> Decision:
         """What to launch now."""
+        asked = situation.requests, situation.proposers, situation.draft_limit, situation.kind
+        if self._held and asked == self._asked and not situation.prompt_rows:
+            self._held -= 1
+            return self._last
+        self._asked, self._held = asked, 0
         self._attend(situation)
         self._read(situation)
         actions = self.weighing.allowed(situation)
@@ -154,6 +169,10 @@ class Planner:
             trial is not None,
             Expectation(seconds, without, plain, prompts, charged, trials),
         )
+        if charged is None and situation.hosted is None and not situation.prompt_rows:
+            host = self.weighing.host_seconds(situation, action)
+            if host >= _HOST_BOUND * seconds:
+                self._held = min(situation.requests // MANY, MOST_HELD)
         return self._last
 
     def _with_hosted(self, situation: Situation, chances: np.ndarray | None) -> np.ndarray | None:

@@ -80,10 +80,14 @@ class Weighing:
     ) -> tuple[np.ndarray, np.ndarray]:
         """As of ``RoundCosts``, the host included."""
         s = situation
-        drafting = s.requests * self.offers.share(action[0])
         drafts, seconds = self.costs.table(s.requests, prompt_rows, action, most, s.context)
-        host = self.host.seconds(s.requests, drafting, bool(action[0]))
+        host = self.host_seconds(s, action)
         return drafts, np.maximum(seconds, host) if self.overlap else seconds + host
+
+    def host_seconds(self, situation: Situation, action: Action) -> float:
+        """Of the host, for a round that proposes so."""
+        drafting = situation.requests * self.offers.share(action[0])
+        return self.host.seconds(situation.requests, drafting, bool(action[0]))
 
     @property
     def margin(self) -> float:

@@ -13,6 +13,17 @@
 #define SF_MAX_PANELS 3
 #define SF_AHEAD 4096 /* bytes of weights asked for ahead of their use */
 
+/* Ask for the weights that follow those of P panels in memory, while these are read side by side:
+ * every line of memory once, scales included, and early enough when its panel's turn comes. To a
+ * second-level cache, because they may fill a first-level one before they are used. */
+SF_INLINE const uint8_t *sf_ahead(const int P, const uint8_t *panel, int64_t panel_bytes) {
+    return panel + (P - 1) * panel_bytes + SF_AHEAD;
+}
+
+SF_INLINE void sf_prefetch(const uint8_t *at, const int bytes) {
+    SF_UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
 /* x: the tile's [K][R]. R and P are compile-time constants wherever this is inlined. */
 SF_INLINE void sf_tile_f32(const int R, const int P, const uint8_t *panel, int64_t panel_bytes,
                            const float *x, int K, vf *acc) {
@@ -69,10 +80,8 @@ SF_INLINE void sf_block_dots(const int q8, const int R, const int P, const uint8
         vw low[SF_MAX_PANELS], high[SF_MAX_PANELS];
         SF_UNROLL for (int p = 0; p < P; p++) {
             const uint8_t *at = panel + p * panel_bytes + v * (q8 ? 128 : 64);
-            __builtin_prefetch(at + SF_AHEAD);
             low[p] = vw_load(at);
             if (q8) {
-                __builtin_prefetch(at + SF_AHEAD + 64);
                 high[p] = vw_load(at + 64);
             } else {
                 high[p] = vw_high(low[p]);
@@ -101,7 +110,14 @@ SF_INLINE void sf_tile_quant(const int kind, const int R, const int P, const uin
     const int quant_bytes = q8 ? 512 : 256, halves = affine ? 32 : 16;
     const uint8_t *scales = panel + (int64_t)blocks * quant_bytes;
     SF_UNROLL for (int i = 0; i < R * P; i++) acc[i] = vf_zero();
+#ifndef SF_OWN_DOTS
+    const int block_bytes = P * (quant_bytes + 2 * halves);
+    const uint8_t *ahead = sf_ahead(P, panel, panel_bytes);
+#endif
     for (int b = 0; b < blocks; b++) {
+#ifndef SF_OWN_DOTS
+        sf_prefetch(ahead + (int64_t)b * block_bytes, block_bytes);
+#endif
         const float *dx = (const float *)(x + 32 * R), *sum = dx + R;
         const int32_t *offset = (const int32_t *)(sum + R) + (q8 ? R : 0);
         vi dot[SF_MAX_ROWS * SF_MAX_PANELS];
