@@ -19,7 +19,10 @@ from surefoot.speculation.scoring import PromptReads, PromptScores
 from surefoot.speculation.size import Size
 
 RECORDING_SHARE = 0.02
-"""Of the time, for recording in the middle of serving."""
+"""Of the time, for recording in the middle of serving, behind ``RECORDED_AT_ONCE`` seconds."""
+RECORDED_AT_ONCE = 1.0
+"""Some twenty rounds, about what one load needs: as long as others run in their place, fewer drafts
+are verified than the planner expects, and nobody learns what its own rounds would take."""
 SPARE = 1 << 30
 """Bytes of the device's memory that rounds recorded in idle moments leave alone."""
 
@@ -81,7 +84,8 @@ class RecordedRounds(PaddedRounds):
         other = self._stand_ins[size]
         now = time.perf_counter()
         self._serving_since = self._serving_since or now
-        if other is not None and self._held_up > RECORDING_SHARE * (now - self._serving_since):
+        most = RECORDED_AT_ONCE + RECORDING_SHARE * (now - self._serving_since)
+        if other is not None and self._held_up > most:
             self._ask_for(size, 0)
             return other
         self.graph(size)
