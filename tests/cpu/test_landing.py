@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import Job, make_engine, run_jobs, tiny_decoder
+from surefoot.engine import reserving
 from surefoot.engine.batch import Batch, group
 from surefoot.engine.landing import Landing, read_report
 from surefoot.engine.reserving import AHEAD, Reservations
@@ -188,8 +189,11 @@ def test_where_blocks_are_scarce_none_is_reserved_for_later_rounds() -> None:
     assert not engine.stats.preemptions
 
 
-def test_what_was_reserved_for_later_rounds_is_given_back_before_anybody_is_preempted() -> None:
+def test_what_was_reserved_for_later_rounds_is_given_back_before_anybody_is_preempted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two texts hold blocks for rounds to come when a third one wants them."""
+    monkeypatch.setattr(reserving, "AHEAD", 32)
     engine = make_engine(
         tiny_decoder(), True,
         max_num_seqs=3, block_size=4, kv_blocks=52, enable_prefix_caching=False,

@@ -55,9 +55,9 @@ MUTATIONS = (
     ),
     # --- context ----------------------------------------------------------------------------------
     m(
-        DFLASH + "network.py",
-        "return self.backend.rms_norm(fused, self.hidden_norm, self.eps)",
-        "return fused",
+        "kernels/drafting.py",
+        "fused = backend.rms_norm(fused, weights.norm, weights.context.eps)",
+        "pass",
         GOLDEN,
     ),
     m(
@@ -67,14 +67,14 @@ MUTATIONS = (
         GOLDEN,
     ),
     m(
-        DFLASH + "proposer.py",
-        "positions = batch.key_index.clamp(max=network.last_position)",
-        "positions = (batch.key_index - 1).clamp(0, network.last_position)",
+        "kernels/drafting.py",
+        "positions = batch.key_index.clamp(max=last_position)",
+        "positions = (batch.key_index - 1).clamp(0, last_position)",
         GOLDEN,
     ),
     m(
-        DFLASH + "proposer.py",
-        "batch = replace(batch, positions=positions, row_slot=commits.row_slot, mask=None)",
+        "kernels/drafting.py",
+        "batch = replace(batch, positions=positions, row_slot=row_slot, mask=None)",
         "batch = replace(batch, positions=positions, mask=None)",
         ENGINE,
     ),

@@ -14,8 +14,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/costs.py",
-        "return drafts, np.array([scale * (self._forward_of(rows)[0] + proposing)])",
-        "return drafts, np.array([scale * self._forward_of(rows)[0]])",
+        "beside = proposing + self.sampling.of(requests)",
+        "beside = self.sampling.of(requests)",
         "test_round_costs.py",
     ),
     m(
@@ -98,10 +98,22 @@ MUTATIONS = (
         "test_round_costs.py",
     ),
     m(
+        "engine/loop.py",
+        "        if batch.chunks:\n            self.clock.interrupt()",
+        "        if False:\n            self.clock.interrupt()",
+        "test_host_clock.py",
+    ),
+    m(
+        "engine/cuda_graphs.py",
+        "most = RECORDED_AT_ONCE + RECORDING_SHARE",
+        "most = RECORDING_SHARE",
+        "test_stand_ins.py",
+    ),
+    m(
         "speculation/planner.py",
-        "        if not s.prompt_rows:\n            sample",
-        "        if True:\n            sample",
-        "test_decisions.py::test_rounds_with_prompts_teach_nothing_of_the_host",
+        "if host >= _HOST_BOUND * seconds:",
+        "if True:",
+        "test_decisions.py",
     ),
     # --- how many are verified --------------------------------------------------------------------
     m(
