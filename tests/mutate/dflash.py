@@ -74,12 +74,6 @@ MUTATIONS = (
     ),
     m(
         "kernels/drafting.py",
-        "batch = replace(batch, positions=positions, row_slot=row_slot, mask=None)",
-        "batch = replace(batch, positions=positions, mask=None)",
-        ENGINE,
-    ),
-    m(
-        "kernels/drafting.py",
         "for part, k_norm, pool in zip(projected, weights.k_norms, kv, strict=True):",
         "for part, k_norm, pool in zip(projected[::-1], weights.k_norms, kv, strict=True):",
         GOLDEN,
