@@ -9,11 +9,11 @@ import pytest
 from harness import make_engine, tiny_decoder
 from surefoot.engine import host_clock
 from surefoot.engine.engine import Engine
-from surefoot.engine.host_clock import HostClock, Work
+from surefoot.engine.host_clock import HostClock
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.host_costs import HostSample
 
-PLAIN = Work(4, 0, 0, False)
+PLAIN = HostSample(4, 0, 0, 0.0, False)
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
@@ -39,7 +39,7 @@ def test_it_runs_from_one_report_to_the_next_wait(still: Time) -> None:
     assert clock.wait_begins() is None
     still.now += 5.0
     clock.report_came()
-    clock.read(Work(4, 3, 2, True))
+    clock.read(HostSample(4, 3, 2, 0.0, True))
     still.now += 0.25
     clock.leave_out(0.125)
     assert clock.wait_begins() == HostSample(4, 3, 2, 0.125, True)

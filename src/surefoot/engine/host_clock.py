@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 
 from surefoot.speculation.host_costs import HostSample
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one report gave the host to do."""
-
-    requests: int
-    drafting: int
-    ends: int
-    proposing: bool
 
 
 class HostClock:
@@ -29,7 +19,7 @@ class HostClock:
         self._since: float | None = None
         """When the last report was there; None: there is nothing to be learnt of this time."""
         self._left_out = 0.0
-        self._work: Work | None = None
+        self._work: HostSample | None = None
 
     def interrupt(self) -> None:
         """What happens until the next report tells nothing."""
@@ -45,13 +35,12 @@ class HostClock:
         self._since = self._work = None
         if since is None or work is None:
             return None
-        seconds = time.perf_counter() - since - left_out
-        return HostSample(work.requests, work.drafting, work.ends, seconds, work.proposing)
+        return replace(work, seconds=time.perf_counter() - since - left_out)
 
     def report_came(self) -> None:
         """The wait is over."""
         self._since, self._left_out = time.perf_counter(), 0.0
 
-    def read(self, work: Work) -> None:
-        """What the report told gives the host so much to do."""
+    def read(self, work: HostSample) -> None:
+        """What the report told gives the host so much to do, in seconds that are yet to pass."""
         self._work = work

@@ -18,7 +18,7 @@ import numpy as np
 
 from surefoot.engine.batch import Batch, slots_of
 from surefoot.engine.gathering import Gathering, missing
-from surefoot.engine.host_clock import HostClock, Work
+from surefoot.engine.host_clock import HostClock
 from surefoot.engine.landing import Landing, read_prompt_scores, read_report
 from surefoot.engine.reported import ReportedOffers
 from surefoot.engine.reserving import Reach, Reservations
@@ -30,6 +30,7 @@ from surefoot.kv.transaction import KVManager
 from surefoot.request import Request
 from surefoot.speculation.decisions import Decision, Landed, Situation
 from surefoot.speculation.fixed import FixedPlanner
+from surefoot.speculation.host_costs import HostSample
 from surefoot.speculation.host_offers import HostOffers
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.proposer import blamed
@@ -265,7 +266,8 @@ class Loop:
             drafting=len(landing.drafting),
         )
         ends, proposing = len(landing.ended), bool(flight.decision.proposers)
-        self.clock.read(Work(flight.situation.requests, outcome.drafting, ends, proposing))
+        requests = flight.situation.requests
+        self.clock.read(HostSample(requests, outcome.drafting, ends, 0.0, proposing))
         self.planner.landed(flight.decision, flight.situation, outcome)
         landing.seconds = outcome.device_seconds
         landing.size, landing.decision = flight.size, flight.decision
