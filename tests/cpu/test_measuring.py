@@ -58,10 +58,7 @@ def test_every_size_is_recorded_and_most_of_those_of_drawn_text_wait(rounds: Clo
     assert set(rounds.wanted) == {replace(size, kind=DRAWN) for size in greedy}
     drawn = {size for size in rounds.graphs if size.kind == DRAWN}
     assert drawn < set(rounds.wanted) and len(drawn) < len(greedy) / 2
-    assert rounds.choose is not None
-    for kind, each in costs.items():
-        args = 2, (EVERYTHING, 3), 3, 32.0
-        assert rounds.choose(kind, *args) == each.size_for(*args)
+    assert rounds.costs == costs
 
 
 def test_some_recorded_round_does_what_any_drawn_one_does(rounds: Clocked) -> None:

@@ -17,6 +17,8 @@ from surefoot.engine.cuda_graphs import RecordedRounds
 from surefoot.engine.engine import Engine
 from surefoot.engine.stand_ins import LONGEST, stand_in
 from surefoot.request import SamplingParams, SpeculationParams
+from surefoot.speculation.decisions import NOTHING
+from surefoot.speculation.recorded_costs import RecordedCosts, RecordedSize
 from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
 
 SIZES = st.builds(
@@ -204,4 +206,47 @@ def test_what_stands_in_is_looked_for_once(engine: Engine, monkeypatch: pytest.M
     assert rounds.available(small) == better
     rounds.forget()
     rounds.graph(large)
+    rounds._held_up = 1.0 + cuda_graphs.RECORDED_AT_ONCE
     assert rounds.available(small) == large
+
+
+def test_planners_choose_among_recorded_rounds(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And among all of them while one more may be recorded; for each kind of sampling."""
+    rounds = engine.rounds
+    assert isinstance(rounds, RecordedRounds)
+    look = (0,), 0
+    sizes = [RecordedSize(8, 8, 8, NOTHING)]
+    sizes += [RecordedSize(8, rows, rows, look) for rows in (8, 12, 16, 24)]
+    rounds.costs = {
+        kind: RecordedCosts({size: [(1, 1e-3 + 1e-5 * size.rows)] for size in sizes})
+        for kind in (GREEDY, DRAWN)
+    }
+    size = Size(8, 8, 8, DRAWN, (0,), 0)
+    now = 100.0
+    monkeypatch.setattr("surefoot.engine.cuda_graphs.time.perf_counter", lambda: now)
+    for unusual in (
+        replace(size, rows=24, samples=24, masked=True),
+        replace(size, rows=24, samples=24, logprobs=2, scored=4),
+        replace(size, rows=24, samples=24, catches_up=False),
+    ):
+        rounds.graph(unusual)
+
+    def most() -> tuple[int, int]:
+        rounds.offer()
+        tables = (rounds.costs[kind].table(8, 0, look, 99, 9.0)[0] for kind in (GREEDY, DRAWN))
+        greedy, drawn = (int(drafts[-1]) for drafts in tables)
+        return greedy, drawn
+
+    assert most() == (16, 16)
+    rounds.graph(size)
+    rounds.graph(replace(size, rows=12, samples=12, verifies=True))
+    rounds._held_up, rounds._serving_since = 0.1 + cuda_graphs.RECORDED_AT_ONCE, now
+    assert most() == (16, 4), "of greedy rounds there is none: one has to be recorded"
+    assert rounds.costs[GREEDY].actions(8) == (NOTHING,)
+    assert rounds.costs[DRAWN].actions(8) == (NOTHING, look)
+    rounds.graph(replace(size, rows=16, samples=16, verifies=True))
+    assert most() == (16, 8)
+    now += 6.0
+    assert most() == (16, 16)

@@ -28,7 +28,7 @@ from surefoot.speculation.host_costs import HostCosts, HostSample
 from surefoot.speculation.measured_times import RecordedSize
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.recorded_costs import RecordedCosts
-from surefoot.speculation.size import Size
+from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
 
 LOOK: Action = ((0,), 0)
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -148,7 +148,7 @@ class TimedEngine:
             for size in sizes
         }
         costs = RecordedCosts(times, self._exact(wrong), [NOTHING, LOOK])
-        rounds.choose = lambda kind, *rest: costs.size_for(*rest)
+        rounds.costs = dict.fromkeys((GREEDY, DRAWN, ADJUSTED), costs)
         return costs
 
     def _attach(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from surefoot.engine.capture import capture
 from surefoot.engine.rounds import PaddedRounds, Report
 from surefoot.engine.stand_ins import stand_in
 from surefoot.speculation.decisions import Decision
+from surefoot.speculation.recorded_costs import RecordedSize
 from surefoot.speculation.round import Round
 from surefoot.speculation.scoring import PromptReads, PromptScores
 from surefoot.speculation.size import Size
@@ -21,8 +23,7 @@ from surefoot.speculation.size import Size
 RECORDING_SHARE = 0.02
 """Of the time, for recording in the middle of serving, behind ``RECORDED_AT_ONCE`` seconds."""
 RECORDED_AT_ONCE = 1.0
-"""Some twenty rounds, about what one load needs: as long as others run in their place, fewer drafts
-are verified than the planner expects, and nobody learns what its own rounds would take."""
+"""Some twenty rounds, about what one load needs."""
 SPARE = 1 << 30
 """Bytes of the device's memory that rounds recorded in idle moments leave alone."""
 
@@ -44,6 +45,8 @@ class RecordedRounds(PaddedRounds):
         self._asked: set[Size] = set()
         self._next: Size | None = None
         """What the next ``run`` replays; ``ready`` says so."""
+        self._offered: tuple[bool, int] | None = None
+        """Whether planners may choose any round, and how many there were, when they were told."""
         self._serving_since: float | None = None
         """When a round was first missing."""
         self._held_up = 0.0
@@ -84,18 +87,35 @@ class RecordedRounds(PaddedRounds):
         other = self._stand_ins[size]
         now = time.perf_counter()
         self._serving_since = self._serving_since or now
-        most = RECORDED_AT_ONCE + RECORDING_SHARE * (now - self._serving_since)
-        if other is not None and self._held_up > most:
+        if other is not None and not self._may_record():
             self._ask_for(size, 0)
             return other
         self.graph(size)
         self._held_up += time.perf_counter() - now
         return size
 
+    def _may_record(self) -> bool:
+        """Whether one more round may be recorded in the middle of serving."""
+        serving = time.perf_counter() - (self._serving_since or math.inf)
+        return self._held_up <= RECORDED_AT_ONCE + RECORDING_SHARE * max(0.0, serving)
+
+    def offer(self) -> None:
+        """Have planners choose among recorded rounds, or among all where one more may be recorded.
+        What runs in place of another verifies other drafts than was planned, and teaches nobody
+        what either takes."""
+        now = self._may_record(), len(self.graphs)
+        if now == self._offered:
+            return
+        self._offered = now
+        for kind, costs in self.costs.items():
+            there = (size for size in self.graphs if size.kind == kind and _is_usual(size))
+            costs.offer(None if now[0] else {_costing(size) for size in there})
+
     def launch(self, size: Size, keys: int, reads: PromptReads | None = None) -> Report:
         before = self._held_up
         report = super().launch(size, keys, reads)
         self.apart_seconds = self._held_up - before
+        self.offer()
         if size.prompt_logprobs is not None or self._next == size:
             return report
         # What another round took tells nothing of this one.
@@ -108,6 +128,7 @@ class RecordedRounds(PaddedRounds):
         # A pool that no graph uses any more is gone.
         self.pool = torch.cuda.graph_pool_handle()
         self._asked.clear()
+        self._serving_since, self._held_up = None, 0.0
 
     def graph(self, size: Size) -> torch.cuda.CUDAGraph:
         """The recorded round of a size, recorded now if need be."""
@@ -159,6 +180,15 @@ class RecordedRounds(PaddedRounds):
             end.synchronize()
             times.append(begin.elapsed_time(end) / 1000)
         return min(times)
+
+
+def _is_usual(size: Size) -> bool:
+    """Whether planners tell the time of such a round apart from others."""
+    return size == replace(size, catches_up=True, logprobs=None, scored=0, masked=False)
+
+
+def _costing(size: Size) -> RecordedSize:
+    return RecordedSize(size.spans, size.rows, size.samples, (size.proposers, size.steps or 0))
 
 
 def _unknown() -> None:

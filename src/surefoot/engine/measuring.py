@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -103,19 +103,8 @@ def measure_recorded(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages
             for size, curve in times.items()
         }
         costs[kind] = RecordedCosts(slower, ExactCosts(*prompts, cost), proposing)
-    rounds.choose = partial(_choose, costs)
+    rounds.costs = costs
     return costs
-
-
-def _choose(
-    costs: Mapping[SamplingStages, RecordedCosts],
-    kind: SamplingStages,
-    requests: int,
-    action: Action,
-    drafts: int,
-    context: float,
-) -> RecordedSize | None:
-    return costs[kind].size_for(requests, action, drafts, context)
 
 
 def _time_sampling(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages, SamplingCost]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from surefoot.engine.batch import Batch
 from surefoot.sampling.params import SamplingStages
-from surefoot.speculation.decisions import Action, Decision
-from surefoot.speculation.recorded_costs import RecordedSize
+from surefoot.speculation.decisions import Decision
+from surefoot.speculation.recorded_costs import RecordedCosts
 from surefoot.speculation.round import Round
 from surefoot.speculation.scoring import PromptReads, PromptScores
 from surefoot.speculation.size import Size
@@ -25,8 +25,6 @@ PROMPT_DRAFTS = 8
 """Drafts of a request, on average, that rounds with prompts have room for."""
 FEW_SCORED = 4
 """Requests with logprobs that recorded rounds have room for, unless there are more."""
-ChooseSize = Callable[[SamplingStages, int, Action, int, float], RecordedSize | None]
-"""(Kind of sampling, requests, action, drafts, tokens of every text) -> size."""
 
 
 @dataclass(frozen=True)
@@ -186,8 +184,8 @@ class PaddedRounds(Rounds):
         self.prompt_rows = prompt_row_counts(most_rows + len(round_.slots) * self.width)
         self.longest = min(self.width, max(round_.drafters.values(), default=0))
         """Most steps that a drafter drafts; 0 where there is none."""
-        self.choose: ChooseSize | None = None
-        """Finds the cheapest size of rounds without prompts; a larger one may cost less."""
+        self.costs: Mapping[SamplingStages, RecordedCosts] = {}
+        """By kind of sampling: of rounds without prompts a larger one may cost less."""
 
     def size(self, batch: Batch, decision: Decision, context: float) -> Size:
         drafts = min(decision.drafts, batch.decoding * self.width)
@@ -200,8 +198,8 @@ class PaddedRounds(Rounds):
         # A round of one row a span verifies no draft, even where some of its spans are empty.
         wanted = max(batch.count + drafts, spans + 1)
         rows = next((rows for rows in self.rows(spans) if rows >= wanted), self.rows(spans)[-1])
-        if self.choose is not None:
-            found = self.choose(batch.kind, batch.count, decision.action, drafts, context)
+        if (costs := self.costs.get(batch.kind)) is not None:
+            found = costs.size_for(batch.count, decision.action, drafts, context)
             rows = rows if found is None or found.spans != spans else found.rows
         return replace(base, rows=rows, samples=rows)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -61,10 +61,8 @@ class RecordedCosts:
         for place, size in enumerate(self.sizes):
             places[size.spans, size.action].append(place)
         self._groups = {key: np.array(value) for key, value in places.items()}
-        self._actions = {
-            spans: sorted({a for s, a in self._groups if s == spans}, key=lambda a: (len(a[0]), a))
-            for spans in self._ladder
-        }
+        self._offered: Collection[RecordedSize] | None = None
+        self._actions = self._actions_there()
         self.measured = MeasuredTimes(self.sizes, times)
         self._features = features_of(self.sizes)
         shape = self._features[:, 1 : 1 + OCTAVES]
@@ -84,6 +82,26 @@ class RecordedCosts:
         self._believed: dict[tuple[int, Action], np.ndarray] = {}
         """By requests and action, until something is learnt."""
         self._layouts: dict[tuple[int, int, Action], Layout] = {}
+
+    def offer(self, sizes: Collection[RecordedSize] | None) -> None:
+        """Rounds are to be of these sizes from now on, where there is one that does what is wanted;
+        None: of any."""
+        self._offered = sizes
+        self._actions = self._actions_there()
+        self._layouts.clear()
+        self._believed.clear()
+
+    def _actions_there(self) -> dict[int, tuple[Action, ...]]:
+        """By spans: the actions of which the round without drafts is on offer."""
+        found: dict[int, set[Action]] = {spans: {NOTHING} for spans in self._ladder}
+        for size in self.sizes:
+            plain = size.samples == size.spans
+            if self._offered is None or (plain and size in self._offered):
+                found[size.spans].add(size.action)
+        return {
+            spans: tuple(sorted(actions, key=lambda action: (len(action[0]), action)))
+            for spans, actions in found.items()
+        }
 
     # --- asking -------------------------------------------------------------------------------
 
@@ -165,8 +183,10 @@ class RecordedCosts:
         return known
 
     def _lay_out(self, spans: int, requests: int, action: Action) -> Layout:
-        found = []
-        for place in self._groups.get((spans, action), ()):
+        found, there = [], self._groups.get((spans, action), ())
+        if self._offered is not None:
+            there = [p for p in there if self.sizes[p] in self._offered] or there
+        for place in there:
             size = self.sizes[place]
             rows = size.rows - requests
             if rows >= 0 and size.samples >= requests:

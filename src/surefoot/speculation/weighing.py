@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from surefoot.speculation.decisions import (
@@ -40,7 +42,7 @@ class Weighing:
         self._turn = 0
         self._weighed_for = 0
         """Requests when the depths of the best action's proposers were compared with each other."""
-        self._allowed_for: tuple[int, tuple[int, ...], int] | None = None
+        self._allowed_for: tuple[Sequence[Action], int, tuple[int, ...], int] | None = None
         self._allowed_actions: tuple[Action, ...] = ()
 
     def allowed(self, situation: Situation) -> tuple[Action, ...]:
@@ -48,10 +50,11 @@ class Weighing:
         s = situation
         if not s.requests or s.draft_limit < 1 or not s.proposers:
             return (NOTHING,)
-        key = s.requests, s.proposers, s.draft_limit
+        there = self.costs.actions(s.requests)
+        key = there, s.requests, s.proposers, s.draft_limit
         if key != self._allowed_for:
             allowed = set(s.proposers)
-            actions = [a for a in self.costs.actions(s.requests) if allowed.issuperset(a[0])]
+            actions = [action for action in there if allowed.issuperset(action[0])]
             # A drafter whose shortest draft is longer than anybody wants is of use all the same.
             shortest = dict(reversed(actions))
             self._allowed_for = key
