@@ -15,8 +15,10 @@ import pytest
 from surefoot.speculation.decisions import NOTHING, Action, Decision, Landed, Situation
 from surefoot.speculation.exploring import Budget, Trial
 from surefoot.speculation.host_costs import HostCosts, HostSample
+from surefoot.speculation.offers import OfferMemory
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY
+from surefoot.speculation.weighing import Weighing
 
 LOOK: Action = ((0,), 0)
 DRAFT: Action = ((1,), 2)
@@ -245,3 +247,53 @@ def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
         weighed.clear()
         planner.decide(other)
         assert weighed == [other]
+
+
+def test_what_finds_nothing_on_offer_yet_is_not_held() -> None:
+    """Nor what is left over once nobody proposes any more."""
+    requests = 48
+    samples = [HostSample(requests, 0, 0, 2.0, True)] * 20
+    planner = Planner(GivenCosts([LOOK], 0.01), HostCosts(samples), WIDTH)
+    sure = situation(*[[0.9, 0.8, 0.7]] * requests, proposers=(0,))
+    decisions = play(planner, sure, 40)
+    starts = [at for at, (a, b) in enumerate(pairwise(decisions), 1) if b is not a]
+    first = next(at for at in starts if decisions[at].action == LOOK)
+    assert decisions[first].drafts == 0 and first + 1 in starts
+    held = [b - a for a, b in pairwise(starts) if decisions[a].drafts]
+    assert max(held) == 4
+
+
+def test_held_decisions_do_not_keep_other_actions_from_being_weighed() -> None:
+    costs, offers = GivenCosts([LOOK, DRAFT], 0.01), OfferMemory(WIDTH, frozenset({1}))
+    now = situation(NEVER, NEVER)
+    for rounds in (1, 4, 7):
+        weighing = Weighing(costs, HostCosts(), offers, True)
+        looked: list[Action] = []
+        promise = weighing.promise
+
+        def watch(
+            s: Situation, action: Action, *args: Any, looked: Any = looked, promise: Any = promise
+        ) -> Any:
+            looked.append(action)
+            return promise(s, action, *args)
+
+        weighing.promise = watch  # type: ignore[method-assign]
+        for _ in range(280 // rounds):
+            weighing.weigh(now, (NOTHING, LOOK, DRAFT), 1.0, rounds)
+        others = [action for action in looked if action != weighing.best]
+        least = 280 / 5 if rounds < 5 else 280 / rounds
+        assert least - 2 <= len(others) <= least + 2
+        assert set(others) == {LOOK, DRAFT}
+
+
+@pytest.mark.parametrize("host", [0.5, 0.9, 1.0, 1.2, 2.0])
+def test_rounds_take_the_longer_of_two_times_that_vary(host: float) -> None:
+    costs = HostCosts([HostSample(1, 0, 0, host, False)] * 20)
+    weighing = Weighing(GivenCosts([], 0.0), costs, OfferMemory(WIDTH, frozenset()), True)
+    times = host * (1 + costs.noise * np.random.default_rng(0).normal(size=200_000))
+    longer = float(np.maximum(1.0, times).mean())
+    believed = weighing.expected(np.array([1.0]), host)
+    assert believed == pytest.approx([longer], rel=2e-3)
+    assert weighing.expected(1.0, host) == pytest.approx(longer, rel=2e-3)
+    apart = Weighing(GivenCosts([], 0.0), costs, OfferMemory(WIDTH, frozenset()), False)
+    assert apart.expected(1.0, host) == 1.0 + host

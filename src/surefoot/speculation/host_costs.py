@@ -67,6 +67,11 @@ class HostCosts:
         covariance, drift = np.eye(count) * _UNCERTAIN**2, np.full(count, _DRIFT)
         self._beliefs = Beliefs(np.zeros(count), covariance, drift, _FIRST_NOISE)
 
+    @property
+    def noise(self) -> float:
+        """Relative deviation of a round's time from what is believed."""
+        return self._beliefs.noise
+
     def seconds(self, requests: int, drafting: float, proposing: bool) -> float:
         """Of a round with as many ends as usual."""
         whole, any_proposer, request, draft, end = self._coefficients

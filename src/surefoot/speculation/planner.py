@@ -44,7 +44,7 @@ MANY, MOST_HELD = 16, 3
 """Where rounds wait for the host, time spent on deciding is lost, and what is best for many
 requests changes slowly: a decision then holds for one more round for each ``MANY`` requests, up to
 some."""
-_HOST_BOUND = 0.9
+_HOST_BOUND = 0.75
 """The part of a round's time that the host needs, from which on rounds wait for it."""
 _BEYOND = 1.5
 """How many times longer rounds may be than they would be, to learn about more drafts."""
@@ -98,8 +98,8 @@ class Planner:
         self._second: Trial | None = None
         """What the last round tried, if that takes another round."""
         self._last = Decision(0, *NOTHING)
-        self._held = 0
-        """Rounds for which the last decision holds."""
+        self._held = self._holds = 0
+        """Rounds for which the last decision still holds, and held at first."""
         self._asked: tuple[int, tuple[int, ...], int, SamplingStages] | None = None
         """What it was made for."""
         self._reported = NOTHING
@@ -124,12 +124,12 @@ class Planner:
         if self._held and asked == self._asked and not situation.prompt_rows:
             self._held -= 1
             return self._last
-        self._asked, self._held = asked, 0
+        rounds, self._asked, self._held = 1 + self._holds - self._held, asked, 0
         self._attend(situation)
         self._read(situation)
         actions = self.weighing.allowed(situation)
         plain, prompts = self.weighing.plain_seconds(situation)
-        self.weighing.weigh(situation, actions, plain)
+        self.weighing.weigh(situation, actions, plain, rounds)
         chances = self._with_hosted(situation, self._at_hand(situation))
         action, apart = self._possible(situation, self.weighing.best), prompts
         drafts, seconds = self._verify(situation, action, chances, apart)
@@ -159,20 +159,21 @@ class Planner:
                 drafts, seconds = self._verify(situation, action, chances, apart)
                 self._second = trial if action != NOTHING else None
         # What other proposers offer is verified a round later; what that loses is the trial's, too.
-        before = self._last.expected.trial
-        charged = trial or (
-            before if self._last.explores and before and not before.verify else None
-        )
+        before, last = self._last.expected.trial, self._last
+        charged = trial or (before if last.explores and before and not before.verify else None)
         self._last = Decision(
             drafts,
             *action,
             trial is not None,
             Expectation(seconds, without, plain, prompts, charged, trials),
         )
-        if charged is None and situation.hosted is None and not situation.prompt_rows:
+        # Another action finds nothing on offer yet, or what the one before it has left.
+        lasts = action == last.action and bool(drafts) == bool(action[0])
+        if charged is None and lasts and situation.hosted is None and not situation.prompt_rows:
             host = self.weighing.host_seconds(situation, action)
             if host >= _HOST_BOUND * seconds:
                 self._held = min(situation.requests // MANY, MOST_HELD)
+        self._holds = self._held
         return self._last
 
     def _with_hosted(self, situation: Situation, chances: np.ndarray | None) -> np.ndarray | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,6 +22,16 @@ _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
 _WEIGH_EVERY = 5
 """Rounds between two looks whether another action is better."""
+_STEPS = np.arange(0.0, 4.5, 0.25)
+_LATE = (
+    _STEPS,
+    [
+        math.exp(-0.5 * x * x) / math.sqrt(2 * math.pi) - 0.5 * x * math.erfc(x / math.sqrt(2))
+        for x in _STEPS.tolist()
+    ],
+)
+"""Of a normal variable by how many standard deviations its mean lies below a limit -> by how many
+it exceeds the limit, on average."""
 _OTHER_LOAD = 1.5
 """How many times more or fewer requests make what was promised before worthless."""
 
@@ -68,15 +79,25 @@ class Weighing:
         s = situation
         host = self.host.seconds(s.requests, 0.0, False)
         device = float(self.costs.table(s.requests, 0, NOTHING, 0, s.context)[1][0])
-        alone = self.together(device, host)
+        alone = float(self.expected(device, host))
         if not s.prompt_rows:
             return alone, 0.0
         device = float(self.costs.table(s.requests, s.prompt_rows, NOTHING, 0, s.context)[1][0])
-        return alone, self.together(device, host) - alone
+        return alone, float(self.expected(device, host)) - alone
 
     def together(self, device: float, host: float) -> float:
-        """Seconds of a round that takes the device and the host so long."""
+        """Seconds of a round that took the device and the host so long."""
         return max(device, host) if self.overlap else device + host
+
+    def expected(self, device: np.ndarray | float, host: float) -> np.ndarray | float:
+        """Seconds of rounds that take the device (float64 [n], or one) and the host so long on
+        average. Where both take about as long, now the one is late and now the other: the longer of
+        the averages would be too little."""
+        if not self.overlap:
+            return device + host
+        spread = max(self.host.noise * host, 1e-9)
+        apart = np.abs(device - host) / spread
+        return np.maximum(device, host) + spread * np.interp(apart, *_LATE)
 
     def table(
         self, situation: Situation, action: Action, most: int, prompt_rows: int
@@ -84,8 +105,7 @@ class Weighing:
         """As of ``RoundCosts``, the host included."""
         s = situation
         drafts, seconds = self.costs.table(s.requests, prompt_rows, action, most, s.context)
-        host = self.host_seconds(s, action)
-        return drafts, np.maximum(seconds, host) if self.overlap else seconds + host
+        return drafts, np.asarray(self.expected(seconds, self.host_seconds(s, action)))
 
     def host_seconds(self, situation: Situation, action: Action) -> float:
         """Of the host, for a round that proposes so."""
@@ -97,8 +117,10 @@ class Weighing:
         """How much more than another an action must promise."""
         return 1.0 + _BELIEVED * self.costs.noise
 
-    def weigh(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> None:
-        """Choose the best action. Every decision weighs one of them anew."""
+    def weigh(
+        self, situation: Situation, actions: tuple[Action, ...], plain: float, rounds: int = 1
+    ) -> None:
+        """Choose the best action, ``rounds`` after it was chosen last."""
         if len(actions) < 2:
             self.best = NOTHING
             return
@@ -110,12 +132,12 @@ class Weighing:
             self._weighed_for = situation.requests
             self._climb(situation, actions, plain)
         # One now and then, and none older than that: of old promises the best would be too good.
-        self._turn += 1
-        if self._turn % _WEIGH_EVERY == 0:
+        before, self._turn = self._turn, self._turn + rounds
+        if before // _WEIGH_EVERY < self._turn // _WEIGH_EVERY:
             self._promises[self.best] = self.promise(situation, self.best, plain)
-        if self._turn % _WEIGH_EVERY != 1:
+        if (before - 1) // _WEIGH_EVERY == (self._turn - 1) // _WEIGH_EVERY:
             return
-        other = self._other(actions, self._turn // _WEIGH_EVERY)
+        other = self._other(actions, (self._turn - 1) // _WEIGH_EVERY)
         self._promises[other] = self.promise(situation, other, plain)
         if self._better(other, self.best):
             # Texts repeat themselves for a while, now and then, and nothing tells when but a look.
