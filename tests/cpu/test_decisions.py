@@ -249,18 +249,24 @@ def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
         assert weighed == [other]
 
 
-def test_what_finds_nothing_on_offer_yet_is_not_held() -> None:
+def test_what_finds_nothing_on_offer_yet_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor what is left over once nobody proposes any more."""
     requests = 48
     samples = [HostSample(requests, 0, 0, 2.0, True)] * 20
     planner = Planner(GivenCosts([LOOK], 0.01), HostCosts(samples), WIDTH)
+    monkeypatch.setattr(planner.budget, "next", lambda trials: None)
     sure = situation(*[[0.9, 0.8, 0.7]] * requests, proposers=(0,))
-    decisions = play(planner, sure, 40)
-    starts = [at for at, (a, b) in enumerate(pairwise(decisions), 1) if b is not a]
-    first = next(at for at in starts if decisions[at].action == LOOK)
-    assert decisions[first].drafts == 0 and first + 1 in starts
-    held = [b - a for a, b in pairwise(starts) if decisions[a].drafts]
-    assert max(held) == 4
+    for best, later in ((LOOK, True), (NOTHING, False)):
+
+        def weigh(*args: Any, best: Action = best) -> None:
+            planner.weighing.best = best
+
+        monkeypatch.setattr(planner.weighing, "weigh", weigh)
+        while planner.decide(sure).action != best:
+            pass
+        decisions = [planner._last, *play(planner, sure, 8)]
+        assert [bool(each.drafts) for each in decisions] == [not later] + 8 * [later]
+        assert all((a is b) == (at not in (0, 4)) for at, (a, b) in enumerate(pairwise(decisions)))
 
 
 def test_held_decisions_do_not_keep_other_actions_from_being_weighed() -> None:
@@ -280,10 +286,9 @@ def test_held_decisions_do_not_keep_other_actions_from_being_weighed() -> None:
         weighing.promise = watch  # type: ignore[method-assign]
         for _ in range(280 // rounds):
             weighing.weigh(now, (NOTHING, LOOK, DRAFT), 1.0, rounds)
-        others = [action for action in looked if action != weighing.best]
-        least = 280 / 5 if rounds < 5 else 280 / rounds
-        assert least - 2 <= len(others) <= least + 2
-        assert set(others) == {LOOK, DRAFT}
+        times = 2 * 280 / max(5, rounds)
+        assert times - 3 <= len(looked) <= times + 3
+        assert set(looked) == {NOTHING, LOOK, DRAFT}
 
 
 @pytest.mark.parametrize("host", [0.5, 0.9, 1.0, 1.2, 2.0])
