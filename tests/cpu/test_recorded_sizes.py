@@ -135,4 +135,8 @@ def test_rounds_with_prompts_verify_only_what_kv_is_reserved_for(chunk: int, dra
     batch = Batch(group, (chunk,), 0)
     size = engine.rounds.size(batch, Decision(drafts, (0,), 0), 100.0)
     assert size.verifies == (drafts > 0) and size.has_prompts
-    assert size.rows >= batch.rows + min(drafts, batch.decoding * engine.state.max_drafts)
+    rows = batch.rows + min(drafts, batch.decoding * engine.state.max_drafts)
+    counts = cast(PaddedRounds, engine.rounds).prompt_rows
+    fitting = (count for count in counts if count >= rows and count > size.spans)
+    assert size.rows == next(fitting, rows)
+    assert batch.samples + (rows - batch.rows if drafts else 0) <= size.samples < size.rows

@@ -269,8 +269,9 @@ def test_every_recorded_size_can_be_run(names: tuple[str, ...], own: dict[str, A
             engine.round.set_batch([], [])
             for rows in rounds.rows(spans):
                 rounds.launch(replace(base, rows=rows, samples=rows, verifies=rows > spans), 99)
-            for samples in rounds.prompt_samples(spans):
-                rounds.launch(replace(base, rows=256, samples=samples, verifies=True), 99)
+            for rows, verifies in ((16, True), (16, False), (256, True), (256, False)):
+                samples = rounds.prompt_samples(spans, rows, verifies)
+                rounds.launch(replace(base, rows=rows, samples=samples, verifies=verifies), 99)
 
 
 @pytest.mark.parametrize("policy", ["fixed", "auto"])

@@ -22,8 +22,8 @@ from surefoot.speculation.size import Size
 
 RECORDING_SHARE = 0.02
 """Of the time, for recording in the middle of serving, behind ``RECORDED_AT_ONCE`` seconds."""
-RECORDED_AT_ONCE = 1.0
-"""Some twenty rounds, about what one load needs."""
+RECORDED_AT_ONCE = 0.25
+"""A few rounds that one load cannot do without."""
 SPARE = 1 << 30
 """Bytes of the device's memory that rounds recorded in idle moments leave alone."""
 

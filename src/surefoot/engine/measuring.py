@@ -15,6 +15,8 @@ from surefoot.speculation.decisions import NOTHING, Action, SamplingCost
 from surefoot.speculation.recorded_costs import RecordedCosts, RecordedSize
 from surefoot.speculation.size import DRAWN, GREEDY, Size
 
+SOME_ROWS = 3
+"""Rows of a request in rounds with some drafts, at most."""
 Curve = list[tuple[int, float]]
 """(Tokens of every text, seconds), rising."""
 
@@ -62,24 +64,39 @@ def prompt_actions(rounds: RecordedRounds) -> list[Action]:
 def prompt_sizes(
     rounds: RecordedRounds, spans: int, kind: SamplingStages, action: Action
 ) -> list[Size]:
-    """Rounds with prompts, of so many spans."""
-    counts = rounds.prompt_samples(spans)
-    variants = [(False, counts[0]), (True, counts[-1])][: 2 if action[0] else 1]
+    """Rounds with prompts, of so many spans: without drafts, and where somebody proposes with as
+    many as there is room for."""
     return [
-        Size(spans, rows, samples, kind, *action, verifies=verifies)
-        for verifies, samples in variants
+        Size(
+            spans, rows, rounds.prompt_samples(spans, rows, drafts), kind, *action, verifies=drafts
+        )
+        for drafts in ((False, True) if action[0] else (False,))
         for rows in rounds.prompt_rows
-        if samples < rows
+        if rows > spans
     ]
 
 
 def first_drawn(rounds: RecordedRounds, spans: int) -> list[Size]:
     """Of the rounds of so many spans that draw tokens, those that others can wait for: nobody
-    proposes, lookups do, everybody does as far as they can; each without drafts and with few."""
+    proposes, lookups do, everybody does as far as they can; each without drafts, with few and with
+    some."""
     actions = actions_of(rounds, spans)
     lookups = [action for action in actions if action[0] and not action[1]]
-    chosen = dict.fromkeys((NOTHING, *lookups[-1:], actions[-1]))
-    return [size for action in chosen for size in decoding_sizes(rounds, spans, DRAWN, action)[:2]]
+    found = []
+    for action in dict.fromkeys((NOTHING, *lookups[-1:], actions[-1])):
+        sizes = decoding_sizes(rounds, spans, DRAWN, action)
+        some = [size for size in sizes if size.rows <= SOME_ROWS * spans]
+        found += dict.fromkeys((*sizes[:2], *some[-1:]))
+    return found
+
+
+def first_drawn_prompts(rounds: RecordedRounds, spans: int, action: Action) -> list[Size]:
+    """Likewise with prompts: from the largest on, each of half as many rows."""
+    found: list[Size] = []
+    for size in reversed(prompt_sizes(rounds, spans, DRAWN, action)):
+        if not found or size.verifies != found[-1].verifies or 2 * size.rows <= found[-1].rows:
+            found.append(size)
+    return found
 
 
 def measure_recorded(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages, RecordedCosts]:
@@ -171,6 +188,8 @@ def _time_prompts(
                     rounds.graph(size)
                     if spans == most and action == NOTHING:
                         plain.append((size.rows, _time_chunk(rounds, set_batch, size)))
+                for size in first_drawn_prompts(rounds, spans, action):
+                    rounds.graph(size)
                 rounds.wanted += prompt_sizes(rounds, spans, DRAWN, action)
     own = saved.get(NOTHING, 0.0)
     rows, seconds = zip(*plain, strict=True)

@@ -223,23 +223,26 @@ class PaddedRounds(Rounds):
 
     def _with_prompts(self, batch: Batch, decision: Decision, drafts: int) -> Size:
         spans = next(spans for spans in self.prompt_spans if spans >= batch.count)
-        counts = self.prompt_samples(spans)
-        drafts = min(drafts, counts[-1] - batch.samples) if decision.proposers else 0
+        most = self.prompt_samples(spans, 1 << 30, True)
+        drafts = min(drafts, most - batch.samples) if decision.proposers else 0
         known = batch.rows + drafts
-        samples = counts[-1] if drafts else counts[0]
         # Larger than the rows that are sampled: what tells that there are prompts.
-        rows = next((c for c in self.prompt_rows if c >= known and c > samples), known)
+        least = max(known, spans + 1, batch.samples + drafts + 1)
+        rows = next((count for count in self.prompt_rows if count >= least), least)
+        samples = self.prompt_samples(spans, rows, drafts > 0)
         # Where KV is reserved for no drafts, none may be verified.
         base = self.base(spans, batch, decision, drafts > 0)
-        rows = max(rows, samples + 1)
         if not any(index in self.round.drafters for index in decision.proposers):
             return replace(base, rows=rows, samples=samples)
         everything = tuple(range(len(self.round.proposers)))
         return replace(base, rows=rows, samples=samples, proposers=everything, steps=self.longest)
 
-    def prompt_samples(self, spans: int) -> list[int]:
-        """Sampled rows of rounds with prompts: without drafts, and with as many as pay there."""
-        return sorted({spans, spans * (1 + min(self.width, PROMPT_DRAFTS))})
+    def prompt_samples(self, spans: int, rows: int, verifies: bool) -> int:
+        """Sampled rows of a round with prompts that has so many rows: without drafts, or with as
+        many as it has room for, and as pay there."""
+        if not verifies:
+            return spans
+        return min(spans * (1 + min(self.width, PROMPT_DRAFTS)), rows - 1)
 
     def rows(self, spans: int) -> list[int]:
         """Rows of rounds of so many spans without prompts."""
