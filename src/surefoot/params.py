@@ -199,8 +199,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        penalties = (self.presence_penalty, self.frequency_penalty)
-        return self.repetition_penalty != 1 or any(penalties)
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:

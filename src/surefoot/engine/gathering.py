@@ -42,12 +42,14 @@ class Gathering:
         self.rows_per_key = rows_per_key
         self.admit = admit
         self._changes = -1
-        """The scheduler's count of changes that the next three are of; -1: none."""
+        """The scheduler's count of changes that the next four are of; -1: none."""
         self._prompts: list[Request] = []
-        self._free: Batch | None = None
+        self._free: list[Request] = []
         """Those that decode and need nothing of the host."""
         self._synchronous: list[Request] = []
         """Those that decode under a grammar."""
+        self._batch: Batch | None = None
+        """Of the free ones, once it was needed."""
 
     def forget(self) -> None:
         """Some request is in another state than it was."""
@@ -57,18 +59,16 @@ class Gathering:
         """The next round's spans, beside the rounds that are launched already; None: there is
         nobody."""
         self._sort()
-        decoding = self._decoding(in_flight)
-        if not self._prompts and not self.scheduler.waiting:
-            return decoding
-        room = self._prompt_room(decoding)
         if self.scheduler.waiting:
-            left = room - sum(map(missing, self._prompts))
+            count = sum(map(len, self._able(in_flight)))
+            left = self._prompt_room(count) - sum(map(missing, self._prompts))
             if fresh := self.scheduler.admit(left):
                 self.admit(fresh)
                 self._sort()
-                decoding = self._decoding(in_flight)
+        decoding = self._decoding(in_flight)
         if not self._prompts:
             return decoding
+        room = self._prompt_room(0 if decoding is None else decoding.count)
         requests: list[Request] = []
         chunks: list[int] = []
         load = 0.0
@@ -93,47 +93,56 @@ class Gathering:
         """Who is where, if that has changed."""
         if self._changes == self.scheduler.changes:
             return
-        running = self.scheduler.running
-        self._prompts = [request for request in running if request.in_prompt]
-        decoding = [request for request in running if not request.in_prompt]
-        self._synchronous = [request for request in decoding if request.grammar is not None]
-        free = [request for request in decoding if request.grammar is None]
-        self._free = Batch(self._group(free), (), 0) if free else None
+        self._prompts, self._free, self._synchronous = [], [], []
+        for request in self.scheduler.running:
+            if request.in_prompt:
+                self._prompts.append(request)
+            elif request.grammar is None:
+                self._free.append(request)
+            else:
+                self._synchronous.append(request)
+        self._batch = None
         self._changes = self.scheduler.changes
 
     def _group(self, requests: Sequence[Request]) -> Group:
         return group(requests, self.kv, self.names, self.max_drafts)
 
-    def _decoding(self, in_flight: Collection[Batch]) -> Batch | None:
-        """Those with a current token that can take part."""
+    def _able(self, in_flight: Collection[Batch]) -> tuple[list[Request], list[Request]]:
+        """Of those with a current token who can take part: the free ones, and others."""
         free = self._free
-        if free is not None and all(
+        if all(
             request.length + sum(request in batch.group.requests for batch in in_flight)
             >= request.max_length
-            for request in free.group.requests
+            for request in free
         ):
             # The rounds in flight end them all.
-            free = None
-        ready = [
+            free = []
+        return free, [
             request
             for request in self._synchronous
             if not any(request in batch.group.requests for batch in in_flight)
         ]
-        if not ready:
-            return free
-        members = self._group(ready)
-        return Batch(members if free is None else join(members, free.group), (), 0)
+
+    def _decoding(self, in_flight: Collection[Batch]) -> Batch | None:
+        """Those with a current token that can take part."""
+        free, others = self._able(in_flight)
+        if free and self._batch is None:
+            self._batch = Batch(self._group(free), (), 0)
+        batch = self._batch if free else None
+        if not others:
+            return batch
+        members = self._group(others)
+        return Batch(members if batch is None else join(members, batch.group), (), 0)
 
     def _weight(self, request: Request) -> float:
         """Rows at the beginning of a prompt that take as long as the request's next one."""
         scores = request.params.prompt_logprobs is not None and not request.prompt_scored
         return 1.0 + self.rows_per_key * request.computed + (SCORED_ROWS if scores else 0.0)
 
-    def _prompt_room(self, decoding: Batch | None) -> int:
-        """The most rows of prompt chunks in the next round."""
-        if decoding is None:
+    def _prompt_room(self, count: int) -> int:
+        """The most rows of prompt chunks in the next round, in which so many decode."""
+        if not count:
             return self.most_rows
-        count = decoding.count
         return max(1, min(self.most_rows - count, self.longest_chunk(count)))
 
 

@@ -104,9 +104,7 @@ class Loop:
             if request.queued_seconds is None:
                 request.queued_seconds = now - request.arrived
                 self.admitted.append((len(request.prompt), request.cached))
-        slots = [request.slot for request in requests]
-        self.state.admit(requests)
-        index = upload(slots, self.state.device)
+        index = self.state.admit(requests)
         self.controller.admit(index, [request.speculation for request in requests])
         self.round.books.offers.clear(index)
         # Proposers look for what they know of a prefix hit in its blocks.
@@ -114,8 +112,8 @@ class Loop:
         for index in self.controller.active:
             proposer = self.round.proposers[index]
             with blamed(proposer, "admit"):
-                for slot in slots:
-                    proposer.admit(slot)
+                for request in requests:
+                    proposer.admit(request.slot)
         for request in requests:
             self._reported.clear(request.slot)
             self._grammars.forget(request.slot)

@@ -6,9 +6,10 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from surefoot.kernels.upload import upload
+from surefoot.kernels.upload import upload, upload_together
 from surefoot.request import Request, SamplingParams
 
 
@@ -27,17 +28,19 @@ class SamplingStages:
 
     @classmethod
     def of(cls, all_params: Iterable[SamplingParams]) -> SamplingStages:
-        every = list(all_params)
-        drawn = [params for params in every if not params.greedy]
-        return cls(
-            noise=bool(drawn),
-            penalties=any(params.penalised for params in every),
-            bias=any(params.logit_bias for params in every),
-            min_tokens=any(params.min_tokens for params in every),
-            min_p=any(params.min_p for params in drawn),
-            top_k=max((0, *(params.top_k for params in drawn))),
-            top_p=any(params.top_p < 1 for params in drawn),
-        )
+        # One pass: a crowd's are gone through whenever somebody joins or leaves it.
+        noise = penalties = bias = min_tokens = min_p = top_p = False
+        top_k = 0
+        for params in all_params:
+            penalties = penalties or params.penalised
+            bias = bias or bool(params.logit_bias)
+            min_tokens = min_tokens or bool(params.min_tokens)
+            if params.temperature:
+                noise = True
+                min_p = min_p or bool(params.min_p)
+                top_p = top_p or params.top_p < 1
+                top_k = max(top_k, params.top_k)
+        return cls(noise, penalties, bias, min_tokens, min_p, top_k, top_p)
 
 
 class SlotParams:
@@ -77,8 +80,26 @@ class SlotParams:
 
     def write(self, requests: Sequence[Request]) -> None:
         """Enter requests' parameters into their slots."""
+        tables = [np.array([request.slot for request in requests]), *self.rows(requests)]
+        self.enter(*upload_together(tables, self.device))
+        self.write_biases(requests)
+
+    def enter(
+        self,
+        slots: torch.Tensor,
+        floats: torch.Tensor,
+        integers: torch.Tensor,
+        stops: torch.Tensor,
+    ) -> None:
+        """Set the rows of ``slots`` int64 [B], but for biases, to what ``rows`` gave."""
+        self._floats.index_copy_(1, slots, floats)
+        self._integers.index_copy_(1, slots, integers)
+        self.stop_ids.index_copy_(0, slots, stops)
+
+    def rows(self, requests: Sequence[Request]) -> list[np.ndarray]:
+        """What ``enter`` takes of them, on the host: float32 [6, B], int64 [5, B] and int64
+        [B, n]. The table of stop tokens becomes as wide as they need."""
         every = [(request, request.params) for request in requests]
-        slots = upload([request.slot for request in requests], self.device)
         floats = [
             (
                 params.temperature,
@@ -100,11 +121,17 @@ class SlotParams:
             )
             for request, params in every
         ]
-        self._floats[:, slots] = upload(torch.tensor(floats).t().contiguous(), self.device)
-        self._integers[:, slots] = upload(torch.tensor(integers).t().contiguous(), self.device)
         stops = [list(request.stop_token_ids) for request in requests]
-        self.stop_ids = _write_rows(self.stop_ids, slots, stops, -1)
-        biases = [dict(params.logit_bias or {}) for _, params in every]
+        self.stop_ids = _widened(self.stop_ids, stops, -1)
+        return [
+            np.array(floats, dtype=np.float32).T,
+            np.array(integers, dtype=np.int64).T,
+            np.array(_padded(stops, self.stop_ids.shape[1], -1), dtype=np.int64),
+        ]
+
+    def write_biases(self, requests: Sequence[Request]) -> None:
+        """Enter the biases of requests that have or had any."""
+        biases = [dict(request.params.logit_bias or {}) for request in requests]
         changed = [i for i, r in enumerate(requests) if biases[i] or r.slot in self._biased]
         if changed:
             # Noted first, and what no longer holds last: biases are never left where nobody looks.
@@ -122,13 +149,21 @@ class SlotParams:
 def _write_rows(
     table: torch.Tensor, slots: torch.Tensor, rows: Sequence[list], fill: int
 ) -> torch.Tensor:
-    """Set padded rows, widening the table (by powers of two) where it is too narrow."""
-    longest = max(map(len, rows))
-    if longest > table.shape[1]:
-        width = 1 << (longest - 1).bit_length()
-        wider = table.new_full((table.shape[0], width), fill)
-        wider[:, : table.shape[1]] = table
-        table = wider
-    padded = [row + [fill] * (table.shape[1] - len(row)) for row in rows]
-    table[slots] = upload(padded, table.device, table.dtype)
+    """Set padded rows of a table, widened where it is too narrow, which is returned."""
+    table = _widened(table, rows, fill)
+    table[slots] = upload(_padded(rows, table.shape[1], fill), table.device, table.dtype)
     return table
+
+
+def _widened(table: torch.Tensor, rows: Sequence[list], fill: int) -> torch.Tensor:
+    """``table``, or one that has room for ``rows``: widths are powers of two."""
+    longest = max(map(len, rows))
+    if longest <= table.shape[1]:
+        return table
+    wider = table.new_full((table.shape[0], 1 << (longest - 1).bit_length()), fill)
+    wider[:, : table.shape[1]] = table
+    return wider
+
+
+def _padded(rows: Sequence[list], width: int, fill: int) -> list[list]:
+    return [row + [fill] * (width - len(row)) for row in rows]

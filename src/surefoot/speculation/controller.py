@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from surefoot.errors import SurefootError
-from surefoot.kernels.upload import upload
+from surefoot.kernels.upload import upload_together
 from surefoot.request import SpeculationParams
 from surefoot.speculation.estimator import AcceptanceEstimator, OfferRecords
 from surefoot.speculation.proposer import Drafts, find_mistake
@@ -55,16 +56,18 @@ class Controller:
     def admit(self, slots: torch.Tensor, choices: Sequence[SpeculationParams]) -> None:
         """Requests, new or resumed, entered ``slots`` int64 [B] with these choices of
         speculation."""
-        most, device = self.state.max_drafts, self.state.device
+        most = self.state.max_drafts
         limits = [most if c.max_draft_tokens is None else c.max_draft_tokens for c in choices]
-        self.draft_limit[slots] = upload([min(limit, most) for limit in limits], device)
+        allowed = [
+            [index in self.active and c.allows(name) for c in choices]
+            for index, name in enumerate(self.names)
+        ]
+        table = np.array([[min(limit, most) for limit in limits], *allowed], dtype=np.int64)
+        [entered] = upload_together([table], self.state.device)
+        self.draft_limit.index_copy_(0, slots, entered[0])
         if self.names:
             self.lengths.index_fill_(1, slots, 0)
-            allowed = [
-                [index in self.active and c.allows(name) for c in choices]
-                for index, name in enumerate(self.names)
-            ]
-            self.allowed[:, slots] = upload(allowed, device)
+            self.allowed.index_copy_(1, slots, entered[1:].bool())
         for estimator in self.estimators:
             estimator.admit(slots)
 

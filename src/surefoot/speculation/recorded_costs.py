@@ -28,6 +28,7 @@ more or less: they are tried again."""
 _REVIEW = 64
 """Rounds between two looks at what is no longer true, or never was."""
 _LAYOUTS = 4096
+_NONE = np.zeros(0, dtype=np.int64)
 Layout = tuple[np.ndarray, np.ndarray, np.ndarray]
 """(Room for drafts int64 [n], rising from 0; places of the sizes that have it; their features)."""
 
@@ -55,6 +56,8 @@ class RecordedCosts:
         self._prompt_actions = sorted(prompt_actions, key=lambda action: (len(action[0]), action))
         self.sizes = sorted(times, key=lambda size: (size.spans, size.action, size.samples, size))
         self._spans = np.array([size.spans for size in self.sizes])
+        self._rows = np.array([size.rows for size in self.sizes], dtype=np.int64)
+        self._samples = np.array([size.samples for size in self.sizes], dtype=np.int64)
         self._places = {size: place for place, size in enumerate(self.sizes)}
         self._ladder: list[int] = np.unique(self._spans).tolist()
         places = defaultdict(list)
@@ -183,20 +186,19 @@ class RecordedCosts:
         return known
 
     def _lay_out(self, spans: int, requests: int, action: Action) -> Layout:
-        found, there = [], self._groups.get((spans, action), ())
+        # Many numbers of requests come by while a crowd leaves: each is laid out in few operations.
+        there = self._groups.get((spans, action), _NONE)
         if self._offered is not None:
-            there = [p for p in there if self.sizes[p] in self._offered] or there
-        for place in there:
-            size = self.sizes[place]
-            rows = size.rows - requests
-            if rows >= 0 and size.samples >= requests:
-                drafts = size.samples - requests if size.samples > spans else 0
-                found.append((min(rows, drafts), size.rows, int(place)))
-        found.sort()
-        if found and found[0][0]:
-            found.insert(0, (0, *found[0][1:]))
-        room = np.array([drafts for drafts, _, _ in found], dtype=np.int64)
-        places = np.array([place for _, _, place in found], dtype=np.int64)
+            offered = [place for place in there if self.sizes[place] in self._offered]
+            there = np.array(offered, dtype=np.int64) if offered else there
+        rows, samples = self._rows[there], self._samples[there]
+        fits = (rows >= requests) & (samples >= requests)
+        there, rows, samples = there[fits], rows[fits], samples[fits]
+        drafts = np.where(samples > spans, np.minimum(rows, samples) - requests, 0)
+        order = np.lexsort((there, rows, drafts))
+        room, places = drafts[order], there[order]
+        if len(room) and room[0]:
+            room, places = np.insert(room, 0, 0), np.insert(places, 0, places[0])
         return room, places, self._features[places]
 
     def _own_now(self, places: np.ndarray) -> np.ndarray:

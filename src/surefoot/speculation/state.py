@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from surefoot.kernels.upload import upload
+from surefoot.kernels.upload import upload_together
 from surefoot.request import Request
 from surefoot.sampling.params import SlotParams
 
@@ -51,15 +51,16 @@ class SlotState:
         self.params = SlotParams(slots, vocab_size, device)
         self._blocks_written: list[list[int]] = [[] for _ in range(slots)]
 
-    def admit(self, requests: Sequence[Request]) -> None:
-        """Enter requests, new or resumed, into their slots."""
-        # Few copies for all of them: a wave of hundreds would wait for thousands.
+    def admit(self, requests: Sequence[Request]) -> torch.Tensor:
+        """Enter requests, new or resumed, into their slots; int64 [B] on the device, which is
+        returned."""
+        # One copy for all of them: a wave of hundreds would wait for thousands, and where some
+        # request ends every other round, everybody waits for each.
         slots = [request.slot for request in requests]
         known = [np.array(request.tokens, dtype=np.int64) for request in requests]
         lengths = [len(text) for text in known]
-        table = np.array(
+        counts = np.array(
             [
-                slots,
                 lengths,
                 [request.computed for request in requests],
                 [request.max_length for request in requests],
@@ -68,16 +69,20 @@ class SlotState:
             ],
             dtype=np.int64,
         )
-        texts = np.stack((np.repeat(slots, lengths), _count_up(lengths), np.concatenate(known)))
-        rows, columns, texts = upload(torch.from_numpy(texts), self.device)
-        self.history[rows, columns] = texts
-        entered = upload(torch.from_numpy(table), self.device)
-        self._counts[:, entered[0]] = entered[1:]
-        self.params.write(requests)
+        places = np.repeat(slots, lengths) * self.history.shape[1] + _count_up(lengths)
+        index, counts, places, texts, *params = upload_together(
+            [np.array(slots), counts, places, np.concatenate(known), *self.params.rows(requests)],
+            self.device,
+        )
+        self.history.view(-1).index_copy_(0, places, texts)
+        self._counts.index_copy_(1, index, counts)
+        self.params.enter(index, *params)
+        self.params.write_biases(requests)
         if any(request.grammar is not None for request in requests):
             self._make_masks()
         for slot in slots:
             self._blocks_written[slot] = []
+        return index
 
     def _make_masks(self) -> None:
         if not len(self.mask_bits):
@@ -93,12 +98,13 @@ class SlotState:
                 slots.append(slot)
                 counts.append(len(blocks) - common)
                 first.append(common)
-                changed.append(np.array(blocks[common:], dtype=np.int64))
+                changed.append(np.array(blocks[common:], dtype=np.int32))
         if changed:
             columns = _count_up(counts) + np.repeat(first, counts)
-            table = np.stack((np.repeat(slots, counts), columns, np.concatenate(changed)))
-            rows, columns, ids = upload(torch.from_numpy(table), self.device)
-            self.block_tables[rows, columns] = ids.int()
+            places = np.repeat(slots, counts) * self.block_tables.shape[1] + columns
+            ids = np.concatenate(changed)
+            places, ids = upload_together([places, ids], self.device)
+            self.block_tables.view(-1).index_copy_(0, places, ids)
 
     def _common_blocks(self, slot: int, blocks: Sequence[int]) -> int:
         """How many of a lease's leading blocks the device has already; the rest is noted as

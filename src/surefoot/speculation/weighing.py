@@ -78,25 +78,27 @@ class Weighing:
         """Seconds of a round without drafts, proposers and prompts, and what prompts add."""
         s = situation
         host = self.host.seconds(s.requests, 0.0, False)
-        device = float(self.costs.table(s.requests, 0, NOTHING, 0, s.context)[1][0])
-        alone = float(self.expected(device, host))
+        device = self.costs.table(s.requests, 0, NOTHING, 0, s.context)[1]
+        alone = float(self.expected(device, host)[0])
         if not s.prompt_rows:
             return alone, 0.0
-        device = float(self.costs.table(s.requests, s.prompt_rows, NOTHING, 0, s.context)[1][0])
-        return alone, float(self.expected(device, host)) - alone
+        device = self.costs.table(s.requests, s.prompt_rows, NOTHING, 0, s.context)[1]
+        return alone, float(self.expected(device, host)[0]) - alone
 
     def together(self, device: float, host: float) -> float:
         """Seconds of a round that took the device and the host so long."""
         return max(device, host) if self.overlap else device + host
 
-    def expected(self, device: np.ndarray | float, host: float) -> np.ndarray | float:
-        """Seconds of rounds that take the device (float64 [n], or one) and the host so long on
+    def expected(self, device: np.ndarray, host: float) -> np.ndarray:
+        """Seconds of rounds that take the device (float64 [n], rising) and the host so long on
         average. Where both take about as long, now the one is late and now the other: the longer of
         the averages would be too little."""
         if not self.overlap:
             return device + host
-        spread = max(self.host.noise * host, 1e-9)
-        apart = np.abs(device - host) / spread
+        spread = self.host.noise * host
+        if device[0] - host >= spread * _LATE[0][-1]:
+            return device
+        apart = np.abs(device - host) / max(spread, 1e-9)
         return np.maximum(device, host) + spread * np.interp(apart, *_LATE)
 
     def table(
@@ -105,7 +107,7 @@ class Weighing:
         """As of ``RoundCosts``, the host included."""
         s = situation
         drafts, seconds = self.costs.table(s.requests, prompt_rows, action, most, s.context)
-        return drafts, np.asarray(self.expected(seconds, self.host_seconds(s, action)))
+        return drafts, self.expected(seconds, self.host_seconds(s, action))
 
     def host_seconds(self, situation: Situation, action: Action) -> float:
         """Of the host, for a round that proposes so."""
