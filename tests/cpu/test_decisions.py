@@ -242,11 +242,19 @@ def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
         planner.decide(now)
     assert len(weighed) == 24 // every
     # Others come, or want something else: that is another question.
-    for other in (situation(*[NEVER] * (requests + 1)), replace(now, prompt_rows=64)):
+    for other in (situation(*[NEVER] * (requests + 4)), replace(now, prompt_rows=64)):
         planner.decide(now)
         weighed.clear()
         planner.decide(other)
         assert weighed == [other]
+        for _ in range(every):
+            planner.decide(now)
+        weighed.clear()
+    # Of many one more is the same crowd.
+    planner.decide(now)
+    weighed.clear()
+    planner.decide(situation(*[NEVER] * (requests + 1)))
+    assert bool(weighed) == (every == 1)
 
 
 def test_what_finds_nothing_on_offer_yet_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:

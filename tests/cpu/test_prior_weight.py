@@ -46,7 +46,7 @@ def test_requests_that_differ_are_told_apart_at_once() -> None:
     rates = torch.where(torch.arange(REQUESTS) % 2 == 0, 0.0, 0.8)
     estimator, offers = taught(rates)
     assert estimator.prior_weight()[4, 0] == PRIOR_RANGE[0]
-    estimator.admit(torch.tensor([0]))
+    estimator.records.forget(torch.tensor([0]))
     one = torch.tensor([0])
     fresh = Drafts(offers.tokens[:1], offers.lengths[:1], offers.confidence[:1])
     before = estimator.chances(one, fresh)[0, 0]

@@ -68,8 +68,7 @@ class Controller:
         if self.names:
             self.lengths.index_fill_(1, slots, 0)
             self.allowed.index_copy_(1, slots, entered[1:].bool())
-        for estimator in self.estimators:
-            estimator.admit(slots)
+            self.records.forget(slots)
 
     def check(self, index: int, slots: torch.Tensor, drafts: Drafts) -> None:
         """SurefootError if what proposer ``index`` offers for ``slots`` int64 [B] is not what

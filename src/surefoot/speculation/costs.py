@@ -14,7 +14,7 @@ import numpy as np
 from surefoot.speculation.beliefs import Beliefs, in_line
 from surefoot.speculation.decisions import LIKELIEST, Action, SamplingCost
 
-MOST_CHOICES = 96
+MOST_CHOICES = 48
 """Numbers of drafts that are weighed, at most: beyond, steps widen."""
 _SCALE, _SHAPE, _OWN, _PROPOSING = 2.0, 0.3, 0.03, 1.0
 """How far from the first measurements logarithms of times may be, as standard deviations: all of
@@ -97,7 +97,7 @@ class ExactCosts:
         drift = np.repeat(_DRIFTS, (1, len(octaves), own))
         return Beliefs(np.zeros(count + own), covariance, drift, _FIRST_NOISE)
 
-    def _all_actions(self) -> list[Action]:
+    def _all_actions(self) -> tuple[Action, ...]:
         found: list[Action] = []
         for count in range(len(self.proposing) + 1):
             for chosen in itertools.combinations(self.proposing, count):
@@ -106,7 +106,7 @@ class ExactCosts:
                 ]
                 depths = {d for p in paying for d in p.depths or range(1, p.longest + 1)}
                 found += [(chosen, depth) for depth in sorted(depths) or (0,)]
-        return found
+        return tuple(found)
 
     @property
     def noise(self) -> float:

@@ -46,8 +46,8 @@ class OfferRecords:
 
     def __init__(self, state: SlotState, proposers: int, trees: bool) -> None:
         slots, width, device = state.slots, state.max_drafts, state.device
-        self.hits = torch.zeros((proposers, slots, BINS, width), device=device)
-        self.trials = torch.zeros_like(self.hits)
+        self._counts = torch.zeros((2, proposers, slots, BINS, width), device=device)
+        self.hits, self.trials = self._counts
         rates = ((torch.arange(BINS, device=device) + 0.5) / BINS).unsqueeze(1).expand(-1, width)
         first = torch.stack(
             (
@@ -67,6 +67,11 @@ class OfferRecords:
         if trees:
             self.watched_parents = chain_parents(proposers * slots, width, device).view(shape)
 
+    def forget(self, slots: torch.Tensor) -> None:
+        """The requests that had ``slots``, int64 [B]."""
+        self._counts.index_fill_(2, slots, 0)
+        self.watched_length.index_fill_(1, slots, 0)
+
 
 class AcceptanceEstimator:
     """Chance that a draft is accepted given that the drafts before it were, for one proposer, by
@@ -77,7 +82,7 @@ class AcceptanceEstimator:
     ) -> None:
         """Of proposer ``index`` in ``records``; None: of the only one, which offers chains."""
         self.state = state
-        records = records or OfferRecords(state, 1, False)
+        self.records = records = records or OfferRecords(state, 1, False)
         self.hits, self.trials = records.hits[index], records.trials[index]
         self.seen = records.seen[index]
         self.all_trials, self.all_hits, self.all_agreement, self.all_weight = self.seen
@@ -98,11 +103,6 @@ class AcceptanceEstimator:
         mean = self.all_hits / self.all_trials
         covariance = (self.all_agreement / self.all_weight).clamp(min=1e-6)
         return (mean * (1 - mean) / covariance - 1).clamp(*PRIOR_RANGE)
-
-    def admit(self, slots: torch.Tensor) -> None:
-        """Forget the requests that had ``slots``, int64 [B]."""
-        for table in (self.hits, self.trials, self.watched_length):
-            table.index_fill_(0, slots, 0)
 
     def watch(self, slots: torch.Tensor, drafts: Drafts) -> None:
         """Take offers in view for those of ``slots`` [B] that watch none."""

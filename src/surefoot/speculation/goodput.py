@@ -51,8 +51,11 @@ def best_count(
         floor = min_pace * float(seconds[best]) / plain - 1.0
         if floor <= 0.0 or not len(held):
             return best
-        if _poorest(chances, ranked, int(taken[best]), lasting) >= floor:
+        gained = _poorest(chances, ranked, int(taken[best]), lasting)
+        if gained >= floor:
             return best
+        # Whoever gains least from these drafts gains no more from fewer.
+        rates[1:best][seconds[1:best] * min_pace > plain * (1.0 + gained)] = 0.0
         rates[best] = 0.0
     return 0
 

@@ -100,8 +100,9 @@ class Planner:
         self._last = Decision(0, *NOTHING)
         self._held = self._holds = 0
         """Rounds for which the last decision still holds, and held at first."""
-        self._asked: tuple[int, tuple[int, ...], int, SamplingStages] | None = None
-        """What it was made for."""
+        self._asked: tuple[tuple[int, ...], int, SamplingStages] | None = None
+        self._asked_by = 0
+        """What it was made for, and for how many."""
         self._reported = NOTHING
         self._unread = False
         self._trials_for: tuple[tuple[Action, ...], Action] | None = None
@@ -120,11 +121,14 @@ class Planner:
 
     def decide(self, situation: Situation) -> Decision:
         """What to launch now."""
-        asked = situation.requests, situation.proposers, situation.draft_limit, situation.kind
-        if self._held and asked == self._asked and not situation.prompt_rows:
+        asked = situation.proposers, situation.draft_limit, situation.kind
+        # Of a crowd one may come or go.
+        same = abs(situation.requests - self._asked_by) * MANY <= self._asked_by
+        if self._held and same and asked == self._asked and not situation.prompt_rows:
             self._held -= 1
             return self._last
         rounds, self._asked, self._held = 1 + self._holds - self._held, asked, 0
+        self._asked_by = situation.requests
         self._attend(situation)
         self._read(situation)
         actions = self.weighing.allowed(situation)

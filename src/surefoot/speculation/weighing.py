@@ -32,6 +32,8 @@ _LATE = (
 )
 """Of a normal variable by how many standard deviations its mean lies below a limit -> by how many
 it exceeds the limit, on average."""
+_CHOICES = 256
+"""Of requests, for which it is known what they leave of the actions."""
 _OTHER_LOAD = 1.5
 """How many times more or fewer requests make what was promised before worthless."""
 
@@ -53,8 +55,7 @@ class Weighing:
         self._turn = 0
         self._weighed_for = 0
         """Requests when the depths of the best action's proposers were compared with each other."""
-        self._allowed_for: tuple[Sequence[Action], int, tuple[int, ...], int] | None = None
-        self._allowed_actions: tuple[Action, ...] = ()
+        self._allowed: dict[tuple[Sequence[Action], tuple[int, ...], int], tuple[Action, ...]] = {}
 
     def allowed(self, situation: Situation) -> tuple[Action, ...]:
         """What the requests' choices leave of the actions."""
@@ -62,17 +63,18 @@ class Weighing:
         if not s.requests or s.draft_limit < 1 or not s.proposers:
             return (NOTHING,)
         there = self.costs.actions(s.requests)
-        key = there, s.requests, s.proposers, s.draft_limit
-        if key != self._allowed_for:
+        key = there, s.proposers, s.draft_limit
+        found = self._allowed.get(key)
+        if found is None:
             allowed = set(s.proposers)
             actions = [action for action in there if allowed.issuperset(action[0])]
             # A drafter whose shortest draft is longer than anybody wants is of use all the same.
             shortest = dict(reversed(actions))
-            self._allowed_for = key
-            self._allowed_actions = tuple(
-                a for a in actions if a[1] <= max(s.draft_limit, shortest[a[0]])
-            )
-        return self._allowed_actions
+            found = tuple(a for a in actions if a[1] <= max(s.draft_limit, shortest[a[0]]))
+            if len(self._allowed) >= _CHOICES:
+                self._allowed.clear()
+            self._allowed[key] = found
+        return found
 
     def plain_seconds(self, situation: Situation) -> tuple[float, float]:
         """Seconds of a round without drafts, proposers and prompts, and what prompts add."""
