@@ -8,8 +8,8 @@ MUTATIONS = (
     # --- who takes part in a round ----------------------------------------------------------------
     m(
         "engine/gathering.py",
-        "        if self.scheduler.waiting:\n            left",
-        "        if self.scheduler.waiting and not in_flight:\n            left",
+        "        if self.scheduler.waiting:\n            count",
+        "        if self.scheduler.waiting and not in_flight:\n            count",
         "test_loop.py",
     ),
     m(

@@ -105,8 +105,8 @@ MUTATIONS = (
     ),
     m(
         "engine/cuda_graphs.py",
-        "most = RECORDED_AT_ONCE + RECORDING_SHARE",
-        "most = RECORDING_SHARE",
+        "return self._held_up <= RECORDED_AT_ONCE + RECORDING_SHARE",
+        "return self._held_up <= RECORDING_SHARE",
         "test_stand_ins.py",
     ),
     m(

@@ -40,7 +40,7 @@ from surefoot.speculation.weighing import Weighing
 
 BARREN_ROUNDS = 4096
 """Rounds in a row with drafts on offer and none verified, after which a line is logged."""
-MANY, MOST_HELD = 16, 3
+MANY, MOST_HELD = 8, 3
 """Where rounds wait for the host, time spent on deciding is lost, and what is best for many
 requests changes slowly: a decision then holds for one more round for each ``MANY`` requests, up to
 some."""
