@@ -222,7 +222,9 @@ def test_kinds_of_sampling_have_costs_of_their_own() -> None:
         assert late.most_common(1)[0][0] == drafts
 
 
-@pytest.mark.parametrize(("requests", "host", "every"), [(7, 2.0, 1), (15, 2.0, 2), (48, 2.0, 4), (48, 0.1, 1)])
+@pytest.mark.parametrize(
+    ("requests", "host", "every"), [(7, 2.0, 1), (15, 2.0, 2), (48, 2.0, 4), (48, 0.1, 1)]
+)
 def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
     requests: int, host: float, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

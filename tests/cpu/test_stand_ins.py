@@ -250,3 +250,34 @@ def test_planners_choose_among_recorded_rounds(
     assert most() == (16, 8)
     now += 6.0
     assert most() == (16, 16)
+
+
+def test_a_wide_request_costs_others_no_more_recorded_rounds_than_it_must(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Biases are read where some request has any; stop tokens in every round."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
+    rounds = engine.rounds
+    assert isinstance(rounds, RecordedRounds)
+    greedy = Size(2, 2, 2, GREEDY, (0,), 0)
+    sizes = [replace(greedy, kind=kind) for kind in (GREEDY, DRAWN, ADJUSTED)]
+
+    def admit(**wanted: Any) -> None:
+        params = SamplingParams(**wanted)
+        request = engine.make_request(f"wide {len(rounds.wanted)}", [5, 9], params)
+        request.slot = 0
+        engine.state.params.write([request])
+
+    for size in sizes:
+        rounds.graph(size)
+    admit(logit_bias={token: 1.0 for token in range(3)}, stop_token_ids=[3, 4, 5])
+    assert rounds.available(greedy) == greedy and len(rounds.graphs) == 3
+    admit(logit_bias={token: 1.0 for token in range(20)})
+    assert rounds.available(greedy) == greedy
+    assert set(rounds.graphs) == set(sizes[:2]) and rounds.wanted == sizes[2:]
+    admit(stop_token_ids=list(range(20)))
+    rounds._check_tables()
+    assert not rounds.graphs and set(rounds.wanted) == set(sizes)
+    while rounds.prepare():
+        pass
+    assert set(rounds.graphs) == set(sizes)

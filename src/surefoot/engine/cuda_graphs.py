@@ -41,7 +41,9 @@ class RecordedRounds(PaddedRounds):
         """Recorded in idle moments, in this order."""
         self._stand_ins: dict[Size, Size | None] = {}
         """Found among a thousand rounds: to be looked for once, not at every launch."""
-        self._tables: list[tuple[int, int]] = []
+        self._tables: tuple[tuple[int, int], ...] | None = None
+        """Where the tables of stop tokens and biases were, and how wide, when rounds were
+        recorded."""
         self._asked: set[Size] = set()
         self._next: Size | None = None
         """What the next ``run`` replays; ``ready`` says so."""
@@ -121,13 +123,19 @@ class RecordedRounds(PaddedRounds):
         # What another round took tells nothing of this one.
         return replace(report, seconds=_unknown)
 
-    def forget(self) -> None:
+    def forget(self, reads: Callable[[Size], bool] | None = None) -> None:
+        """Record rounds anew, in idle moments or when they are needed: those that ``reads`` says,
+        None: all."""
         torch.cuda.synchronize()
-        self.graphs.clear()
+        gone = [size for size in self.graphs if reads is None or reads(size)]
+        for size in gone:
+            del self.graphs[size]
+        if not self.graphs:
+            # A pool that no graph uses any more is gone.
+            self.pool = torch.cuda.graph_pool_handle()
+        self.wanted = [*gone, *self.wanted]
+        self._asked.update(gone)
         self._stand_ins.clear()
-        # A pool that no graph uses any more is gone.
-        self.pool = torch.cuda.graph_pool_handle()
-        self._asked.clear()
         self._serving_since, self._held_up = None, 0.0
 
     def graph(self, size: Size) -> torch.cuda.CUDAGraph:
@@ -141,13 +149,15 @@ class RecordedRounds(PaddedRounds):
     def _check_tables(self) -> None:
         params = self.round.state.params
         # The width, too: a table may be widened twice, and come to lie where it lay.
-        tables = [
+        tables = tuple(
             (table.data_ptr(), table.shape[1]) for table in (params.stop_ids, params.bias_ids)
-        ]
-        if tables != self._tables:
-            # A wider request moved these tables: what was recorded reads the old ones.
-            self.forget()
-            self._tables = tables
+        )
+        if tables == self._tables:
+            return
+        # A wider request moved a table: what was recorded reads the old one.
+        before, self._tables = self._tables, tables
+        if before is not None:
+            self.forget(None if tables[0] != before[0] else lambda size: size.kind.bias)
 
     def capture(self, size: Size) -> torch.cuda.CUDAGraph:
         """Record a round as it is now."""

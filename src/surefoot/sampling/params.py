@@ -43,6 +43,11 @@ class SamplingStages:
         return cls(noise, penalties, bias, min_tokens, min_p, top_k, top_p)
 
 
+_STOPS, _BIASES = 16, 16
+"""Columns at first, more than most requests need: recorded rounds are recorded anew where a table
+becomes wider."""
+
+
 class SlotParams:
     """Tensors [slots] (or [slots, n], padded with -1) on the device.
 
@@ -66,9 +71,9 @@ class SlotParams:
         self.repetition.fill_(1)
         self.top_k.fill_(vocab_size)
         self._biased: set[int] = set()
-        self.stop_ids = torch.full((slots, 4), -1, dtype=torch.int64, device=device)
-        self.bias_ids = torch.full((slots, 1), -1, dtype=torch.int64, device=device)
-        self.bias = torch.zeros((slots, 1), dtype=torch.float32, device=device)
+        self.stop_ids = torch.full((slots, _STOPS), -1, dtype=torch.int64, device=device)
+        self.bias_ids = torch.full((slots, _BIASES), -1, dtype=torch.int64, device=device)
+        self.bias = torch.zeros((slots, _BIASES), dtype=torch.float32, device=device)
 
     def spread(self, slots: torch.Tensor) -> SlotParams:
         """The parameters of ``slots`` int64 [M], one entry each."""
