@@ -162,11 +162,12 @@ def trust_prefixes_too_far(engine: Engine, speculative: bool) -> None:
     """A prefix hit counts for one position more than its blocks hold."""
     state = engine.state
 
-    def admit(method: Any, requests: Sequence[Request]) -> None:
-        method(requests)
+    def admit(method: Any, requests: Sequence[Request]) -> torch.Tensor:
+        index = method(requests)
         for request in requests:
             if request.computed and request.computed < request.length - 1:
                 state.computed[request.slot] += 1
+        return index
 
     if speculative:
         wrap_in_rounds(engine, state, "admit", admit)
