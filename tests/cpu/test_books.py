@@ -104,7 +104,7 @@ def fill_slots(pair: list[BookKeeping], dice: Dice) -> None:
         state.computed.copy_(length - back)
         state.limit.copy_(length + room)
         state.alive.copy_(alive)
-        state.params.stop_ids.copy_(stops)
+        state.params.stop_ids[:, : stops.shape[1]].copy_(stops)
         # Nobody's slot is as it is made.
         state.length[SLOTS], state.computed[SLOTS], state.limit[SLOTS] = 1, 0, 0
 

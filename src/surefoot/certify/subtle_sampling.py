@@ -121,14 +121,15 @@ def misplace_logprobs(engine: Engine, speculative: bool) -> None:
 def forget_prompts_when_resumed(engine: Engine, speculative: bool) -> None:
     state = engine.state
 
-    def write(method: Any, requests: Sequence[Request]) -> None:
-        method(requests)
+    def admit(method: Any, requests: Sequence[Request]) -> torch.Tensor:
+        index = method(requests)
         for request in requests:
             if request.output:
                 state.params.prompt_length[request.slot] = request.length
+        return index
 
     if speculative:
-        wrap(state.params, "write", write)
+        wrap(state, "admit", admit)
 
 
 DEFECTS = (

@@ -34,7 +34,7 @@ def upload_together(tables: Sequence[np.ndarray], device: torch.device) -> list[
         return [torch.from_numpy(table) for table in tables]
     flat = [np.ascontiguousarray(table) for table in tables]
     places = np.cumsum([0, *(-(-table.nbytes // _ALIGNED) * _ALIGNED for table in flat)]).tolist()
-    staged = torch.empty(places[-1], dtype=torch.uint8, pin_memory=True)
+    staged = torch.empty(places[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
     memory = staged.numpy()
     for place, table in zip(places, flat, strict=False):
         memory[place : place + table.nbytes] = table.reshape(-1).view(np.uint8)
