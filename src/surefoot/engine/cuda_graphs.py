@@ -21,9 +21,7 @@ from surefoot.speculation.scoring import PromptReads, PromptScores
 from surefoot.speculation.size import Size
 
 RECORDING_SHARE = 0.02
-"""Of the time, for recording in the middle of serving, behind ``RECORDED_AT_ONCE`` seconds."""
-RECORDED_AT_ONCE = 0.25
-"""A few rounds that one load cannot do without."""
+"""Of the time, for recording in the middle of serving: everybody waits for it."""
 SPARE = 1 << 30
 """Bytes of the device's memory that rounds recorded in idle moments leave alone."""
 
@@ -99,7 +97,7 @@ class RecordedRounds(PaddedRounds):
     def _may_record(self) -> bool:
         """Whether one more round may be recorded in the middle of serving."""
         serving = time.perf_counter() - (self._serving_since or math.inf)
-        return self._held_up <= RECORDED_AT_ONCE + RECORDING_SHARE * max(0.0, serving)
+        return self._held_up <= RECORDING_SHARE * max(0.0, serving)
 
     def offer(self) -> None:
         """Have planners choose among recorded rounds, or among all where one more may be recorded.
