@@ -216,12 +216,15 @@ class PatientLink(WrittenLink):
         super().__init__(arrivals)
         self.grammars = grammars
         self.woken = threading.Event()
+        self.waited = False
 
     def receive(self, wait: bool) -> Any:
         if any(news.finish for round_ in self.rounds for news in round_.news):
             self.grammars.go.set()
-        if wait and not self._pending and not self.woken.is_set():
-            assert self.woken.wait(60)
+        if wait and not self._pending and not self.waited:
+            # Once, however early it was woken: the core has yet to look why.
+            self.waited = self.woken.wait(60)
+            assert self.waited
             return None
         return super().receive(wait)
 
