@@ -215,8 +215,7 @@ class Loop:
         ):
             self.kv.keep(lease, request.known(request.computed, request.computed + rows))
             request.computed += rows
-            if not request.in_prompt:
-                # Its last row alone is a current token's: drafts may follow it.
+            if request.computed == request.length:
                 self.gathering.forget()
 
     def _situation(self, batch: Batch) -> Situation:
