@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from surefoot.engine.cuda_graphs import RecordedRounds
-from surefoot.engine.sampling_times import KINDS, drawing_requests, sampling_cost
+from surefoot.engine.sampling_times import drawing_requests, sampling_costs
 from surefoot.engine.timing import contexts_to_time, made_up_requests
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.costs import ExactCosts, Proposing
@@ -134,12 +134,8 @@ def _time_sampling(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages, 
             size = Size(spans, spans, spans, kind, *NOTHING)
             return rounds.time(size, partial(set_batch, spans, 0), 2)
 
-        few, many = rounds.spans[0], rounds.spans[-1]
-        plain = {spans: timed(spans, GREEDY) for spans in {few, many}}
-        return {
-            kind: sampling_cost(few, many, lambda spans: timed(spans, kind) - plain[spans])  # noqa: B023
-            for kind in KINDS
-        }
+        plain = {spans: timed(spans, GREEDY) for spans in {rounds.spans[0], rounds.spans[-1]}}
+        return sampling_costs(timed, plain)
 
 
 def _time_decoding(

@@ -223,8 +223,8 @@ class PaddedRounds(Rounds):
 
     def _with_prompts(self, batch: Batch, decision: Decision, drafts: int) -> Size:
         spans = next(spans for spans in self.prompt_spans if spans >= batch.count)
-        most = self.prompt_samples(spans, 1 << 30, True)
-        drafts = min(drafts, most - batch.samples) if decision.proposers else 0
+        most = self._most_samples(spans) - batch.samples
+        drafts = min(drafts, most) if decision.proposers else 0
         known = batch.rows + drafts
         # Larger than the rows that are sampled: what tells that there are prompts.
         least = max(known, spans + 1, batch.samples + drafts + 1)
@@ -240,9 +240,10 @@ class PaddedRounds(Rounds):
     def prompt_samples(self, spans: int, rows: int, verifies: bool) -> int:
         """Sampled rows of a round with prompts that has so many rows: without drafts, or with as
         many as it has room for, and as pay there."""
-        if not verifies:
-            return spans
-        return min(spans * (1 + min(self.width, PROMPT_DRAFTS)), rows - 1)
+        return min(self._most_samples(spans), rows - 1) if verifies else spans
+
+    def _most_samples(self, spans: int) -> int:
+        return spans * (1 + min(self.width, PROMPT_DRAFTS))
 
     def rows(self, spans: int) -> list[int]:
         """Rows of rounds of so many spans without prompts."""

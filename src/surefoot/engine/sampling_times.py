@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from surefoot.engine.timing import made_up_requests, time_round
@@ -31,11 +31,18 @@ def drawing_requests(round_: Round) -> Iterator[None]:
         params.top_p.copy_(kept[1])
 
 
-def sampling_cost(few: int, many: int, seconds: Callable[[int], float]) -> SamplingCost:
-    """From what two numbers of sampled rows take longer than if the likeliest were taken."""
-    least, most = max(0.0, seconds(few)), max(0.0, seconds(many))
-    row = max(0.0, most - least) / max(1, many - few)
-    return SamplingCost(max(0.0, least - few * row), row)
+def sampling_costs(
+    timed: Callable[[int, SamplingStages], float], plain: Mapping[int, float]
+) -> dict[SamplingStages, SamplingCost]:
+    """By kind, from rounds of two numbers of sampled rows: ``timed`` gives the seconds of one with
+    some kind of sampling, ``plain`` those of each if the likeliest tokens are taken."""
+    few, many = min(plain), max(plain)
+    costs = {}
+    for kind in KINDS:
+        least, most = (max(0.0, timed(rows, kind) - plain[rows]) for rows in (few, many))
+        row = max(0.0, most - least) / max(1, many - few)
+        costs[kind] = SamplingCost(max(0.0, least - few * row), row)
+    return costs
 
 
 def time_sampling_called(
@@ -59,7 +66,4 @@ def time_sampling_called(
         plain = {rows: timed(rows, GREEDY) for rows in {1, many}}
         if (1 + len(KINDS)) * (time.perf_counter() - begun) > seconds:
             return dict.fromkeys(KINDS, LIKELIEST)
-        return {
-            kind: sampling_cost(1, many, lambda rows: timed(rows, kind) - plain[rows])  # noqa: B023
-            for kind in KINDS
-        }
+        return sampling_costs(timed, plain)

@@ -35,7 +35,7 @@ class SamplingStages:
             penalties = penalties or params.penalised
             bias = bias or bool(params.logit_bias)
             min_tokens = min_tokens or bool(params.min_tokens)
-            if params.temperature:
+            if not params.greedy:
                 noise = True
                 min_p = min_p or bool(params.min_p)
                 top_p = top_p or params.top_p < 1

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from surefoot.errors import SurefootError
-from surefoot.kernels.upload import upload_together
+from surefoot.kernels.upload import upload
 from surefoot.request import SpeculationParams
 from surefoot.speculation.estimator import AcceptanceEstimator, OfferRecords
 from surefoot.speculation.proposer import Drafts, find_mistake
@@ -62,8 +61,8 @@ class Controller:
             [index in self.active and c.allows(name) for c in choices]
             for index, name in enumerate(self.names)
         ]
-        table = np.array([[min(limit, most) for limit in limits], *allowed], dtype=np.int64)
-        [entered] = upload_together([table], self.state.device)
+        table = [[min(limit, most) for limit in limits], *allowed]
+        entered = upload(table, self.state.device, torch.int64)
         self.draft_limit.index_copy_(0, slots, entered[0])
         if self.names:
             self.lengths.index_fill_(1, slots, 0)
