@@ -275,6 +275,25 @@ def test_right_drafts_are_accepted_and_wrong_ones_cut() -> None:
     assert stats["saboteur"].verified < stats["saboteur"].offered / 2
 
 
+def test_what_a_grammar_forces_has_kv_behind_a_prompts_last_row() -> None:
+    """Chunks of a prompt may leave one row of it: drafts are verified behind that one."""
+    first = Job((2, 3), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    [plain] = run_jobs(structured_engine(tiny_decoder(), max_draft_tokens=0), [first])
+    params = params_with({"regex": "abcabcabcabc"}, temperature=0, max_tokens=20)
+    second = Job((4, 5, 6, 7), params, SpeculationParams("grammar"), arrival=3)
+    engine = structured_engine(
+        tiny_decoder(),
+        draft_policy="fixed",
+        proposers=("oracle", "grammar"),
+        proposer_options={"oracle": {"texts": ((*plain.prompt, *plain.output),)}},
+        max_draft_tokens=6,
+        kv_blocks=40,
+    )
+    engine.rounds.chunk_limit = lambda decoding: 3
+    _, got = run_jobs(engine, [first, second])
+    assert text_of(got.output[:-1]) == b"abcabcabcabc" and got.stats.accepted
+
+
 def test_rollback_right_after_rejections() -> None:
     """Between rounds the state stands behind the committed tokens, whatever was drafted."""
     structure: dict[str, Any] = {"regex": r"(ab|a1|cab|bc|1){14,20}"}

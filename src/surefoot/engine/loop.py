@@ -215,7 +215,8 @@ class Loop:
         ):
             self.kv.keep(lease, request.known(request.computed, request.computed + rows))
             request.computed += rows
-            if request.computed == request.length:
+            if not request.in_prompt:
+                # Its last row alone is a current token's: drafts may follow it.
                 self.gathering.forget()
 
     def _situation(self, batch: Batch) -> Situation:
