@@ -107,6 +107,27 @@ class Stretches(Texts):
 
 
 @dataclass
+class Uneven(Texts):
+    """What a drafter offers, which knows some texts better than others for good."""
+
+    lookup: int | None = None
+    drafter: int | None = 0
+    least: float = 0.3
+    most: float = 0.9
+    """Chances of a draft given those before it, of the first request and of the last."""
+
+    def offers(
+        self, requests: int, action: Action, rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        chances = np.zeros((requests, self.width), dtype=np.float32)
+        if self.drafter in action[0]:
+            own = np.linspace(self.least, self.most, requests)[:, None]
+            own = np.clip(own + rng.normal(0.0, self.spread, chances.shape), 0.02, 0.98)
+            chances[:] = np.cumprod(own, axis=1)
+        return chances, np.full(requests, self.drafter, dtype=np.int64)
+
+
+@dataclass
 class World:
     """An engine without a model: ``requests`` decode for ever."""
 
@@ -128,6 +149,8 @@ class World:
     """Numbers of drafts at which the device's time rises, beside others."""
     seed: int = 0
     tokens: float = 0.0
+    own_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """float64 [requests]: of each, since there are so many."""
     seconds: float = 0.0
     verified: int = 0
     looked: int = 0
@@ -164,6 +187,7 @@ class World:
             self.proposers,
             self.texts.width,
             100.0,
+            slots=np.arange(self.requests),
         )
         decision = planner.decide(situation)
         self.flights.append((decision, situation, *self._execute(decision)))
@@ -176,7 +200,8 @@ class World:
 
     def _execute(self, decision: Decision) -> tuple[Landed, tuple[np.ndarray, np.ndarray]]:
         requests, rng = self.requests, self.rng
-        verified, gained, drafting = 0, 0.0, np.zeros(requests, dtype=bool)
+        verified, drafting = 0, np.zeros(requests, dtype=bool)
+        gains = np.zeros(requests)
         if self.hand is not None and decision.drafts and len(self.hand[0]) == requests:
             chances = self.hand[0]
             order = np.argsort(-chances, axis=None, kind="stable")[: decision.drafts]
@@ -186,8 +211,12 @@ class World:
             verified = len(order)
             drafting |= taken.any(axis=1)
             # As many tokens as are to be expected: the same in the end, with less noise.
-            gained = float((chances * taken).sum())
+            gains = (chances * taken).sum(axis=1)
+        gained = float(gains.sum())
         self.tokens += requests + gained
+        if np.shape(self.own_tokens) != gains.shape:
+            self.own_tokens = np.zeros(requests)
+        self.own_tokens += 1.0 + gains
         self.texts.reached(self.tokens)
         new = self.texts.offers(requests, decision.action, self.text_rng)
         drafting |= new[0][:, 0] > 0

@@ -6,11 +6,13 @@ import itertools
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surefoot.speculation.goodput import MIN_PACE, best_count, nearest_count
+from surefoot.speculation.goodput import best_count, gains_of, nearest_count
 from surefoot.speculation.offers import OfferMemory
+from surefoot.speculation.paces import MIN_PACE
 
 K = 3
 
@@ -39,24 +41,40 @@ def test_numbers_of_drafts_between_those_that_are_weighed_count() -> None:
 def test_a_request_without_drafts_is_slowed_by_a_twentieth_at_most() -> None:
     chances = matrix([0.99, 0.98, 0.97], [])
     assert best_count(chances, *line(1.0, 0.03, 3)) == 1
-    assert best_count(chances, *line(1.0, 0.03, 3), min_pace=0.0) == 3
+    assert best_count(chances, *line(1.0, 0.01, 3)) == 3
 
 
-def test_a_request_about_to_end_may_be_slowed() -> None:
+def test_who_is_ahead_may_be_slowed() -> None:
     chances = matrix([0.99, 0.98, 0.97], [])
     drafts, seconds = line(1.0, 0.03, 3)
-    assert best_count(chances, drafts, seconds, lasting=np.array([True, True])) == 1
-    assert best_count(chances, drafts, seconds, lasting=np.array([True, False])) == 3
-    assert best_count(chances, drafts, seconds, lasting=np.array([False, False])) == 3
+    # The third draft takes more from the other than the twentieth: 0.95 * 1.09 - 1.
+    for lead, most in ((0.0, 1), (0.03, 2), (0.04, 3)):
+        assert best_count(chances, drafts, seconds, ahead=np.array([0.0, lead])) == most
+    assert best_count(chances, drafts, seconds, ahead=np.array([5.0, 0.0])) == 1
     drafts, seconds = line(1.0, 0.4, 3)
-    assert nearest_count(chances, drafts, seconds, lasting=np.array([True, True])) == 1
-    assert nearest_count(chances, drafts, seconds, lasting=np.array([True, False])) == 3
+    assert nearest_count(chances, drafts, seconds, ahead=np.array([9.0, 0.0])) == 1
+    assert nearest_count(chances, drafts, seconds, ahead=np.array([0.0, 9.0])) == 3
+
+
+def test_what_proposing_takes_is_held_against_it() -> None:
+    """A round with no draft verified has a drafter's time in it; one without has not."""
+    chances = matrix([0.99, 0.5], [0.3])
+    drafts, seconds = line(1.3, 0.01, 3)
+    assert best_count(chances, drafts, seconds) == 3
+    assert best_count(chances, drafts, seconds, plain=1.0) == 3
+    assert best_count(chances, drafts, seconds, plain=0.9) == 0
+    # 0.95 * 1.33 / 0.9 - 1.3 are missing.
+    assert best_count(chances, drafts, seconds, plain=0.9, ahead=np.array([0.0, 0.11])) == 3
+    assert nearest_count(chances, drafts, seconds, plain=0.9) == 3
 
 
 def test_a_gain_within_the_margin_is_none() -> None:
     chances = matrix([0.06])
     assert best_count(chances, *line(1.0, 0.05, 1)) == 1
     assert best_count(chances, *line(1.0, 0.05, 1), margin=1.02) == 0
+    two = matrix([0.06], [0.05])
+    assert best_count(two, *line(1.0, 0.025, 2)) == 2
+    assert best_count(two, *line(1.0, 0.025, 2), margin=1.02) == 0
 
 
 def test_time_that_prompts_take_is_not_held_against_drafts_nor_for_them() -> None:
@@ -66,6 +84,10 @@ def test_time_that_prompts_take_is_not_held_against_drafts_nor_for_them() -> Non
     assert best_count(chances, drafts, seconds) == 2
     assert best_count(chances, drafts, seconds, apart=9.0) == 1
     assert best_count(chances, drafts, seconds, apart=9.5) == 0
+    two, ahead = matrix([0.2], [0.1]), np.ones(2)
+    for apart, count in ((0.0, 2), (9.5, 0)):
+        drafts, seconds = line(10.0, 0.06, 2)
+        assert best_count(two, drafts, seconds, apart=apart, ahead=ahead) == count
 
 
 def test_the_nearest_miss_is_the_cheapest_to_be_wrong_about() -> None:
@@ -90,11 +112,14 @@ def cases(draw: st.DrawFn) -> tuple[list[list[float]], list[float]]:
 @given(
     cases(),
     st.sets(st.integers(1, 3 * K), max_size=4),
-    st.lists(st.booleans(), min_size=3, max_size=3),
+    st.lists(st.sampled_from([0.0, 0.1, 0.5, 4.0]), min_size=3, max_size=3),
+    st.sampled_from([1.0, 0.9]),
 )
-def test_it_is_the_best_of_all_fair_counts(case: Any, stairs: set[int], left: list[bool]) -> None:
+def test_it_is_the_best_of_all_fair_counts(
+    case: Any, stairs: set[int], leads: list[float], plain: float
+) -> None:
     rows, times = case
-    lasting = np.array(left[: len(rows)])
+    ahead = np.array(leads[: len(rows)])
     chances = matrix(*rows)
     drafts = np.array([0, *sorted(stairs)])
     seconds = np.array([times[count] for count in drafts])
@@ -105,12 +130,14 @@ def test_it_is_the_best_of_all_fair_counts(case: Any, stairs: set[int], left: li
         gains = [0.0] * len(rows)
         for minus, b, _ in flat[: int(drafts[at])]:
             gains[b] -= minus
-        slower = seconds[at] / seconds[0]
-        held = [gain for gain, lasts in zip(gains, lasting, strict=True) if lasts]
-        fair = (1 + min(held, default=np.inf)) / slower >= MIN_PACE - 1e-6
-        return (len(rows) + sum(gains)) / slower if fair else 0.0
+        assert gains_of(chances, min(int(drafts[at]), len(flat))) == pytest.approx(gains)
+        owed = MIN_PACE * seconds[at] / plain
+        kept = [1 + gain + lead >= owed - 1e-5 for gain, lead in zip(gains, ahead, strict=True)]
+        # Of one alone that is no question, and where no draft is verified there is no choice.
+        fair = not at or len(rows) == 1 or all(kept)
+        return (len(rows) + sum(gains)) / seconds[at] if fair else 0.0
 
-    chosen = best_count(chances, drafts, seconds, lasting=lasting)
+    chosen = best_count(chances, drafts, seconds, plain=plain, ahead=ahead)
     # What is offered may be fewer than a stair holds.
     assert worth(chosen) > 0
     assert worth(chosen) >= max(worth(at) for at in range(len(drafts))) - 1e-5

@@ -165,19 +165,6 @@ def test_launches_seldom_ask_for_blocks(
     assert engine.stats.replays >= 99 and len(asked) <= 4 + 100 // AHEAD
 
 
-def test_the_last_twentieth_of_a_text_does_not_last() -> None:
-    engine = make_engine(tiny_decoder(), True, max_num_seqs=2, kv_blocks=400)
-    told = []
-    decide = engine.planner.decide
-    engine.planner.decide = lambda s: told.append(s.lasting.tolist()) or decide(s)  # type: ignore
-    run_jobs(engine, jobs(63, 103))  # 60 and 100 tokens.
-    both = [lasting for lasting in told if len(lasting) == 2]
-    alone = [lasting for [lasting] in (each for each in told if len(each) == 1)]
-    assert all(second for _, second in both)
-    assert sum(not first for first, _ in both) in (2, 3)
-    assert alone[0] and 3 <= sum(not lasting for lasting in alone) <= 5
-
-
 def test_where_blocks_are_scarce_none_is_reserved_for_later_rounds() -> None:
     """Two texts get the blocks they end with when the third has ended, and no earlier."""
     engine = make_engine(

@@ -98,10 +98,23 @@ MUTATIONS = (
         "test_loop.py",
     ),
     m(
-        "engine/reserving.py",
-        "decoding = self.computed[slots] < self.last_part[slots]",
-        "decoding = self.computed[slots] <= self.limit[slots]",
-        "test_landing.py",
+        "engine/batch.py",
+        "return np.concatenate((slots[chunks:], slots[: self.ending])) if chunks else slots",
+        "return np.concatenate((slots[: self.ending], slots[chunks:])) if chunks else slots",
+        "test_paces.py",
+    ),
+    m(
+        "engine/loop.py",
+        "        self.planner.admit(slots_of(requests))",
+        "        pass",
+        "test_paces.py",
+    ),
+    m(
+        "engine/loop.py",
+        "            if not request.in_prompt:",
+        "            if request.computed == request.length:",
+        "test_structured.py",
+        "test_loop.py",
     ),
     m(
         "engine/reserving.py",

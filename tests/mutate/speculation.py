@@ -117,22 +117,23 @@ MUTATIONS = (
     ),
     m(
         "speculation/planner.py",
-        "lasts = action == last.action and bool(drafts) == bool(action[0])",
+        "lasts = action == last.action and bool(plan.drafts) == bool(action[0])",
         "lasts = True",
         "test_decisions.py::test_what_finds_nothing_on_offer_yet_is_not_held",
     ),
     m(
         "speculation/planner.py",
-        "if host >= _HOST_BOUND * seconds:",
+        "if host >= _HOST_BOUND * plan.seconds:",
         "if True:",
         "test_decisions.py",
     ),
     # --- how many are verified --------------------------------------------------------------------
     m(
-        "speculation/goodput.py",
+        "speculation/paces.py",
         "MIN_PACE = 0.95",
         "MIN_PACE = 0.9",
         "test_goodput.py",
+        "test_offers.py",
     ),
     m(
         "speculation/goodput.py",
@@ -154,21 +155,64 @@ MUTATIONS = (
     ),
     m(
         "speculation/goodput.py",
-        "held = chances if lasting is None else chances[lasting]",
-        "held = chances",
+        "owed = MIN_PACE * seconds / (float(seconds[0]) if plain is None else plain)",
+        "owed = MIN_PACE * seconds / float(seconds[0])",
         "test_goodput.py",
     ),
     m(
         "speculation/goodput.py",
-        "return float((gains if lasting is None else gains[lasting]).min(initial=np.inf))",
-        "return float((gains if lasting is None else gains[lasting]).mean())",
+        "return float((gains if ahead is None else gains + ahead).min())",
+        "return float((gains if ahead is None else gains + ahead).mean())",
         "test_goodput.py",
     ),
     m(
         "speculation/goodput.py",
-        "            fair *= 1.0 + _poorest(chances, ranked, count, lasting)",
-        "            fair *= 1.0",
+        "    taken[np.flatnonzero(flat == last)[: count - int(taken.sum())]] = True",
+        "    taken |= flat == last",
         "test_goodput.py",
+    ),
+    m(
+        "speculation/goodput.py",
+        "fair = owing * (1.0 + _least(gains_of(chances, count, ranked), ahead))",
+        "fair = owing * (1.0 + _least(gains_of(chances, count, ranked), None))",
+        "test_goodput.py",
+    ),
+    # --- who may be slowed ------------------------------------------------------------------------
+    m(
+        "speculation/paces.py",
+        "self._ahead[slots] + tokens - MIN_PACE * rounds, _MOST)",
+        "self._ahead[slots] + tokens - MIN_PACE, _MOST)",
+        "test_paces.py",
+    ),
+    m(
+        "speculation/paces.py",
+        "        self._ahead[slots] = _FIRST",
+        "        pass",
+        "test_paces.py",
+    ),
+    m(
+        "speculation/paces.py",
+        "self._rest = min(2 * self._rest, _LONGEST_REST)",
+        "self._rest = _LONG",
+        "test_paces.py",
+    ),
+    m(
+        "speculation/paces.py",
+        "        if self.resting and self._rounds >= self._rest and owed.least >= _REST:",
+        "        if self.resting and self._rounds >= _LONGEST_REST:",
+        "test_paces.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "            if situation.requests < 2 or owed.fair(plan.seconds, plan.gains):",
+        "            if True:",
+        "test_paces.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "            self.paces.passed(situation.slots, 1.0 + gains, rounds)",
+        "            self.paces.passed(situation.slots, 1.0, rounds)",
+        "test_paces.py",
     ),
     m(
         "speculation/offers.py",
@@ -179,8 +223,8 @@ MUTATIONS = (
     # --- trials -----------------------------------------------------------------------------------
     m(
         "speculation/planner.py",
-        "drafts, seconds = self._verify(situation, action, chances, apart, beyond=drafts)",
-        "drafts, seconds = self._verify(situation, action, chances, apart)",
+        "plan = self._verify(situation, action, chances, owed, beyond=plan.drafts)",
+        "plan = self._verify(situation, action, chances, owed)",
         "test_decisions.py::test_a_trial_verifies_what_fairness_forbids",
     ),
     m(

@@ -124,6 +124,12 @@ class Batch:
         return self.decoding + self.ending
 
     @property
+    def sampling_slots(self) -> np.ndarray:
+        """int64 [samples]: of those that decode, and then of those at the end of their prompt."""
+        slots, chunks = self.group.slots, len(self.chunks)
+        return np.concatenate((slots[chunks:], slots[: self.ending])) if chunks else slots
+
+    @property
     def rows(self) -> int:
         """Rows of known tokens."""
         return self.prompt_rows + self.decoding

@@ -106,6 +106,7 @@ class Loop:
                 self.admitted.append((len(request.prompt), request.cached))
         index = self.state.admit(requests)
         self.controller.admit(index, [request.speculation for request in requests])
+        self.planner.admit(slots_of(requests))
         self.round.books.offers.clear(index)
         # Proposers look for what they know of a prefix hit in its blocks.
         self.reservations.admit(requests)
@@ -231,7 +232,7 @@ class Loop:
             draft_limit=batch.group.draft_limit,
             context=self.reservations.mean_length(batch),
             kind=batch.kind,
-            lasting=self.reservations.lasting(batch),
+            slots=batch.sampling_slots,
         )
 
     # --- landing ------------------------------------------------------------------------------

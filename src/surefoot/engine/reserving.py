@@ -11,7 +11,6 @@ from surefoot.engine.batch import Batch
 from surefoot.kv.transaction import KVManager, Transaction
 from surefoot.request import Request
 from surefoot.speculation.decisions import Decision
-from surefoot.speculation.goodput import MIN_PACE
 from surefoot.speculation.state import SlotState
 
 AHEAD = 64
@@ -43,12 +42,11 @@ class Reservations:
         self.kv = kv
         self.state = state
         self.beyond = beyond
-        self.computed, self.reach, self.capacity, self.limit, self.last_part = np.zeros(
-            (5, state.slots), dtype=np.int64
+        self.computed, self.reach, self.capacity, self.limit = np.zeros(
+            (4, state.slots), dtype=np.int64
         )
         """int64 [slots]: positions that are final; those that rounds in flight may write beyond
-        them; those that there are blocks for; those that there can be at most; and those behind
-        which a twentieth of the text is left at most."""
+        them; those that there are blocks for; and those that there can be at most."""
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Requests entered their slots."""
@@ -57,8 +55,6 @@ class Reservations:
             self.reach[slot] = 0
             self.computed[slot] = request.computed
             self.limit[slot] = request.max_length + self.beyond
-            tokens = request.max_length - len(request.prompt)
-            self.last_part[slot] = request.max_length - (1.0 - MIN_PACE) * tokens
         self._mirror(requests)
 
     def _mirror(self, requests: Sequence[Request]) -> None:
@@ -115,13 +111,6 @@ class Reservations:
     def mean_length(self, batch: Batch) -> float:
         """Tokens with KV of the requests of a batch, on average."""
         return float(self.computed[batch.group.slots].sum()) / batch.count
-
-    def lasting(self, batch: Batch) -> np.ndarray:
-        """bool [samples]: as ``Situation`` has it, of those that decode and then of those at the
-        end of their prompt."""
-        slots = batch.group.slots[len(batch.chunks) :]
-        decoding = self.computed[slots] < self.last_part[slots]
-        return np.concatenate((decoding, np.ones(batch.ending, dtype=bool)))
 
     def launched(self, batch: Batch, reach: Reach) -> None:
         """A round of ``batch`` was launched: its prompt chunks count as computed."""

@@ -75,10 +75,8 @@ class Situation:
     offer for this very round, in place of what the report said. None: for nobody."""
     kind: SamplingStages = SamplingStages()
     """The sampling of the round, as rounds are recorded for it: what costs are told apart by."""
-    lasting: np.ndarray | None = None
-    """bool [requests]: whether more than a twentieth of its text is left. Who has less is not kept
-    from being slowed: over the whole text that is a twentieth at most, in rounds up to twice as
-    long. None: all have."""
+    slots: np.ndarray | None = None
+    """int64 [requests]: by which the planner knows who was how fast; None: it is not to know."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from surefoot.speculation.decisions import Decision, Landed, Situation
 
 
@@ -17,6 +19,9 @@ class FixedPlanner:
         launched; else every request gets the rows that it may need."""
         self.width = width
         self.exact = exact
+
+    def admit(self, slots: np.ndarray) -> None:
+        """Nobody's pace is looked after."""
 
     def decide(self, situation: Situation) -> Decision:
         """What to launch now."""

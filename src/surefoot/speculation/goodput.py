@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-MIN_PACE = 0.95
-"""No request's expected pace falls below this share of its pace without drafts in that batch."""
+from surefoot.speculation.paces import MIN_PACE
 
 
 def best_count(
@@ -14,8 +13,8 @@ def best_count(
     seconds: np.ndarray,
     apart: float = 0.0,
     margin: float = 1.0,
-    min_pace: float = MIN_PACE,
-    lasting: np.ndarray | None = None,
+    plain: float | None = None,
+    ahead: np.ndarray | None = None,
 ) -> int:
     """Which of ``drafts`` promises the most committed tokens a second, as an index;
     0 if nothing promises ``margin`` times what no drafts do.
@@ -23,14 +22,13 @@ def best_count(
     ``chances`` float32 [B, K] as in ``Situation``, B at least 1; ``drafts`` int64 [n], rising from
     0, and ``seconds`` float64 [n] as of ``RoundCosts.table``; the likeliest drafts are taken.
     ``apart``: seconds of these that are spent on something else than tokens, prompts for instance.
-    No request's pace, ``(1 + its accepted drafts) / seconds``, falls below ``min_pace`` times its
-    pace without drafts. ``lasting`` bool [B]: the requests for which that holds, None: all; who is
-    about to end is not slowed for long.
+    ``plain``: seconds of a round without drafts and proposers, None: of the first; in as long, each
+    request is owed ``MIN_PACE`` tokens. Nobody falls further behind than it was ``ahead`` (float64
+    [B], None: nobody was).
     """
     batch = len(chances)
     if batch == 1:
         return _best_of_one(chances[0].tolist(), drafts.tolist(), seconds.tolist(), apart, margin)
-    held = chances if lasting is None else chances[lasting]
     ranked = np.sort(chances, axis=None)[::-1]
     offered = int(np.count_nonzero(ranked > 0.0))
     if not offered:
@@ -40,24 +38,37 @@ def best_count(
     enough = int(np.searchsorted(drafts, offered)) + 1
     drafts, seconds = drafts[:enough], seconds[:enough]
     taken = np.minimum(drafts, offered)
-    plain = float(seconds[0])
+    owed = MIN_PACE * seconds / (float(seconds[0]) if plain is None else plain)
     rates = (batch + gains[taken]) / (seconds - apart)
     rates[0] *= margin
-    if len(held):
-        # More than all of its drafts nobody gains.
-        poorest = float(held.sum(axis=1).min()) + 1e-6
-        rates[1:][seconds[1:] * min_pace > plain * (1.0 + poorest)] = 0.0
+    # More than all of its drafts nobody gains.
+    fair = 1.0 + _least(chances.sum(axis=1), ahead) + 1e-6
+    rates[1:][owed[1:] > fair] = 0.0
     while best := int(rates.argmax()):
-        floor = min_pace * float(seconds[best]) / plain - 1.0
-        if floor <= 0.0 or not len(held):
+        fair = 1.0 + _least(gains_of(chances, int(taken[best]), ranked), ahead)
+        if owed[best] <= fair:
             return best
-        gained = _poorest(chances, ranked, int(taken[best]), lasting)
-        if gained >= floor:
-            return best
-        # Whoever gains least from these drafts gains no more from fewer.
-        rates[1:best][seconds[1:best] * min_pace > plain * (1.0 + gained)] = 0.0
+        # Whoever gets least from these drafts gets no more from fewer.
+        rates[1:best][owed[1:best] > fair] = 0.0
         rates[best] = 0.0
     return 0
+
+
+def gains_of(chances: np.ndarray, count: int, ranked: np.ndarray | None = None) -> np.ndarray:
+    """float64 [B]: what each request gains from the ``count`` likeliest drafts, of equal ones the
+    first. ``ranked``: all chances, falling, if they are at hand."""
+    if not count:
+        return np.zeros(len(chances))
+    flat = chances.reshape(-1)
+    last = ranked[count - 1] if ranked is not None else np.partition(flat, -count)[-count]
+    taken = flat > last
+    taken[np.flatnonzero(flat == last)[: count - int(taken.sum())]] = True
+    return (flat * taken).reshape(chances.shape).sum(axis=1, dtype=np.float64)
+
+
+def _least(gains: np.ndarray, ahead: np.ndarray | None) -> float:
+    """What who has least gains, with what it was ahead."""
+    return float((gains if ahead is None else gains + ahead).min())
 
 
 def _best_of_one(
@@ -83,7 +94,8 @@ def nearest_count(
     drafts: np.ndarray,
     seconds: np.ndarray,
     apart: float = 0.0,
-    lasting: np.ndarray | None = None,
+    plain: float | None = None,
+    ahead: np.ndarray | None = None,
 ) -> int:
     """Which of ``drafts`` but none, as an index, lacks least for ``best_count`` to take it: by how
     much its round would have to be quicker. Arguments as there, with something on offer."""
@@ -91,30 +103,17 @@ def nearest_count(
     ranked = np.sort(chances, axis=None)[::-1]
     offered = int(np.count_nonzero(ranked > 0.0))
     gains = np.cumsum(ranked[:offered], dtype=np.float64)
-    plain, best, nearest = float(seconds[0]), 0, 0.0
+    first = float(seconds[0])
+    owing = (first if plain is None else plain) / MIN_PACE
+    best, nearest = 0, 0.0
     for at, count in enumerate(np.minimum(drafts, offered).tolist()):
         if not count:
             continue
-        fair = plain / MIN_PACE
-        if count >= batch:
-            fair *= 1.0 + _poorest(chances, ranked, count, lasting)
-        worth = apart + (plain - apart) * (1.0 + gains[count - 1] / batch)
+        fair = owing * (1.0 + _least(gains_of(chances, count, ranked), ahead))
+        worth = apart + (first - apart) * (1.0 + gains[count - 1] / batch)
         near = min(fair, worth) / float(seconds[at])
         if near > nearest:
             best, nearest = at, near
         if count == offered:
             break
     return best
-
-
-def _poorest(
-    chances: np.ndarray, ranked: np.ndarray, count: int, lasting: np.ndarray | None
-) -> float:
-    """What the request that gains least gains from the ``count`` likeliest drafts, of those that
-    are ``lasting``; infinite if none is."""
-    last = ranked[count - 1]
-    verified = chances > last
-    equal = np.flatnonzero(chances == last)[: count - int(verified.sum())]
-    verified.reshape(-1)[equal] = True
-    gains = (chances * verified).sum(axis=1)
-    return float((gains if lasting is None else gains[lasting]).min(initial=np.inf))

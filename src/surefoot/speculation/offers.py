@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from surefoot.speculation.goodput import MIN_PACE
+from surefoot.speculation.paces import MIN_PACE
 
 KEPT = 512
 """Offers that are kept of a proposer."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,9 +33,10 @@ from surefoot.speculation.decisions import (
     Situation,
 )
 from surefoot.speculation.exploring import Budget, Trial
-from surefoot.speculation.goodput import best_count, nearest_count
+from surefoot.speculation.goodput import best_count, gains_of, nearest_count
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.offers import OfferMemory
+from surefoot.speculation.paces import Owed, Paces, Turns
 from surefoot.speculation.size import GREEDY
 from surefoot.speculation.weighing import Weighing
 
@@ -54,6 +56,16 @@ _USUAL = 0.1
 _RECENT = 0.02
 """Weight of a round in running averages."""
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What a round verifies."""
+
+    drafts: int
+    seconds: float
+    gains: np.ndarray
+    """float64 [requests, or 1 where there are none]: drafts that are expected to be accepted."""
 
 
 class Planner:
@@ -80,6 +92,8 @@ class Planner:
         }
         self.weighing = self._weighings[GREEDY]
         """For the kind of sampling of the last decision."""
+        self.paces = Paces()
+        self.turns = Turns()
         self.budget = Budget()
         self.explored = 0
         """Rounds that explored."""
@@ -103,6 +117,11 @@ class Planner:
         self._asked: tuple[tuple[int, ...], int, SamplingStages] | None = None
         self._asked_by = 0
         """What it was made for, and for how many."""
+        self._passed = np.zeros(1), 1.0
+        """Drafts that it is expected to have accepted, of each request, and its time in rounds
+        without drafts and proposers."""
+        self._calm = NOTHING
+        """What is best of what slows nobody."""
         self._reported = NOTHING
         self._unread = False
         self._trials_for: tuple[tuple[Action, ...], Action] | None = None
@@ -119,8 +138,22 @@ class Planner:
 
     # --- deciding -----------------------------------------------------------------------------
 
+    def admit(self, slots: np.ndarray) -> None:
+        """Requests enter ``slots``, int64 [n]."""
+        self.paces.admit(slots)
+
     def decide(self, situation: Situation) -> Decision:
         """What to launch now."""
+        decision = self._next(situation)
+        if situation.slots is not None and situation.requests > 1:
+            gains, rounds = self._passed
+            if len(gains) != situation.requests:
+                # A decision that holds, and one request more or less than it was made for.
+                gains = gains.mean()
+            self.paces.passed(situation.slots, 1.0 + gains, rounds)
+        return decision
+
+    def _next(self, situation: Situation) -> Decision:
         asked = situation.proposers, situation.draft_limit, situation.kind
         # Of a crowd one may come or go.
         same = abs(situation.requests - self._asked_by) * MANY <= self._asked_by
@@ -135,50 +168,76 @@ class Planner:
         plain, prompts = self.weighing.plain_seconds(situation)
         self.weighing.weigh(situation, actions, plain, rounds)
         chances = self._with_hosted(situation, self._at_hand(situation))
-        action, apart = self._possible(situation, self.weighing.best), prompts
-        drafts, seconds = self._verify(situation, action, chances, apart)
-        without = seconds
+        owed = Owed(plain + prompts, prompts, self._ahead(situation))
+        gains, took = self._passed
+        self.turns.passed(rounds, rounds * (1.0 + float(gains.mean()) - took), owed)
+        action, plan = self._best(situation, actions, chances, owed)
+        without = plan.seconds
         trials = self._trials(actions)
-        spare = chances is not None and drafts < np.count_nonzero(chances)
+        spare = chances is not None and plan.drafts < np.count_nonzero(chances)
         trial, tried = self._second, self._last.action
         self._second = None
         if trial is not None and tried in actions:
             # In a second round there is to verify what the first had others offer.
             action = tried
-            drafts, seconds = self._verify(situation, action, chances, apart)
-            without = seconds
-            verify = [t for t in trials if t.verify] if spare and not drafts else []
+            plan = self._verify(situation, action, chances, owed)
+            without = plan.seconds
+            verify = [t for t in trials if t.verify] if spare and not plan.drafts else []
             if verify and (more := self.budget.next(verify)):
                 trial = more
-                drafts, seconds = self._verify(situation, action, chances, apart, beyond=0)
+                plan = self._verify(situation, action, chances, owed, beyond=0)
         else:
             trial = self.budget.next([t for t in trials if spare or not t.verify])
             if trial is not None and trial.verify:
-                drafts, seconds = self._verify(situation, action, chances, apart, beyond=drafts)
+                plan = self._verify(situation, action, chances, owed, beyond=plan.drafts)
             elif trial is not None:
                 other = self._action_of(trial, actions, situation, plain)
                 other = self._possible(situation, other)
                 trial = trial if other != action else None
                 action = other
-                drafts, seconds = self._verify(situation, action, chances, apart)
+                plan = self._verify(situation, action, chances, owed)
                 self._second = trial if action != NOTHING else None
         # What other proposers offer is verified a round later; what that loses is the trial's, too.
         before, last = self._last.expected.trial, self._last
         charged = trial or (before if last.explores and before and not before.verify else None)
         self._last = Decision(
-            drafts,
+            plan.drafts,
             *action,
             trial is not None,
-            Expectation(seconds, without, plain, prompts, charged, trials),
+            Expectation(plan.seconds, without, plain, prompts, charged, trials),
         )
+        self._passed = plan.gains, plan.seconds / owed.plain
         # Another action finds nothing on offer yet, or what the one before it has left.
-        lasts = action == last.action and bool(drafts) == bool(action[0])
+        lasts = action == last.action and bool(plan.drafts) == bool(action[0])
         if charged is None and lasts and situation.hosted is None and not situation.prompt_rows:
             host = self.weighing.host_seconds(situation, action)
-            if host >= _HOST_BOUND * seconds:
+            if host >= _HOST_BOUND * plan.seconds:
                 self._held = min(situation.requests // MANY, MOST_HELD)
         self._holds = self._held
         return self._last
+
+    def _ahead(self, situation: Situation) -> np.ndarray | None:
+        """Tokens that each request may fall behind; None: none."""
+        return None if situation.slots is None else self.paces.ahead(situation.slots)
+
+    def _best(
+        self,
+        situation: Situation,
+        actions: tuple[Action, ...],
+        chances: np.ndarray | None,
+        owed: Owed,
+    ) -> tuple[Action, _Plan]:
+        """What is best for all together, if it is fair to each; until those who lack something have
+        it again, what slows nobody."""
+        if situation.requests < 2 or not self.turns.resting:
+            action = self._possible(situation, self.weighing.best)
+            plan = self._verify(situation, action, chances, owed)
+            if situation.requests < 2 or owed.fair(plan.seconds, plan.gains):
+                return action, plan
+            self.turns.rest()
+            self._calm = self.weighing.calm(situation, actions, owed)
+        action = self._possible(situation, self._calm if self._calm in actions else NOTHING)
+        return action, self._verify(situation, action, chances, owed)
 
     def _with_hosted(self, situation: Situation, chances: np.ndarray | None) -> np.ndarray | None:
         """``chances`` as of ``_at_hand``, and what the host has on offer."""
@@ -229,26 +288,27 @@ class Planner:
         situation: Situation,
         action: Action,
         chances: np.ndarray | None,
-        apart: float,
+        owed: Owed,
         beyond: int | None = None,
-    ) -> tuple[int, float]:
-        """How many drafts to verify in a round that then proposes so, and its seconds. ``beyond``:
-        more than these, which are believed best."""
+    ) -> _Plan:
+        """What to verify in a round that then proposes so. ``beyond``: more than so many drafts,
+        which are believed best."""
         offered = 0 if chances is None else int(np.count_nonzero(chances))
         drafts, seconds = self.weighing.table(situation, action, offered, situation.prompt_rows)
         if chances is None or not offered:
-            return 0, float(seconds[0])
+            return _Plan(0, float(seconds[0]), np.zeros(max(1, situation.requests)))
+        fair = owed.prompts, owed.plain, owed.ahead
         if beyond is None:
-            at = best_count(
-                chances, drafts, seconds, apart, self.weighing.margin, lasting=situation.lasting
-            )
+            apart, plain, ahead = fair
+            at = best_count(chances, drafts, seconds, apart, self.weighing.margin, plain, ahead)
         elif beyond == 0:
-            at = nearest_count(chances, drafts, seconds, apart, situation.lasting)
+            at = nearest_count(chances, drafts, seconds, *fair)
         else:
             at = int(np.searchsorted(drafts, beyond))
             most = int(np.searchsorted(seconds, _BEYOND * seconds[at], side="right")) - 1
             at = min(max(most, at + 1), len(drafts) - 1)
-        return min(int(drafts[at]), offered), float(seconds[at])
+        count = min(int(drafts[at]), offered)
+        return _Plan(count, float(seconds[at]), gains_of(chances, count))
 
     # --- exploring ----------------------------------------------------------------------------
 

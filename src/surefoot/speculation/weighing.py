@@ -17,6 +17,7 @@ from surefoot.speculation.decisions import (
 )
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.offers import OfferMemory
+from surefoot.speculation.paces import Owed
 
 _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
@@ -152,6 +153,19 @@ class Weighing:
                 if next(rates) > next(rates):
                     return
             self.best = other
+
+    def calm(self, situation: Situation, actions: tuple[Action, ...], owed: Owed) -> Action:
+        """Of the actions whose rounds are fair to whoever gains nothing, the one that promises
+        most."""
+        nobody = np.zeros(1)
+        fair = [
+            action
+            for action in actions
+            if Owed(owed.plain).fair(
+                float(self.table(situation, action, 0, situation.prompt_rows)[1][0]), nobody
+            )
+        ]
+        return max(fair, key=lambda action: self._promise_of(action).rate, default=NOTHING)
 
     def _climb(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> None:
         """Under another load, how far to draft is another question: from depth to depth, as long

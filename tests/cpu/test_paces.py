@@ -1,0 +1,152 @@
+"""No request is slower than without drafts by more than a twentieth, whoever shares its rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness import Job, make_engine, run_jobs, tiny_decoder
+from planner_world import Decides, Fixed, Texts, Uneven, World
+from surefoot.request import SamplingParams, SpeculationParams
+from surefoot.speculation import planner as planner_module
+from surefoot.speculation.decisions import NOTHING, Action, Decision, Situation
+from surefoot.speculation.measured_times import RecordedSize
+from surefoot.speculation.paces import MIN_PACE, Owed, Paces
+from test_planner import DRAFTER, LOOK, Gpu, gpu_host, small
+
+BLOCK: Action = ((DRAFTER,), 8)
+
+
+def with_a_drafter(size: RecordedSize) -> float:
+    """Seconds of a small model's round; the drafter takes half as long as the model."""
+    return 5e-4 + 1e-6 * size.rows + (2.5e-4 if DRAFTER in size.action[0] else 0.0)
+
+
+def paces(world: World, planner: Decides, rounds: int = 3000) -> np.ndarray:
+    """float64 [requests]: of each against rounds that only decode."""
+    world.hiccups = 0.0
+    world.run(planner, 300)
+    tokens, seconds = world.own_tokens.copy(), world.seconds
+    world.run(planner, rounds)
+    device = world.device(world.requests, 0, NOTHING, 0)
+    plain = max(device, gpu_host(world.requests, 0, 0))
+    return (world.own_tokens - tokens) / (world.seconds - seconds) * plain
+
+
+@pytest.mark.parametrize("requests", [32, 128])
+@pytest.mark.parametrize("least", [0.05, 0.3])
+def test_who_gains_little_keeps_its_pace(requests: int, least: float) -> None:
+    """Not so where the drafter is always awake: whoever gains least from it takes twice as long."""
+    gpu = Gpu(with_a_drafter, requests, [BLOCK])
+    world, plain, always = (gpu.world(Uneven(drafter=DRAFTER, least=least)) for _ in range(3))
+    got, usual = paces(world, gpu.planner()), paces(plain, Fixed(NOTHING, plain)).mean()
+    # A hundredth: times vary.
+    assert got.min() > (MIN_PACE - 0.01) * usual and got.mean() > 0.99 * usual
+    assert got.max() > 1.04 * got.min()
+    unfair = paces(always, Fixed(BLOCK, always))
+    assert unfair.min() < 0.8 * usual < unfair.mean()
+
+
+def test_who_gains_little_pays_for_others_what_it_may() -> None:
+    """Between rounds with the drafter and without it there is a mean that gives more than either
+    plain rounds for all or rounds that are fair by themselves."""
+    gpu = Gpu(with_a_drafter, 32, [BLOCK])
+    world, plain = (gpu.world(Uneven(drafter=DRAFTER, least=0.3)) for _ in range(2))
+    got, usual = paces(world, gpu.planner()), paces(plain, Fixed(NOTHING, plain)).mean()
+    assert got.mean() > 1.04 * usual
+    assert got.min() < 0.98 * usual, "what it may pay is used"
+
+
+def test_where_all_gain_alike_nobody_waits() -> None:
+    """A bad round now and then is no reason to rest."""
+    gpu = Gpu(with_a_drafter, 32, [BLOCK])
+    texts = Uneven(drafter=DRAFTER, least=0.75, most=0.75, spread=0.25)
+    got = paces(gpu.world(texts), gpu.planner())
+    fixed = gpu.world(texts)
+    assert got.mean() > 0.985 * paces(fixed, Fixed(BLOCK, fixed)).mean() > 1.25
+
+
+def test_who_never_drafts_lends_what_it_is_ahead() -> None:
+    """Half of the texts repeat themselves; the others were ahead, and lose that and no more."""
+    gpu = Gpu(small, 32, [LOOK])
+    texts = Texts(repeating=0.5, stretch=1e9, idle_offers=0.0)
+    world = gpu.world(texts)
+    got = paces(world, gpu.planner())
+    still = ~texts.state
+    assert got[still].min() > MIN_PACE - 0.01 and got[~still].mean() > 1.2
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.5, 2.0)), min_size=1, max_size=200))
+def test_whoever_may_be_slowed_was_fast_enough(rounds: list[tuple[float, float]]) -> None:
+    """Over any beginning of a text: what one may fall behind now, and all it got, are no less than
+    what it was owed and two tokens; and no more is lent than it was ahead."""
+    book, slots = Paces(), np.array([3])
+    book.admit(slots)
+    got = owed = 0.0
+    for gain, took in rounds:
+        # As the planner does: whoever would lack something then has a round to itself.
+        if not Owed(1.0, 0.0, book.ahead(slots)).fair(took, np.array([gain])):
+            gain, took = 0.0, 1.0
+        book.passed(slots, 1.0 + gain, took)
+        got, owed = got + 1.0 + gain, owed + MIN_PACE * took
+        assert got + 2.0 >= owed - 1e-6
+        assert (
+            0.0
+            <= book.ahead(slots)[0]
+            <= min(16.0, got + 2.0 - owed + 1e-6) + 16.0 * (got + 2.0 - owed > 16.0)
+        )
+    book.admit(slots)
+    assert book.ahead(slots).tolist() == [2.0]
+
+
+def test_the_planner_knows_who_is_who(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By slots: those that decode, then those at the end of their prompt, as chances have them; who
+    enters a slot owes nothing for who left it."""
+    engine = make_engine(
+        tiny_decoder(), max_num_seqs=3, max_num_batched_tokens=8, enable_prefix_caching=False
+    )
+    seen: list[tuple[list[int], int]] = []
+    entered: list[list[int]] = []
+    decide = engine.planner.decide
+
+    def watch(situation: Situation) -> Decision:
+        assert situation.slots is not None
+        seen.append((situation.slots.tolist(), situation.prompt_rows))
+        return decide(situation)
+
+    monkeypatch.setattr(engine.planner, "decide", watch)
+    monkeypatch.setattr(engine.planner, "admit", lambda slots: entered.append(slots.tolist()))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    jobs = [
+        Job(tuple(range(2, 2 + length)), params, SpeculationParams("off"), arrival=arrival)
+        for length, arrival in ((3, 0), (10, 2), (4, 4), (5, 30))
+    ]
+    run_jobs(engine, jobs)
+    # The last one enters a slot that another has left.
+    assert entered == [[0], [1], [2], [2]]
+    assert seen[0] == ([0], 3)
+    # Seven rows of the prompt of ten do not end it, the other three do.
+    assert seen[seen.index(([0], 7)) + 1] == ([0, 1], 3)
+    assert ([0, 1, 2], 4) in seen and ([2], 5) in seen
+
+
+def test_a_decision_that_holds_counts_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(with_a_drafter, 32, [BLOCK])
+    monkeypatch.setattr(planner_module, "_HOST_BOUND", 0.0)
+    planner = gpu.planner()
+    rounds: list[float] = []
+    passed = planner.paces.passed
+
+    def watch(slots: np.ndarray, tokens: Any, took: float) -> None:
+        assert len(slots) == 32
+        rounds.append(took)
+        passed(slots, tokens, took)
+
+    monkeypatch.setattr(planner.paces, "passed", watch)
+    gpu.world(Uneven(drafter=DRAFTER)).run(planner, 200)
+    assert len(rounds) == 200
