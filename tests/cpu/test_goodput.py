@@ -72,7 +72,7 @@ def test_a_gain_within_the_margin_is_none() -> None:
     chances = matrix([0.06])
     assert best_count(chances, *line(1.0, 0.05, 1)) == 1
     assert best_count(chances, *line(1.0, 0.05, 1), margin=1.02) == 0
-    two = matrix([0.06], [0.05])
+    two = matrix([0.06], [0.06])
     assert best_count(two, *line(1.0, 0.025, 2)) == 2
     assert best_count(two, *line(1.0, 0.025, 2), margin=1.02) == 0
 
