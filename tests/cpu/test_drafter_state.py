@@ -17,7 +17,9 @@ from eagle3_engines import folder, target
 from harness import Job, make_engine, needs_native, run_alone, run_jobs
 from surefoot.engine.engine import Engine
 from surefoot.kernels.batch import FlatBatch
+from surefoot.kernels.cpu.backend import NativeBackend
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
+from surefoot.speculation.backlog import MANY
 from surefoot.speculation.decisions import Decision, Landed, Situation
 from surefoot.speculation.fixed import FixedPlanner
 from surefoot.speculation.proposer import Drafts
@@ -203,17 +205,22 @@ def test_requests_that_do_not_allow_a_drafter_pay_no_catch_up(ahead: bool) -> No
 
 @needs_native
 @ROUNDS
-def test_a_drafter_that_sleeps_catches_up_in_bulk(ahead: bool) -> None:
+def test_a_drafter_that_sleeps_catches_up_in_bulk(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On all rows but those of rejected drafts: when there are enough of them, and when the request
     makes room for another one, which finds its keys."""
+    monkeypatch.setattr(NativeBackend, "late_rows", 32)
     engine = engine_of("native", ahead, proposers=(DRAFTER,))
     watch = Watch(engine)
     drowsy = Drowsy(engine, 0)
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     [request] = run_jobs(engine, [Job(PROMPT, params)])
     room = engine.round.backlog.room
-    assert [len(batch.tokens) for batch in watch.written] == [room, room]
-    assert engine.round.backlog.rows == len(request.tokens) - 1 - 2 * room
+    # A prompt's rows are many enough.
+    rows = [int((batch.row_slot >= 0).sum()) for batch in watch.written]
+    assert rows == [len(PROMPT), room]
+    assert engine.round.backlog.rows == len(request.tokens) - 1 - len(PROMPT) - room
     drowsy.awake = 10
     follow_up = (*request.tokens, 5)
     [second] = run_jobs(engine, [Job(follow_up, params)])
@@ -222,6 +229,21 @@ def test_a_drafter_that_sleeps_catches_up_in_bulk(ahead: bool) -> None:
         and second.output == run_alone(target("native"), Job(follow_up, params)).output
     )
     assert watch.check() > 20
+
+
+@needs_native
+def test_rows_of_many_requests_are_not_kept() -> None:
+    """Each round's are read at once, and those that were kept before them."""
+    engine = engine_of("native", proposers=(DRAFTER,), max_num_seqs=MANY, kv_blocks=400)
+    Drowsy(engine, 0)
+    watch = Watch(engine)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    first = Job(PROMPT, params)
+    others = [Job((*PROMPT[: 3 + i], 9), params, arrival=4) for i in range(MANY - 1)]
+    run_jobs(engine, [first, *others])
+    sizes = [len(batch.tokens) for batch in watch.written]
+    assert sizes[0] == len(PROMPT) and sizes.count(MANY) >= 6
+    watch.check()
 
 
 def stepped(engine: Engine, jobs: list[Job], steps: int) -> list[Request]:
@@ -245,7 +267,7 @@ def test_who_shares_the_text_of_one_that_sleeps_finds_its_keys() -> None:
     engine = engine_of("native", proposers=(DRAFTER,))
     drowsy, watch = Drowsy(engine, 0), Watch(engine)
     [first] = stepped(engine, [Job(PROMPT, LONG)], 13)
-    assert engine.round.backlog.rows and not watch.written
+    assert engine.round.backlog.rows == 12 and len(watch.written) == 1
     drowsy.awake = 10
     [second] = stepped(engine, [Job((*first.tokens, 5), LONG)], 20)
     assert second.cached > 20

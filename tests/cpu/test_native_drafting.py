@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from live_inputs import LENGTH, live_inputs
+from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.cpu.backend import NativeBackend
 from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.kernels.drafting import Drafting, EntryWeights, LiveRows
@@ -49,6 +50,31 @@ def test_block_rows() -> None:
         )
         for name, tensor in expected._asdict().items():
             assert torch.equal(getattr(found, name), tensor), name
+
+
+def test_rows_are_kept() -> None:
+    """Of spans that settled several rows, one, or none, behind those that are there."""
+    torch.manual_seed(4)
+    native, features = backend_of().drafting, torch.randn(9, WIDTH)
+    tokens, keys, owners = torch.randint(0, 99, (3, 9))
+    tables, starts = torch.zeros((1, 1), dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    batch = FlatBatch(tokens, keys, keys, owners, tables, starts, max_keys=1)
+    slots, settled = torch.tensor([4, 1, 6]), (torch.tensor([5, 0, 3]), torch.tensor([3, 0, 1]))
+    for at, most, end in ((0, 9, 4), (3, 9, 7), (4, 4, 8), (5, 9, -1), (0, 3, -1)):
+        found, expected = (
+            (torch.zeros(8, WIDTH), torch.zeros((3, 8), dtype=torch.int64)) for _ in range(2)
+        )
+        assert native.keep_rows(features, batch, slots, settled, *found, at, most) == end
+        assert (
+            Drafting.keep_rows(native, features, batch, slots, settled, *expected, at, most) == end
+        )
+        assert all(map(torch.equal, found, expected))
+        if end > 0:
+            rows = torch.tensor([5, 6, 7, 3])
+            assert torch.equal(found[0][at:end], features[rows])
+            kept = torch.stack((batch.tokens[rows], batch.key_index[rows]))
+            assert torch.equal(found[1][:2, at:end], kept)
+            assert found[1][2, at:end].tolist() == [4, 4, 4, 6]
 
 
 def test_entry_inputs() -> None:

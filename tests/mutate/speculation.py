@@ -33,8 +33,14 @@ MUTATIONS = (
     # --- drafters that sleep ----------------------------------------------------------------------
     m(
         "speculation/backlog.py",
-        "order = sorted(range(len(owners)), key=owners.__getitem__)",
-        "order = list(range(len(owners)))",
+        "order = owners.argsort(stable=True)",
+        "order = torch.arange(len(owners))",
+        "test_drafter_state.py",
+    ),
+    m(
+        "speculation/backlog.py",
+        "self._features, self._table, self.rows, MANY - 1,",
+        "self._features, self._table, self.rows, self.room,",
         "test_drafter_state.py",
     ),
     m(

@@ -178,6 +178,37 @@ class Drafting(ABC):
         fused = backend.rms_norm(fused, weights.norm, weights.context.eps)
         self.write_context(weights.context, fused, batch, kv, rope)
 
+    def keep_rows(
+        self,
+        features: torch.Tensor,
+        batch: FlatBatch,
+        slots: torch.Tensor,
+        settled: tuple[torch.Tensor, torch.Tensor],
+        kept: torch.Tensor,
+        table: torch.Tensor,
+        at: int,
+        most: int,
+    ) -> int:
+        """Copy the settled rows of spans, span by span, behind the ``at`` rows that are kept: their
+        ``features`` [N, width] into ``kept`` float32 [room, width], and their tokens, key indices
+        and slots into ``table`` int64 [3, room]. ``slots`` and ``settled``, first rows and numbers
+        of rows: int64 [B] each. Returns how many are kept then; -1, and nothing done, where they do
+        not all fit, or are more than ``most``. Reads ``settled`` on the host."""
+        first, counts = settled
+        rows = [
+            row
+            for begin, count in zip(first.tolist(), counts.tolist(), strict=True)
+            for row in range(begin, begin + count)
+        ]
+        end = at + len(rows)
+        if len(rows) > most or end > len(kept):
+            return -1
+        index = torch.tensor(rows, dtype=torch.int64, device=features.device)
+        kept[at:end] = features[index]
+        own = batch.tokens[index], batch.key_index[index], slots.repeat_interleave(counts)
+        table[:, at:end] = torch.stack(own)
+        return end
+
     def block_drafter(
         self,
         weights: BlockWeights,

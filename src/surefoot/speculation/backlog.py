@@ -8,83 +8,76 @@ changes hands. Nobody reads a drafter's keys in between, so what it drafts is th
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-
+import numpy as np
 import torch
 
 from surefoot.kernels.batch import FlatBatch
+from surefoot.kernels.drafting import Drafting
 from surefoot.speculation.proposer import Commits
 from surefoot.speculation.state import SlotState
+
+MANY = 16
+"""Rows of one round, a prompt's or those of many requests, from which on waiting saves nothing: the
+projections are read for many at once anyhow."""
 
 
 class Backlog:
     """Keeps the settled rows of several rounds, in order."""
 
-    def __init__(self, state: SlotState, room: int) -> None:
+    def __init__(self, state: SlotState, drafting: Drafting, room: int) -> None:
         """``room``: rows, at most; with 0, nothing is ever kept, or read on the host."""
         self.state = state
+        self.drafting = drafting
         self.room = room
-        self._tokens, self._keys = torch.zeros((2, room), dtype=torch.int64, device=state.device)
-        self._owners: list[int] = []
-        """The slot of each row that is kept now."""
-        self._features: torch.Tensor | None = None
-        """[room, captured * hidden], made when the first rows come."""
-
-    @property
-    def rows(self) -> int:
+        self.rows = 0
         """Kept now."""
-        return len(self._owners)
+        self._table = torch.zeros((3, room), dtype=torch.int64, device=state.device)
+        """Tokens, key indices and slots."""
+        self._features: torch.Tensor | None = None
+        """float32 [room, captured * hidden], made when the first rows come."""
 
     def keep(self, commits: Commits) -> bool:
-        """Keep the settled rows of chains. False, and nothing done, where there is no room."""
+        """Keep the settled rows of chains. False, and nothing done, where there is no room, or no
+        use."""
         if not self.room:
             return False
-        counts = commits.counts.tolist()
-        if self.rows + sum(counts) > self.room:
-            return False
-        features, batch = commits.features, commits.batch
         if self._features is None:
-            self._features = features.new_empty((self.room, features.shape[1]))
-        spans = zip(counts, commits.rows.tolist(), commits.slots.tolist(), strict=True)
-        for count, first, slot in spans:
-            if count:
-                rows, here = slice(first, first + count), slice(self.rows, self.rows + count)
-                self._features[here] = features[rows]
-                self._tokens[here] = batch.tokens[rows]
-                self._keys[here] = batch.key_index[rows]
-                self._owners += [slot] * count
-        return True
+            self._features = torch.empty(self.room, commits.features.shape[1])
+        settled = commits.rows, commits.counts
+        rows = self.drafting.keep_rows(
+            commits.features, commits.batch, commits.slots, settled,
+            self._features, self._table, self.rows, MANY - 1,
+        )  # fmt: skip
+        self.rows = max(rows, self.rows)
+        return rows >= 0
 
     def take(self) -> Commits | None:
         """All that was kept, as if one round had settled it; None where that is nothing. Valid
         until rows are kept again."""
-        owners, features, state = self._owners, self._features, self.state
-        self._owners = []
-        if not owners or features is None:
+        count, state, features = self.rows, self.state, self._features
+        self.rows = 0
+        if not count or features is None:
             return None
-        rows = slice(len(owners))
-        tokens, keys, features = self._tokens[rows], self._keys[rows], features[rows]
-        spans = Counter(owners)
-        if len(spans) > 1:
-            order = sorted(range(len(owners)), key=owners.__getitem__)
-            owners = sorted(owners)
-            tokens, keys, features = tokens[order], keys[order], features[order]
-        counts = [spans[slot] for slot in sorted(spans)]
-        first = [0, *itertools.accumulate(counts[:-1])]
-        table = torch.tensor((sorted(spans), counts, first), device=state.device)
+        tokens, keys, owners = self._table[:, :count]
+        features = features[:count]
+        slots, begins, counts = np.unique(owners.numpy(), return_index=True, return_counts=True)
+        if len(slots) > 1:
+            order = owners.argsort(stable=True)
+            tokens, keys, owners, features = (x[order] for x in (tokens, keys, owners, features))
+            begins = np.cumsum(counts) - counts
+        table = torch.from_numpy(np.stack((slots, counts, begins)))
         batch = FlatBatch(
             tokens=tokens,
             positions=keys,
             key_index=keys,
-            row_slot=torch.tensor(owners, device=state.device),
+            row_slot=owners,
             block_tables=state.block_tables,
             span_start=state.computed,
             max_keys=state.history.shape[1],
         )
-        slots, settled, begins = table
-        return Commits(slots, keys[begins], settled, begins, batch, features)
+        spans, settled, first = table
+        return Commits(spans, keys[first], settled, first, batch, features)
 
     def clear(self) -> None:
         """Forget what was kept: it belongs to nobody any more."""
-        self._owners = []
+        self.rows = 0

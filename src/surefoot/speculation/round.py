@@ -106,7 +106,8 @@ class Round:
         """Those of them whose offers cost the same however far they draft, or cannot be cut short:
         a tree's nodes are no steps."""
         self.books = book_keeping(decoder.backend, state, controller, spans)
-        self.backlog = Backlog(state, decoder.backend.late_rows)
+        backend = decoder.backend
+        self.backlog = Backlog(state, backend.drafting, backend.late_rows)
         """What drafters have yet to catch up on."""
         self.late_seconds = 0.0
         """What the last round spent on rows of earlier ones, where drafters had to catch up on such

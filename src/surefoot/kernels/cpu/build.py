@@ -204,6 +204,10 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             [pointer, pointer, ctypes.c_float, pointer, pointer, int64, pointer, pointer, int32],
         ),
         "sf_live_rows": (None, [pointer, pointer, int64, *([pointer] * 4)]),
+        "sf_keep_rows": (
+            int64,
+            [pointer, int64, *([pointer] * 5), int64, pointer, pointer, *([int64] * 3)],
+        ),
         "sf_block_rows": (None, [*([pointer] * 3), *([int64] * 3), pointer, pointer]),
         "sf_norm": (None, [pointer, int64, int64, pointer, ctypes.c_float, pointer]),
         "sf_entry": (

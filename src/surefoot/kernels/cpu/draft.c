@@ -50,6 +50,26 @@ SF_EXPORT void sf_block_rows(const int64_t *tokens, const int64_t *keys, const i
     }
 }
 
+/* `Drafting.keep_rows`: kept [room][width], table [3][room]; the rows that are kept then, or -1. */
+SF_EXPORT int64_t sf_keep_rows(const float *features, int64_t width, const int64_t *tokens,
+                               const int64_t *keys, const int64_t *slots, const int64_t *first,
+                               const int64_t *counts, int64_t spans, float *kept, int64_t *table,
+                               int64_t room, int64_t at, int64_t most) {
+    int64_t end = at;
+    for (int64_t i = 0; i < spans; i++) end += counts[i];
+    if (end - at > most || end > room) return -1;
+    for (int64_t i = 0; i < spans; i++) {
+        memcpy(kept + at * width, features + first[i] * width,
+               (size_t)(counts[i] * width) * sizeof(float));
+        for (int64_t row = first[i]; row < first[i] + counts[i]; row++, at++) {
+            table[at] = tokens[row];
+            table[room + at] = keys[row];
+            table[2 * room + at] = slots[i];
+        }
+    }
+    return end;
+}
+
 /* --- inputs ---------------------------------------------------------------------------------- */
 
 /* y [rows][n] = rms_norm(x). */

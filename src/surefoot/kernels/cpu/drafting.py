@@ -215,6 +215,35 @@ class NativeDrafting(Drafting):
             self.backend, weights, features, batch, served, last_position, kv, rope, settled
         )
 
+    def keep_rows(
+        self,
+        features: torch.Tensor,
+        batch: FlatBatch,
+        slots: torch.Tensor,
+        settled: tuple[torch.Tensor, torch.Tensor],
+        kept: torch.Tensor,
+        table: torch.Tensor,
+        at: int,
+        most: int,
+    ) -> int:
+        if features.dtype is not torch.float32 or not features.is_contiguous():
+            features = features.float().contiguous()
+        found: int = self.backend.library.sf_keep_rows(
+            features.data_ptr(),
+            features.shape[1],
+            batch.tokens.data_ptr(),
+            batch.key_index.data_ptr(),
+            slots.data_ptr(),
+            *(each.data_ptr() for each in settled),
+            len(slots),
+            kept.data_ptr(),
+            table.data_ptr(),
+            len(kept),
+            at,
+            most,
+        )
+        return found
+
     def block_drafter(
         self,
         weights: BlockWeights,
