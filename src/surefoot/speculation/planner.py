@@ -294,6 +294,8 @@ class Planner:
         """What to verify in a round that then proposes so. ``beyond``: more than so many drafts,
         which are believed best."""
         offered = 0 if chances is None else int(np.count_nonzero(chances))
+        if not offered and action == NOTHING:
+            return _Plan(0, owed.plain, np.zeros(max(1, situation.requests)))
         drafts, seconds = self.weighing.table(situation, action, offered, situation.prompt_rows)
         if chances is None or not offered:
             return _Plan(0, float(seconds[0]), np.zeros(max(1, situation.requests)))
