@@ -166,6 +166,12 @@ def test_trials_take_turns() -> None:
     assert apart == {6}
 
 
+def test_rounds_between_two_questions_count() -> None:
+    trials, budget = [Trial(False, (index,), ()) for index in range(3)], Budget()
+    asked = [budget.next(trials, 3) for _ in range(6)]
+    assert asked == [trials[0], None, trials[1], None, trials[2], None]
+
+
 def outcome(seconds: float = 1.0) -> Landed:
     return Landed(seconds, None, 0, 0, 0)
 
@@ -223,39 +229,53 @@ def test_kinds_of_sampling_have_costs_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("requests", "host", "every"), [(7, 2.0, 1), (15, 2.0, 2), (48, 2.0, 4), (48, 0.1, 1)]
-)
+    ("best", "requests", "host", "every"),
+    [
+        (LOOK, 7, 2.0, 1), (LOOK, 15, 2.0, 2), (LOOK, 48, 2.0, 4), (LOOK, 48, 0.1, 1),
+        (NOTHING, 7, 2.0, 1), (NOTHING, 15, 2.0, 16), (NOTHING, 48, 0.1, 1),
+    ],
+)  # fmt: skip
 def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
-    requests: int, host: float, every: int, monkeypatch: pytest.MonkeyPatch
+    best: Action, requests: int, host: float, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    costs = GivenCosts([], 0.01)
-    samples = [HostSample(requests, 0, 0, host, False)] * 20
+    costs = GivenCosts([LOOK], 0.0)
+    samples = [HostSample(requests, 0, 0, host, proposing) for proposing in (False, True)] * 20
     planner = Planner(costs, HostCosts(samples), WIDTH)
     weighed: list[Situation] = []
-    weigh = planner.weighing.weigh
 
-    def watch(now: Situation, *args: Any) -> None:
+    def weigh(now: Situation, *args: Any) -> None:
         weighed.append(now)
-        weigh(now, *args)
+        planner.weighing.best = best
 
-    monkeypatch.setattr(planner.weighing, "weigh", watch)
-    now = situation(*[NEVER] * requests)
-    for _ in range(24):
+    monkeypatch.setattr(planner.weighing, "weigh", weigh)
+    monkeypatch.setattr(planner.budget, "next", lambda *asked: None)
+    row = NEVER if best == NOTHING else [0.9, 0.8, 0.7]
+    now = situation(*[row] * requests, proposers=(0,))
+    for _ in range(4):
+        play(planner, now, 1)
+    while planner._held:
         planner.decide(now)
-    assert len(weighed) == 24 // every
+    weighed.clear()
+    for _ in range(48):
+        planner.decide(now)
+    assert len(weighed) == 48 // every
     # Others come, or want something else: that is another question.
-    for other in (situation(*[NEVER] * (requests + 8)), replace(now, prompt_rows=64)):
+    for other in (
+        situation(*[row] * (requests + 8), proposers=(0,)),
+        replace(now, prompt_rows=64),
+    ):
         planner.decide(now)
         weighed.clear()
         planner.decide(other)
         assert weighed == [other]
-        for _ in range(every):
+        planner.decide(now)
+        while planner._held:
             planner.decide(now)
         weighed.clear()
     # Of many one more is the same crowd.
     planner.decide(now)
     weighed.clear()
-    planner.decide(situation(*[NEVER] * (requests + 1)))
+    planner.decide(situation(*[row] * (requests + 1), proposers=(0,)))
     assert bool(weighed) == (every == 1)
 
 
@@ -264,7 +284,7 @@ def test_what_finds_nothing_on_offer_yet_is_not_held(monkeypatch: pytest.MonkeyP
     requests = 48
     samples = [HostSample(requests, 0, 0, 2.0, True)] * 20
     planner = Planner(GivenCosts([LOOK], 0.01), HostCosts(samples), WIDTH)
-    monkeypatch.setattr(planner.budget, "next", lambda trials: None)
+    monkeypatch.setattr(planner.budget, "next", lambda *asked: None)
     sure = situation(*[[0.9, 0.8, 0.7]] * requests, proposers=(0,))
     for best, later in ((LOOK, True), (NOTHING, False)):
 
@@ -276,7 +296,8 @@ def test_what_finds_nothing_on_offer_yet_is_not_held(monkeypatch: pytest.MonkeyP
             pass
         decisions = [planner._last, *play(planner, sure, 8)]
         assert [bool(each.drafts) for each in decisions] == [not later] + 8 * [later]
-        assert all((a is b) == (at not in (0, 4)) for at, (a, b) in enumerate(pairwise(decisions)))
+        anew = (0, 4) if later else (0,)
+        assert all((a is b) == (at not in anew) for at, (a, b) in enumerate(pairwise(decisions)))
 
 
 def test_held_decisions_do_not_keep_other_actions_from_being_weighed() -> None:

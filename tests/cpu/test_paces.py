@@ -15,7 +15,7 @@ from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation import planner as planner_module
 from surefoot.speculation.decisions import NOTHING, Action, Decision, Situation
 from surefoot.speculation.measured_times import RecordedSize
-from surefoot.speculation.paces import MIN_PACE, Owed, Paces
+from surefoot.speculation.paces import MIN_PACE, Owed, Paces, Turns
 from test_planner import DRAFTER, LOOK, Gpu, gpu_host, small
 
 BLOCK: Action = ((DRAFTER,), 8)
@@ -102,6 +102,25 @@ def test_whoever_may_be_slowed_was_fast_enough(rounds: list[tuple[float, float]]
         )
     book.admit(slots)
     assert book.ahead(slots).tolist() == [2.0]
+
+
+def test_turns_that_gain_nothing_are_longer_in_coming() -> None:
+    turns, plenty = Turns(), Owed(1.0, 0.0, np.array([5.0, 2.0]))
+
+    def rested(gained: float) -> int:
+        """Rounds from somebody's lack to the next turn of all, after one that gained so much."""
+        turns.passed(3, gained, plenty)
+        turns.rest()
+        return next(n for n in range(1, 999) if turns.passed(1, 0.0, plenty) or not turns.resting)
+
+    assert [rested(-0.1) for _ in range(5)] == [32, 64, 128, 256, 256]
+    # Within some 300 rounds that is forgotten.
+    assert [rested(0.1) for _ in range(3)] == [64, 16, 16]
+    turns.rest()
+    turns.passed(100, 0.0, Owed(1.0, 0.0, np.array([5.0, 1.9])))
+    assert turns.resting, "somebody could not bear it"
+    turns.passed(1, 0.0, plenty)
+    assert not turns.resting
 
 
 def test_the_planner_knows_who_is_who(monkeypatch: pytest.MonkeyPatch) -> None:

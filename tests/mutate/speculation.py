@@ -129,6 +129,18 @@ MUTATIONS = (
     ),
     m(
         "speculation/planner.py",
+        "                    self._held = IDLE_HELD",
+        "                    pass",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/exploring.py",
+        "self._rounds += rounds",
+        "self._rounds += 1",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/planner.py",
         "if host >= _HOST_BOUND * plan.seconds:",
         "if True:",
         "test_decisions.py",
@@ -199,12 +211,12 @@ MUTATIONS = (
     m(
         "speculation/paces.py",
         "self._rest = min(2 * self._rest, _LONGEST_REST)",
-        "self._rest = _LONG",
+        "self._rest = _REST",
         "test_paces.py",
     ),
     m(
         "speculation/paces.py",
-        "        if self.resting and self._rounds >= self._rest and owed.least >= _REST:",
+        "        if self.resting and self._rounds >= self._rest and owed.least >= _FIRST:",
         "        if self.resting and self._rounds >= _LONGEST_REST:",
         "test_paces.py",
     ),

@@ -37,9 +37,10 @@ class Budget:
         self._last: dict[bool, int] = {}
         self._rounds = 0
 
-    def next(self, trials: Sequence[Trial]) -> Trial | None:
-        """What to try now, if anything: what was tried longest ago."""
-        self._rounds += 1
+    def next(self, trials: Sequence[Trial], rounds: int = 1) -> Trial | None:
+        """What to try now, so many rounds after this was asked last, if anything: what was tried
+        longest ago."""
+        self._rounds += rounds
         # What one trial has others offer is there for another to verify.
         due = [t for t in trials if self._rounds - self._last.get(t.verify, -_APART) >= _APART]
         due = [trial for trial in due if self._credit.get(trial, _FIRST) > 0.0]

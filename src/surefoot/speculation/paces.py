@@ -9,15 +9,12 @@ import numpy as np
 MIN_PACE = 0.95
 """No request's pace falls below this share of its pace without drafts in that batch."""
 _FIRST = 2.0
-"""Tokens that a request may fall behind before it has got any."""
+"""Tokens that a request may fall behind before it has got any; and that those who had nothing left
+must be ahead to be slowed again."""
 _MOST = 16.0
 """Tokens ahead that count: who was fast for long is not slow for long."""
-_LONG = 16
-"""Rounds after which the first of them, which has no drafts to verify, is of little account."""
-_REST = 1.0
-"""Tokens ahead with which those who had nothing left may be slowed again."""
-_LONGEST_REST = 1024
-"""Rounds, where nothing was gained by slowing them."""
+_REST, _LONGEST_REST = 16, 256
+"""Rounds until then, at least, and at most, where nothing was gained by slowing them."""
 
 
 class Paces:
@@ -87,7 +84,7 @@ class Turns:
         self._rounds = 0
         """Since it was another's turn, and tokens that each got more than without drafts."""
         self._gained = 0.0
-        self._rest = _LONG
+        self._rest = _REST
         """Rounds until the next change."""
 
     def passed(self, rounds: int, gained: float, owed: Owed) -> None:
@@ -95,13 +92,13 @@ class Turns:
         on average, than in rounds without drafts and proposers of the same time."""
         self._rounds += rounds
         self._gained += gained
-        if self.resting and self._rounds >= self._rest and owed.least >= _REST:
+        if self.resting and self._rounds >= self._rest and owed.least >= _FIRST:
             self.resting, self._rounds, self._gained = False, 0, 0.0
 
     def rest(self) -> None:
         """Somebody would lack something."""
         if self._gained <= 0.0:
             self._rest = min(2 * self._rest, _LONGEST_REST)
-        elif self._rounds >= _LONG:
-            self._rest = max(self._rest // 2, _LONG)
+        else:
+            self._rest = max(self._rest // 4, _REST)
         self.resting, self._rounds = True, 0

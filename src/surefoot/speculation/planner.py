@@ -42,10 +42,10 @@ from surefoot.speculation.weighing import Weighing
 
 BARREN_ROUNDS = 4096
 """Rounds in a row with drafts on offer and none verified, after which a line is logged."""
-MANY, MOST_HELD = 8, 3
+MANY, MOST_HELD, IDLE_HELD = 8, 3, 15
 """Where rounds wait for the host, time spent on deciding is lost, and what is best for many
 requests changes slowly: a decision then holds for one more round for each ``MANY`` requests, up to
-some."""
+some; that nobody shall propose to them, longer."""
 _HOST_BOUND = 0.75
 """The part of a round's time that the host needs, from which on rounds wait for it."""
 _BEYOND = 1.5
@@ -187,7 +187,7 @@ class Planner:
                 trial = more
                 plan = self._verify(situation, action, chances, owed, beyond=0)
         else:
-            trial = self.budget.next([t for t in trials if spare or not t.verify])
+            trial = self.budget.next([t for t in trials if spare or not t.verify], rounds)
             if trial is not None and trial.verify:
                 plan = self._verify(situation, action, chances, owed, beyond=plan.drafts)
             elif trial is not None:
@@ -213,6 +213,8 @@ class Planner:
             host = self.weighing.host_seconds(situation, action)
             if host >= _HOST_BOUND * plan.seconds:
                 self._held = min(situation.requests // MANY, MOST_HELD)
+                if self._held and action == NOTHING:
+                    self._held = IDLE_HELD
         self._holds = self._held
         return self._last
 
