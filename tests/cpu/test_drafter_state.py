@@ -217,10 +217,8 @@ def test_a_drafter_that_sleeps_catches_up_in_bulk(
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     [request] = run_jobs(engine, [Job(PROMPT, params)])
     room = engine.round.backlog.room
-    # A prompt's rows are many enough.
-    rows = [int((batch.row_slot >= 0).sum()) for batch in watch.written]
-    assert rows == [len(PROMPT), room]
-    assert engine.round.backlog.rows == len(request.tokens) - 1 - len(PROMPT) - room
+    assert [len(batch.tokens) for batch in watch.written] == [room, room]
+    assert engine.round.backlog.rows == len(request.tokens) - 1 - 2 * room
     drowsy.awake = 10
     follow_up = (*request.tokens, 5)
     [second] = run_jobs(engine, [Job(follow_up, params)])
@@ -242,7 +240,7 @@ def test_rows_of_many_requests_are_not_kept() -> None:
     others = [Job((*PROMPT[: 3 + i], 9), params, arrival=4) for i in range(MANY - 1)]
     run_jobs(engine, [first, *others])
     sizes = [len(batch.tokens) for batch in watch.written]
-    assert sizes[0] == len(PROMPT) and sizes.count(MANY) >= 6
+    assert sizes.count(MANY) >= 6
     watch.check()
 
 
@@ -267,7 +265,7 @@ def test_who_shares_the_text_of_one_that_sleeps_finds_its_keys() -> None:
     engine = engine_of("native", proposers=(DRAFTER,))
     drowsy, watch = Drowsy(engine, 0), Watch(engine)
     [first] = stepped(engine, [Job(PROMPT, LONG)], 13)
-    assert engine.round.backlog.rows == 12 and len(watch.written) == 1
+    assert engine.round.backlog.rows and not watch.written
     drowsy.awake = 10
     [second] = stepped(engine, [Job((*first.tokens, 5), LONG)], 20)
     assert second.cached > 20

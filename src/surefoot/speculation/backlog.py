@@ -16,7 +16,7 @@ from surefoot.kernels.drafting import Drafting
 from surefoot.speculation.proposer import Commits
 from surefoot.speculation.state import SlotState
 
-MANY = 16
+MANY = 24
 """Rows of one round, a prompt's or those of many requests, from which on waiting saves nothing: the
 projections are read for many at once anyhow."""
 

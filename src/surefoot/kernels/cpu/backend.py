@@ -60,7 +60,7 @@ class NativeBackend(Backend):
     name = "native"
     row_invariant = True
     book_keeping = "native"
-    late_rows = 64
+    late_rows = 128
 
     def __init__(self, dtype: torch.dtype = torch.float32, threads: int | None = None) -> None:
         self.threads = threads
