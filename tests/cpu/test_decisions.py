@@ -229,18 +229,25 @@ def test_kinds_of_sampling_have_costs_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("best", "requests", "host", "every"),
+    ("best", "requests", "host", "overlap", "every"),
     [
-        (LOOK, 7, 2.0, 1), (LOOK, 15, 2.0, 2), (LOOK, 48, 2.0, 4), (LOOK, 48, 0.1, 1),
-        (NOTHING, 7, 2.0, 1), (NOTHING, 15, 2.0, 16), (NOTHING, 48, 0.1, 1),
+        (LOOK, 7, 2.0, True, 1), (LOOK, 15, 2.0, True, 2), (LOOK, 48, 2.0, True, 4),
+        (LOOK, 48, 0.1, True, 1), (LOOK, 48, 0.1, False, 1),
+        (NOTHING, 7, 2.0, True, 1), (NOTHING, 15, 2.0, True, 16), (NOTHING, 48, 0.1, True, 1),
+        (NOTHING, 48, 0.1, False, 16), (NOTHING, 7, 0.1, False, 1),
     ],
 )  # fmt: skip
 def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
-    best: Action, requests: int, host: float, every: int, monkeypatch: pytest.MonkeyPatch
+    best: Action,
+    requests: int,
+    host: float,
+    overlap: bool,
+    every: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     costs = GivenCosts([LOOK], 0.0)
     samples = [HostSample(requests, 0, 0, host, proposing) for proposing in (False, True)] * 20
-    planner = Planner(costs, HostCosts(samples), WIDTH)
+    planner = Planner(costs, HostCosts(samples), WIDTH, overlap=overlap)
     weighed: list[Situation] = []
 
     def weigh(now: Situation, *args: Any) -> None:

@@ -129,8 +129,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/planner.py",
-        "                    self._held = IDLE_HELD",
-        "                    pass",
+        "self._held = IDLE_HELD if few else 0",
+        "self._held = min(few, MOST_HELD)",
         "test_decisions.py",
     ),
     m(
@@ -141,8 +141,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/planner.py",
-        "if host >= _HOST_BOUND * plan.seconds:",
-        "if True:",
+        "waits = host >= _HOST_BOUND * plan.seconds",
+        "waits = True",
         "test_decisions.py",
     ),
     # --- how many are verified --------------------------------------------------------------------

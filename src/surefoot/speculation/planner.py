@@ -45,7 +45,8 @@ BARREN_ROUNDS = 4096
 MANY, MOST_HELD, IDLE_HELD = 8, 3, 15
 """Where rounds wait for the host, time spent on deciding is lost, and what is best for many
 requests changes slowly: a decision then holds for one more round for each ``MANY`` requests, up to
-some; that nobody shall propose to them, longer."""
+some. That nobody shall propose to them holds longer, also where the host's time adds to the
+device's."""
 _HOST_BOUND = 0.75
 """The part of a round's time that the host needs, from which on rounds wait for it."""
 _BEYOND = 1.5
@@ -210,11 +211,12 @@ class Planner:
         # Another action finds nothing on offer yet, or what the one before it has left.
         lasts = action == last.action and bool(plan.drafts) == bool(action[0])
         if charged is None and lasts and situation.hosted is None and not situation.prompt_rows:
-            host = self.weighing.host_seconds(situation, action)
-            if host >= _HOST_BOUND * plan.seconds:
-                self._held = min(situation.requests // MANY, MOST_HELD)
-                if self._held and action == NOTHING:
-                    self._held = IDLE_HELD
+            host, few = self.weighing.host_seconds(situation, action), situation.requests // MANY
+            waits = host >= _HOST_BOUND * plan.seconds
+            if action == NOTHING and (waits or not self.weighing.overlap):
+                self._held = IDLE_HELD if few else 0
+            elif waits:
+                self._held = min(few, MOST_HELD)
         self._holds = self._held
         return self._last
 
