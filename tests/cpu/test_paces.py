@@ -105,7 +105,7 @@ def test_whoever_may_be_slowed_was_fast_enough(rounds: list[tuple[float, float]]
 
 
 def test_turns_that_gain_nothing_are_longer_in_coming() -> None:
-    turns, plenty = Turns(), Owed(1.0, 0.0, np.array([5.0, 2.0]))
+    turns, plenty = Turns(), Owed(1.0, 0.0, np.array([5.0, 0.8]))
 
     def rested(gained: float) -> int:
         """Rounds from somebody's lack to the next turn of all, after one that gained so much."""
@@ -117,7 +117,7 @@ def test_turns_that_gain_nothing_are_longer_in_coming() -> None:
     # Within some 300 rounds that is forgotten.
     assert [rested(0.1) for _ in range(3)] == [64, 16, 16]
     turns.rest()
-    turns.passed(100, 0.0, Owed(1.0, 0.0, np.array([5.0, 1.9])))
+    turns.passed(100, 0.0, Owed(1.0, 0.0, np.array([5.0, 0.7])))
     assert turns.resting, "somebody could not bear it"
     turns.passed(1, 0.0, plenty)
     assert not turns.resting
@@ -159,13 +159,13 @@ def test_a_decision_that_holds_counts_each_time(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(planner_module, "_HOST_BOUND", 0.0)
     planner = gpu.planner()
     rounds: list[float] = []
-    passed = planner.paces.passed
+    passed = planner.fairness.paces.passed
 
     def watch(slots: np.ndarray, tokens: Any, took: float) -> None:
         assert len(slots) == 32
         rounds.append(took)
         passed(slots, tokens, took)
 
-    monkeypatch.setattr(planner.paces, "passed", watch)
+    monkeypatch.setattr(planner.fairness.paces, "passed", watch)
     gpu.world(Uneven(drafter=DRAFTER)).run(planner, 200)
     assert len(rounds) == 200

@@ -216,7 +216,7 @@ MUTATIONS = (
     ),
     m(
         "speculation/paces.py",
-        "        if self.resting and self._rounds >= self._rest and owed.least >= _FIRST:",
+        "        if self.resting and self._rounds >= self._rest and owed.least >= _ENOUGH:",
         "        if self.resting and self._rounds >= _LONGEST_REST:",
         "test_paces.py",
     ),
@@ -227,9 +227,9 @@ MUTATIONS = (
         "test_paces.py",
     ),
     m(
-        "speculation/planner.py",
-        "            self.paces.passed(situation.slots, 1.0 + gains, rounds)",
-        "            self.paces.passed(situation.slots, 1.0, rounds)",
+        "speculation/paces.py",
+        "        self.paces.passed(slots, 1.0 + gains, self._rounds)",
+        "        self.paces.passed(slots, 1.0, self._rounds)",
         "test_paces.py",
     ),
     m(

@@ -9,12 +9,14 @@ import numpy as np
 MIN_PACE = 0.95
 """No request's pace falls below this share of its pace without drafts in that batch."""
 _FIRST = 2.0
-"""Tokens that a request may fall behind before it has got any; and that those who had nothing left
-must be ahead to be slowed again."""
+"""Tokens that a request may fall behind before it has got any."""
 _MOST = 16.0
 """Tokens ahead that count: who was fast for long is not slow for long."""
 _REST, _LONGEST_REST = 16, 256
-"""Rounds until then, at least, and at most, where nothing was gained by slowing them."""
+"""Rounds until those who had nothing left may be slowed again, at least, and at most, where nothing
+was gained by it."""
+_ENOUGH = 0.75
+"""Tokens that they must be ahead then."""
 
 
 class Paces:
@@ -92,7 +94,7 @@ class Turns:
         on average, than in rounds without drafts and proposers of the same time."""
         self._rounds += rounds
         self._gained += gained
-        if self.resting and self._rounds >= self._rest and owed.least >= _FIRST:
+        if self.resting and self._rounds >= self._rest and owed.least >= _ENOUGH:
             self.resting, self._rounds, self._gained = False, 0, 0.0
 
     def rest(self) -> None:
@@ -102,3 +104,39 @@ class Turns:
         else:
             self._rest = max(self._rest // 4, _REST)
         self.resting, self._rounds = True, 0
+
+
+class Fairness:
+    """The floor under an engine's requests: what they are owed, and what decided rounds give."""
+
+    def __init__(self) -> None:
+        self.paces = Paces()
+        self.turns = Turns()
+        self._gains, self._rounds = np.zeros(1), 1.0
+        """Of the last decision: float64 [requests], drafts that are expected to be accepted; and
+        its time in rounds without drafts and proposers."""
+
+    def owed(self, slots: np.ndarray | None, plain: float, prompts: float, rounds: int) -> Owed:
+        """What requests in ``slots`` (int64 [n]; None: of whom nothing is known) are owed, so many
+        ``rounds`` after the last decision. ``plain``: seconds of a round without drafts and
+        proposers; ``prompts``: those that prompts add to it."""
+        ahead = None if slots is None else self.paces.ahead(slots)
+        owed = Owed(plain + prompts, prompts, ahead)
+        gained = 1.0 + float(self._gains.mean()) - self._rounds
+        self.turns.passed(rounds, rounds * gained, owed)
+        return owed
+
+    def decided(self, gains: np.ndarray, rounds: float) -> None:
+        """Rounds are expected to accept ``gains`` (float64 [n]) drafts of each, in the time of so
+        many ``rounds`` without drafts and proposers."""
+        self._gains, self._rounds = gains, rounds
+
+    def launched(self, slots: np.ndarray | None) -> None:
+        """Such a round is launched for requests in ``slots``."""
+        if slots is None or len(slots) < 2:
+            return
+        gains: np.ndarray | float = self._gains
+        if len(self._gains) != len(slots):
+            # A decision that holds, and one request more or less than it was made for.
+            gains = float(self._gains.mean())
+        self.paces.passed(slots, 1.0 + gains, self._rounds)

@@ -36,7 +36,7 @@ from surefoot.speculation.exploring import Budget, Trial
 from surefoot.speculation.goodput import best_count, gains_of, nearest_count
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.offers import OfferMemory
-from surefoot.speculation.paces import Owed, Paces, Turns
+from surefoot.speculation.paces import Fairness, Owed
 from surefoot.speculation.size import GREEDY
 from surefoot.speculation.weighing import Weighing
 
@@ -93,8 +93,7 @@ class Planner:
         }
         self.weighing = self._weighings[GREEDY]
         """For the kind of sampling of the last decision."""
-        self.paces = Paces()
-        self.turns = Turns()
+        self.fairness = Fairness()
         self.budget = Budget()
         self.explored = 0
         """Rounds that explored."""
@@ -118,9 +117,6 @@ class Planner:
         self._asked: tuple[tuple[int, ...], int, SamplingStages] | None = None
         self._asked_by = 0
         """What it was made for, and for how many."""
-        self._passed = np.zeros(1), 1.0
-        """Drafts that it is expected to have accepted, of each request, and its time in rounds
-        without drafts and proposers."""
         self._calm = NOTHING
         """What is best of what slows nobody."""
         self._reported = NOTHING
@@ -141,17 +137,12 @@ class Planner:
 
     def admit(self, slots: np.ndarray) -> None:
         """Requests enter ``slots``, int64 [n]."""
-        self.paces.admit(slots)
+        self.fairness.paces.admit(slots)
 
     def decide(self, situation: Situation) -> Decision:
         """What to launch now."""
         decision = self._next(situation)
-        if situation.slots is not None and situation.requests > 1:
-            gains, rounds = self._passed
-            if len(gains) != situation.requests:
-                # A decision that holds, and one request more or less than it was made for.
-                gains = gains.mean()
-            self.paces.passed(situation.slots, 1.0 + gains, rounds)
+        self.fairness.launched(situation.slots)
         return decision
 
     def _next(self, situation: Situation) -> Decision:
@@ -169,9 +160,7 @@ class Planner:
         plain, prompts = self.weighing.plain_seconds(situation)
         self.weighing.weigh(situation, actions, plain, rounds)
         chances = self._with_hosted(situation, self._at_hand(situation))
-        owed = Owed(plain + prompts, prompts, self._ahead(situation))
-        gains, took = self._passed
-        self.turns.passed(rounds, rounds * (1.0 + float(gains.mean()) - took), owed)
+        owed = self.fairness.owed(situation.slots, plain, prompts, rounds)
         action, plan = self._best(situation, actions, chances, owed)
         without = plan.seconds
         trials = self._trials(actions)
@@ -207,7 +196,7 @@ class Planner:
             trial is not None,
             Expectation(plan.seconds, without, plain, prompts, charged, trials),
         )
-        self._passed = plan.gains, plan.seconds / owed.plain
+        self.fairness.decided(plan.gains, plan.seconds / owed.plain)
         # Another action finds nothing on offer yet, or what the one before it has left.
         lasts = action == last.action and bool(plan.drafts) == bool(action[0])
         if charged is None and lasts and situation.hosted is None and not situation.prompt_rows:
@@ -220,10 +209,6 @@ class Planner:
         self._holds = self._held
         return self._last
 
-    def _ahead(self, situation: Situation) -> np.ndarray | None:
-        """Tokens that each request may fall behind; None: none."""
-        return None if situation.slots is None else self.paces.ahead(situation.slots)
-
     def _best(
         self,
         situation: Situation,
@@ -233,12 +218,12 @@ class Planner:
     ) -> tuple[Action, _Plan]:
         """What is best for all together, if it is fair to each; until those who lack something have
         it again, what slows nobody."""
-        if situation.requests < 2 or not self.turns.resting:
+        if situation.requests < 2 or not self.fairness.turns.resting:
             action = self._possible(situation, self.weighing.best)
             plan = self._verify(situation, action, chances, owed)
             if situation.requests < 2 or owed.fair(plan.seconds, plan.gains):
                 return action, plan
-            self.turns.rest()
+            self.fairness.turns.rest()
             self._calm = self.weighing.calm(situation, actions, owed)
         action = self._possible(situation, self._calm if self._calm in actions else NOTHING)
         return action, self._verify(situation, action, chances, owed)
