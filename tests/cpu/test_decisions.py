@@ -267,9 +267,12 @@ def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
         planner.decide(now)
     assert len(weighed) == 48 // every
     # Others come, or want something else: that is another question.
+    hosted = np.full((requests, WIDTH), np.nan, dtype=np.float32)
+    hosted[0] = 0.9
     for other in (
         situation(*[row] * (requests + 8), proposers=(0,)),
         replace(now, prompt_rows=64),
+        replace(now, hosted=hosted),
     ):
         planner.decide(now)
         weighed.clear()

@@ -149,7 +149,8 @@ class Planner:
         asked = situation.proposers, situation.draft_limit, situation.kind
         # Of a crowd one may come or go.
         same = abs(situation.requests - self._asked_by) * MANY <= self._asked_by
-        if self._held and same and asked == self._asked and not situation.prompt_rows:
+        same = same and asked == self._asked and situation.hosted is None
+        if self._held and same and not situation.prompt_rows:
             self._held -= 1
             return self._last
         rounds, self._asked, self._held = 1 + self._holds - self._held, asked, 0
