@@ -276,9 +276,11 @@ def test_a_text_that_begins_to_repeat_itself_is_noticed_soon() -> None:
     assert waited < 60
 
 
-def test_exploring_takes_a_small_part_of_the_time() -> None:
+@pytest.mark.parametrize("requests", [7, 8])
+def test_exploring_takes_a_small_part_of_the_time(requests: int) -> None:
+    """Also where every round is decided by itself: decisions for eight or more may hold."""
     texts, planner = Texts(repeating=0.0), cpu_planner()
-    world, plain = cpu(texts, 8), cpu(Texts(repeating=0.0), 8)
+    world, plain = cpu(texts, requests), cpu(Texts(repeating=0.0), requests)
     world.hiccups = plain.hiccups = 0.0
     world.run(planner, 500)
     rate = world.run(planner, 3000)
