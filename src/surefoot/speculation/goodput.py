@@ -12,9 +12,9 @@ def best_count(
     drafts: np.ndarray,
     seconds: np.ndarray,
     apart: float = 0.0,
-    margin: float = 1.0,
     plain: float | None = None,
     ahead: np.ndarray | None = None,
+    margin: float = 1.0,
 ) -> int:
     """Which of ``drafts`` promises the most committed tokens a second, as an index;
     0 if nothing promises ``margin`` times what no drafts do.

@@ -84,8 +84,9 @@ class Turns:
         self.resting = False
         """Whether nobody may be slowed."""
         self._rounds = 0
-        """Since it was another's turn, and tokens that each got more than without drafts."""
+        """Since the last change."""
         self._gained = 0.0
+        """Tokens that each got more than without drafts, since all had their turn."""
         self._rest = _REST
         """Rounds until the next change."""
 
@@ -119,7 +120,7 @@ class Fairness:
     def owed(self, slots: np.ndarray | None, plain: float, prompts: float, rounds: int) -> Owed:
         """What requests in ``slots`` (int64 [n]; None: of whom nothing is known) are owed, so many
         ``rounds`` after the last decision. ``plain``: seconds of a round without drafts and
-        proposers; ``prompts``: those that prompts add to it."""
+        proposers; ``prompts``: those that prompts add to it. A rest that was long enough ends."""
         ahead = None if slots is None else self.paces.ahead(slots)
         owed = Owed(plain + prompts, prompts, ahead)
         gained = 1.0 + float(self._gains.mean()) - self._rounds

@@ -225,7 +225,7 @@ class Planner:
             if situation.requests < 2 or owed.fair(plan.seconds, plan.gains):
                 return action, plan
             self.fairness.turns.rest()
-            self._calm = self.weighing.calm(situation, actions, owed)
+            self._calm = self.weighing.calm(situation, actions, owed.plain)
         action = self._possible(situation, self._calm if self._calm in actions else NOTHING)
         return action, self._verify(situation, action, chances, owed)
 
@@ -284,15 +284,15 @@ class Planner:
         """What to verify in a round that then proposes so. ``beyond``: more than so many drafts,
         which are believed best."""
         offered = 0 if chances is None else int(np.count_nonzero(chances))
+        nothing = np.zeros(max(1, situation.requests))
         if not offered and action == NOTHING:
-            return _Plan(0, owed.plain, np.zeros(max(1, situation.requests)))
+            return _Plan(0, owed.plain, nothing)
         drafts, seconds = self.weighing.table(situation, action, offered, situation.prompt_rows)
         if chances is None or not offered:
-            return _Plan(0, float(seconds[0]), np.zeros(max(1, situation.requests)))
+            return _Plan(0, float(seconds[0]), nothing)
         fair = owed.prompts, owed.plain, owed.ahead
         if beyond is None:
-            apart, plain, ahead = fair
-            at = best_count(chances, drafts, seconds, apart, self.weighing.margin, plain, ahead)
+            at = best_count(chances, drafts, seconds, *fair, margin=self.weighing.margin)
         elif beyond == 0:
             at = nearest_count(chances, drafts, seconds, *fair)
         else:

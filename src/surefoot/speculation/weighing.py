@@ -17,7 +17,7 @@ from surefoot.speculation.decisions import (
 )
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.offers import OfferMemory
-from surefoot.speculation.paces import Owed
+from surefoot.speculation.paces import MIN_PACE
 
 _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
@@ -154,17 +154,14 @@ class Weighing:
                     return
             self.best = other
 
-    def calm(self, situation: Situation, actions: tuple[Action, ...], owed: Owed) -> Action:
+    def calm(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> Action:
         """Of the actions whose rounds are fair to whoever gains nothing, the one that promises
-        most."""
-        nobody = np.zeros(1)
-        fair = [
-            action
-            for action in actions
-            if Owed(owed.plain).fair(
-                float(self.table(situation, action, 0, situation.prompt_rows)[1][0]), nobody
-            )
-        ]
+        most. ``plain``: seconds of a round without drafts and proposers, prompts included."""
+
+        def seconds(action: Action) -> float:
+            return float(self.table(situation, action, 0, situation.prompt_rows)[1][0])
+
+        fair = [action for action in actions if MIN_PACE * seconds(action) <= plain]
         return max(fair, key=lambda action: self._promise_of(action).rate, default=NOTHING)
 
     def _climb(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> None:
