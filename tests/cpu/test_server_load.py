@@ -38,10 +38,13 @@ def test_a_crowd_gets_the_offline_texts_and_leaves_nothing_behind(tmp_path: Path
 
 def test_serving_costs_little(tmp_path: Path) -> None:
     model = emoji_model(tmp_path)
-    # CPU time, as neighbours on a shared machine change the clock's, and this less: with a CPU each
-    # for core and front, the server reaches 0.8 times the speed in process when both of these hold.
-    tries = (throughput(str(model), 32, 40, 2) for _ in range(3))
-    assert any(max(each.core_cpu, each.front_cpu) <= each.inside_cpu / 0.8 for each in tries)
+    tries = [throughput(str(model), 32, 80, 2) for _ in range(3)]
+    # CPU time, as neighbours on a shared machine change the clock's, and the least of it, as they
+    # add to this, too: with a CPU each for core and front, the server reaches 0.8 times the speed
+    # in process when both of these hold.
+    inside = min(each.inside_cpu for each in tries)
+    assert min(each.core_cpu for each in tries) <= inside / 0.8
+    assert min(each.front_cpu for each in tries) <= inside / 0.8
 
 
 def test_a_stream_beside_attackers_keeps_its_text(tmp_path: Path) -> None:
