@@ -143,16 +143,18 @@ def test_a_replica_that_is_killed_ends_its_streams_with_an_error(server: Server)
     assert events[-1]["error"]["code"] == "replica_died" and "choices" in events[0]
     assert all("choices" in event for event in events[:-1])
     answers = [server.post("/v1/completions", prompt="b", max_tokens=1) for _ in range(10)]
-    assert [answer.status_code for answer in answers] == [200] * 10
+    refused = [answer.text for answer in answers if answer.status_code != 200]
+    assert not refused, refused
     wait_for_replicas(server, 2)
 
 
 def test_an_engine_that_dies_ends_its_streams_with_an_error(server: Server) -> None:
     events = killed(server, lambda actor, core: os.kill(core, signal.SIGKILL))
     assert events[-1]["error"]["code"] == "engine_died" and "choices" in events[0]
-    # Others are served meanwhile.
+    # What comes meanwhile is served elsewhere, also what reached the replica before it ended.
     answers = [server.post("/v1/completions", prompt="b", max_tokens=1) for _ in range(10)]
-    assert [answer.status_code for answer in answers] == [200] * 10
+    refused = [answer.text for answer in answers if answer.status_code != 200]
+    assert not refused, refused
 
 
 def test_streams_end_before_the_server_does(server: Server) -> None:

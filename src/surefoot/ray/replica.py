@@ -17,6 +17,7 @@ from surefoot.ray.guarding import Guard
 from surefoot.ray.last_words import LastWords
 from surefoot.ray.routing import KV_TOKENS, MOST_RUNNING
 from surefoot.ray.scrape import SharedExposition
+from surefoot.ray.unanswered import Unanswered
 from surefoot.server.access import log_to_stdout
 from surefoot.server.core_process import CoreDied, CoreProcess
 from surefoot.server.serve import ServerConfig, load_service, make_app
@@ -58,6 +59,8 @@ class Replica:
         if self._server.access_log is not None:
             log_to_stdout()
         app = make_app(self._service, self._server, self._server.allowed_hosts or None)
+        front = self._service.front
+        app.add_middleware(Unanswered, dead=lambda: front.dead is not None)
         app.add_middleware(LastWords, guard=Guard())
         return app
 
