@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from surefoot.speculation.decisions import Action, Decision, Landed, Situation
-from surefoot.speculation.goodput import best_count
+from surefoot.speculation.goodput import best_drafts
 from surefoot.speculation.host_costs import HostSample
 
 Seconds = Callable[[int, int, Action, int], float]
@@ -254,7 +254,7 @@ class Fixed:
             host = world.host(situation.requests, int((chances[:, 0] > 0).sum()), 0)
             times = np.array([world.device(situation.requests, 0, self.action, n) for n in some])
             times = np.maximum(times, host) if world.overlap else times + host
-            drafts = int(some[best_count(chances, some, times)])
+            drafts = int(some[best_drafts(chances, some, times).at])
         return Decision(drafts, *self.action)
 
     def landed(self, decision: Decision, situation: Situation, outcome: Landed) -> None:

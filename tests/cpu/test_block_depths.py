@@ -107,9 +107,9 @@ def test_the_planner_finds_how_many_drafts_of_blocks_pay(requests: int) -> None:
     world, best = worlds[requests], best_of(requests)
     assert world.run(planner, 50) > 0.85 * best
     assert world.run(planner, 50) > 0.96 * best
-    explored = planner.explored
+    explored = planner.accounts.explored
     assert world.run(planner, 300) > 0.985 * best
-    assert planner.explored - explored < 30
+    assert planner.accounts.explored - explored < 30
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 32), (8, 128), (32, 128), (128, 8)])

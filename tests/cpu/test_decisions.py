@@ -260,7 +260,7 @@ def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
     now = situation(*[row] * requests, proposers=(0,))
     for _ in range(4):
         play(planner, now, 1)
-    while planner._held:
+    while planner.held.left:
         planner.decide(now)
     weighed.clear()
     for _ in range(48):
@@ -279,7 +279,7 @@ def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
         planner.decide(other)
         assert weighed == [other]
         planner.decide(now)
-        while planner._held:
+        while planner.held.left:
             planner.decide(now)
         weighed.clear()
     # Of many one more is the same crowd.

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surefoot.speculation.goodput import best_count, gains_of, nearest_count
+from surefoot.speculation.goodput import best_drafts, gains_of, nearest_count
 from surefoot.speculation.offers import OfferMemory
 from surefoot.speculation.paces import MIN_PACE
 
@@ -24,6 +24,10 @@ def matrix(*rows: list[float]) -> np.ndarray:
 def line(base: float, per_draft: float, count: int) -> tuple[np.ndarray, np.ndarray]:
     drafts = np.arange(count + 1)
     return drafts, base + per_draft * drafts
+
+
+def best_count(*arguments: Any, **options: Any) -> int:
+    return best_drafts(*arguments, **options).at
 
 
 def test_free_rows_are_all_taken_and_dear_rows_none() -> None:
@@ -137,7 +141,9 @@ def test_it_is_the_best_of_all_fair_counts(
         fair = not at or len(rows) == 1 or all(kept)
         return (len(rows) + sum(gains)) / seconds[at] if fair else 0.0
 
-    chosen = best_count(chances, drafts, seconds, plain=plain, ahead=ahead)
+    chosen, gains = best_drafts(chances, drafts, seconds, plain=plain, ahead=ahead)
+    count = min(int(drafts[chosen]), int(np.count_nonzero(chances)))
+    assert gains == pytest.approx(gains_of(chances, count))
     # What is offered may be fewer than a stair holds.
     assert worth(chosen) > 0
     assert worth(chosen) >= max(worth(at) for at in range(len(drafts))) - 1e-5

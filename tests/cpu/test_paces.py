@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from harness import Job, make_engine, run_jobs, tiny_decoder
 from planner_world import Decides, Fixed, Texts, Uneven, World
 from surefoot.request import SamplingParams, SpeculationParams
-from surefoot.speculation import planner as planner_module
+from surefoot.speculation import holding
 from surefoot.speculation.decisions import NOTHING, Action, Decision, Situation
 from surefoot.speculation.measured_times import RecordedSize
-from surefoot.speculation.paces import MIN_PACE, Owed, Paces, Turns
+from surefoot.speculation.paces import MIN_PACE, Owed, Paces, Restraint
 from test_planner import DRAFTER, LOOK, Gpu, gpu_host, small
 
 BLOCK: Action = ((DRAFTER,), 8)
@@ -100,23 +100,25 @@ def test_whoever_may_be_slowed_was_fast_enough(rounds: list[tuple[float, float]]
     assert book.ahead(slots).tolist() == [2.0]
 
 
-def test_turns_that_gain_nothing_are_longer_in_coming() -> None:
-    turns, plenty = Turns(), Owed(1.0, 0.0, np.array([5.0, 0.8]))
+def test_restraint_is_longer_where_slowing_others_gained_nothing() -> None:
+    restraint, plenty = Restraint(), Owed(1.0, 0.0, np.array([5.0, 0.8]))
 
-    def rested(gained: float) -> int:
-        """Rounds from somebody's lack to the next turn of all, after one that gained so much."""
-        turns.passed(3, gained, plenty)
-        turns.rest()
-        return next(n for n in range(1, 999) if turns.passed(1, 0.0, plenty) or not turns.resting)
+    def restrained(gained: float) -> int:
+        """Rounds of restraint after some that gained so much."""
+        restraint.passed(3, gained, plenty)
+        restraint.begin()
+        return next(
+            n for n in range(1, 999) if restraint.passed(1, 0.0, plenty) or not restraint.holds
+        )
 
-    assert [rested(-0.1) for _ in range(5)] == [32, 64, 128, 256, 256]
+    assert [restrained(-0.1) for _ in range(5)] == [32, 64, 128, 256, 256]
     # Within some 300 rounds that is forgotten.
-    assert [rested(0.1) for _ in range(3)] == [64, 16, 16]
-    turns.rest()
-    turns.passed(100, 0.0, Owed(1.0, 0.0, np.array([5.0, 0.7])))
-    assert turns.resting, "somebody could not bear it"
-    turns.passed(1, 0.0, plenty)
-    assert not turns.resting
+    assert [restrained(0.1) for _ in range(3)] == [64, 16, 16]
+    restraint.begin()
+    restraint.passed(100, 0.0, Owed(1.0, 0.0, np.array([5.0, 0.7])))
+    assert restraint.holds, "somebody could not bear it"
+    restraint.passed(1, 0.0, plenty)
+    assert not restraint.holds
 
 
 def test_the_planner_knows_who_is_who(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +154,7 @@ def test_the_planner_knows_who_is_who(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_decision_that_holds_counts_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(with_a_drafter, 32, [BLOCK])
-    monkeypatch.setattr(planner_module, "_HOST_BOUND", 0.0)
+    monkeypatch.setattr(holding, "_HOST_BOUND", 0.0)
     planner = gpu.planner()
     rounds: list[float] = []
     passed = planner.fairness.paces.passed

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from planner_world import Decides, Fixed, Seconds, Stretches, Texts, World
-from surefoot.speculation import planner as planner_module
+from surefoot.speculation import accounts
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action, Landed, Situation
 from surefoot.speculation.host_costs import HostCosts, HostSample
@@ -429,7 +429,7 @@ def test_who_just_arrived_is_expected_to_be_like_the_others() -> None:
 def test_rounds_that_never_verify_are_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(planner_module, "BARREN_ROUNDS", 20)
+    monkeypatch.setattr(accounts, "BARREN_ROUNDS", 20)
     planner = cpu_planner()
     with caplog.at_level(logging.WARNING):
         for _ in range(60):
@@ -461,7 +461,7 @@ def test_what_drafts_saved_is_what_plain_rounds_would_have_taken() -> None:
     planner, world = cpu_planner(), cpu(Texts(repeating=1.0))
     world.run(planner, 400)
     plain = world.tokens * (cpu_seconds(1, 0, NOTHING, 0) + cpu_host(1, 0, 0))
-    assert planner.saved_seconds == pytest.approx(plain - world.seconds, rel=0.2)
+    assert planner.accounts.saved_seconds == pytest.approx(plain - world.seconds, rel=0.2)
 
 
 def test_what_drafts_saved_is_bounded_whatever_was_believed() -> None:
@@ -473,4 +473,4 @@ def test_what_drafts_saved_is_bounded_whatever_was_believed() -> None:
     host = HostSample(1, 1, 0, 0.001, True)
     outcome = Landed(0.010, host, verified=2, accepted=1.5, drafting=1)
     planner.landed(replace(decision, expected=believed), situation, outcome)
-    assert planner.saved_seconds == pytest.approx(1.5 * 0.011, rel=0.01)
+    assert planner.accounts.saved_seconds == pytest.approx(1.5 * 0.011, rel=0.01)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from surefoot.speculation.estimator import PRIOR_RANGE, AcceptanceEstimator
-from surefoot.speculation.goodput import best_count
+from surefoot.speculation.goodput import best_drafts
 from surefoot.speculation.proposer import Drafts
 from surefoot.speculation.state import SlotState
 
@@ -77,4 +77,4 @@ def test_one_unlucky_request_of_many_does_not_hold_back_the_drafts_of_all() -> N
     chances = estimator.chances(torch.arange(REQUESTS), offers)
     drafts = np.arange(REQUESTS * K + 1)
     seconds = 1 + 0.8 * drafts / (REQUESTS * K)
-    assert best_count(chances.numpy(), drafts, seconds, margin=1.02) >= REQUESTS
+    assert best_drafts(chances.numpy(), drafts, seconds, margin=1.02).at >= REQUESTS

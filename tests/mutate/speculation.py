@@ -128,9 +128,9 @@ MUTATIONS = (
         "test_decisions.py::test_what_finds_nothing_on_offer_yet_is_not_held",
     ),
     m(
-        "speculation/planner.py",
-        "self._held = IDLE_HELD if few else 0",
-        "self._held = min(few, MOST_HELD)",
+        "speculation/holding.py",
+        "self._granted = IDLE_HELD if few else 0",
+        "self._granted = min(few, MOST_HELD)",
         "test_decisions.py",
     ),
     m(
@@ -140,8 +140,8 @@ MUTATIONS = (
         "test_decisions.py",
     ),
     m(
-        "speculation/planner.py",
-        "waits = host >= _HOST_BOUND * plan.seconds",
+        "speculation/holding.py",
+        "waits = host >= _HOST_BOUND * decision.expected.seconds",
         "waits = True",
         "test_decisions.py",
     ),
@@ -155,8 +155,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/goodput.py",
-        "        rates[best] = 0.0\n    return 0",
-        "        return best\n    return 0",
+        "        rates[best] = 0.0\n    return Chosen(0, np.zeros(batch))",
+        "        return Chosen(best, each)\n    return Chosen(0, np.zeros(batch))",
         "test_goodput.py",
     ),
     m(
@@ -210,19 +210,19 @@ MUTATIONS = (
     ),
     m(
         "speculation/paces.py",
-        "self._rest = min(2 * self._rest, _LONGEST_REST)",
-        "self._rest = _REST",
+        "self._length = min(2 * self._length, _LONGEST)",
+        "self._length = _SHORTEST",
         "test_paces.py",
     ),
     m(
         "speculation/paces.py",
-        "        if self.resting and self._rounds >= self._rest and owed.least >= _ENOUGH:",
-        "        if self.resting and self._rounds >= _LONGEST_REST:",
+        "        if self.holds and self._rounds >= self._length and owed.least >= _ENOUGH:",
+        "        if self.holds and self._rounds >= _LONGEST:",
         "test_paces.py",
     ),
     m(
         "speculation/planner.py",
-        "            if situation.requests < 2 or owed.fair(plan.seconds, plan.gains):",
+        "            if alone or owed.fair(plan.seconds, plan.gains):",
         "            if True:",
         "test_paces.py",
     ),
@@ -241,8 +241,8 @@ MUTATIONS = (
     # --- trials -----------------------------------------------------------------------------------
     m(
         "speculation/planner.py",
-        "plan = self._verify(situation, action, chances, owed, beyond=plan.drafts)",
-        "plan = self._verify(situation, action, chances, owed)",
+        "return action, self._verify(case, action, beyond=plan.drafts), trial, plan.seconds",
+        "return action, self._verify(case, action), trial, plan.seconds",
         "test_decisions.py::test_a_trial_verifies_what_fairness_forbids",
     ),
     m(
@@ -252,21 +252,21 @@ MUTATIONS = (
         "test_decisions.py::test_a_trial_verifies_what_fairness_forbids",
     ),
     m(
-        "speculation/planner.py",
+        "speculation/accounts.py",
         "            self.budget.pay(expected.trial, took - without)",
         "            pass",
         "test_decisions.py::test_what_a_trial_lost_is_paid",
     ),
     m(
-        "speculation/planner.py",
+        "speculation/accounts.py",
         "            self.budget.pay(expected.trial, took - usual)",
         "            pass",
         "test_decisions.py::test_what_a_trial_lost_is_paid",
     ),
     m(
         "speculation/planner.py",
-        "        self._second = None\n        if trial is not None",
-        "        if trial is not None",
+        "        self._second = None\n        spare",
+        "        spare",
         "test_decisions.py::test_a_trial_of_other_proposers_takes_two_rounds",
     ),
     m(
@@ -325,20 +325,20 @@ MUTATIONS = (
         "test_planner.py::test_actions_stay_within_what_requests_allow",
     ),
     m(
-        "speculation/planner.py",
+        "speculation/offers_at_hand.py",
         "reported != proposers:",
         "not reported:",
         "test_decisions.py::test_chances_of_another_proposer_are_stale",
     ),
     m(
-        "speculation/planner.py",
+        "speculation/offers_at_hand.py",
         "        self._unread = False\n        proposers",
         "        proposers",
         "test_decisions.py::test_a_report_is_read_once",
     ),
     m(
-        "speculation/planner.py",
-        "            chances[unknown] = self.offers.latest(int(unknown.sum()), proposers, steps)",
+        "speculation/offers_at_hand.py",
+        "            chances[unknown] = self.memory.latest(int(unknown.sum()), proposers, steps)",
         "            chances[unknown] = 0.0",
         "test_planner.py::test_who_just_arrived_is_expected_to_be_like_the_others",
     ),
@@ -602,9 +602,9 @@ MUTATIONS = (
         "test_forced.py",
     ),
     m(
-        "speculation/planner.py",
-        "return np.where(np.isnan(hosted), chances, hosted)",
-        "return chances",
+        "speculation/offers_at_hand.py",
+        "return np.where(np.isnan(hosted), proposed, hosted)",
+        "return proposed",
         "test_forced.py",
     ),
     m(

@@ -192,11 +192,11 @@ class Core:
             preemptions=stats.preemptions,
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
-            probes=engine.planner.explored,
-            barren_rounds=engine.planner.barren,
-            believed_seconds=engine.planner.believed_seconds,
-            measured_seconds=engine.planner.measured_seconds,
-            saved_seconds=engine.planner.saved_seconds,
+            probes=engine.planner.accounts.explored,
+            barren_rounds=engine.planner.accounts.barren,
+            believed_seconds=engine.planner.accounts.believed_seconds,
+            measured_seconds=engine.planner.accounts.measured_seconds,
+            saved_seconds=engine.planner.accounts.saved_seconds,
         )
 
 

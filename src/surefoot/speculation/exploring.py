@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from surefoot.speculation.decisions import Action
 
 SHARE = 0.005
 """Of the time, for all trials together."""
@@ -25,6 +28,30 @@ class Trial(NamedTuple):
     proposers: tuple[int, ...]
     beside: tuple[int, ...]
     """Those that are believed best: what a trial costs depends on it."""
+
+
+class Trials:
+    """What may be tried beside the best action."""
+
+    def __init__(self) -> None:
+        self._known: tuple[tuple[Action, ...], Action] | None = None
+        self._there: tuple[Trial, ...] = ()
+        """For these actions, and the best of them."""
+
+    def beside(self, best: Action, actions: tuple[Action, ...]) -> tuple[Trial, ...]:
+        """Other proposers, the best ones to other depths, and more of their drafts verified."""
+        if len(actions) < 2:
+            return ()
+        if (actions, best) != self._known:
+            proposers = best[0]
+            trials = [
+                Trial(False, chosen, proposers) for chosen in dict(actions) if chosen != proposers
+            ]
+            if sum(action[0] == proposers for action in actions) > 1:
+                trials.append(Trial(False, proposers, proposers))
+            trials.append(Trial(True, proposers, proposers))
+            self._known, self._there = (actions, best), tuple(trials)
+        return self._there
 
 
 class Budget:

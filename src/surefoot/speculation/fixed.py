@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
+from surefoot.speculation.accounts import Accounts
 from surefoot.speculation.decisions import Decision, Landed, Situation
+from surefoot.speculation.exploring import Budget
 
 
 class FixedPlanner:
     """Has every proposer draft as far as it can, and every offered draft verified, as far as the
     requests' own limits go. Stands in for a ``Planner``."""
 
-    explored = barren = 0
-    believed_seconds = measured_seconds = saved_seconds = 0.0
-
     def __init__(self, width: int, exact: bool) -> None:
         """``width``: most drafts of a request. ``exact``: what is on offer is known when a round is
         launched; else every request gets the rows that it may need."""
         self.width = width
         self.exact = exact
+        self.accounts = Accounts(Budget())
 
     def admit(self, slots: np.ndarray) -> None:
         """Nobody's pace is looked after."""

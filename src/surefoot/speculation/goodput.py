@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from surefoot.speculation.paces import MIN_PACE
 
 
-def best_count(
+class Chosen(NamedTuple):
+    """How many drafts to verify."""
+
+    at: int
+    """Which of the numbers to choose from, as an index."""
+    gains: np.ndarray
+    """float64 [B]: drafts of each request that are expected to be accepted."""
+
+
+def best_drafts(
     chances: np.ndarray,
     drafts: np.ndarray,
     seconds: np.ndarray,
@@ -15,9 +26,9 @@ def best_count(
     plain: float | None = None,
     ahead: np.ndarray | None = None,
     margin: float = 1.0,
-) -> int:
-    """Which of ``drafts`` promises the most committed tokens a second, as an index;
-    0 if nothing promises ``margin`` times what no drafts do.
+) -> Chosen:
+    """Which of ``drafts`` promises the most committed tokens a second; the first, 0, if nothing
+    promises ``margin`` times what no drafts do.
 
     ``chances`` float32 [B, K] as in ``Situation``, B at least 1; ``drafts`` int64 [n], rising from
     0, and ``seconds`` float64 [n] as of ``RoundCosts.table``; the likeliest drafts are taken.
@@ -32,7 +43,7 @@ def best_count(
     ranked = np.sort(chances, axis=None)[::-1]
     offered = int(np.count_nonzero(ranked > 0.0))
     if not offered:
-        return 0
+        return Chosen(0, np.zeros(batch))
     gains = np.zeros(offered + 1)
     np.cumsum(ranked[:offered], out=gains[1:])
     enough = int(np.searchsorted(drafts, offered)) + 1
@@ -45,13 +56,14 @@ def best_count(
     fair = 1.0 + _least(chances.sum(axis=1), ahead) + 1e-6
     rates[1:][owed[1:] > fair] = 0.0
     while best := int(rates.argmax()):
-        fair = 1.0 + _least(gains_of(chances, int(taken[best]), ranked), ahead)
+        each = gains_of(chances, int(taken[best]), ranked)
+        fair = 1.0 + _least(each, ahead)
         if owed[best] <= fair:
-            return best
+            return Chosen(best, each)
         # Whoever gets least from these drafts gets no more from fewer.
         rates[1:best][owed[1:best] > fair] = 0.0
         rates[best] = 0.0
-    return 0
+    return Chosen(0, np.zeros(batch))
 
 
 def gains_of(chances: np.ndarray, count: int, ranked: np.ndarray | None = None) -> np.ndarray:
@@ -73,11 +85,12 @@ def _least(gains: np.ndarray, ahead: np.ndarray | None) -> float:
 
 def _best_of_one(
     chances: list[float], drafts: list[int], seconds: list[float], apart: float, margin: float
-) -> int:
-    """``best_count`` for one request, which no other's drafts slow. Every round of a small model
+) -> Chosen:
+    """``best_drafts`` for one request, which no other's drafts slow. Every round of a small model
     waits for it, and array operations would take several times as long as these few sums."""
     ranked = sorted((chance for chance in chances if chance > 0.0), reverse=True)
     best, rate, gain, taken = 0, margin * (1.0 / (seconds[0] - apart)), 0.0, 0
+    gained = 0.0
     for at in range(1, len(drafts)):
         if taken == len(ranked):
             break
@@ -85,8 +98,8 @@ def _best_of_one(
             gain += chance
         taken = min(drafts[at], len(ranked))
         if (found := (1.0 + gain) / (seconds[at] - apart)) > rate:
-            best, rate = at, found
-    return best
+            best, rate, gained = at, found, gain
+    return Chosen(best, np.full(1, gained))
 
 
 def nearest_count(
@@ -97,7 +110,7 @@ def nearest_count(
     plain: float | None = None,
     ahead: np.ndarray | None = None,
 ) -> int:
-    """Which of ``drafts`` but none, as an index, lacks least for ``best_count`` to take it: by how
+    """Which of ``drafts`` but none, as an index, lacks least for ``best_drafts`` to take it: by how
     much its round would have to be quicker. Arguments as there, with something on offer."""
     batch = len(chances)
     ranked = np.sort(chances, axis=None)[::-1]

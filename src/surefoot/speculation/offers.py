@@ -215,7 +215,7 @@ class OfferMemory:
     ) -> tuple[float, float]:
         """(Tokens, seconds) of a round of so many requests, on average, if each verifies what is
         best for it. ``drafts`` and ``seconds`` as of ``RoundCosts.table``, ``margin`` as of
-        ``best_count``. ``lately``: by the latest offers only, not by all that are kept."""
+        ``best_drafts``. ``lately``: by the latest offers only, not by all that are kept."""
         count = max(self.of(proposer).count for proposer in proposers)
         if lately:
             count = min(count, _MOST, max(_LEAST, _ROUNDS * requests))
@@ -240,7 +240,7 @@ def _fairest(
     each: np.ndarray, ranked: np.ndarray, taken: np.ndarray, rates: np.ndarray, slower: np.ndarray
 ) -> np.ndarray:
     """int64 [groups]: of the ``rates`` float64 [groups, n] the best that is fair to every request,
-    as ``best_count`` has it. ``each`` float32 [groups, requests, width] are chances and ``ranked``
+    as ``best_drafts`` has it. ``each`` float32 [groups, requests, width] are chances and ``ranked``
     [groups, requests * width] the same, falling; ``taken`` int64 [n] of these are verified, and the
     round is ``slower`` float64 [n] times than without."""
     every = np.arange(len(each))

@@ -12,9 +12,9 @@ _FIRST = 2.0
 """Tokens that a request may fall behind before it has got any."""
 _MOST = 16.0
 """Tokens ahead that count: who was fast for long is not slow for long."""
-_REST, _LONGEST_REST = 16, 256
-"""Rounds until those who had nothing left may be slowed again, at least, and at most, where nothing
-was gained by it."""
+_SHORTEST, _LONGEST = 16, 256
+"""Rounds in which nobody is slowed after somebody had nothing left, at least; and at most, where
+nothing was gained by slowing them."""
 _ENOUGH = 0.75
 """Tokens that they must be ahead then."""
 
@@ -75,36 +75,35 @@ class Owed:
         return 0.0 if self.ahead is None else float(self.ahead.min(initial=_MOST))
 
 
-class Turns:
-    """Whose turn it is: of what is best for all together, or, because some would lack something, of
-    what slows nobody. Where the former gained nothing, each of its turns is longer in coming than
-    the one before."""
+class Restraint:
+    """Whether nobody may be slowed: for some rounds after what is best for all together would have
+    left somebody with less than it is owed. Where all together gained nothing before that, the
+    rounds are twice as many as the last time."""
 
     def __init__(self) -> None:
-        self.resting = False
-        """Whether nobody may be slowed."""
+        self.holds = False
         self._rounds = 0
-        """Since the last change."""
+        """Since it began, or ended, last."""
         self._gained = 0.0
-        """Tokens that each got more than without drafts, since all had their turn."""
-        self._rest = _REST
-        """Rounds until the next change."""
+        """Tokens that each got more than without drafts, since it ended."""
+        self._length = _SHORTEST
+        """Rounds that it takes, at least."""
 
     def passed(self, rounds: int, gained: float, owed: Owed) -> None:
         """So many rounds were launched, in which requests are expected to get so many tokens more,
         on average, than in rounds without drafts and proposers of the same time."""
         self._rounds += rounds
         self._gained += gained
-        if self.resting and self._rounds >= self._rest and owed.least >= _ENOUGH:
-            self.resting, self._rounds, self._gained = False, 0, 0.0
+        if self.holds and self._rounds >= self._length and owed.least >= _ENOUGH:
+            self.holds, self._rounds, self._gained = False, 0, 0.0
 
-    def rest(self) -> None:
-        """Somebody would lack something."""
+    def begin(self) -> None:
+        """Somebody would have less than it is owed."""
         if self._gained <= 0.0:
-            self._rest = min(2 * self._rest, _LONGEST_REST)
+            self._length = min(2 * self._length, _LONGEST)
         else:
-            self._rest = max(self._rest // 4, _REST)
-        self.resting, self._rounds = True, 0
+            self._length = max(self._length // 4, _SHORTEST)
+        self.holds, self._rounds = True, 0
 
 
 class Fairness:
@@ -112,7 +111,7 @@ class Fairness:
 
     def __init__(self) -> None:
         self.paces = Paces()
-        self.turns = Turns()
+        self.restraint = Restraint()
         self._gains, self._rounds = np.zeros(1), 1.0
         """Of the last decision: float64 [requests], drafts that are expected to be accepted; and
         its time in rounds without drafts and proposers."""
@@ -120,11 +119,11 @@ class Fairness:
     def owed(self, slots: np.ndarray | None, plain: float, prompts: float, rounds: int) -> Owed:
         """What requests in ``slots`` (int64 [n]; None: of whom nothing is known) are owed, so many
         ``rounds`` after the last decision. ``plain``: seconds of a round without drafts and
-        proposers; ``prompts``: those that prompts add to it. A rest that was long enough ends."""
+        proposers; ``prompts``: those that prompts add to it. Ends restraint after long enough."""
         ahead = None if slots is None else self.paces.ahead(slots)
         owed = Owed(plain + prompts, prompts, ahead)
         gained = 1.0 + float(self._gains.mean()) - self._rounds
-        self.turns.passed(rounds, rounds * gained, owed)
+        self.restraint.passed(rounds, rounds * gained, owed)
         return owed
 
     def decided(self, gains: np.ndarray, rounds: float) -> None:

@@ -16,13 +16,13 @@ believed to be best (``exploring``), so that no belief stays wrong.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from surefoot.sampling.params import SamplingStages
+from surefoot.speculation.accounts import Accounts
 from surefoot.speculation.decisions import (
     NOTHING,
     Action,
@@ -32,31 +32,18 @@ from surefoot.speculation.decisions import (
     RoundCosts,
     Situation,
 )
-from surefoot.speculation.exploring import Budget, Trial
-from surefoot.speculation.goodput import best_count, gains_of, nearest_count
+from surefoot.speculation.exploring import Budget, Trial, Trials
+from surefoot.speculation.goodput import best_drafts, gains_of, nearest_count
+from surefoot.speculation.holding import Held
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.offers import OfferMemory
+from surefoot.speculation.offers_at_hand import OffersAtHand
 from surefoot.speculation.paces import Fairness, Owed
 from surefoot.speculation.size import GREEDY
 from surefoot.speculation.weighing import Weighing
 
-BARREN_ROUNDS = 4096
-"""Rounds in a row with drafts on offer and none verified, after which a line is logged."""
-MANY, MOST_HELD, IDLE_HELD = 8, 3, 15
-"""Where rounds wait for the host, time spent on deciding is lost, and what is best for many
-requests changes slowly: a decision then holds for one more round for each ``MANY`` requests, up to
-some. That nobody shall propose to them holds longer, also where the host's time adds to the
-device's."""
-_HOST_BOUND = 0.75
-"""The part of a round's time that the host needs, from which on rounds wait for it."""
 _BEYOND = 1.5
 """How many times longer rounds may be than they would be, to learn about more drafts."""
-_UNLIKELY = 3.0
-"""Standard deviations that noise does not explain."""
-_USUAL = 0.1
-_RECENT = 0.02
-"""Weight of a round in running averages."""
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +54,20 @@ class _Plan:
     seconds: float
     gains: np.ndarray
     """float64 [requests, or 1 where there are none]: drafts that are expected to be accepted."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Case:
+    """What a decision is made from."""
+
+    situation: Situation
+    actions: tuple[Action, ...]
+    """What requests allow."""
+    chances: np.ndarray | None
+    """float32 [requests, K]: of the drafts that are on offer; None: there are none."""
+    owed: Owed
+    plain: float
+    """Seconds of a round without drafts, proposers and prompts."""
 
 
 class Planner:
@@ -95,34 +96,16 @@ class Planner:
         """For the kind of sampling of the last decision."""
         self.fairness = Fairness()
         self.budget = Budget()
-        self.explored = 0
-        """Rounds that explored."""
-        self.barren = 0
-        """Rounds in a row that had drafts on offer and verified none."""
-        self.believed_seconds = self.measured_seconds = 0.0
-        """Of late rounds, on average."""
-        self.saved_seconds = 0.0
-        """What plain rounds would have taken for the tokens of those with drafts, less what these
-        took. A plain round is never believed to take longer than the measured one, which had more
-        rows: so the sum of what was saved is bounded, whatever was believed."""
-        self._usual_tokens = self._usual_rounds = 1.0
-        """Of rounds that try nothing, on the running average: tokens of a request, and the time in
-        plain rounds."""
-        self._depth = 0
+        self.accounts = Accounts(self.budget)
+        self._overlap = overlap
+        self._at_hand = OffersAtHand(self.offers)
+        self._trials = Trials()
         self._second: Trial | None = None
         """What the last round tried, if that takes another round."""
         self._last = Decision(0, *NOTHING)
-        self._held = self._holds = 0
-        """Rounds for which the last decision still holds, and held at first."""
-        self._asked: tuple[tuple[int, ...], int, SamplingStages] | None = None
-        self._asked_by = 0
-        """What it was made for, and for how many."""
-        self._calm = NOTHING
-        """What is best of what slows nobody."""
-        self._reported = NOTHING
-        self._unread = False
-        self._trials_for: tuple[tuple[Action, ...], Action] | None = None
-        self._trials_there: tuple[Trial, ...] = ()
+        self.held = Held()
+        self._harmless = NOTHING
+        """The best action of those that slow nobody, while only such are taken."""
 
     @property
     def costs(self) -> RoundCosts:
@@ -146,97 +129,73 @@ class Planner:
         return decision
 
     def _next(self, situation: Situation) -> Decision:
-        asked = situation.proposers, situation.draft_limit, situation.kind
-        # Of a crowd one may come or go.
-        same = abs(situation.requests - self._asked_by) * MANY <= self._asked_by
-        same = same and asked == self._asked and situation.hosted is None
-        if self._held and same and not situation.prompt_rows:
-            self._held -= 1
+        if self.held.holds(situation):
             return self._last
-        rounds, self._asked, self._held = 1 + self._holds - self._held, asked, 0
-        self._asked_by = situation.requests
+        rounds = self.held.end(situation)
         self._attend(situation)
-        self._read(situation)
+        self._at_hand.read(situation)
         actions = self.weighing.allowed(situation)
         plain, prompts = self.weighing.plain_seconds(situation)
         self.weighing.weigh(situation, actions, plain, rounds)
-        chances = self._with_hosted(situation, self._at_hand(situation))
+        chances = self._at_hand.chances(situation, self._last.action)
         owed = self.fairness.owed(situation.slots, plain, prompts, rounds)
-        action, plan = self._best(situation, actions, chances, owed)
-        without = plan.seconds
-        trials = self._trials(actions)
-        spare = chances is not None and plan.drafts < np.count_nonzero(chances)
-        trial, tried = self._second, self._last.action
-        self._second = None
-        if trial is not None and tried in actions:
-            # In a second round there is to verify what the first had others offer.
-            action = tried
-            plan = self._verify(situation, action, chances, owed)
-            without = plan.seconds
-            verify = [t for t in trials if t.verify] if spare and not plan.drafts else []
-            if verify and (more := self.budget.next(verify)):
-                trial = more
-                plan = self._verify(situation, action, chances, owed, beyond=0)
-        else:
-            trial = self.budget.next([t for t in trials if spare or not t.verify], rounds)
-            if trial is not None and trial.verify:
-                plan = self._verify(situation, action, chances, owed, beyond=plan.drafts)
-            elif trial is not None:
-                other = self._action_of(trial, actions, situation, plain)
-                other = self._possible(situation, other)
-                trial = trial if other != action else None
-                action = other
-                plan = self._verify(situation, action, chances, owed)
-                self._second = trial if action != NOTHING else None
+        case = _Case(situation, actions, chances, owed, plain)
+        trials = self._trials.beside(self.weighing.best, actions)
+        best = self._best(case)
+        action, plan, trial, without = self._explored(case, *best, trials, rounds)
         # What other proposers offer is verified a round later; what that loses is the trial's, too.
         before, last = self._last.expected.trial, self._last
         charged = trial or (before if last.explores and before and not before.verify else None)
-        self._last = Decision(
-            plan.drafts,
-            *action,
-            trial is not None,
-            Expectation(plan.seconds, without, plain, prompts, charged, trials),
-        )
+        expected = Expectation(plan.seconds, without, plain, prompts, charged, trials)
+        self._last = Decision(plan.drafts, *action, trial is not None, expected)
         self.fairness.decided(plan.gains, plan.seconds / owed.plain)
         # Another action finds nothing on offer yet, or what the one before it has left.
         lasts = action == last.action and bool(plan.drafts) == bool(action[0])
-        if charged is None and lasts and situation.hosted is None and not situation.prompt_rows:
-            host, few = self.weighing.host_seconds(situation, action), situation.requests // MANY
-            waits = host >= _HOST_BOUND * plan.seconds
-            if action == NOTHING and (waits or not self.weighing.overlap):
-                self._held = IDLE_HELD if few else 0
-            elif waits:
-                self._held = min(few, MOST_HELD)
-        self._holds = self._held
+        if charged is None and lasts:
+            host = self.weighing.host_seconds(situation, action)
+            self.held.grant(situation, self._last, host, self._overlap)
         return self._last
 
-    def _best(
-        self,
-        situation: Situation,
-        actions: tuple[Action, ...],
-        chances: np.ndarray | None,
-        owed: Owed,
-    ) -> tuple[Action, _Plan]:
-        """What is best for all together, if it is fair to each; until those who lack something have
-        it again, what slows nobody."""
-        if situation.requests < 2 or not self.fairness.turns.resting:
+    def _best(self, case: _Case) -> tuple[Action, _Plan]:
+        """What is best for all together, if it is fair to each; else, and for some rounds, the best
+        of what slows nobody."""
+        situation, owed, alone = case.situation, case.owed, case.situation.requests < 2
+        if alone or not self.fairness.restraint.holds:
             action = self._possible(situation, self.weighing.best)
-            plan = self._verify(situation, action, chances, owed)
-            if situation.requests < 2 or owed.fair(plan.seconds, plan.gains):
+            plan = self._verify(case, action)
+            if alone or owed.fair(plan.seconds, plan.gains):
                 return action, plan
-            self.fairness.turns.rest()
-            self._calm = self.weighing.calm(situation, actions, owed.plain)
-        action = self._possible(situation, self._calm if self._calm in actions else NOTHING)
-        return action, self._verify(situation, action, chances, owed)
+            self.fairness.restraint.begin()
+            self._harmless = self.weighing.harmless(situation, case.actions, owed.plain)
+        harmless = self._harmless if self._harmless in case.actions else NOTHING
+        action = self._possible(situation, harmless)
+        return action, self._verify(case, action)
 
-    def _with_hosted(self, situation: Situation, chances: np.ndarray | None) -> np.ndarray | None:
-        """``chances`` as of ``_at_hand``, and what the host has on offer."""
-        hosted = situation.hosted
-        if hosted is None:
-            return chances
-        if chances is None:
-            return np.nan_to_num(hosted)
-        return np.where(np.isnan(hosted), chances, hosted)
+    def _explored(
+        self, case: _Case, action: Action, plan: _Plan, trials: tuple[Trial, ...], rounds: int
+    ) -> tuple[Action, _Plan, Trial | None, float]:
+        """The action and the plan that are believed best, or those of a trial with it; and the
+        seconds that the round would take without."""
+        trial, tried, chances = self._second, self._last.action, case.chances
+        self._second = None
+        spare = chances is not None and plan.drafts < np.count_nonzero(chances)
+        if trial is not None and tried in case.actions:
+            # In a second round there is to verify what the first had others offer.
+            plan = self._verify(case, tried)
+            verify = [t for t in trials if t.verify] if spare and not plan.drafts else []
+            if verify and (more := self.budget.next(verify)):
+                return tried, self._verify(case, tried, beyond=0), more, plan.seconds
+            return tried, plan, trial, plan.seconds
+        trial = self.budget.next([t for t in trials if spare or not t.verify], rounds)
+        if trial is None:
+            return action, plan, None, plan.seconds
+        if trial.verify:
+            return action, self._verify(case, action, beyond=plan.drafts), trial, plan.seconds
+        other = self.weighing.to_try(trial, case.situation, case.actions, case.plain)
+        other = self._possible(case.situation, other)
+        trial = trial if other != action else None
+        self._second = trial if other != NOTHING else None
+        return other, self._verify(case, other), trial, plan.seconds
 
     def _possible(self, situation: Situation, action: Action) -> Action:
         """What this round proposes with where ``action`` is wanted."""
@@ -246,43 +205,10 @@ class Planner:
             return action
         return self.costs.with_prompts(situation.requests, action)
 
-    def _read(self, situation: Situation) -> None:
-        """Remember the offers of a report that landed since the last decision."""
-        if not self._unread or situation.chances is None or situation.whose is None:
-            return
-        self._unread = False
-        proposers, steps = self._reported
-        steps = min(steps, max(1, situation.draft_limit))
-        if proposers:
-            self.offers.record(situation.chances, situation.whose, proposers, steps)
-
-    def _at_hand(self, situation: Situation) -> np.ndarray | None:
-        """float32 [requests, K]: chances of the drafts that this round finds on offer, as far as
-        they are known; None where there are none."""
-        proposers, steps = self._last.action
-        if not proposers or not situation.requests:
-            return None
-        reported, reported_steps = self._reported
-        if situation.chances is None or situation.whose is None or reported != proposers:
-            return self.offers.latest(situation.requests, proposers, steps)
-        chances = situation.chances
-        unknown = np.isnan(chances[:, 0])
-        chances = self.offers.continued(chances, situation.whose, reported_steps, steps)
-        if unknown.any():
-            chances = chances.copy()
-            chances[unknown] = self.offers.latest(int(unknown.sum()), proposers, steps)
-        return chances
-
-    def _verify(
-        self,
-        situation: Situation,
-        action: Action,
-        chances: np.ndarray | None,
-        owed: Owed,
-        beyond: int | None = None,
-    ) -> _Plan:
+    def _verify(self, case: _Case, action: Action, beyond: int | None = None) -> _Plan:
         """What to verify in a round that then proposes so. ``beyond``: more than so many drafts,
         which are believed best."""
+        situation, chances, owed = case.situation, case.chances, case.owed
         offered = 0 if chances is None else int(np.count_nonzero(chances))
         nothing = np.zeros(max(1, situation.requests))
         if not offered and action == NOTHING:
@@ -292,8 +218,9 @@ class Planner:
             return _Plan(0, float(seconds[0]), nothing)
         fair = owed.prompts, owed.plain, owed.ahead
         if beyond is None:
-            at = best_count(chances, drafts, seconds, *fair, margin=self.weighing.margin)
-        elif beyond == 0:
+            at, gains = best_drafts(chances, drafts, seconds, *fair, margin=self.weighing.margin)
+            return _Plan(min(int(drafts[at]), offered), float(seconds[at]), gains)
+        if beyond == 0:
             at = nearest_count(chances, drafts, seconds, *fair)
         else:
             at = int(np.searchsorted(drafts, beyond))
@@ -302,47 +229,16 @@ class Planner:
         count = min(int(drafts[at]), offered)
         return _Plan(count, float(seconds[at]), gains_of(chances, count))
 
-    # --- exploring ----------------------------------------------------------------------------
-
-    def _trials(self, actions: tuple[Action, ...]) -> tuple[Trial, ...]:
-        """What may be tried beside the best action."""
-        if len(actions) < 2:
-            return ()
-        proposers = self.weighing.best[0]
-        if (actions, self.weighing.best) != self._trials_for:
-            trials = [
-                Trial(False, chosen, proposers) for chosen in dict(actions) if chosen != proposers
-            ]
-            if sum(action[0] == proposers for action in actions) > 1:
-                trials.append(Trial(False, proposers, proposers))
-            trials.append(Trial(True, proposers, proposers))
-            self._trials_for, self._trials_there = (actions, self.weighing.best), tuple(trials)
-        return self._trials_there
-
-    def _action_of(
-        self, trial: Trial, actions: tuple[Action, ...], situation: Situation, plain: float
-    ) -> Action:
-        """Others are tried as far as now, or as they promise most; those that are awake to each
-        other depth in turn, the longest first."""
-        own = [action for action in actions if action[0] == trial.proposers]
-        if trial.proposers == self.weighing.best[0]:
-            own.remove(self.weighing.best)
-            self._depth += 1
-            return own[-self._depth % len(own)]
-        if (same := (trial.proposers, self.weighing.best[1])) in own:
-            return same
-        return max(own, key=lambda action: self.weighing.promise(situation, action, plain).rate)
-
     # --- learning -----------------------------------------------------------------------------
 
     def landed(self, decision: Decision, situation: Situation, outcome: Landed) -> None:
         """Learn from a round that was decided so."""
         self._attend(situation)
-        self._reported, self._unread = decision.action, True
-        s, expected = situation, decision.expected
-        if not s.requests:
+        self._at_hand.landed(decision.action)
+        if not situation.requests:
             return
         proposing = bool(decision.proposers)
+        s = situation
         host_seconds = self.host.seconds(s.requests, outcome.drafting, proposing)
         if outcome.host is not None:
             self.host.observe(outcome.host)
@@ -354,37 +250,4 @@ class Planner:
             outcome.device_seconds,
         )  # fmt: skip
         seconds = self.weighing.together(outcome.device_seconds, host_seconds)
-        self.believed_seconds += _RECENT * (expected.seconds - self.believed_seconds)
-        self.measured_seconds += _RECENT * (seconds - self.measured_seconds)
-        if outcome.verified and not s.prompt_rows:
-            plain = min(expected.plain_seconds, seconds)
-            self.saved_seconds += plain * (1 + outcome.accepted / s.requests) - seconds
-        self._account(expected, seconds, outcome.accepted / s.requests)
-        self.explored += decision.explores
-        self.barren = 0 if outcome.verified or not outcome.drafting else self.barren + 1
-        if self.barren == BARREN_ROUNDS:
-            _log.warning("no draft was verified in %d rounds that had some on offer", self.barren)
-
-    def _account(self, expected: Expectation, seconds: float, accepted: float) -> None:
-        """Time earns credit for trials; what they lose is taken off it. Where the measured time
-        does not contradict what was believed, that is less noisy; where it does, it is no longer
-        than noise explains: hiccups of the machine are not the trial's."""
-        plain = expected.plain_seconds
-        if not expected.trials or plain <= 0:
-            return
-        noise = _UNLIKELY * self.costs.noise * expected.seconds
-        if seconds > expected.seconds - noise:
-            seconds = min(max(seconds - noise, expected.seconds), expected.seconds + noise)
-        took = max(0.0, (seconds - expected.prompt_seconds) / plain)
-        self.budget.earn(expected.trials, took)
-        if expected.trial is None:
-            self._usual_tokens += _USUAL * (1.0 + accepted - self._usual_tokens)
-            self._usual_rounds += _USUAL * (took - self._usual_rounds)
-        elif expected.trial.verify:
-            # Paid in full, whatever it gives: drafts that are believed to be unfair to somebody
-            # must not pay for themselves.
-            without = (expected.without_trial - expected.prompt_seconds) / plain
-            self.budget.pay(expected.trial, took - without)
-        else:
-            usual = (1.0 + accepted) * self._usual_rounds / self._usual_tokens
-            self.budget.pay(expected.trial, took - usual)
+        self.accounts.landed(decision, s, outcome, seconds, self.costs.noise)

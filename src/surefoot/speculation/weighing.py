@@ -15,6 +15,7 @@ from surefoot.speculation.decisions import (
     RoundCosts,
     Situation,
 )
+from surefoot.speculation.exploring import Trial
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.offers import OfferMemory
 from surefoot.speculation.paces import MIN_PACE
@@ -53,7 +54,8 @@ class Weighing:
         self.best = NOTHING
         self._promises: dict[Action, Promise] = {}
         """Of each action, when it was weighed last."""
-        self._turn = 0
+        self._turn = self._depth = 0
+        """What is compared with the best action next, and which depth is tried next."""
         self._weighed_for = 0
         """Requests when the depths of the best action's proposers were compared with each other."""
         self._allowed: dict[tuple[Sequence[Action], tuple[int, ...], int], tuple[Action, ...]] = {}
@@ -154,7 +156,7 @@ class Weighing:
                     return
             self.best = other
 
-    def calm(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> Action:
+    def harmless(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> Action:
         """Of the actions whose rounds are fair to whoever gains nothing, the one that promises
         most. ``plain``: seconds of a round without drafts and proposers, prompts included."""
 
@@ -163,6 +165,21 @@ class Weighing:
 
         fair = [action for action in actions if MIN_PACE * seconds(action) <= plain]
         return max(fair, key=lambda action: self._promise_of(action).rate, default=NOTHING)
+
+    def to_try(
+        self, trial: Trial, situation: Situation, actions: tuple[Action, ...], plain: float
+    ) -> Action:
+        """The action that a ``trial`` of proposers is made with. Others are tried as far as the
+        best now, or as they promise most; the best ones to each other depth in turn, the longest
+        first."""
+        own = [action for action in actions if action[0] == trial.proposers]
+        if trial.proposers == self.best[0]:
+            own.remove(self.best)
+            self._depth += 1
+            return own[-self._depth % len(own)]
+        if (same := (trial.proposers, self.best[1])) in own:
+            return same
+        return max(own, key=lambda action: self.promise(situation, action, plain).rate)
 
     def _climb(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> None:
         """Under another load, how far to draft is another question: from depth to depth, as long

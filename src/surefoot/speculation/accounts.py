@@ -1,0 +1,84 @@
+"""What rounds turned out to take and to bring: gauges, and what trials cost."""
+
+from __future__ import annotations
+
+import logging
+
+from surefoot.speculation.decisions import Decision, Expectation, Landed, Situation
+from surefoot.speculation.exploring import Budget
+
+BARREN_ROUNDS = 4096
+"""Rounds in a row with drafts on offer and none verified, after which a line is logged."""
+_UNLIKELY = 3.0
+"""Standard deviations that noise does not explain."""
+_USUAL = 0.1
+_RECENT = 0.02
+"""Weight of a round in running averages."""
+_log = logging.getLogger(__name__)
+
+
+class Accounts:
+    """Sums up the rounds that landed."""
+
+    def __init__(self, budget: Budget) -> None:
+        """``budget``: earns by the time that passes, and pays for trials."""
+        self.budget = budget
+        self.explored = 0
+        """Rounds that explored."""
+        self.barren = 0
+        """Rounds in a row that had drafts on offer and verified none."""
+        self.believed_seconds = self.measured_seconds = 0.0
+        """Of late rounds, on average."""
+        self.saved_seconds = 0.0
+        """What plain rounds would have taken for the tokens of those with drafts, less what these
+        took. A plain round is never believed to take longer than the measured one, which had more
+        rows: so the sum of what was saved is bounded, whatever was believed."""
+        self._usual_tokens = self._usual_rounds = 1.0
+        """Of rounds that try nothing, on the running average: tokens of a request, and the time in
+        plain rounds."""
+
+    def landed(
+        self,
+        decision: Decision,
+        situation: Situation,
+        outcome: Landed,
+        seconds: float,
+        noise: float,
+    ) -> None:
+        """A round took so many ``seconds``, host included. ``noise``: the relative deviation of a
+        round's time from what is believed."""
+        expected, requests = decision.expected, situation.requests
+        self.believed_seconds += _RECENT * (expected.seconds - self.believed_seconds)
+        self.measured_seconds += _RECENT * (seconds - self.measured_seconds)
+        if outcome.verified and not situation.prompt_rows:
+            plain = min(expected.plain_seconds, seconds)
+            self.saved_seconds += plain * (1 + outcome.accepted / requests) - seconds
+        self._trial(expected, seconds, outcome.accepted / requests, noise)
+        self.explored += decision.explores
+        self.barren = 0 if outcome.verified or not outcome.drafting else self.barren + 1
+        if self.barren == BARREN_ROUNDS:
+            _log.warning("no draft was verified in %d rounds that had some on offer", self.barren)
+
+    def _trial(self, expected: Expectation, seconds: float, accepted: float, noise: float) -> None:
+        """Time earns credit for trials; what they lose is taken off it. Where the measured time
+        does not contradict what was believed, that is less noisy; where it does, it is no longer
+        than noise explains: hiccups of the machine are not the trial's."""
+        plain = expected.plain_seconds
+        if not expected.trials or plain <= 0:
+            return
+        noise = _UNLIKELY * noise * expected.seconds
+        if seconds > expected.seconds - noise:
+            seconds = min(max(seconds - noise, expected.seconds), expected.seconds + noise)
+        took = max(0.0, (seconds - expected.prompt_seconds) / plain)
+        self.budget.earn(expected.trials, took)
+        if expected.trial is None:
+            self._usual_tokens += _USUAL * (1.0 + accepted - self._usual_tokens)
+            self._usual_rounds += _USUAL * (took - self._usual_rounds)
+        elif expected.trial.verify:
+            # Paid in full, whatever it gives: drafts that are believed to be unfair to somebody
+            # must not pay for themselves.
+            without = (expected.without_trial - expected.prompt_seconds) / plain
+            self.budget.pay(expected.trial, took - without)
+        else:
+            usual = (1.0 + accepted) * self._usual_rounds / self._usual_tokens
+            self.budget.pay(expected.trial, took - usual)

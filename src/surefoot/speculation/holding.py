@@ -1,0 +1,59 @@
+"""For how many rounds a decision holds."""
+
+from __future__ import annotations
+
+from surefoot.speculation.decisions import NOTHING, Decision, Situation
+
+MANY, MOST_HELD, IDLE_HELD = 8, 3, 15
+"""Where rounds wait for the host, time spent on deciding is lost, and what is best for many
+requests changes slowly: a decision then holds for one more round for each ``MANY`` requests, up to
+some. That nobody shall propose to them holds longer, also where the host's time adds to the
+device's."""
+_HOST_BOUND = 0.75
+"""The part of a round's time that the host needs, from which on rounds wait for it."""
+
+
+class Held:
+    """The last decision, as long as it need not be made anew."""
+
+    def __init__(self) -> None:
+        self.left = self._granted = 0
+        """Rounds for which it still holds, and held at first."""
+        self._asked: tuple[object, ...] | None = None
+        self._requests = 0
+        """What it was made for, and for how many."""
+
+    def holds(self, situation: Situation) -> bool:
+        """Whether it holds for this round, too, which is then counted."""
+        # Of a crowd one may come or go.
+        same = abs(situation.requests - self._requests) * MANY <= self._requests
+        same = same and _question(situation) == self._asked and situation.hosted is None
+        if not (self.left and same) or situation.prompt_rows:
+            return False
+        self.left -= 1
+        return True
+
+    def end(self, situation: Situation) -> int:
+        """Another one is made now. Returns the rounds since the one before was made."""
+        rounds = 1 + self._granted - self.left
+        self.left = self._granted = 0
+        self._asked = _question(situation)
+        self._requests = situation.requests
+        return rounds
+
+    def grant(self, situation: Situation, decision: Decision, host: float, overlap: bool) -> None:
+        """The decision that was just made may hold for a while, in which nothing else is tried.
+        ``host``: seconds that the host needs for its round; ``overlap`` as in ``Planner``."""
+        if situation.hosted is not None or situation.prompt_rows:
+            return
+        few = situation.requests // MANY
+        waits = host >= _HOST_BOUND * decision.expected.seconds
+        if decision.action == NOTHING and (waits or not overlap):
+            self._granted = IDLE_HELD if few else 0
+        elif waits:
+            self._granted = min(few, MOST_HELD)
+        self.left = self._granted
+
+
+def _question(situation: Situation) -> tuple[object, ...]:
+    return situation.proposers, situation.draft_limit, situation.kind

@@ -1,0 +1,57 @@
+"""The drafts that a round finds on offer, as far as the host knows them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from surefoot.speculation.decisions import NOTHING, Action, Situation
+from surefoot.speculation.offers import OfferMemory
+
+
+class OffersAtHand:
+    """Chances of the offers in the last report, completed by those that are remembered."""
+
+    def __init__(self, memory: OfferMemory) -> None:
+        self.memory = memory
+        self._reported = NOTHING
+        """The action of the last round that landed."""
+        self._unread = False
+
+    def landed(self, action: Action) -> None:
+        """The next situation has the report of a round with this action."""
+        self._reported, self._unread = action, True
+
+    def read(self, situation: Situation) -> None:
+        """Remember the offers of a report that landed since this was called last."""
+        if not self._unread or situation.chances is None or situation.whose is None:
+            return
+        self._unread = False
+        proposers, steps = self._reported
+        steps = min(steps, max(1, situation.draft_limit))
+        if proposers:
+            self.memory.record(situation.chances, situation.whose, proposers, steps)
+
+    def chances(self, situation: Situation, last: Action) -> np.ndarray | None:
+        """float32 [requests, K]: chances of the drafts that this round finds on offer, after one
+        with the action ``last``, those of the host among them; None where there are none."""
+        hosted, proposed = situation.hosted, self._proposed(situation, last)
+        if hosted is None:
+            return proposed
+        if proposed is None:
+            return np.nan_to_num(hosted)
+        return np.where(np.isnan(hosted), proposed, hosted)
+
+    def _proposed(self, situation: Situation, last: Action) -> np.ndarray | None:
+        proposers, steps = last
+        if not proposers or not situation.requests:
+            return None
+        reported, reported_steps = self._reported
+        if situation.chances is None or situation.whose is None or reported != proposers:
+            return self.memory.latest(situation.requests, proposers, steps)
+        chances = situation.chances
+        unknown = np.isnan(chances[:, 0])
+        chances = self.memory.continued(chances, situation.whose, reported_steps, steps)
+        if unknown.any():
+            chances = chances.copy()
+            chances[unknown] = self.memory.latest(int(unknown.sum()), proposers, steps)
+        return chances
