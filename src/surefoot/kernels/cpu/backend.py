@@ -1,4 +1,4 @@
-"""The native CPU backend: one C call per decoder layer, GGUF blocks kept packed.
+"""The native CPU backend: one C call for all decoder layers, GGUF blocks kept packed.
 
 Results are row-invariant: a row's output bits depend on its token, its position and the keys that
 it sees, never on the rest of the batch, the chunking of the prefill, the paging or the number of
@@ -35,8 +35,10 @@ from surefoot.kernels.cpu.linear import (
     pack_part,
 )
 from surefoot.kernels.cpu.prepare import (
+    Capture,
     PreparedBatch,
     PreparedLayer,
+    PreparedLayers,
     prepare_batch,
     prepare_layer,
 )
@@ -84,6 +86,8 @@ class NativeBackend(Backend):
         self.work_address = ctypes.addressof(self._work)
         """Memory for what lies between calls that use the other."""
         self._batch: PreparedBatch | None = None
+        self._layers: PreparedLayers | None = None
+        self._capture: Capture | None = None
         weakref.finalize(self, _release, library, self._work)
         weakref.finalize(self, _release, library, self._context)
 
@@ -176,36 +180,77 @@ class NativeBackend(Backend):
         """x float32 [N, hidden], overwritten with the result (a copy when not contiguous), of which
         only the first M rows are returned where ``outputs`` are given. MemoryError when scratch
         memory cannot be had."""
-        prepared = weights.qkv.prepared
-        if prepared is None or prepared.weights is not weights or prepared.rope is not rope:
-            prepared = prepare_layer(weights, rope, KINDS[DENSE_KINDS[self.dtype]])
         if inputs is not None:
             inputs = input_of(inputs, weights.qkv)
         if x.dtype is not torch.float32 or not x.is_contiguous():
             x = x.float().contiguous()
-        return self.run_layer(prepared, x, batch, kv, inputs, outputs)
+        return self.run(self._prepared(weights, rope), kv.table, x, batch, inputs, outputs)
 
-    def run_layer(
+    def _prepared(self, weights: LayerWeights, rope: RopeTable) -> PreparedLayer:
+        prepared = weights.qkv.prepared
+        if prepared is None or prepared.weights is not weights or prepared.rope is not rope:
+            prepared = prepare_layer(weights, rope, KINDS[DENSE_KINDS[self.dtype]])
+        return prepared
+
+    def layers(
         self,
-        prepared: PreparedLayer,
+        weights: Sequence[LayerWeights],
         x: torch.Tensor,
         batch: FlatBatch,
-        kv: NativeKV,
+        kv: Sequence[NativeKV],
+        rope: RopeTable,
+        capture: Sequence[int],
+        outputs: OutputRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Backend.layers``. MemoryError when scratch memory cannot be had."""
+        if not weights:
+            return super().layers(weights, x, batch, kv, rope, capture, outputs)
+        prepared, wanted = self._layers, self._capture
+        if prepared is None or not prepared.are(weights, kv, rope):
+            prepared = PreparedLayers([self._prepared(each, rope) for each in weights], kv[:])
+            self._layers, wanted = prepared, None
+        count, hidden = len(weights), x.shape[1]
+        if wanted is None or wanted.wanted != tuple(capture):
+            self._capture = wanted = Capture(count, capture, hidden)
+        if x.dtype is not torch.float32 or not x.is_contiguous():
+            x = x.float().contiguous()
+        features = x.new_empty(len(x), len(capture) * hidden)
+        leaving = count in capture
+        # What the last block makes of other rows nobody reads, unless it is captured.
+        early = None if leaving else outputs
+        address = wanted.into(features) if capture else None
+        x = self.run(prepared, prepared.kv_table, x, batch, None, early, address, count)
+        if leaving:
+            at = capture.index(count) * hidden
+            features[:, at : at + hidden] = x
+        if outputs is not None and leaving:
+            x = x[outputs.index]
+        return x, features
+
+    def run(
+        self,
+        prepared: PreparedLayer | PreparedLayers,
+        kv_table: int,
+        x: torch.Tensor,
+        batch: FlatBatch,
         inputs: torch.Tensor | None,
         outputs: OutputRows | None = None,
+        capture: int | None = None,
+        count: int = 1,
     ) -> torch.Tensor:
-        """``layer`` of tensors as the C code wants them, with what ``prepared`` has of one."""
-        batch_address = self.prepared_batch(batch).address
+        """``count`` layers, of tensors as the C code wants them."""
         wanted = None if outputs is None else prepare_batch(outputs.batch)
-        if self.library.sf_layer(
+        if self.library.sf_layers(
             self.context_address,
-            prepared.address,
-            batch_address,
-            kv.address,
+            prepared.table,
+            count,
+            self.prepared_batch(batch).address,
+            kv_table,
             None if inputs is None else inputs.data_ptr(),
             x.data_ptr(),
             None if wanted is None else wanted.address,
             None if outputs is None else outputs.index.data_ptr(),
+            capture,
             self.thread_count,
         ):
             raise MemoryError("no memory for a layer's intermediate results")
@@ -218,7 +263,7 @@ class NativeBackend(Backend):
         move_keys(self.library, kv, self.dtype, tables, source, target)
 
     def prepared_batch(self, batch: FlatBatch) -> PreparedBatch:
-        """The batch as the C code reads it; kept for the next layer over the same one."""
+        """The batch as the C code reads it; kept for the next call with the same one."""
         prepared = self._batch
         if prepared is None or prepared.batch is not batch:
             self._batch = prepared = prepare_batch(batch)

@@ -90,8 +90,8 @@ static int run_layers(sf_context *context, const sf_block *b, const sf_block_wor
         look(b, seen, count, rows, keys, w->mask, w->oldest);
         sf_batch batch = {all, b->live.pages, positions, keys, keys + all, w->keys, w->mask,
                           w->tables, b->first_key, seen->window ? w->oldest : NULL};
-        code = sf_layer(context, b->layer[layer], &batch, b->kv[layer], NULL, w->x, NULL, NULL,
-                        threads);
+        code = sf_layers(context, &b->layer[layer], 1, &batch, &b->kv[layer], NULL, w->x, NULL,
+                         NULL, NULL, threads);
     }
     return code;
 }

@@ -193,7 +193,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "sf_panel_bytes": (int64, [int32, int64]),
         "sf_pack": (None, [int32, pointer, int64, int64, pointer, int32]),
         "sf_embed": (int32, [pointer, pointer, int64, pointer, int32]),
-        "sf_layer": (int32, [*[pointer] * 8, int32]),
+        "sf_layers": (int32, [pointer, pointer, int64, *[pointer] * 7, int32]),
         "sf_move_keys": (
             None,
             [pointer, int64, int64, int64, pointer, int64, pointer, pointer, int64, int64],

@@ -25,9 +25,10 @@ int sf_markov(sf_context *context, const sf_segment *before, const sf_linear *af
               int64_t rows, int64_t *tokens, int threads);
 
 /* layer.c */
-int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_batch *batch,
-             const sf_kv *kv, const float *inputs, float *x, const sf_batch *outputs,
-             const int64_t *index, int threads);
+int sf_layers(sf_context *context, const sf_layer_weights *const *w, int64_t count,
+              const sf_batch *batch, const sf_kv *const *kv, const float *inputs, float *x,
+              const sf_batch *outputs, const int64_t *index, const sf_capture *capture,
+              int threads);
 int sf_head(sf_context *context, const float *norm, float eps, const sf_linear *linear,
             const float *x, int64_t rows, float *logits, int64_t *columns, int threads);
 void sf_store_keys(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv,

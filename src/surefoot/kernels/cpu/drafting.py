@@ -268,4 +268,4 @@ class NativeDrafting(Drafting):
             prepared = prepare_attention(weights, rope, KINDS[DENSE_KINDS[backend.dtype]])
         inputs = input_of(inputs, weights.qkv)
         out = torch.zeros(len(inputs), weights.o.shape[0])
-        return backend.run_layer(prepared, out, batch, kv, inputs)
+        return backend.run(prepared, kv.table, out, batch, inputs)

@@ -20,6 +20,9 @@ class NativeKV:
         self.block_size = block_size
         self.struct = KVStruct(data.data_ptr(), block_size, -(-block_size // LANES))
         self.address = ctypes.addressof(self.struct)
+        self._pointer = ctypes.c_void_p(self.address)
+        self.table = ctypes.addressof(self._pointer)
+        """Of the addresses of one layer's."""
 
 
 def bytes_per_block(block_size: int, shape: AttentionShape, dtype: torch.dtype) -> int:

@@ -1,5 +1,5 @@
-/* One decoder layer, and the final norm with the head: a single task for the team each, with a
- * barrier wherever a step reads what other threads wrote. */
+/* Decoder layers, one after the other, and the final norm with the head: a single task for the team
+ * each, with a barrier wherever a step reads what other threads wrote. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -96,102 +96,157 @@ static int64_t multiplications(const sf_linear *linear, int64_t rows) {
     return rows * linear->inputs * linear->outputs;
 }
 
+/* One of the layers: its weights, its keys and values, and its scratch memory, which is that of the
+ * layer before. */
 typedef struct {
     const sf_layer_weights *w;
-    const sf_batch *batch;
     const sf_kv *kv;
-    const float *inputs; /* of the qkv projection; NULL: the norm of x */
     const sf_batch *outputs; /* the rows whose results are wanted; NULL: all */
-    const int64_t *index;    /* which rows of the batch these are, in rising order */
-    float *x, *qkv, *attended, *inner, *buffers;
+    sf_acts acts[4];
+    float *qkv, *attended, *inner;
     uint8_t *scratch;
     size_t per_thread;
-    sf_acts acts[4];
     sf_counter work[5];
+} layer_step;
+
+typedef struct {
+    layer_step *steps;
+    int64_t count;
+    const sf_batch *batch;
+    const float *inputs;  /* of the first qkv projection; NULL: the norm of x */
+    const int64_t *index; /* which rows of the batch the wanted ones are, in rising order */
+    const sf_capture *capture;
+    float *x, *buffers;
     sf_barrier barrier;
-} layer_job;
+} layers_job;
 
 /* Move the queries and the x of wanted rows to the front. No row moves behind where it was, and a
  * repeated last one is copied onto itself before it is read again. */
-static void gather_rows(const layer_job *j) {
-    size_t queries = (size_t)(j->w->heads * j->w->head_dim) * 4, width = (size_t)j->w->hidden * 4;
-    int64_t stride = j->w->qkv.outputs;
-    for (int64_t row = 0; row < j->outputs->rows; row++) {
+static void gather_rows(const layers_job *j, const layer_step *step) {
+    const sf_layer_weights *w = step->w;
+    size_t queries = (size_t)(w->heads * w->head_dim) * 4, width = (size_t)w->hidden * 4;
+    int64_t stride = w->qkv.outputs;
+    for (int64_t row = 0; row < step->outputs->rows; row++) {
         int64_t from = j->index[row];
-        memmove(j->qkv + row * stride, j->qkv + from * stride, queries);
-        memmove(j->x + row * j->w->hidden, j->x + from * j->w->hidden, width);
+        memmove(step->qkv + row * stride, step->qkv + from * stride, queries);
+        memmove(j->x + row * w->hidden, j->x + from * w->hidden, width);
     }
 }
 
-static void layer_task(void *argument) {
-    layer_job *j = argument;
-    const sf_layer_weights *w = j->w;
+/* What enters a layer. Nothing writes x before all threads have passed a barrier. */
+static void capture_rows(const sf_capture *c, int64_t layer, const float *x, int64_t rows,
+                         int64_t hidden) {
+    if (!c || c->column[layer] < 0) return;
+    int64_t row, last;
+    sf_share(rows, &row, &last);
+    for (; row < last; row++)
+        memcpy(c->features + row * c->stride + c->column[layer], x + row * hidden,
+               (size_t)hidden * 4);
+}
+
+static void run_step(layers_job *j, layer_step *step, const float *inputs) {
+    const sf_layer_weights *w = step->w;
     float *buffer = j->buffers + (int64_t)sf_me * (w->hidden + 16);
-    if (j->inputs)
-        put_rows(j->inputs, w->qkv.inputs, 0, &j->acts[0]);
+    if (inputs)
+        put_rows(inputs, w->qkv.inputs, 0, &step->acts[0]);
     else
-        norm_rows(j->x, w->input_norm, w->eps, &j->acts[0], buffer);
+        norm_rows(j->x, w->input_norm, w->eps, &step->acts[0], buffer);
     sf_wait(&j->barrier);
-    sf_gemm(&w->qkv, &j->acts[0], (sf_out){j->qkv, w->qkv.outputs, 0, NULL}, &j->work[0], sf_team);
-    sf_wait(&j->barrier);
-    prepare_heads(w, j->batch, j->kv, j->qkv, w->qkv.outputs);
-    sf_wait(&j->barrier);
-    const sf_batch *batch = j->batch;
-    if (j->outputs) {
-        batch = j->outputs;
-        if (!batch->rows) return;
-        if (sf_me == 0) gather_rows(j);
-        sf_wait(&j->barrier);
-    }
-    sf_attend(w, batch, j->kv, j->qkv, w->qkv.outputs, j->attended, w->o.inputs,
-              j->scratch + j->per_thread * (size_t)sf_me, &j->work[1]);
-    sf_wait(&j->barrier);
-    put_rows(j->attended, w->o.inputs, 0, &j->acts[1]);
-    sf_wait(&j->barrier);
-    sf_gemm(&w->o, &j->acts[1], (sf_out){j->x, w->hidden, 1, NULL}, &j->work[2], sf_team);
-    if (!w->gate_up.segments) return;
-    sf_wait(&j->barrier);
-    norm_rows(j->x, w->post_norm, w->eps, &j->acts[2], buffer);
-    sf_wait(&j->barrier);
-    sf_gemm(&w->gate_up, &j->acts[2], (sf_out){j->inner, w->gate_up.outputs, 0, NULL}, &j->work[3],
+    sf_gemm(&w->qkv, &step->acts[0], (sf_out){step->qkv, w->qkv.outputs, 0, NULL}, &step->work[0],
             sf_team);
     sf_wait(&j->barrier);
-    put_rows(j->inner, w->gate_up.outputs, 1, &j->acts[3]);
+    prepare_heads(w, j->batch, step->kv, step->qkv, w->qkv.outputs);
     sf_wait(&j->barrier);
-    sf_gemm(&w->down, &j->acts[3], (sf_out){j->x, w->hidden, 1, NULL}, &j->work[4], sf_team);
+    const sf_batch *batch = j->batch;
+    if (step->outputs) {
+        batch = step->outputs;
+        if (!batch->rows) return;
+        if (sf_me == 0) gather_rows(j, step);
+        sf_wait(&j->barrier);
+    }
+    sf_attend(w, batch, step->kv, step->qkv, w->qkv.outputs, step->attended, w->o.inputs,
+              step->scratch + step->per_thread * (size_t)sf_me, &step->work[1]);
+    sf_wait(&j->barrier);
+    put_rows(step->attended, w->o.inputs, 0, &step->acts[1]);
+    sf_wait(&j->barrier);
+    sf_gemm(&w->o, &step->acts[1], (sf_out){j->x, w->hidden, 1, NULL}, &step->work[2], sf_team);
+    if (!w->gate_up.segments) return;
+    sf_wait(&j->barrier);
+    norm_rows(j->x, w->post_norm, w->eps, &step->acts[2], buffer);
+    sf_wait(&j->barrier);
+    sf_gemm(&w->gate_up, &step->acts[2], (sf_out){step->inner, w->gate_up.outputs, 0, NULL},
+            &step->work[3], sf_team);
+    sf_wait(&j->barrier);
+    put_rows(step->inner, w->gate_up.outputs, 1, &step->acts[3]);
+    sf_wait(&j->barrier);
+    sf_gemm(&w->down, &step->acts[3], (sf_out){j->x, w->hidden, 1, NULL}, &step->work[4], sf_team);
 }
 
-/* x [rows, hidden] becomes the layer's output; `inputs` [rows, qkv.inputs] may be NULL. Of a layer
- * without an MLP, x plus its attention. `outputs` and `index` [outputs->rows] may be NULL: else the
- * first rows of x become the output of these, and what the others hold is unspecified.
- * Returns SF_OK or SF_NO_MEMORY. */
-SF_EXPORT int sf_layer(sf_context *context, const sf_layer_weights *w, const sf_batch *batch,
-                       const sf_kv *kv, const float *inputs, float *x, const sf_batch *outputs,
-                       const int64_t *index, int threads) {
-    int64_t rows = batch->rows;
-    if (rows == 0) return SF_OK;
+static void layers_task(void *argument) {
+    layers_job *j = argument;
+    for (int64_t i = 0; i < j->count; i++) {
+        if (i) sf_wait(&j->barrier);
+        capture_rows(j->capture, i, j->x, j->batch->rows, j->steps[i].w->hidden);
+        run_step(j, &j->steps[i], i ? NULL : j->inputs);
+    }
+}
+
+/* Where a layer's scratch memory lies from `cursor` on; the first byte behind it. `memory` NULL:
+ * how much it is. */
+static size_t place_step(layer_step *step, int64_t rows, const sf_batch *batch, int threads,
+                         size_t cursor, uint8_t *memory) {
+    const sf_layer_weights *w = step->w;
     const sf_linear *linear[4] = {&w->qkv, &w->o, &w->gate_up, &w->down};
-    size_t cursor = 0, place[4][2], per_thread = sf_attention_scratch(w, batch, kv);
-    sf_acts acts[4];
-    if (4 * multiplications(w->down.segments ? &w->down : &w->o, rows) < context->serial_below)
-        threads = 1;
-    int64_t wanted = outputs ? outputs->rows : rows;
+    int64_t wanted = step->outputs ? step->outputs->rows : rows;
+    size_t place[4][2];
+    step->per_thread = sf_attention_scratch(w, batch, step->kv);
     for (int i = 0; i < 4; i++)
-        acts[i] = sf_reserve_acts(&cursor, linear[i], i ? wanted : rows, place[i]);
+        step->acts[i] = sf_reserve_acts(&cursor, linear[i], i ? wanted : rows, place[i]);
     size_t qkv_at = sf_reserve(&cursor, (size_t)(rows * w->qkv.outputs) * 4);
     size_t attended_at = sf_reserve(&cursor, (size_t)(wanted * w->o.inputs) * 4);
     size_t inner_at = sf_reserve(&cursor, (size_t)(wanted * w->gate_up.outputs) * 4);
-    size_t buffers_at = sf_reserve(&cursor, (size_t)threads * (size_t)(w->hidden + 16) * 4);
-    size_t scratch_at = sf_reserve(&cursor, per_thread * (size_t)threads);
-    if (sf_grow(context, cursor)) return SF_NO_MEMORY;
+    size_t scratch_at = sf_reserve(&cursor, step->per_thread * (size_t)threads);
+    if (!memory) return cursor;
+    for (int i = 0; i < 4; i++) sf_place_acts(&step->acts[i], memory, place[i]);
+    step->qkv = (float *)(memory + qkv_at), step->attended = (float *)(memory + attended_at);
+    step->inner = (float *)(memory + inner_at), step->scratch = memory + scratch_at;
+    memset(step->work, 0, sizeof(step->work));
+    return cursor;
+}
+
+/* x [rows, hidden] becomes the output of `count` layers; `inputs` [rows, qkv.inputs] of the first
+ * may be NULL. Of a layer without an MLP, x plus its attention. `outputs` and `index`
+ * [outputs->rows] may be NULL: else the first rows of x become the output of these, and what the
+ * others hold is unspecified. `capture` may be NULL. Returns SF_OK or SF_NO_MEMORY. */
+SF_EXPORT int sf_layers(sf_context *context, const sf_layer_weights *const *w, int64_t count,
+                        const sf_batch *batch, const sf_kv *const *kv, const float *inputs,
+                        float *x, const sf_batch *outputs, const int64_t *index,
+                        const sf_capture *capture, int threads) {
+    int64_t rows = batch->rows;
+    if (rows == 0 || count == 0) return SF_OK;
+    const sf_linear *last = w[0]->down.segments ? &w[0]->down : &w[0]->o;
+    if (4 * multiplications(last, rows) < context->serial_below) threads = 1;
+    size_t first = 0, end = 0, hidden = 0;
+    size_t steps_at = sf_reserve(&first, (size_t)count * sizeof(layer_step));
+    for (int64_t i = 0; i < count; i++)
+        if ((size_t)w[i]->hidden > hidden) hidden = (size_t)w[i]->hidden;
+    size_t buffers_at = sf_reserve(&first, (size_t)threads * (hidden + 16) * 4);
+    for (int64_t i = 0; i < count; i++) {
+        layer_step step = {.w = w[i], .kv = kv[i], .outputs = i == count - 1 ? outputs : NULL};
+        size_t needed = place_step(&step, rows, batch, threads, first, NULL);
+        if (needed > end) end = needed;
+    }
+    if (sf_grow(context, end)) return SF_NO_MEMORY;
     uint8_t *memory = context->memory;
-    for (int i = 0; i < 4; i++) sf_place_acts(&acts[i], memory, place[i]);
-    float *qkv = (float *)(memory + qkv_at), *attended = (float *)(memory + attended_at);
-    float *inner = (float *)(memory + inner_at);
-    layer_job job = {w, batch, kv, inputs, outputs, index, x, qkv, attended, inner,
-                     (float *)(memory + buffers_at), memory + scratch_at, per_thread,
-                     {acts[0], acts[1], acts[2], acts[3]}, {{0}}, {0, 0, 0}};
-    sf_run(threads, layer_task, &job);
+    layer_step *steps = (layer_step *)(memory + steps_at);
+    for (int64_t i = 0; i < count; i++) {
+        steps[i].w = w[i], steps[i].kv = kv[i];
+        steps[i].outputs = i == count - 1 ? outputs : NULL;
+        place_step(&steps[i], rows, batch, threads, first, memory);
+    }
+    layers_job job = {steps, count, batch, inputs, index, capture, x,
+                      (float *)(memory + buffers_at), {0, 0, 0}};
+    sf_run(threads, layers_task, &job);
     return SF_OK;
 }
 

@@ -77,6 +77,14 @@ typedef struct {
     int64_t serial_below;
 } sf_context;
 
+/* Copies of what enters the layers: [rows][stride], a layer's from column[layer] on; below 0: not
+ * wanted. */
+typedef struct {
+    const int64_t *column;
+    float *features;
+    int64_t stride;
+} sf_capture;
+
 /* layer.c: room for `bytes`; SF_OK or SF_NO_MEMORY. */
 int sf_grow(sf_context *context, size_t bytes);
 

@@ -3,22 +3,72 @@
 from __future__ import annotations
 
 import ctypes
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, LayerWeights, RopeTable
-from surefoot.kernels.cpu.structs import BatchStruct, LayerStruct, LinearStruct
+from surefoot.kernels.cpu.kv import NativeKV
+from surefoot.kernels.cpu.structs import BatchStruct, CaptureStruct, LayerStruct, LinearStruct
 
 
-@dataclass
 class PreparedLayer:
     """A layer's struct, and what it was made of (by identity)."""
 
-    weights: LayerWeights
-    rope: RopeTable
-    struct: LayerStruct
-    address: int
+    def __init__(self, weights: LayerWeights, rope: RopeTable, struct: LayerStruct) -> None:
+        self.weights = weights
+        self.rope = rope
+        self.struct = struct
+        self.address = ctypes.addressof(struct)
+        self._pointer = ctypes.c_void_p(self.address)
+        self.table = ctypes.addressof(self._pointer)
+        """Of the addresses of one layer."""
+
+
+class PreparedLayers:
+    """Tables of the addresses of several layers, and of their keys and values."""
+
+    def __init__(self, layers: Sequence[PreparedLayer], kv: Sequence[NativeKV]) -> None:
+        self.layers = layers
+        self.kv = kv
+        pointers = ctypes.c_void_p * len(layers)
+        self._tables = (
+            pointers(*(layer.address for layer in layers)),
+            pointers(*(pool.address for pool in kv)),
+        )
+        self.table, self.kv_table = map(ctypes.addressof, self._tables)
+
+    def are(self, weights: Sequence[LayerWeights], kv: Sequence[NativeKV], rope: RopeTable) -> bool:
+        """Whether they are made of just these."""
+        return (
+            len(weights) == len(self.layers)
+            and self.layers[0].rope is rope
+            and all(layer.weights is each for layer, each in zip(self.layers, weights, strict=True))
+            and all(map(operator.is_, self.kv, kv))
+        )
+
+
+class Capture:
+    """Where copies of what enters layers go."""
+
+    def __init__(self, layers: int, wanted: Sequence[int], hidden: int) -> None:
+        """``wanted``: indices of layers, those past the last left out."""
+        columns = [-1] * layers
+        for place, index in enumerate(wanted):
+            if index < layers:
+                columns[index] = place * hidden
+        self.wanted = tuple(wanted)
+        self._columns = (ctypes.c_int64 * layers)(*columns)
+        stride = len(wanted) * hidden
+        self._struct = CaptureStruct(ctypes.addressof(self._columns), None, stride)
+        self._address = ctypes.addressof(self._struct)
+
+    def into(self, features: torch.Tensor) -> int:
+        """The address of what tells a call to write into ``features`` [N, wanted * hidden]."""
+        self._struct.features = features.data_ptr()
+        return self._address
 
 
 @dataclass
@@ -74,7 +124,7 @@ def prepare_layer(weights: LayerWeights, rope: RopeTable, kv_kind: int) -> Prepa
         weights.gate_up.struct,
         weights.down.struct,
     )
-    prepared = PreparedLayer(weights, rope, struct, ctypes.addressof(struct))
+    prepared = PreparedLayer(weights, rope, struct)
     weights.qkv.prepared = prepared
     return prepared
 

@@ -59,6 +59,13 @@ class KVStruct(ctypes.Structure):
     ]
 
 
+class CaptureStruct(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("column", "features")),
+        ("stride", ctypes.c_int64),
+    ]
+
+
 class ContextStruct(ctypes.Structure):
     _fields_ = [
         ("memory", ctypes.c_void_p),
