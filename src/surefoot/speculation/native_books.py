@@ -3,6 +3,10 @@
 A round of eight requests is some sixty tensor operations of a few bytes each; on a CPU their
 launches cost more than a tenth of a small model's forward. Each method here is one C call
 (``kernels/cpu/round.c``, ``learn.c``). What is done for trees alone is done in torch.
+
+Between two rounds the weights have passed through the processor's caches, and even to allocate a
+tensor and to ask for its address takes microseconds then. So what a round makes of its spans is
+written where the last round of the same size had it: it is valid until the next round.
 """
 
 from __future__ import annotations
@@ -27,6 +31,12 @@ if TYPE_CHECKING:
     from surefoot.speculation.size import Size
 
 
+_FEW_ROWS = 64
+"""Rows of a round up to which its tables are kept for the next one of that size."""
+_MOST_LAYOUTS = 256
+"""Sizes of which they are."""
+
+
 def _integers(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.int64)
 
@@ -41,6 +51,11 @@ class NativeBooks(BookKeeping):
         self._library = cast(NativeBackend, backend).library
         self._struct = self._tables()
         self._address = ctypes.addressof(self._struct)
+        self._splits: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._verdicts: dict[int, tuple[RoundVerdict, tuple[int, ...]]] = {}
+        """By requests."""
+        self._layouts: dict[tuple[int, int, int], _Layout] = {}
+        """By requests, rows, and rows that sample."""
 
     def _tables(self) -> BooksStruct:
         """Where everything lies: none of these tensors is ever replaced by another."""
@@ -61,9 +76,11 @@ class NativeBooks(BookKeeping):
         )
 
     def split(self, slots: torch.Tensor, quota: torch.Tensor, size: Size) -> RoundSpans:
-        batch, verifies = len(slots), size.verifies
-        known, drafts, samples, scratch = _integers(4, batch)
-        mine = torch.empty(batch * self.state.max_drafts if verifies else 0)
+        batch = len(slots)
+        if (found := self._splits.get(batch)) is None:
+            mine = torch.empty(batch * self.state.max_drafts)
+            self._splits[batch] = found = (*_integers(4, batch), mine)
+        known, drafts, samples, scratch, mine = found
         self._library.sf_split(
             self._address,
             slots.data_ptr(),
@@ -71,7 +88,7 @@ class NativeBooks(BookKeeping):
             batch,
             size.rows,
             size.samples,
-            verifies,
+            size.verifies,
             known.data_ptr(),
             drafts.data_ptr(),
             samples.data_ptr(),
@@ -81,10 +98,14 @@ class NativeBooks(BookKeeping):
         return RoundSpans(slots, known, drafts, samples)
 
     def lay_out(self, spans: RoundSpans, size: Size, max_keys: int) -> RoundLayout:
-        batch, rows, sampled = len(spans.slots), size.rows, size.samples
-        sizes = (rows, rows, rows, batch, sampled, sampled, sampled, batch)
-        out = [_integers(count) for count in sizes]
-        struct = LayoutStruct(*(tensor.data_ptr() for tensor in out))
+        key = batch, rows, sampled = len(spans.slots), size.rows, size.samples
+        if (layout := self._layouts.get(key)) is None:
+            few = rows <= _FEW_ROWS
+            layout = _Layout(self.state, key, self.state.history.shape[1] if few else max_keys)
+            if few:
+                if len(self._layouts) >= _MOST_LAYOUTS:
+                    self._layouts.clear()
+                self._layouts[key] = layout
         self._library.sf_lay_out(
             self._address,
             spans.slots.data_ptr(),
@@ -94,19 +115,9 @@ class NativeBooks(BookKeeping):
             batch,
             rows,
             sampled,
-            ctypes.addressof(struct),
+            layout.address,
         )
-        tokens, positions, row_slot, first_row, index, sample_slots, sample_positions, first = out
-        flat = FlatBatch(
-            tokens=tokens,
-            positions=positions,
-            key_index=positions,
-            row_slot=row_slot,
-            block_tables=self.state.block_tables,
-            span_start=self.state.computed,
-            max_keys=max_keys,
-        )
-        return RoundLayout(flat, first_row, index, sample_slots, sample_positions, first)
+        return layout.round
 
     def write_drafts(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         tokens = tokens.contiguous()
@@ -118,8 +129,11 @@ class NativeBooks(BookKeeping):
         self, spans: RoundSpans, first_sample: torch.Tensor, sampled: torch.Tensor
     ) -> RoundVerdict:
         batch, stop_ids = len(spans.slots), self.state.params.stop_ids
-        tokens = _integers(batch, self.state.max_drafts + 1)
-        out = [_integers(batch) for _ in range(6)]
+        if (found := self._verdicts.get(batch)) is None:
+            out = _integers(batch, self.state.max_drafts + 1), *_integers(6, batch)
+            addresses = tuple(tensor.data_ptr() for tensor in out)
+            self._verdicts[batch] = found = RoundVerdict(*out), addresses
+        verdict, addresses = found
         self._library.sf_judge(
             self._address,
             spans.slots.data_ptr(),
@@ -132,10 +146,9 @@ class NativeBooks(BookKeeping):
             first_sample.data_ptr(),
             stop_ids.data_ptr(),
             stop_ids.shape[1],
-            tokens.data_ptr(),
-            *(tensor.data_ptr() for tensor in out),
+            *addresses,
         )
-        return RoundVerdict(tokens, *out)
+        return verdict
 
     def learn(self, index: int, slots: torch.Tensor, drafts: Drafts | None) -> None:
         parts, width = [None] * 4, 0
@@ -163,6 +176,29 @@ class NativeBooks(BookKeeping):
             verdict.tokens.data_ptr(),
             proposing,
         )
+
+
+class _Layout:
+    """Tables of a round's rows, and where they are."""
+
+    def __init__(self, state: SlotState, key: tuple[int, int, int], max_keys: int) -> None:
+        """``key``: requests, rows, and rows that sample. ``max_keys`` as of ``lay_out``."""
+        batch, rows, sampled = key
+        sizes = (rows, rows, rows, batch, sampled, sampled, sampled, batch)
+        out = _integers(sum(sizes)).split(sizes)
+        tokens, positions, row_slot, first_row, index, sample_slots, sample_positions, first = out
+        flat = FlatBatch(
+            tokens=tokens,
+            positions=positions,
+            key_index=positions,
+            row_slot=row_slot,
+            block_tables=state.block_tables,
+            span_start=state.computed,
+            max_keys=max_keys,
+        )
+        self.round = RoundLayout(flat, first_row, index, sample_slots, sample_positions, first)
+        self._struct = LayoutStruct(*(tensor.data_ptr() for tensor in out))
+        self.address = ctypes.addressof(self._struct)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

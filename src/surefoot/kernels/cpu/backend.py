@@ -35,7 +35,6 @@ from surefoot.kernels.cpu.linear import (
     pack_part,
 )
 from surefoot.kernels.cpu.prepare import (
-    Capture,
     PreparedBatch,
     PreparedLayer,
     PreparedLayers,
@@ -47,6 +46,8 @@ from surefoot.kernels.draws import Adjustments, Draws, TokenMasks
 from surefoot.kernels.quant import QuantTensor
 
 SERIAL_BELOW = 1 << 19
+MOST_PREPARED = 64
+"""Batches, and stacks of layers, whose addresses are kept."""
 
 
 class NativeBackend(Backend):
@@ -85,9 +86,11 @@ class NativeBackend(Backend):
         self._work = ContextStruct(None, 0, SERIAL_BELOW)
         self.work_address = ctypes.addressof(self._work)
         """Memory for what lies between calls that use the other."""
-        self._batch: PreparedBatch | None = None
-        self._layers: PreparedLayers | None = None
-        self._capture: Capture | None = None
+        self._batches: dict[int, PreparedBatch] = {}
+        """By what identifies a batch, which they keep alive. Rounds of few rows write into the
+        batches of earlier ones."""
+        self._layers: dict[int, PreparedLayers] = {}
+        """By what identifies the keys of the first."""
         weakref.finalize(self, _release, library, self._work)
         weakref.finalize(self, _release, library, self._context)
 
@@ -205,20 +208,20 @@ class NativeBackend(Backend):
         """See ``Backend.layers``. MemoryError when scratch memory cannot be had."""
         if not weights:
             return super().layers(weights, x, batch, kv, rope, capture, outputs)
-        prepared, wanted = self._layers, self._capture
+        prepared = self._layers.get(id(kv[0]))
         if prepared is None or not prepared.are(weights, kv, rope):
             prepared = PreparedLayers([self._prepared(each, rope) for each in weights], kv[:])
-            self._layers, wanted = prepared, None
+            if len(self._layers) >= MOST_PREPARED:
+                self._layers.clear()
+            self._layers[id(kv[0])] = prepared
         count, hidden = len(weights), x.shape[1]
-        if wanted is None or wanted.wanted != tuple(capture):
-            self._capture = wanted = Capture(count, capture, hidden)
         if x.dtype is not torch.float32 or not x.is_contiguous():
             x = x.float().contiguous()
-        features = x.new_empty(len(x), len(capture) * hidden)
+        features = torch.empty(len(x), len(capture) * hidden)
         leaving = count in capture
         # What the last block makes of other rows nobody reads, unless it is captured.
         early = None if leaving else outputs
-        address = wanted.into(features) if capture else None
+        address = prepared.capture(capture, hidden, features) if capture else None
         x = self.run(prepared, prepared.kv_table, x, batch, None, early, address, count)
         if leaving:
             at = capture.index(count) * hidden
@@ -264,9 +267,11 @@ class NativeBackend(Backend):
 
     def prepared_batch(self, batch: FlatBatch) -> PreparedBatch:
         """The batch as the C code reads it; kept for the next call with the same one."""
-        prepared = self._batch
-        if prepared is None or prepared.batch is not batch:
-            self._batch = prepared = prepare_batch(batch)
+        prepared = self._batches.get(id(batch))
+        if prepared is None:
+            if len(self._batches) >= MOST_PREPARED:
+                self._batches.clear()
+            self._batches[id(batch)] = prepared = prepare_batch(batch)
         return prepared
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

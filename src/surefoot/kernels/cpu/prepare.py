@@ -39,6 +39,9 @@ class PreparedLayers:
             pointers(*(pool.address for pool in kv)),
         )
         self.table, self.kv_table = map(ctypes.addressof, self._tables)
+        self._capture = CaptureStruct()
+        self._columns: ctypes.Array[ctypes.c_int64] | None = None
+        self._captured: Sequence[int] = ()
 
     def are(self, weights: Sequence[LayerWeights], kv: Sequence[NativeKV], rope: RopeTable) -> bool:
         """Whether they are made of just these."""
@@ -49,26 +52,20 @@ class PreparedLayers:
             and all(map(operator.is_, self.kv, kv))
         )
 
-
-class Capture:
-    """Where copies of what enters layers go."""
-
-    def __init__(self, layers: int, wanted: Sequence[int], hidden: int) -> None:
-        """``wanted``: indices of layers, those past the last left out."""
-        columns = [-1] * layers
-        for place, index in enumerate(wanted):
-            if index < layers:
-                columns[index] = place * hidden
-        self.wanted = tuple(wanted)
-        self._columns = (ctypes.c_int64 * layers)(*columns)
-        stride = len(wanted) * hidden
-        self._struct = CaptureStruct(ctypes.addressof(self._columns), None, stride)
-        self._address = ctypes.addressof(self._struct)
-
-    def into(self, features: torch.Tensor) -> int:
-        """The address of what tells a call to write into ``features`` [N, wanted * hidden]."""
-        self._struct.features = features.data_ptr()
-        return self._address
+    def capture(self, wanted: Sequence[int], hidden: int, features: torch.Tensor) -> int:
+        """The address of what has a call write what enters the layers ``wanted``, those past the
+        last left out, into ``features`` [N, wanted * hidden]."""
+        if self._columns is None or wanted != self._captured:
+            columns = [-1] * len(self.layers)
+            for place, index in enumerate(wanted):
+                if index < len(columns):
+                    columns[index] = place * hidden
+            self._columns = (ctypes.c_int64 * len(columns))(*columns)
+            self._captured = wanted[:]
+            self._capture.column = ctypes.addressof(self._columns)
+            self._capture.stride = len(wanted) * hidden
+        self._capture.features = features.data_ptr()
+        return ctypes.addressof(self._capture)
 
 
 @dataclass
