@@ -60,8 +60,12 @@ class GivenCosts:
         drafts: int,
         context: float,
         seconds: float,
-    ) -> None:
+    ) -> bool:
         """They stay as they are."""
+        return False
+
+    def pass_over(self) -> None:
+        """Neither do they then."""
 
 
 def situation(*chances: list[float], **changes: Any) -> Situation:
@@ -211,8 +215,9 @@ def test_kinds_of_sampling_have_costs_of_their_own() -> None:
             drafts: int,
             context: float,
             seconds: float,
-        ) -> None:
+        ) -> bool:
             seen.append((self is dear, seconds))
+            return False
 
     cheap, dear = Told([LOOK], 0.01), Told([LOOK], 2.0)
     planner = Planner(cheap, HostCosts(), WIDTH, others={DRAWN: dear})
@@ -287,6 +292,66 @@ def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
     weighed.clear()
     planner.decide(situation(*[row] * (requests + 1), proposers=(0,)))
     assert bool(weighed) == (every == 1)
+
+
+@pytest.mark.parametrize("requests", [1, 7, 32])
+def test_what_leaves_no_choice_holds(requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = Planner(GivenCosts([LOOK], 0.0), HostCosts(), WIDTH, overlap=True)
+    weighed: list[Situation] = []
+    monkeypatch.setattr(planner.weighing, "weigh", lambda now, *args: weighed.append(now))
+    off = situation(*[NEVER] * requests, proposers=(), chances=None, whose=None)
+    for _ in range(4):
+        play(planner, off, 1)
+    while planner.held.left:
+        planner.decide(off)
+    weighed.clear()
+    assert {planner.decide(off).action for _ in range(48)} == {NOTHING}
+    assert len(weighed) == 3
+    # Somebody comes who allows drafts: then there is one.
+    planner.decide(situation(*[NEVER] * requests, proposers=(0,)))
+    assert len(weighed) == 4
+
+
+def test_rounds_that_told_little_are_learnt_from_now_and_then() -> None:
+    """Until one tells much; those with prompts always are."""
+    seen: list[tuple[int, int]] = []
+
+    class Told(GivenCosts):
+        little, passed = True, 0
+
+        def observe(
+            self,
+            requests: int,
+            prompt_rows: int,
+            action: Action,
+            drafts: int,
+            context: float,
+            seconds: float,
+        ) -> bool:
+            seen.append((drafts, prompt_rows))
+            return self.little
+
+        def pass_over(self) -> None:
+            self.passed += 1
+
+    costs = Told([LOOK], 0.0)
+    planner = Planner(costs, HostCosts(), WIDTH)
+    now = situation([0.9, 0.8, 0.7], proposers=(0,))
+
+    def land(*drafts: int, **changes: Any) -> list[tuple[int, int]]:
+        seen.clear()
+        for count in drafts:
+            decision = Decision(count, *LOOK)
+            planner.landed(decision, replace(now, **changes), Landed(1.0, None, 0, 0, 1))
+        return list(seen)
+
+    assert land(*[2] * 11) == [(2, 0)] * 3 and costs.passed == 8
+    # Others are not like it; when it is its turn again nothing has changed.
+    assert land(3, 2, 3, 2) == [(3, 0)] and costs.passed == 11
+    assert land(2, 2, prompt_rows=5) == [(2, 5)] * 2
+    costs.little = False
+    assert land(2, 2, 2) == [(2, 0)], "its turn"
+    assert land(3, 3, 3, 2, 2) == [(3, 0)] * 3 + [(2, 0)] * 2, "all of them may have changed"
 
 
 def test_what_finds_nothing_on_offer_yet_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:

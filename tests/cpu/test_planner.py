@@ -226,10 +226,19 @@ def test_stretches_of_repetition_are_waited_for() -> None:
 
 @pytest.mark.parametrize("repeating", [0.0, 0.3, 1.0])
 def test_two_proposers_are_as_good_as_the_better_one(repeating: float) -> None:
-    gpu = Gpu(middling, 32, [LOOK, *DRAFTING, *BOTH])
-    texts = Texts(drafter=DRAFTER, repeating=repeating)
-    best, _ = share(lambda: gpu.world(texts), gpu.planner(), [LOOK, *DRAFTING, *BOTH])
-    assert best > 0.985
+    actions, shares = [LOOK, *DRAFTING, *BOTH], []
+    gpu = Gpu(middling, 32, actions)
+    for seed in range(3):
+
+        def world(seed: int = seed) -> World:
+            made = gpu.world(Texts(drafter=DRAFTER, repeating=repeating))
+            made.seed = seed
+            made.__post_init__()
+            return made
+
+        shares.append(share(world, gpu.planner(), actions)[0])
+    # One run's share has a standard deviation of half a percent.
+    assert np.mean(shares) > 0.985
 
 
 @pytest.mark.parametrize("chance", [0.7, 0.2])

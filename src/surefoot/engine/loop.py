@@ -275,7 +275,7 @@ class Loop:
         return landing
 
     def _note_offers(self, flight: Flight, slots: np.ndarray) -> None:
-        if not self.state.max_drafts:
+        if not flight.batch.group.proposers:
             return
         known = self._reported.note(flight.report, slots)
         if not flight.batch.group.masked:

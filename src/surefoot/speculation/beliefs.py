@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 FARTHEST = 3.0
 """A measurement counts as if it lay at most so many standard deviations off: outliers move beliefs
 little."""
+SURPRISING = 2.0
+"""Standard deviations from which on a measurement of what is known well tells something."""
 DRIFTS_EVERY = 4
 """Measurements after which beliefs have become so many times less certain than after one."""
 _CONTRADICTED = 2.0
@@ -18,6 +20,8 @@ _LEAST_NOISE = 0.002
 _NOISE_WEIGHT = 0.02
 _ROUNDING = 1e-9
 _LARGEST_STEP = 0.5
+_PASSED = 4
+_MOST_KINDS = 1024
 
 
 class Beliefs:
@@ -40,7 +44,8 @@ class Beliefs:
         self._drift = np.asarray(drift, dtype=np.float64)
         self._variance = noise**2
         self._side = 0
-        self._until_drift = 0
+        self._since_drift = DRIFTS_EVERY
+        """Measurements."""
 
     @property
     def noise(self) -> float:
@@ -57,10 +62,10 @@ class Beliefs:
         larger than believed. Returns whether it was known better than a measurement tells."""
         # Few array operations: this runs twice in every round, behind a forward that has emptied
         # the processor's caches.
-        if not self._until_drift:
-            self._until_drift = DRIFTS_EVERY
-            self._drift_on()
-        self._until_drift -= 1
+        if self._since_drift >= DRIFTS_EVERY:
+            self._drift_on(self._since_drift)
+            self._since_drift = 0
+        self._since_drift += 1
         spread = self.covariance @ weights
         own = max(0.0, float(weights @ spread))
         firm = own < self._variance
@@ -86,11 +91,15 @@ class Beliefs:
         self.covariance -= np.multiply.outer(spread, spread)
         return firm and not self.contradicted
 
-    def _drift_on(self) -> None:
-        """The numbers may have changed."""
+    def pass_over(self) -> None:
+        """There was a measurement that is not looked at."""
+        self._since_drift += 1
+
+    def _drift_on(self, measurements: int) -> None:
+        """The numbers may have changed since so many."""
         doubt = self.covariance.reshape(-1)[:: len(self.mean) + 1]
         # At least so much that rounding leaves no variance below 0.
-        doubt += np.where(doubt < self._most, DRIFTS_EVERY * self._drift, _ROUNDING)
+        doubt += np.where(doubt < self._most, measurements * self._drift, _ROUNDING)
 
     def _count_contradictions(self, far: float) -> None:
         side = 0 if abs(far) < _CONTRADICTED else (1 if far > 0 else -1)
@@ -101,6 +110,29 @@ class Beliefs:
         doubt = np.diag(self.covariance)
         cut = np.sqrt(np.minimum(1.0, _DOUBT * self._most / np.maximum(doubt, 1e-30)))
         self.covariance *= np.multiply.outer(cut, cut)
+
+
+class Familiar:
+    """Measurements that are passed over: of those alike, where the last one that was learnt from
+    told little, four in five."""
+
+    def __init__(self) -> None:
+        self._left: dict[Hashable, int] = {}
+
+    def passes(self, kind: Hashable) -> bool:
+        """Whether this one is, which is then counted."""
+        left = self._left.get(kind, 0)
+        if left:
+            self._left[kind] = left - 1
+        return left > 0
+
+    def learnt(self, kind: Hashable, told_little: bool) -> None:
+        """One was learnt from. If it told much, none is passed over: what was known of the others
+        may have changed with it."""
+        if not told_little or len(self._left) >= _MOST_KINDS:
+            self._left.clear()
+        if told_little:
+            self._left[kind] = _PASSED
 
 
 def in_line(sizes: Sequence[float], seconds: Sequence[float], most: float = 1.5) -> np.ndarray:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from surefoot.speculation.beliefs import Beliefs, in_line
+from surefoot.speculation.beliefs import SURPRISING, Beliefs, in_line
 from surefoot.speculation.decisions import LIKELIEST, Action, SamplingCost
 
 MOST_CHOICES = 48
@@ -79,7 +79,8 @@ class ExactCosts:
         self._proposing_at = {index: at for at, index in enumerate(self.proposing, 1 + len(rows))}
         self.beliefs = self._first_beliefs()
         self._knots: np.ndarray | None = None
-        self._rounds = 0
+        self._rounds = self._reviewed = 0
+        """All of them, and those before the last review."""
         self._ran = np.zeros(len(self._rows), dtype=bool)
         """Since the last review: at about these numbers of rows."""
         self._last = 0
@@ -150,11 +151,11 @@ class ExactCosts:
         drafts: int,
         context: float,
         seconds: float,
-    ) -> None:
+    ) -> bool:
         """As ``RoundCosts`` has it."""
         rows = requests + prompt_rows + drafts
         if rows < 1 or seconds <= 0:
-            return
+            return False
         forward, at, share = self._forward_of(rows)
         parts = self._parts(requests, action)
         total = forward + sum(parts.values()) + self.sampling.of(requests + drafts)
@@ -168,10 +169,16 @@ class ExactCosts:
         for index, part in parts.items():
             weights[self._proposing_at[index]] = part / total
         off = math.log(seconds / total) - float(self.beliefs.mean[0])
-        self.beliefs.observe(weights, off)
+        firm = self.beliefs.observe(weights, off)
         self._last = at if share >= 0.5 else at - 1
         self._rounds += 1
         self._knots = None
+        return firm and abs(off) < SURPRISING * self.noise
+
+    def pass_over(self) -> None:
+        """As ``RoundCosts`` has it."""
+        self._rounds += 1
+        self.beliefs.pass_over()
 
     def forget_curve(self) -> None:
         """Beliefs were changed from outside."""
@@ -181,7 +188,7 @@ class ExactCosts:
         """float64 [n]: seconds at the measured numbers of rows, but for the scale."""
         if self._knots is None:
             shape = self.beliefs.mean[1 : 1 + len(self._rows)]
-            if self._rounds % _REVIEW == 0:
+            if self._rounds - self._reviewed >= _REVIEW:
                 self._review(shape)
             self._knots = self._measured * np.exp(shape)
         return self._knots
@@ -216,10 +223,11 @@ class ExactCosts:
         self._measured = in_line(self._rows.tolist(), self._measured.tolist())
         shape[:] = _without_outliers(shape)
         # What made others dearer, against what was measured, than those that were just run.
-        scale = self.beliefs.mean[0]
+        scale, rounds = self.beliefs.mean[0], self._rounds - self._reviewed
         dearer = np.maximum(scale + shape - max(0.0, scale + shape[self._last]), 0.0)
-        shape -= np.where(self._ran, 0.0, dearer * _REVIEW / _FORGOTTEN)
+        shape -= np.where(self._ran, 0.0, dearer * min(1.0, rounds / _FORGOTTEN))
         self._ran[:] = False
+        self._reviewed = self._rounds
 
     def _parts(self, requests: int, action: Action) -> dict[int, float]:
         """Seconds that each proposer takes, but for the scale."""

@@ -170,6 +170,11 @@ class RoundCosts(Protocol):
         drafts: int,
         context: float,
         seconds: float,
-    ) -> None:
-        """Such a round took so long."""
+    ) -> bool:
+        """Such a round took so long. Returns whether that told little: it is known better than one
+        measurement tells, and nothing contradicts it."""
+        ...
+
+    def pass_over(self) -> None:
+        """There was a round of which nothing is to be learnt."""
         ...

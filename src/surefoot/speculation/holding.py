@@ -8,7 +8,7 @@ MANY, MOST_HELD, IDLE_HELD = 8, 3, 15
 """Where rounds wait for the host, time spent on deciding is lost, and what is best for many
 requests changes slowly: a decision then holds for one more round for each ``MANY`` requests, up to
 some. That nobody shall propose to them holds longer, also where the host's time adds to the
-device's."""
+device's; and so does what leaves no choice."""
 _HOST_BOUND = 0.75
 """The part of a round's time that the host needs, from which on rounds wait for it."""
 
@@ -41,14 +41,19 @@ class Held:
         self._requests = situation.requests
         return rounds
 
-    def grant(self, situation: Situation, decision: Decision, host: float, overlap: bool) -> None:
+    def grant(
+        self, situation: Situation, decision: Decision, host: float, overlap: bool, choice: bool
+    ) -> None:
         """The decision that was just made may hold for a while, in which nothing else is tried.
-        ``host``: seconds that the host needs for its round; ``overlap`` as in ``Planner``."""
+        ``host``: seconds that the host needs for its round; ``overlap`` as in ``Planner``;
+        ``choice``: whether there was any."""
         if situation.hosted is not None or situation.prompt_rows:
             return
         few = situation.requests // MANY
         waits = host >= _HOST_BOUND * decision.expected.seconds
-        if decision.action == NOTHING and (waits or not overlap):
+        if not choice:
+            self._granted = IDLE_HELD
+        elif decision.action == NOTHING and (waits or not overlap):
             self._granted = IDLE_HELD if few else 0
         elif waits:
             self._granted = min(few, MOST_HELD)

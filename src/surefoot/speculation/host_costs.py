@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from surefoot.speculation.beliefs import Beliefs
+from surefoot.speculation.beliefs import SURPRISING, Beliefs
 
 _GUESS = [2e-4, 1e-4, 1e-6, 4e-6, 2e-5]
 """Seconds for a round, for one in which anybody proposes, a request, one that drafts, and one that
@@ -17,8 +17,6 @@ _UNCERTAIN = 1.0
 _DRIFT = 1e-5
 _FIRST_NOISE = 0.2
 _PASSES = 20
-_SURPRISING = 2.0
-"""Standard deviations from which on a round tells more than that."""
 _EVERY = 5
 """Rounds from one that is learnt from to the next, where they tell little: prime, so that rounds
 which alternate all have their turn."""
@@ -102,4 +100,4 @@ class HostCosts:
         self._coefficients = [
             guess * math.exp(change) for guess, change in zip(self._guess, changes, strict=True)
         ]
-        return firm and abs(off) < _SURPRISING * self._beliefs.noise
+        return firm and abs(off) < SURPRISING * self._beliefs.noise

@@ -120,8 +120,10 @@ class Fairness:
         """What requests in ``slots`` (int64 [n]; None: of whom nothing is known) are owed, so many
         ``rounds`` after the last decision. ``plain``: seconds of a round without drafts and
         proposers; ``prompts``: those that prompts add to it. Ends restraint after long enough."""
-        ahead = None if slots is None else self.paces.ahead(slots)
-        owed = Owed(plain + prompts, prompts, ahead)
+        if slots is None or len(slots) < 2:
+            # Whoever is alone is slowed by nobody.
+            return Owed(plain + prompts, prompts)
+        owed = Owed(plain + prompts, prompts, self.paces.ahead(slots))
         gained = 1.0 + float(self._gains.mean()) - self._rounds
         self.restraint.passed(rounds, rounds * gained, owed)
         return owed

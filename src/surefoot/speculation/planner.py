@@ -23,6 +23,7 @@ import numpy as np
 
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.accounts import Accounts
+from surefoot.speculation.beliefs import Familiar
 from surefoot.speculation.decisions import (
     NOTHING,
     Action,
@@ -99,6 +100,7 @@ class Planner:
         self.accounts = Accounts(self.budget)
         self._overlap = overlap
         self._at_hand = OffersAtHand(self.offers)
+        self._familiar = Familiar()
         self._trials = Trials()
         self._second: Trial | None = None
         """What the last round tried, if that takes another round."""
@@ -153,7 +155,7 @@ class Planner:
         lasts = action == last.action and bool(plan.drafts) == bool(action[0])
         if charged is None and lasts:
             host = self.weighing.host_seconds(situation, action)
-            self.held.grant(situation, self._last, host, self._overlap)
+            self.held.grant(situation, self._last, host, self._overlap, len(actions) > 1)
         return self._last
 
     def _best(self, case: _Case) -> tuple[Action, _Plan]:
@@ -245,9 +247,15 @@ class Planner:
             host_seconds = outcome.host.seconds
         if outcome.device_seconds is None:
             return
-        self.costs.observe(
-            s.requests, s.prompt_rows, decision.action, decision.drafts, s.context,
-            outcome.device_seconds,
-        )  # fmt: skip
+        familiar, like = self._familiar, (s.kind, s.requests, decision.action, decision.drafts)
+        if not s.prompt_rows and familiar.passes(like):
+            self.costs.pass_over()
+        else:
+            told_little = self.costs.observe(
+                s.requests, s.prompt_rows, decision.action, decision.drafts, s.context,
+                outcome.device_seconds,
+            )  # fmt: skip
+            if not s.prompt_rows:
+                familiar.learnt(like, told_little)
         seconds = self.weighing.together(outcome.device_seconds, host_seconds)
         self.accounts.landed(decision, s, outcome, seconds, self.costs.noise)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
+from surefoot.speculation.beliefs import SURPRISING
 from surefoot.speculation.costs import ExactCosts
 from surefoot.speculation.decisions import NOTHING, Action
 from surefoot.speculation.measured_times import MeasuredTimes, RecordedSize
@@ -79,7 +80,8 @@ class RecordedCosts:
         """The count of rounds when it was last run."""
         self._ran = np.zeros(OCTAVES, dtype=bool)
         """Since the last review: in these octaves of rows."""
-        self._rounds = 0
+        self._rounds = self._reviewed = 0
+        """All of them, and those before the last review."""
         self._step: int | None = None
         self._base = self.measured.seconds[:, 0]
         self._believed: dict[tuple[int, Action], np.ndarray] = {}
@@ -229,14 +231,14 @@ class RecordedCosts:
         drafts: int,
         context: float,
         seconds: float,
-    ) -> None:
+    ) -> bool:
         """As ``RoundCosts`` has it."""
         if requests + prompt_rows < 1 or seconds <= 0:
-            return
+            return False
         size = None if prompt_rows else self.size_for(requests, action, drafts, context)
         if size is None:
-            self._exact().observe(requests, prompt_rows, action, drafts, context, seconds)
-            return
+            exact = self._exact()
+            return exact.observe(requests, prompt_rows, action, drafts, context, seconds)
         place = self._places[size]
         self._rounds += 1
         self._believed.clear()
@@ -250,10 +252,11 @@ class RecordedCosts:
         firm = self.beliefs.observe(features, off)
         self._seen[place] = self._rounds
         self._ran[self._octaves[place]] = True
-        if self._rounds % _REVIEW == 0:
+        if self._rounds - self._reviewed >= _REVIEW:
             self._review(place)
         if not firm:
-            return
+            return False
+        little = abs(off) < SURPRISING * self.noise
         # What others do not explain is the size's own.
         limit = _UNLIKELY * self.noise
         side = 0 if abs(off) < limit else (1 if off > 0 else -1)
@@ -264,6 +267,12 @@ class RecordedCosts:
         self._own[place] += (
             min(1.0, _OWN_WEIGHT * 2 ** min(max(abs(side) - 1, 0), _DOUBLINGS)) * off
         )
+        return little
+
+    def pass_over(self) -> None:
+        """As ``RoundCosts`` has it."""
+        self._rounds += 1
+        self.beliefs.pass_over()
 
     def _review(self, place: int) -> None:
         """Whatever spoils an entry that was in line at the start does not last: look at those that
@@ -273,6 +282,7 @@ class RecordedCosts:
         self._set_base()
         scale, shape = self.beliefs.mean[0], self.beliefs.mean[1 : 1 + OCTAVES]
         usual = max(0.0, scale + self._features[place, 1 : 1 + OCTAVES] @ shape)
-        dearer = np.maximum(scale + shape - usual, 0.0)
-        shape -= np.where(self._ran, 0.0, dearer * _REVIEW / _FORGOTTEN)
+        dearer, rounds = np.maximum(scale + shape - usual, 0.0), self._rounds - self._reviewed
+        shape -= np.where(self._ran, 0.0, dearer * min(1.0, rounds / _FORGOTTEN))
         self._ran[:] = False
+        self._reviewed = self._rounds
