@@ -47,7 +47,7 @@ def running(count: int, caching: bool, finished: set[int]) -> tuple[KVManager, l
 
 def read(rows: torch.Tensor, scores: Any, requests: list[Request], kv: KVManager) -> Landing:
     batch = Batch(group(requests, kv, {0: "a", 1: "b"}, 2), (), 0)
-    report = Report(rows, scores, PromptScores([], []), lambda: None, lambda: None)
+    report = Report(rows.numpy(), scores, PromptScores([], []), lambda: None, lambda: None)
     return read_report(report, batch, kv, ("a", "b"), COLUMNS, 2, {})
 
 

@@ -22,7 +22,7 @@ def report_of(*offers: tuple[int, list[float]]) -> Any:
     for row, (count, chances) in zip(rows, offers, strict=False):
         row[COLUMNS.COUNT], row[COLUMNS.OFFERER] = count, 1
         row[COLUMNS.chances : COLUMNS.offer] = torch.tensor(chances).view(torch.int32)
-    return SimpleNamespace(rows=rows)
+    return SimpleNamespace(rows=rows.numpy())
 
 
 def batch_of(*slots: int, chunks: int = 0, ending: int = 0) -> Any:

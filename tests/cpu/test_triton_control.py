@@ -58,7 +58,7 @@ def reports(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tenso
     def record(size: Any, *rest: Any) -> Any:
         report = launch(size, *rest)
         report.wait()
-        seen.append(report.rows[: size.spans].clone())
+        seen.append(torch.from_numpy(report.rows[: size.spans].copy()))
         return report
 
     monkeypatch.setattr(rounds, "launch", record)

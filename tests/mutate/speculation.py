@@ -566,8 +566,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/round.py",
-        "self.capture = sorted({layer for need in self.needs for layer in need.captured_layers})",
-        "self.capture = [layer for need in self.needs for layer in need.captured_layers]",
+        "wanted = {layer for need in self.needs for layer in need.captured_layers}",
+        "wanted = [layer for need in self.needs for layer in need.captured_layers]",
         "test_round.py",
     ),
     m(
@@ -578,8 +578,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/round.py",
-        "served = self.controller.allowed[index] if need.has_network else None",
-        "served = None",
+        "own = own._replace(served=self.controller.allowed[index])",
+        "pass",
         "test_drafter_state.py",
     ),
     # --- offers of the host -----------------------------------------------------------------------

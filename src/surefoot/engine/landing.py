@@ -58,7 +58,7 @@ def read_report(
     ``batch``, and one more. Requests that have ended are left alone. ``names`` are the
     proposers'; ``hosted`` says by slot who had how many drafts on offer for this very round."""
     requests, leases = batch.group.requests, batch.group.leases
-    rows = report.rows[: len(requests)].numpy()
+    rows = report.rows[: len(requests)]
     scores: dict[int, torch.Tensor] = {}
     if report.scores is not None:
         scores.update(zip(batch.group.scored, report.scores, strict=False))

@@ -18,6 +18,7 @@ class ReportedOffers:
         self.width = width
         self.columns = columns
         self._chances = np.full((slots, width), np.nan, dtype=np.float32)
+        self._chance_bits = self._chances.view(np.int32)
         self._whose = np.zeros(slots, dtype=np.int64)
         self._hosted = np.full((slots, width), np.nan, dtype=np.float32)
 
@@ -46,13 +47,13 @@ class ReportedOffers:
         """A report was read, whose requests now have ``slots`` int64 [spans] (below 0: none).
         Returns which of them it tells of, bool [spans]."""
         width, columns = self.width, self.columns
-        rows = report.rows[: len(slots)].numpy()
+        rows = report.rows[: len(slots)]
         # Who is no longer running has no slot; who samples nothing has no offer.
         known = (slots >= 0) & (rows[:, columns.COUNT] > 0)
         if not known.all():
             slots, rows = slots[known], rows[known]
         chances = rows[:, columns.chances : columns.chances + width]
-        self._chances.view(np.int32)[slots] = chances
+        self._chance_bits[slots] = chances
         self._whose[slots] = rows[:, columns.OFFERER]
         return known
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from surefoot.engine.batch import Batch
@@ -31,7 +32,7 @@ FEW_SCORED = 4
 class Report:
     """What a launched round will have told the host."""
 
-    rows: torch.Tensor
+    rows: np.ndarray
     """int32 [spans, columns]: ``speculation.books.ReportColumns``."""
     scores: torch.Tensor | None
     """int32 [scored, n, columns] as ``kernels.logprobs`` has them, where the round's size asks for
@@ -105,9 +106,9 @@ class Rounds:
             prompt_scores = self.run(size, keys, reads)
             self.apart_seconds = time.perf_counter() - begun
             seconds = self.apart_seconds - self.round.late_seconds
-            books, scores = self.round.books, self.round.scores.part(size)
+            scores = self.round.scores.part(size)
             return Report(
-                books.report[: size.spans].clone(),
+                self.round.books.report.numpy()[: size.spans].copy(),
                 None if scores is None else scores.clone(),
                 prompt_scores,
                 _nothing,
@@ -142,6 +143,7 @@ class _PinnedReport:
     def __init__(self, round_: Round) -> None:
         self.round = round_
         self.rows = torch.zeros_like(round_.books.report, device="cpu").pin_memory()
+        self._seen = self.rows.numpy()
         self.scores: torch.Tensor | None = None
         """Made when first needed."""
         self.begun, self.ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -159,7 +161,8 @@ class _PinnedReport:
             target = self.scores[: scores.numel()].view(scores.shape)
             scores = target.copy_(scores.contiguous(), non_blocking=True)
         self.copied.record()
-        return Report(rows, scores, prompt_scores, self.copied.synchronize, self.seconds)
+        seen, wait = self._seen[: size.spans], self.copied.synchronize
+        return Report(seen, scores, prompt_scores, wait, self.seconds)
 
     def seconds(self) -> float:
         return self.begun.elapsed_time(self.ended) / 1000

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -127,8 +126,7 @@ class DraftRequest:
     """Longest draft that can be of use."""
 
 
-@dataclass(frozen=True)
-class Commits:
+class Commits(NamedTuple):
     """What a round settled for B slots: positions ``first`` .. ``first + counts - 1`` now have
     final KV (and features)."""
 
@@ -216,16 +214,21 @@ class Proposer(ABC):
         return None
 
 
-@contextmanager
-def blamed(proposer: Proposer | HostProposer, method: str) -> Iterator[None]:
+class blamed:
     """What ``proposer`` raises in ``method`` goes on as it is, with a note that says so, and is
-    remembered."""
-    try:
-        yield
-    except Exception as error:
-        proposer.has_raised = True
-        error.add_note(f"raised by proposer {proposer.name!r} in {method}()")
-        raise
+    remembered. (No generator: every round of a small model waits for it, more than once.)"""
+
+    def __init__(self, proposer: Proposer | HostProposer, method: str) -> None:
+        self._proposer = proposer
+        self._method = method
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            self._proposer.has_raised = True
+            error.add_note(f"raised by proposer {self._proposer.name!r} in {self._method}()")
 
 
 def read_options(proposer: type[Proposer] | type[HostProposer], values: Mapping[str, Any]) -> Any:

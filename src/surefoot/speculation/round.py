@@ -36,7 +36,7 @@ from surefoot.speculation.proposer import (
     blamed,
 )
 from surefoot.speculation.scoring import PromptReads, PromptScores, TokenScores
-from surefoot.speculation.size import Size
+from surefoot.speculation.size import GREEDY, Size
 from surefoot.speculation.state import SlotState
 from surefoot.speculation.trees import (
     NodeRows,
@@ -78,7 +78,8 @@ class Round:
         self.slots.fill_(state.padding_slot)
         # What every round would otherwise ask again: who keeps state, and which layers it reads.
         self.needs = [proposer.needs() for proposer in proposers]
-        self.capture = sorted({layer for need in self.needs for layer in need.captured_layers})
+        wanted = {layer for need in self.needs for layer in need.captured_layers}
+        self.capture = tuple(sorted(wanted))
         self.stateful = [
             index
             for index, proposer in enumerate(proposers)
@@ -198,7 +199,7 @@ class Round:
         if size.samples == 0:
             return torch.zeros(1, dtype=torch.int64, device=self.state.device), None
         decoder = self.decoder
-        if size.kind == SamplingStages() and size.logprobs is None and not size.masked:
+        if size.kind == GREEDY and size.logprobs is None and not size.masked:
             return decoder.greedy(hidden), None
         logits = decoder.logits(hidden)
         rows = self.rows_to_sample(layout, size.kind, tree_rows, max_keys)
@@ -320,12 +321,15 @@ class Round:
     def tell(self, proposers: Sequence[int], commits: Commits) -> None:
         """Tell these proposers what was settled, with ``features`` of all captured layers."""
         for index in proposers:
-            need = self.needs[index]
-            own = select_layers(commits.features, self.capture, need.captured_layers)
-            served = self.controller.allowed[index] if need.has_network else None
-            proposer = self.proposers[index]
+            proposer, need = self.proposers[index], self.needs[index]
+            own = commits
+            if need.captured_layers != self.capture:
+                features = select_layers(commits.features, self.capture, need.captured_layers)
+                own = own._replace(features=features)
+            if need.has_network:
+                own = own._replace(served=self.controller.allowed[index])
             with blamed(proposer, "catch_up"):
-                proposer.catch_up(replace(commits, features=own, served=served))
+                proposer.catch_up(own)
 
     def propose(self, index: int, slots: torch.Tensor, size: Size, max_keys: int) -> Drafts:
         """Proposer ``index``'s offers for ``slots`` [B], as far as its context reaches."""

@@ -188,4 +188,4 @@ def follow_paths(
     tail = (commits.counts - 1).clamp(min=0)
     end = paths.rows.gather(1, tail.clamp(max=deepest).unsqueeze(1)).squeeze(1)
     end = torch.where(rows.nodes > 0, end, tail)
-    return replace(commits, batch=batch, before=before, last=commits.rows + end)
+    return commits._replace(batch=batch, before=before, last=commits.rows + end)

@@ -116,4 +116,4 @@ class TritonBooks(BookKeeping):
             layout.first_row, commits.counts, batch.key_index, batch.row_slot, rows.nodes,
         )  # fmt: skip
         batch = replace(batch, key_index=keys, row_slot=slots, mask=None)
-        return replace(commits, batch=batch, before=before, last=last)
+        return commits._replace(batch=batch, before=before, last=last)

@@ -120,6 +120,7 @@ class NativeFeatures:
         ]
         self.weights = weights
         self.rope = rope
+        self._pools: tuple[Sequence[NativeKV], Any] | None = None
         self.keys = (LayerStruct * len(layers))(*layers)
         self.struct = FeaturesStruct(
             weights.fuse.address,
@@ -130,6 +131,13 @@ class NativeFeatures:
             context.eps,
         )
         self.address = ctypes.addressof(self.struct)
+
+    def table(self, kv: Sequence[NativeKV]) -> Any:
+        """The addresses of the pools of its layers."""
+        if self._pools is None or self._pools[0] is not kv:
+            pointers = ctypes.c_void_p * len(kv)
+            self._pools = kv, pointers(*(pool.address for pool in kv))
+        return self._pools[1]
 
 
 def write_features(
@@ -164,7 +172,7 @@ def write_features(
         _address(served),
         *(_address(first), _address(counts), spans),
         last_position,
-        (ctypes.c_void_p * len(kv))(*(pool.address for pool in kv)),
+        prepared.table(kv),
         backend.thread_count,
     ):
         raise MemoryError("no memory for a drafter's keys")

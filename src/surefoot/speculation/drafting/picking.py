@@ -19,6 +19,7 @@ from surefoot.sampling.sampler import (
     sample_rows,
 )
 from surefoot.speculation.drafting.network import Network
+from surefoot.speculation.size import GREEDY
 from surefoot.speculation.state import SlotState
 
 CANDIDATES = 64
@@ -33,7 +34,7 @@ class Picker:
         self.ids = network.target_ids
         self.state = state
         self.coupled = coupled
-        self.stages = SamplingStages()
+        self.stages = GREEDY
 
     @property
     def chained(self) -> bool:
@@ -42,7 +43,7 @@ class Picker:
 
     def serve(self, stages: SamplingStages) -> None:
         """Be ready for requests of which some need these sampling stages."""
-        self.stages = stages if self.coupled else SamplingStages()
+        self.stages = stages if self.coupled else GREEDY
 
     def pick(
         self,
@@ -58,7 +59,7 @@ class Picker:
         where the next one's penalties see them; the likeliest of all are not, which nobody asks.
         """
         backend, ids, state, stages = self.backend, self.ids, self.state, self.stages
-        if stages == SamplingStages():
+        if stages == GREEDY:
             backend.drafting.likeliest(logits, ids, *out)
             return
         rows = SampleRows(slots, positions, state.history, state.history.shape[1])
@@ -84,7 +85,7 @@ class Picker:
         their log-probabilities given the noise. Penalties see the committed text, not the
         drafts."""
         ids, state, stages = self.ids, self.state, self.stages
-        if stages == SamplingStages():
+        if stages == GREEDY:
             best, columns = logits.log_softmax(dim=-1).topk(count, dim=-1)
             return columns if ids is None else ids[columns], best
         params = state.params

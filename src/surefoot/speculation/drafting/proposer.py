@@ -97,9 +97,9 @@ class NetworkProposer(Proposer):
             self.network = self.build(target)
         self.pools = DrafterPools(self.network, state, self.scratch_keys)
         self.picker = Picker(self.network, state, self.options.coupled)
-        self._whole = torch.arange(self.longest + 1, device=state.device)
-        self._whole = self._whole.unsqueeze(1).repeat(1, state.slots)
-        """int64 [depth, slots]: lengths of offers that reach so far."""
+        self._lengths = torch.arange(self.longest + 1, device=state.device)
+        self._lengths = self._lengths.unsqueeze(1).repeat(1, state.slots)
+        self._whole: dict[tuple[int, int], torch.Tensor] = {}
 
     def needs(self) -> Needs:
         network = self.network
@@ -125,6 +125,13 @@ class NetworkProposer(Proposer):
         """Most drafts in a row that are of use now."""
         return min(self.longest, self.wanted.longest or self.longest)
 
+    def whole(self, depth: int, count: int) -> torch.Tensor:
+        """int64 [count]: lengths of offers of ``depth`` drafts each."""
+        found = self._whole.get((depth, count))
+        if found is None:
+            found = self._whole[depth, count] = self._lengths[depth, :count]
+        return found
+
     def features_before(self) -> torch.Tensor | None:
         """[slots, hidden]: what the network reads beside the current tokens; None: nothing."""
         return None
@@ -141,7 +148,7 @@ class NetworkProposer(Proposer):
             tokens = offered[:, step]
             self.picker.pick(slots, live.keys[step + 1], logits, (tokens, confidence[:, step]))
             features = network.fed_back(hidden)
-        return Drafts(offered, self._whole[depth, : len(slots)], confidence)
+        return Drafts(offered, self.whole(depth, len(slots)), confidence)
 
     @classmethod
     def draft_tokens(cls, options: Any) -> int:

@@ -18,10 +18,10 @@ from torch.nn.functional import embedding
 from surefoot.kernels.backend import Backend
 from surefoot.kernels.block_drafting import BlockWeights
 from surefoot.kernels.quant import dense
-from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.drafting.picking import Picker
 from surefoot.speculation.proposers.dflash.checkpoint import DFlashCheckpoint
 from surefoot.speculation.proposers.dflash.network import DFlashNetwork
+from surefoot.speculation.size import GREEDY
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class MarkovChain(Walk):
     ) -> None:
         previous, state = current, None
         for part in parts:
-            if self.kind == "vanilla" and picker.stages == SamplingStages():
+            if self.kind == "vanilla" and picker.stages == GREEDY:
                 chances = None if self.confident else part.chances
                 self.backend.drafting.markov(
                     part.logits, self.before, self.after, previous, picker.ids, part.tokens, chances
@@ -188,7 +188,7 @@ class PathSelector(Walk):
     def pick(
         self, picker: Picker, slots: torch.Tensor, current: torch.Tensor, parts: Iterator[Rows]
     ) -> None:
-        previous, likeliest = current, picker.stages == SamplingStages()
+        previous, likeliest = current, picker.stages == GREEDY
         for part in parts:
             unary, candidates = part.logits.topk(self.top_k, dim=-1)
             edges = self.edges(part, candidates)

@@ -17,7 +17,6 @@ import torch
 from surefoot.errors import SurefootError
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
-from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.drafting.proposer import NetworkOptions, NetworkProposer
 from surefoot.speculation.proposer import Commits, DraftCost, Drafts
 from surefoot.speculation.proposers.dflash.checkpoint import (
@@ -29,6 +28,7 @@ from surefoot.speculation.proposers.dflash.checkpoint import (
 )
 from surefoot.speculation.proposers.dflash.heads import ConfidenceHead, Rows, walk_of
 from surefoot.speculation.proposers.dflash.network import DFlashNetwork, layer_bytes
+from surefoot.speculation.size import GREEDY
 
 MOST_LOGIT_ROWS = 256
 """Rows whose logits are in memory at once, but for those of one draft of every request. Fewer would
@@ -109,10 +109,10 @@ class DFlashProposer(NetworkProposer):
 
     def propose(self, slots: torch.Tensor) -> Drafts:
         network, depth, count = self.network, self.depth, len(slots)
-        if self.at_once is not None and self.picker.stages == SamplingStages():
+        if self.at_once is not None and self.picker.stages == GREEDY:
             scratch = self.pools.scratch(self.wanted.max_keys)
             tokens, chances = self.at_once.draft(slots, depth, scratch)
-            return Drafts(tokens, self._whole[depth, :count], chances)
+            return Drafts(tokens, self.whole(depth, count), chances)
         # A block has no more masks than drafts are wanted: fewer draft as well, and cost less.
         rows = network.config.first_row + depth
         live = self.pools.live_rows(slots, None, depth, self.wanted.max_keys)
@@ -144,7 +144,7 @@ class DFlashProposer(NetworkProposer):
         if self.confidence is not None and normed is not None:
             before = torch.cat((live.tokens.unsqueeze(0), tokens[:-1]))
             chances = self.confidence(normed, before)
-        return Drafts(tokens.t().contiguous(), self._whole[depth, :count], chances.t().contiguous())
+        return Drafts(tokens.t().contiguous(), self.whole(depth, count), chances.t().contiguous())
 
     @classmethod
     def inspect(cls, path: str, target: ModelConfig | None) -> dict[str, Any] | None:
