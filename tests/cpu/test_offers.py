@@ -33,6 +33,34 @@ def test_a_promise_is_fair_to_who_has_nothing_on_offer() -> None:
         assert took == pytest.approx(1.0 + 0.03 * best)
 
 
+@pytest.mark.parametrize("lately", [True, False])
+@pytest.mark.parametrize("margin", [1.0, 1.1])
+def test_a_promise_to_one_request_is_the_mean_of_its_best_rounds(
+    margin: float, lately: bool
+) -> None:
+    """Of the latest eight offers, whose sums are made number by number, or of all."""
+    rng = np.random.default_rng(7)
+    for case in range(40):
+        memory = OfferMemory(WIDTH, frozenset({DRAFTER}))
+        for _ in range(int(rng.integers(9, 30))):
+            row = np.cumprod(rng.random(WIDTH)) * (rng.random() < 0.8)
+            memory.record(row[np.newaxis].astype(np.float32), np.zeros(1, int), (LOOKUP,), 0)
+        drafts = np.arange(WIDTH + 1) if case % 2 else np.array([0, 2, 3])
+        seconds = 1.0 + np.cumsum(rng.random(len(drafts)) * 0.3)
+        count = 8 if lately else memory.of(LOOKUP).count
+        best = []
+        for row in memory.latest(count, (LOOKUP,), 0):
+            gains = [float(row[:taken].sum()) for taken in drafts]
+            rates = [
+                (1.0 + gain) / took * (1.0 if at else margin)
+                for at, (gain, took) in enumerate(zip(gains, seconds, strict=True))
+            ]
+            at = int(np.argmax(rates))
+            best.append((1.0 + gains[at], seconds[at]))
+        found = memory.promise(1, (LOOKUP,), 0, drafts, seconds, margin, lately)
+        assert found == pytest.approx(tuple(np.mean(best, axis=0)), rel=1e-5)
+
+
 def test_drafters_offers_are_seen_as_long_as_they_would_be() -> None:
     """Cut where they would draft less far; continued as usual where further."""
     usual = [0.8, 0.4, 0.1]

@@ -54,6 +54,18 @@ def test_who_sampled_nothing_or_has_left_is_not_told_of() -> None:
     assert chances[:, 0].tolist()[::2] == [0.75, 0.5] and np.isnan(chances[1::2]).all()
 
 
+def test_of_one_request_a_report_tells_as_of_several() -> None:
+    reported = known()
+    for count, slot, told in ((1, 3, True), (1, -1, False), (0, 2, False), (0, -1, False)):
+        report = report_of((count, [0.5, 0.25, 0.125]))
+        report.rows[0, COLUMNS.OFFERER] = 0
+        assert reported.note(report, np.array([slot])).tolist() == [told]
+    chances, whose = reported.of(batch_of(0, 1, 2, 3))
+    assert chances is not None and whose is not None
+    assert chances[3].tolist() == [0.5, 0.25, 0.125] and whose.tolist() == [1, 0, 1, 0]
+    assert chances[0, 0] == 0.75 and chances[2, 0] == 0.5 and np.isnan(chances[1]).all()
+
+
 def test_of_a_new_request_nothing_is_known() -> None:
     """Neither of one that took over a slot, nor of one at the end of its prompt: that is not the
     same as nothing on offer."""

@@ -47,6 +47,14 @@ class ReportedOffers:
         """A report was read, whose requests now have ``slots`` int64 [spans] (below 0: none).
         Returns which of them it tells of, bool [spans]."""
         width, columns = self.width, self.columns
+        if len(slots) == 1:
+            # A dozen operations on arrays of one number take longer than all that follows.
+            row, slot = report.rows[0], int(slots[0])
+            known = slot >= 0 and bool(row[columns.COUNT] > 0)
+            if known:
+                self._chance_bits[slot] = row[columns.chances : columns.chances + width]
+                self._whose[slot] = row[columns.OFFERER]
+            return np.full(1, known)
         rows = report.rows[: len(slots)]
         # Who is no longer running has no slot; who samples nothing has no offer.
         known = (slots >= 0) & (rows[:, columns.COUNT] > 0)

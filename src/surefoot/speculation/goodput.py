@@ -39,7 +39,9 @@ def best_drafts(
     """
     batch = len(chances)
     if batch == 1:
-        return _best_of_one(chances[0].tolist(), drafts.tolist(), seconds.tolist(), apart, margin)
+        one = chances[0].tolist()
+        at, gain = best_of_one(one, drafts.tolist(), seconds.tolist(), apart, margin)
+        return Chosen(at, np.full(1, gain))
     ranked = np.sort(chances, axis=None)[::-1]
     offered = int(np.count_nonzero(ranked > 0.0))
     if not offered:
@@ -83,11 +85,12 @@ def _least(gains: np.ndarray, ahead: np.ndarray | None) -> float:
     return float((gains if ahead is None else gains + ahead).min())
 
 
-def _best_of_one(
+def best_of_one(
     chances: list[float], drafts: list[int], seconds: list[float], apart: float, margin: float
-) -> Chosen:
-    """``best_drafts`` for one request, which no other's drafts slow. Every round of a small model
-    waits for it, and array operations would take several times as long as these few sums."""
+) -> tuple[int, float]:
+    """``best_drafts`` for one request, which no other's drafts slow: the index, and the drafts that
+    are expected to be accepted. Every round of a small model waits for it, and array operations
+    would take several times as long as these few sums."""
     ranked = sorted((chance for chance in chances if chance > 0.0), reverse=True)
     best, rate, gain, taken = 0, margin * (1.0 / (seconds[0] - apart)), 0.0, 0
     gained = 0.0
@@ -99,7 +102,7 @@ def _best_of_one(
         taken = min(drafts[at], len(ranked))
         if (found := (1.0 + gain) / (seconds[at] - apart)) > rate:
             best, rate, gained = at, found, gain
-    return Chosen(best, np.full(1, gained))
+    return best, gained
 
 
 def nearest_count(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from surefoot.speculation.goodput import best_of_one
 from surefoot.speculation.paces import MIN_PACE
 
 KEPT = 512
@@ -222,6 +223,8 @@ class OfferMemory:
         together = min(requests, count)
         groups = count // together
         rows = self.latest(groups * together, proposers, steps)
+        if requests == 1 and count <= _LEAST:
+            return _of_one(rows, drafts, seconds, margin)
         each = rows.reshape(groups, together, self.width)
         ranked = -np.sort(-rows.reshape(groups, -1), axis=1)
         share = requests / together
@@ -234,6 +237,19 @@ class OfferMemory:
         best = _fairest(each, ranked, taken, rates, seconds / seconds[0])
         every = np.arange(groups)
         return float(tokens[every, best].mean()), float(seconds[best].mean())
+
+
+def _of_one(
+    rows: np.ndarray, drafts: np.ndarray, seconds: np.ndarray, margin: float
+) -> tuple[float, float]:
+    """``OfferMemory.promise`` for one request that makes the offers ``rows`` float32 [n, width], a
+    few, one after the other."""
+    tokens = total = 0.0
+    counts, times = drafts.tolist(), seconds.tolist()
+    for row in rows.tolist():
+        at, gain = best_of_one(row, counts, times, 0.0, margin)
+        tokens, total = tokens + 1.0 + gain, total + times[at]
+    return tokens / len(rows), total / len(rows)
 
 
 def _fairest(
