@@ -578,7 +578,7 @@ MUTATIONS = (
     ),
     m(
         "speculation/round.py",
-        "own = own._replace(served=self.controller.allowed[index])",
+        "own = own._replace(served=self._allowed[index])",
         "pass",
         "test_drafter_state.py",
     ),

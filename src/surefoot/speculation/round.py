@@ -108,6 +108,7 @@ class Round:
         a tree's nodes are no steps."""
         self.books = book_keeping(decoder.backend, state, controller, spans)
         backend = decoder.backend
+        self._allowed = list(controller.allowed)
         self.backlog = Backlog(state, backend.drafting, backend.late_rows)
         """What drafters have yet to catch up on."""
         self.late_seconds = 0.0
@@ -327,7 +328,7 @@ class Round:
                 features = select_layers(commits.features, self.capture, need.captured_layers)
                 own = own._replace(features=features)
             if need.has_network:
-                own = own._replace(served=self.controller.allowed[index])
+                own = own._replace(served=self._allowed[index])
             with blamed(proposer, "catch_up"):
                 proposer.catch_up(own)
 

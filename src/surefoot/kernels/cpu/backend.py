@@ -185,8 +185,7 @@ class NativeBackend(Backend):
         memory cannot be had."""
         if inputs is not None:
             inputs = input_of(inputs, weights.qkv)
-        if x.dtype is not torch.float32 or not x.is_contiguous():
-            x = x.float().contiguous()
+        x = _floats(x)
         return self.run(self._prepared(weights, rope), kv.table, x, batch, inputs, outputs)
 
     def _prepared(self, weights: LayerWeights, rope: RopeTable) -> PreparedLayer:
@@ -215,8 +214,7 @@ class NativeBackend(Backend):
                 self._layers.clear()
             self._layers[id(kv[0])] = prepared
         count, hidden = len(weights), x.shape[1]
-        if x.dtype is not torch.float32 or not x.is_contiguous():
-            x = x.float().contiguous()
+        x = _floats(x)
         features = torch.empty(len(x), len(capture) * hidden)
         leaving = count in capture
         # What the last block makes of other rows nobody reads, unless it is captured.
@@ -287,7 +285,7 @@ class NativeBackend(Backend):
         self, norm: torch.Tensor, eps: float, linear: NativeLinear, x: torch.Tensor
     ) -> torch.Tensor:
         """x [M, hidden] -> float32 logits [M, vocab]."""
-        x = x.float().contiguous()
+        x = _floats(x)
         out = torch.empty(x.shape[0], linear.shape[0])
         self._linear(norm.data_ptr(), eps, linear, x, out)
         return out
@@ -296,14 +294,14 @@ class NativeBackend(Backend):
         self, norm: torch.Tensor, eps: float, linear: NativeLinear, x: torch.Tensor
     ) -> torch.Tensor:
         """See ``Backend.greedy``; the logits never leave the caches."""
-        x = x.float().contiguous()
+        x = _floats(x)
         tokens = torch.empty(x.shape[0], dtype=torch.int64)
         self._linear(norm.data_ptr(), eps, linear, x, None, tokens)
         return tokens
 
     def linear(self, linear: NativeLinear, x: torch.Tensor) -> torch.Tensor:
         """The packed linear alone: [N, in] -> float32 [N, out]."""
-        x = x.float().contiguous()
+        x = _floats(x)
         out = torch.empty(x.shape[0], linear.shape[0])
         self._linear(None, 0.0, linear, x, out)
         return out
@@ -349,6 +347,13 @@ class NativeBackend(Backend):
         """See ``Backend.draw``; logits without NaN."""
         threads = self.thread_count
         return sampling.draw(self.library, self.context_address, logits, draws, threads)
+
+
+def _floats(x: torch.Tensor) -> torch.Tensor:
+    """float32, contiguous."""
+    if x.dtype is torch.float32 and x.is_contiguous():
+        return x
+    return x.float().contiguous()
 
 
 def _release(library: ctypes.CDLL, context: ContextStruct) -> None:
