@@ -238,8 +238,8 @@ def test_kinds_of_sampling_have_costs_of_their_own() -> None:
     [
         (LOOK, 7, 2.0, True, 1), (LOOK, 15, 2.0, True, 2), (LOOK, 48, 2.0, True, 4),
         (LOOK, 48, 0.1, True, 1), (LOOK, 48, 0.1, False, 1),
-        (NOTHING, 7, 2.0, True, 1), (NOTHING, 15, 2.0, True, 16), (NOTHING, 48, 0.1, True, 1),
-        (NOTHING, 48, 0.1, False, 16), (NOTHING, 7, 0.1, False, 1),
+        (NOTHING, 7, 2.0, True, 16), (NOTHING, 15, 2.0, True, 16), (NOTHING, 48, 0.1, True, 1),
+        (NOTHING, 48, 0.1, False, 16), (NOTHING, 7, 0.1, False, 16), (NOTHING, 1, 0.1, False, 16),
     ],
 )  # fmt: skip
 def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
@@ -291,7 +291,7 @@ def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
     planner.decide(now)
     weighed.clear()
     planner.decide(situation(*[row] * (requests + 1), proposers=(0,)))
-    assert bool(weighed) == (every == 1)
+    assert bool(weighed) == (every == 1 or requests < 8)
 
 
 @pytest.mark.parametrize("requests", [1, 7, 32])

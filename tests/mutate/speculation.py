@@ -129,8 +129,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/holding.py",
-        "self._granted = IDLE_HELD if few else 0",
-        "self._granted = min(few, MOST_HELD)",
+        "self._granted = IDLE_HELD",
+        "self._granted = MOST_HELD",
         "test_decisions.py",
     ),
     m(

@@ -7,8 +7,8 @@ from surefoot.speculation.decisions import NOTHING, Decision, Situation
 MANY, MOST_HELD, IDLE_HELD = 8, 3, 15
 """Where rounds wait for the host, time spent on deciding is lost, and what is best for many
 requests changes slowly: a decision then holds for one more round for each ``MANY`` requests, up to
-some. That nobody shall propose to them holds longer, also where the host's time adds to the
-device's; and so does what leaves no choice."""
+some. That nobody shall propose holds longer, also where the host's time adds to the device's: until
+somebody does, nothing new is learnt. And so does what leaves no choice."""
 _HOST_BOUND = 0.75
 """The part of a round's time that the host needs, from which on rounds wait for it."""
 
@@ -49,14 +49,11 @@ class Held:
         ``choice``: whether there was any."""
         if situation.hosted is not None or situation.prompt_rows:
             return
-        few = situation.requests // MANY
         waits = host >= _HOST_BOUND * decision.expected.seconds
-        if not choice:
+        if not choice or (decision.action == NOTHING and (waits or not overlap)):
             self._granted = IDLE_HELD
-        elif decision.action == NOTHING and (waits or not overlap):
-            self._granted = IDLE_HELD if few else 0
         elif waits:
-            self._granted = min(few, MOST_HELD)
+            self._granted = min(situation.requests // MANY, MOST_HELD)
         self.left = self._granted
 
 
