@@ -21,6 +21,7 @@ _NOISE_WEIGHT = 0.02
 _ROUNDING = 1e-9
 _LARGEST_STEP = 0.5
 _PASSED = 4
+"""Measurements of a kind that are passed over after one that told little."""
 _MOST_KINDS = 1024
 
 
@@ -60,8 +61,8 @@ class Beliefs:
     def observe(self, weights: np.ndarray, off: float) -> bool:
         """The sum of the numbers, each times its ``weights`` (float64 [n]), was measured ``off``
         larger than believed. Returns whether it was known better than a measurement tells."""
-        # Few array operations: this runs twice in every round, behind a forward that has emptied
-        # the processor's caches.
+        # Few array operations: this runs between rounds, behind a forward that has emptied the
+        # processor's caches.
         if self._since_drift >= DRIFTS_EVERY:
             self._drift_on(self._since_drift)
             self._since_drift = 0

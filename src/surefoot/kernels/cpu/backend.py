@@ -90,7 +90,7 @@ class NativeBackend(Backend):
         """By what identifies a batch, which they keep alive. Rounds of few rows write into the
         batches of earlier ones."""
         self._layers: dict[int, PreparedLayers] = {}
-        """By what identifies the keys of the first."""
+        """By the address of the first one's keys."""
         weakref.finalize(self, _release, library, self._work)
         weakref.finalize(self, _release, library, self._context)
 
@@ -207,12 +207,12 @@ class NativeBackend(Backend):
         """See ``Backend.layers``. MemoryError when scratch memory cannot be had."""
         if not weights:
             return super().layers(weights, x, batch, kv, rope, capture, outputs)
-        prepared = self._layers.get(id(kv[0]))
+        prepared = self._layers.get(kv[0].address)
         if prepared is None or not prepared.are(weights, kv, rope):
-            prepared = PreparedLayers([self._prepared(each, rope) for each in weights], kv[:])
+            prepared = PreparedLayers([self._prepared(each, rope) for each in weights], kv)
             if len(self._layers) >= MOST_PREPARED:
                 self._layers.clear()
-            self._layers[id(kv[0])] = prepared
+            self._layers[kv[0].address] = prepared
         count, hidden = len(weights), x.shape[1]
         x = _floats(x)
         features = torch.empty(len(x), len(capture) * hidden)

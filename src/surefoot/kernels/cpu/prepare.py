@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,15 +27,16 @@ class PreparedLayer:
 
 
 class PreparedLayers:
-    """Tables of the addresses of several layers, and of their keys and values."""
+    """Tables of the addresses of several layers, and of their keys and values, which are not kept
+    alive: what lies at the same addresses is the same to the C code."""
 
     def __init__(self, layers: Sequence[PreparedLayer], kv: Sequence[NativeKV]) -> None:
         self.layers = layers
-        self.kv = kv
+        self._addresses = [pool.address for pool in kv]
         pointers = ctypes.c_void_p * len(layers)
         self._tables = (
             pointers(*(layer.address for layer in layers)),
-            pointers(*(pool.address for pool in kv)),
+            pointers(*self._addresses),
         )
         self.table, self.kv_table = map(ctypes.addressof, self._tables)
         self._capture = CaptureStruct()
@@ -49,7 +49,7 @@ class PreparedLayers:
             len(weights) == len(self.layers)
             and self.layers[0].rope is rope
             and all(layer.weights is each for layer, each in zip(self.layers, weights, strict=True))
-            and all(map(operator.is_, self.kv, kv))
+            and [pool.address for pool in kv] == self._addresses
         )
 
     def capture(self, wanted: Sequence[int], hidden: int, features: torch.Tensor) -> int:
