@@ -134,6 +134,30 @@ MUTATIONS = (
         "test_decisions.py",
     ),
     m(
+        "speculation/holding.py",
+        "if not choice or (",
+        "if (",
+        "test_decisions.py::test_what_leaves_no_choice_holds",
+    ),
+    m(
+        "speculation/beliefs.py",
+        "        if not told_little or len(self._left) >= _MOST_KINDS:",
+        "        if len(self._left) >= _MOST_KINDS:",
+        "test_decisions.py::test_rounds_that_told_little_are_learnt_from_now_and_then",
+    ),
+    m(
+        "kernels/cpu/prepare.py",
+        "            and [pool.address for pool in kv] == self._addresses\n",
+        "",
+        "test_native_layers.py",
+    ),
+    m(
+        "ray/unanswered.py",
+        'if scope["type"] == "http" and self._dead():',
+        "if False:",
+        "test_unanswered.py",
+    ),
+    m(
         "speculation/exploring.py",
         "self._rounds += rounds",
         "self._rounds += 1",
