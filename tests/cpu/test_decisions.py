@@ -36,6 +36,10 @@ class GivenCosts:
         self.all_actions = (NOTHING, *actions)
         self.draft = draft
         self.proposing = proposing
+        self.seen: list[tuple[int, int, float]] = []
+        """Drafts, rows of prompts and seconds of the rounds that were to be learnt from."""
+        self.passed, self.little = 0, False
+        """Those that were not, and whether the others told little."""
 
     def actions(self, requests: int) -> Sequence[Action]:
         return self.all_actions
@@ -62,10 +66,11 @@ class GivenCosts:
         seconds: float,
     ) -> bool:
         """They stay as they are."""
-        return False
+        self.seen.append((drafts, prompt_rows, seconds))
+        return self.little
 
     def pass_over(self) -> None:
-        """Neither do they then."""
+        self.passed += 1
 
 
 def situation(*chances: list[float], **changes: Any) -> Situation:
@@ -204,31 +209,18 @@ def test_a_report_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kinds_of_sampling_have_costs_of_their_own() -> None:
     """Drafts are cheap where the likeliest tokens are taken, dear where they are drawn."""
-    seen: list[tuple[bool, float]] = []
-
-    class Told(GivenCosts):
-        def observe(
-            self,
-            requests: int,
-            prompt_rows: int,
-            action: Action,
-            drafts: int,
-            context: float,
-            seconds: float,
-        ) -> bool:
-            seen.append((self is dear, seconds))
-            return False
-
-    cheap, dear = Told([LOOK], 0.01), Told([LOOK], 2.0)
+    cheap, dear = GivenCosts([LOOK], 0.01), GivenCosts([LOOK], 2.0)
     planner = Planner(cheap, HostCosts(), WIDTH, others={DRAWN: dear})
     sure = [0.9, 0.8, 0.7]
     for kind, drafts in ((GREEDY, 3), (DRAWN, 0), (GREEDY, 3), (ADJUSTED, 3)):
         now = situation(sure, kind=kind, proposers=(0,))
-        seen.clear()
+        for costs in (cheap, dear):
+            costs.seen.clear()
         for _ in range(30):
             decision = planner.decide(now)
             planner.landed(decision, now, Landed(1.25, None, 0, 0, 1))
-        assert set(seen) == {(kind == DRAWN, 1.25)}
+        told = {(costs is dear, seen[2]) for costs in (cheap, dear) for seen in costs.seen}
+        assert told == {(kind == DRAWN, 1.25)}
         late = Counter(planner.decide(now).drafts for _ in range(10))
         assert late.most_common(1)[0][0] == drafts
 
@@ -314,36 +306,17 @@ def test_what_leaves_no_choice_holds(requests: int, monkeypatch: pytest.MonkeyPa
 
 def test_rounds_that_told_little_are_learnt_from_now_and_then() -> None:
     """Until one tells much; those with prompts always are."""
-    seen: list[tuple[int, int]] = []
-
-    class Told(GivenCosts):
-        little, passed = True, 0
-
-        def observe(
-            self,
-            requests: int,
-            prompt_rows: int,
-            action: Action,
-            drafts: int,
-            context: float,
-            seconds: float,
-        ) -> bool:
-            seen.append((drafts, prompt_rows))
-            return self.little
-
-        def pass_over(self) -> None:
-            self.passed += 1
-
-    costs = Told([LOOK], 0.0)
+    costs = GivenCosts([LOOK], 0.0)
+    costs.little = True
     planner = Planner(costs, HostCosts(), WIDTH)
     now = situation([0.9, 0.8, 0.7], proposers=(0,))
 
     def land(*drafts: int, **changes: Any) -> list[tuple[int, int]]:
-        seen.clear()
+        costs.seen.clear()
         for count in drafts:
             decision = Decision(count, *LOOK)
             planner.landed(decision, replace(now, **changes), Landed(1.0, None, 0, 0, 1))
-        return list(seen)
+        return [seen[:2] for seen in costs.seen]
 
     assert land(*[2] * 11) == [(2, 0)] * 3 and costs.passed == 8
     # Others are not like it; when it is its turn again nothing has changed.

@@ -180,6 +180,7 @@ class Core:
 
     def _totals(self) -> Totals:
         engine, stats = self.engine, self.engine.stats
+        accounts = engine.planner.accounts
         pool, scheduler = engine.kv.pool, engine.scheduler
         return Totals(
             running=len(scheduler.running),
@@ -192,11 +193,11 @@ class Core:
             preemptions=stats.preemptions,
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
-            probes=engine.planner.accounts.explored,
-            barren_rounds=engine.planner.accounts.barren,
-            believed_seconds=engine.planner.accounts.believed_seconds,
-            measured_seconds=engine.planner.accounts.measured_seconds,
-            saved_seconds=engine.planner.accounts.saved_seconds,
+            probes=accounts.explored,
+            barren_rounds=accounts.barren,
+            believed_seconds=accounts.believed_seconds,
+            measured_seconds=accounts.measured_seconds,
+            saved_seconds=accounts.saved_seconds,
         )
 
 

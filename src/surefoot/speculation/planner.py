@@ -98,7 +98,6 @@ class Planner:
         self.fairness = Fairness()
         self.budget = Budget()
         self.accounts = Accounts(self.budget)
-        self._overlap = overlap
         self._at_hand = OffersAtHand(self.offers)
         self._familiar = Familiar()
         self._trials = Trials()
@@ -155,7 +154,8 @@ class Planner:
         lasts = action == last.action and bool(plan.drafts) == bool(action[0])
         if charged is None and lasts:
             host = self.weighing.host_seconds(situation, action)
-            self.held.grant(situation, self._last, host, self._overlap, len(actions) > 1)
+            overlap, choice = self.weighing.overlap, len(actions) > 1
+            self.held.grant(situation, self._last, host, overlap, choice)
         return self._last
 
     def _best(self, case: _Case) -> tuple[Action, _Plan]:

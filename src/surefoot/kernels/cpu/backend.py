@@ -31,6 +31,7 @@ from surefoot.kernels.cpu.linear import (
     DENSE_KINDS,
     KINDS,
     NativeLinear,
+    floats,
     input_of,
     pack_part,
 )
@@ -185,7 +186,7 @@ class NativeBackend(Backend):
         memory cannot be had."""
         if inputs is not None:
             inputs = input_of(inputs, weights.qkv)
-        x = _floats(x)
+        x = floats(x)
         return self.run(self._prepared(weights, rope), kv.table, x, batch, inputs, outputs)
 
     def _prepared(self, weights: LayerWeights, rope: RopeTable) -> PreparedLayer:
@@ -214,7 +215,7 @@ class NativeBackend(Backend):
                 self._layers.clear()
             self._layers[kv[0].address] = prepared
         count, hidden = len(weights), x.shape[1]
-        x = _floats(x)
+        x = floats(x)
         features = torch.empty(len(x), len(capture) * hidden)
         leaving = count in capture
         # What the last block makes of other rows nobody reads, unless it is captured.
@@ -274,7 +275,7 @@ class NativeBackend(Backend):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """float32 [N, n] -> [N, n]."""
-        x = x.float().contiguous()
+        x = floats(x)
         out = torch.empty_like(x)
         self.library.sf_norm(
             x.data_ptr(), x.shape[0], x.shape[1], weight.data_ptr(), eps, out.data_ptr()
@@ -285,7 +286,7 @@ class NativeBackend(Backend):
         self, norm: torch.Tensor, eps: float, linear: NativeLinear, x: torch.Tensor
     ) -> torch.Tensor:
         """x [M, hidden] -> float32 logits [M, vocab]."""
-        x = _floats(x)
+        x = floats(x)
         out = torch.empty(x.shape[0], linear.shape[0])
         self._linear(norm.data_ptr(), eps, linear, x, out)
         return out
@@ -294,14 +295,14 @@ class NativeBackend(Backend):
         self, norm: torch.Tensor, eps: float, linear: NativeLinear, x: torch.Tensor
     ) -> torch.Tensor:
         """See ``Backend.greedy``; the logits never leave the caches."""
-        x = _floats(x)
+        x = floats(x)
         tokens = torch.empty(x.shape[0], dtype=torch.int64)
         self._linear(norm.data_ptr(), eps, linear, x, None, tokens)
         return tokens
 
     def linear(self, linear: NativeLinear, x: torch.Tensor) -> torch.Tensor:
         """The packed linear alone: [N, in] -> float32 [N, out]."""
-        x = _floats(x)
+        x = floats(x)
         out = torch.empty(x.shape[0], linear.shape[0])
         self._linear(None, 0.0, linear, x, out)
         return out
@@ -347,13 +348,6 @@ class NativeBackend(Backend):
         """See ``Backend.draw``; logits without NaN."""
         threads = self.thread_count
         return sampling.draw(self.library, self.context_address, logits, draws, threads)
-
-
-def _floats(x: torch.Tensor) -> torch.Tensor:
-    """float32, contiguous."""
-    if x.dtype is torch.float32 and x.is_contiguous():
-        return x
-    return x.float().contiguous()
 
 
 def _release(library: ctypes.CDLL, context: ContextStruct) -> None:

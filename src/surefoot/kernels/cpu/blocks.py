@@ -10,7 +10,7 @@ import torch
 
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.block_drafting import BlockDrafter, BlockWeights
-from surefoot.kernels.cpu.linear import DENSE_KINDS, KINDS
+from surefoot.kernels.cpu.linear import DENSE_KINDS, KINDS, floats
 from surefoot.kernels.cpu.prepare import keys_struct, prepare_layer
 from surefoot.kernels.cpu.structs import (
     BAD_INDEX,
@@ -56,7 +56,7 @@ class NativeBlockDrafter(BlockDrafter):
         )
         embedding = weights.mask_embedding
         if embedding is not None:
-            embedding = embedding.float().contiguous()
+            embedding = floats(embedding)
         live = LiveStruct(
             *(each.data_ptr() for each in (history, length, block_tables)),
             *(history.shape[1], block_tables.shape[1]),
@@ -158,7 +158,7 @@ def write_features(
         weights.fuse.prepared = prepared
     if features.shape[1] != weights.fuse.shape[1]:
         raise ValueError(f"{features.shape[1]} features, expected {weights.fuse.shape[1]}")
-    features = features.float().contiguous()
+    features = floats(features)
     spans, first, counts = 0, None, None
     if settled is not None:
         first, counts = settled

@@ -11,7 +11,7 @@ import torch
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.block_drafting import BlockWeights
 from surefoot.kernels.cpu.blocks import NativeBlockDrafter, write_features
-from surefoot.kernels.cpu.linear import DENSE_KINDS, KINDS, NativeLinear, input_of
+from surefoot.kernels.cpu.linear import DENSE_KINDS, KINDS, NativeLinear, floats, input_of
 from surefoot.kernels.cpu.prepare import keys_struct, prepare_attention
 from surefoot.kernels.cpu.structs import BAD_INDEX, LiveStruct
 from surefoot.kernels.drafting import (
@@ -107,7 +107,7 @@ class NativeDrafting(Drafting):
         self, weights: EntryWeights, tokens: torch.Tensor, features: torch.Tensor
     ) -> torch.Tensor:
         """IndexError for a token outside the table."""
-        features, table = features.float().contiguous(), weights.table
+        features, table = floats(features), weights.table
         out = torch.empty(len(features), 2 * features.shape[1])
         code = self.backend.library.sf_entry(
             ctypes.addressof(table.segments),
@@ -131,7 +131,7 @@ class NativeDrafting(Drafting):
         tokens: torch.Tensor,
         chances: torch.Tensor,
     ) -> None:
-        logits = logits.float().contiguous()
+        logits = floats(logits)
         self.backend.library.sf_likeliest(
             logits.data_ptr(),
             *logits.shape,
@@ -190,7 +190,7 @@ class NativeDrafting(Drafting):
             raise ValueError(f"keys and values are {projected.shape[1]} wide, expected {width}")
         struct = keys_struct(shape, k_norm, eps, rope, KINDS[DENSE_KINDS[backend.dtype]])
         if projected.dtype is not torch.float32 or projected.stride(1) != 1:
-            projected = projected.float().contiguous()
+            projected = floats(projected)
         backend.library.sf_store_keys(
             ctypes.addressof(struct),
             backend.prepared_batch(batch).address,
@@ -226,8 +226,7 @@ class NativeDrafting(Drafting):
         at: int,
         most: int,
     ) -> int:
-        if features.dtype is not torch.float32 or not features.is_contiguous():
-            features = features.float().contiguous()
+        features = floats(features)
         found: int = self.backend.library.sf_keep_rows(
             features.data_ptr(),
             features.shape[1],

@@ -72,4 +72,11 @@ def input_of(x: torch.Tensor, linear: NativeLinear) -> torch.Tensor:
     """The input of a linear as the C code reads it."""
     if x.shape[1] != linear.shape[1]:
         raise ValueError(f"an input of {x.shape[1]} columns for {linear.shape[1]}")
+    return floats(x)
+
+
+def floats(x: torch.Tensor) -> torch.Tensor:
+    """float32, contiguous: ``x`` itself where it is."""
+    if x.dtype is torch.float32 and x.is_contiguous():
+        return x
     return x.float().contiguous()
