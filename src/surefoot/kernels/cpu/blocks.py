@@ -19,6 +19,7 @@ from surefoot.kernels.cpu.structs import (
     LayerStruct,
     LiveStruct,
     VisibleStruct,
+    table_of,
 )
 from surefoot.kernels.drafting import FeatureWeights, Scratch
 
@@ -48,12 +49,7 @@ class NativeBlockDrafter(BlockDrafter):
             VisibleStruct(mask.data_ptr(), seen.window, seen.from_anchor)
             for mask, seen in zip(masks, weights.seen, strict=True)
         ]
-        pointers = ctypes.c_void_p * len(layers)
-        tables = (
-            pointers(*(layer.address for layer in layers)),
-            pointers(*(pool.address for pool in kv)),
-            (VisibleStruct * len(layers))(*visible),
-        )
+        tables = table_of(layers), table_of(kv), (VisibleStruct * len(layers))(*visible)
         embedding = weights.mask_embedding
         if embedding is not None:
             embedding = floats(embedding)
@@ -135,8 +131,7 @@ class NativeFeatures:
     def table(self, kv: Sequence[NativeKV]) -> Any:
         """The addresses of the pools of its layers."""
         if self._pools is None or self._pools[0] is not kv:
-            pointers = ctypes.c_void_p * len(kv)
-            self._pools = kv, pointers(*(pool.address for pool in kv))
+            self._pools = kv, table_of(kv)
         return self._pools[1]
 
 

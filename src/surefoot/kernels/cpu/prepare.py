@@ -10,7 +10,13 @@ import torch
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, LayerWeights, RopeTable
 from surefoot.kernels.cpu.kv import NativeKV
-from surefoot.kernels.cpu.structs import BatchStruct, CaptureStruct, LayerStruct, LinearStruct
+from surefoot.kernels.cpu.structs import (
+    BatchStruct,
+    CaptureStruct,
+    LayerStruct,
+    LinearStruct,
+    table_of,
+)
 
 
 class PreparedLayer:
@@ -33,11 +39,7 @@ class PreparedLayers:
     def __init__(self, layers: Sequence[PreparedLayer], kv: Sequence[NativeKV]) -> None:
         self.layers = layers
         self._addresses = [pool.address for pool in kv]
-        pointers = ctypes.c_void_p * len(layers)
-        self._tables = (
-            pointers(*(layer.address for layer in layers)),
-            pointers(*self._addresses),
-        )
+        self._tables = table_of(layers), table_of(kv)
         self.table, self.kv_table = map(ctypes.addressof, self._tables)
         self._capture = CaptureStruct()
         self._columns: ctypes.Array[ctypes.c_int64] | None = None

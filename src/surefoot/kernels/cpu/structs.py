@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import Protocol
 
 BAD_INDEX = 2
+
+
+class Addressed(Protocol):
+    """What the C code knows by its address."""
+
+    address: int
+
+
+def table_of(items: Sequence[Addressed]) -> ctypes.Array[ctypes.c_void_p]:
+    """Their addresses, one after the other."""
+    return (ctypes.c_void_p * len(items))(*(item.address for item in items))
 
 
 class SegmentStruct(ctypes.Structure):
