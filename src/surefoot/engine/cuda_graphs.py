@@ -1,4 +1,8 @@
-"""Rounds recorded as CUDA graphs."""
+"""Rounds recorded as CUDA graphs.
+
+Each in two: the target's forward pass, which takes most of the time to record and is the same
+whatever is then sampled and whoever proposes, and what follows it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +21,7 @@ from surefoot.engine.rounds import PaddedRounds, Report
 from surefoot.engine.stand_ins import stand_in
 from surefoot.speculation.decisions import Decision
 from surefoot.speculation.recorded_costs import RecordedSize
-from surefoot.speculation.round import Round
+from surefoot.speculation.round import Round, TargetRows
 from surefoot.speculation.scoring import PromptReads, PromptScores
 from surefoot.speculation.size import Size
 
@@ -24,6 +29,28 @@ RECORDING_SHARE = 0.02
 """Of the time, for recording in the middle of serving: everybody waits for it."""
 SPARE = 1 << 30
 """Bytes of the device's memory that rounds recorded in idle moments leave alone."""
+SMALL = 1 << 19
+"""Bytes of a tensor between a round's two graphs that are there for each round by itself: a copy
+would take longer. Larger ones share their memory."""
+
+
+class Target(NamedTuple):
+    """The first part of a round."""
+
+    graph: torch.cuda.CUDAGraph
+    rows: TargetRows
+    """What it leaves in memory."""
+
+
+class Recording(NamedTuple):
+    """A recorded round."""
+
+    target: torch.cuda.CUDAGraph
+    rest: torch.cuda.CUDAGraph
+
+    def replay(self) -> None:
+        self.target.replay()
+        self.rest.replay()
 
 
 class RecordedRounds(PaddedRounds):
@@ -33,7 +60,12 @@ class RecordedRounds(PaddedRounds):
         super().__init__(round_, most_rows)
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)
-        self.graphs: dict[Size, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[Size, Recording] = {}
+        self._targets: dict[Size, Target] = {}
+        """By ``Size.target``."""
+        self._shared: dict[str, torch.Tensor] = {}
+        """Large tensors between the two graphs of a round, by name: before another round writes
+        there, nobody reads them any more."""
         self.capture_seconds = 0.0
         self.wanted: list[Size] = []
         """Recorded in idle moments, in this order."""
@@ -121,22 +153,25 @@ class RecordedRounds(PaddedRounds):
         # What another round took tells nothing of this one.
         return replace(report, seconds=_unknown)
 
-    def forget(self, reads: Callable[[Size], bool] | None = None) -> None:
-        """Record rounds anew, in idle moments or when they are needed: those that ``reads`` says,
-        None: all."""
+    def forget(self) -> None:
+        self._drop(lambda size: True)
+        self._targets.clear()
+        # A pool that no graph uses any more is gone.
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def _drop(self, reads: Callable[[Size], bool]) -> None:
+        """Record those that ``reads`` says anew, in idle moments or when they are needed, but not
+        the target's part of them."""
         torch.cuda.synchronize()
-        gone = [size for size in self.graphs if reads is None or reads(size)]
+        gone = [size for size in self.graphs if reads(size)]
         for size in gone:
             del self.graphs[size]
-        if not self.graphs:
-            # A pool that no graph uses any more is gone.
-            self.pool = torch.cuda.graph_pool_handle()
         self.wanted = [*gone, *self.wanted]
         self._asked.update(gone)
         self._stand_ins.clear()
         self._serving_since, self._held_up = None, 0.0
 
-    def graph(self, size: Size) -> torch.cuda.CUDAGraph:
+    def graph(self, size: Size) -> Recording:
         """The recorded round of a size, recorded now if need be."""
         self._check_tables()
         if size not in self.graphs:
@@ -155,18 +190,49 @@ class RecordedRounds(PaddedRounds):
         # A wider request moved a table: what was recorded reads the old one.
         before, self._tables = self._tables, tables
         if before is not None:
-            self.forget(None if tables[0] != before[0] else lambda size: size.kind.bias)
+            stops = tables[0] != before[0]
+            self._drop(lambda size: stops or size.kind.bias)
 
-    def capture(self, size: Size) -> torch.cuda.CUDAGraph:
+    def capture(self, size: Size) -> Recording:
         """Record a round as it is now."""
         started = time.perf_counter()
         slots = self.round.slots
         slots_before = slots.clone()
         slots.fill_(self.round.state.padding_slot)
-        graph, _ = capture(partial(self.round, size), self.pool, self.stream)
+        target = self._targets.get(size.target)
+        if target is None:
+            run = partial(self._run_target, size.target)
+            target = self._targets[size.target] = Target(*capture(run, self.pool, self.stream))
+        # What follows is called once before it is recorded, and reads what this leaves.
+        target.graph.replay()
+        go_on = partial(self.round.go_on, size, target.rows, self._most_keys)
+        rest, _ = capture(go_on, self.pool, self.stream)
         slots.copy_(slots_before)
         self.capture_seconds += time.perf_counter() - started
-        return graph
+        return Recording(target.graph, rest)
+
+    @property
+    def _most_keys(self) -> int:
+        return self.round.state.history.shape[1]
+
+    def _run_target(self, size: Size) -> TargetRows:
+        rows = self.round.run_target(size, self._most_keys)
+        sampled = len(self.round.slots) * (1 + self.width)
+        return replace(
+            rows,
+            hidden=self._left("hidden", rows.hidden, sampled),
+            features=self._left("features", rows.features, max(sampled, self.prompt_rows[-1])),
+        )
+
+    def _left(self, name: str, made: torch.Tensor, most: int) -> torch.Tensor:
+        """``made`` where it stays until the rest of the round has read it. ``most``: rows of such a
+        tensor, in any round."""
+        if made.nbytes <= SMALL:
+            return made
+        if name not in self._shared:
+            # Not in a graph's memory: the round is called before it is recorded.
+            self._shared[name] = made.new_empty((most, made.shape[1]))
+        return self._shared[name][: len(made)].copy_(made)
 
     def prepare(self) -> bool:
         while self.wanted and self.wanted[0] in self.graphs:

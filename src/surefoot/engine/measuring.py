@@ -13,10 +13,8 @@ from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action, SamplingCost
 from surefoot.speculation.recorded_costs import RecordedCosts, RecordedSize
-from surefoot.speculation.size import DRAWN, GREEDY, Size
+from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
 
-SOME_ROWS = 3
-"""Rows of a request in rounds with some drafts, at most."""
 Curve = list[tuple[int, float]]
 """(Tokens of every text, seconds), rising."""
 
@@ -76,41 +74,17 @@ def prompt_sizes(
     ]
 
 
-def first_drawn(rounds: RecordedRounds, spans: int) -> list[Size]:
-    """Of the rounds of so many spans that draw tokens, those that others can wait for: nobody
-    proposes, lookups do, everybody does as far as they can; each without drafts, with few and with
-    some."""
-    actions = actions_of(rounds, spans)
-    lookups = [action for action in actions if action[0] and not action[1]]
-    found = []
-    for action in dict.fromkeys((NOTHING, *lookups[-1:], actions[-1])):
-        sizes = decoding_sizes(rounds, spans, DRAWN, action)
-        some = [size for size in sizes if size.rows <= SOME_ROWS * spans]
-        found += dict.fromkeys((*sizes[:2], *some[-1:]))
-    return found
-
-
-def first_drawn_prompts(rounds: RecordedRounds, spans: int, action: Action) -> list[Size]:
-    """Likewise with prompts: from the largest on, each of half as many rows."""
-    found: list[Size] = []
-    for size in reversed(prompt_sizes(rounds, spans, DRAWN, action)):
-        if not found or size.verifies != found[-1].verifies or 2 * size.rows <= found[-1].rows:
-            found.append(size)
-    return found
-
-
 def measure_recorded(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages, RecordedCosts]:
-    """Record the greedy rounds and time them, and so many of those for drawn text that none has to
-    be recorded while somebody waits. The others are recorded in idle moments. Returns costs by kind
-    of sampling."""
+    """Record the greedy rounds and time them, and record those for drawn text. Those with penalties
+    and biases are recorded in idle moments. Returns costs by kind of sampling."""
     times: dict[RecordedSize, Curve] = {}
     saved: dict[Action, float] = {}
     for spans in rounds.spans:
         saved = _time_decoding(rounds, blocks, spans, times)
-        for size in first_drawn(rounds, spans):
-            rounds.graph(size)
         for action in actions_of(rounds, spans):
-            rounds.wanted += decoding_sizes(rounds, spans, DRAWN, action)
+            for size in decoding_sizes(rounds, spans, DRAWN, action):
+                rounds.graph(size)
+            rounds.wanted += decoding_sizes(rounds, spans, ADJUSTED, action)
     prompts = _time_prompts(rounds, blocks, saved)
     proposing = prompt_actions(rounds)
     costs = {GREEDY: RecordedCosts(times, ExactCosts(*prompts), proposing)}
@@ -184,9 +158,9 @@ def _time_prompts(
                     rounds.graph(size)
                     if spans == most and action == NOTHING:
                         plain.append((size.rows, _time_chunk(rounds, set_batch, size)))
-                for size in first_drawn_prompts(rounds, spans, action):
+                for size in prompt_sizes(rounds, spans, DRAWN, action):
                     rounds.graph(size)
-                rounds.wanted += prompt_sizes(rounds, spans, DRAWN, action)
+                rounds.wanted += prompt_sizes(rounds, spans, ADJUSTED, action)
     own = saved.get(NOTHING, 0.0)
     rows, seconds = zip(*plain, strict=True)
     proposing = {

@@ -4,14 +4,15 @@ Prompt chunks, chains, trees and single tokens are spans of one flat batch, and 
 fixed sequence of tensor operations that reads nothing on the host. The host says who takes part
 (``Round.set_batch``) and how large the round is (``Size``); who drafts how much, what is accepted
 and which texts end is found on the device. So a GPU records a round once for each size, and the
-host may launch the next one before it has read this one.
+host may launch the next one before it has read this one. It records it in two parts, ``run_target``
+and ``go_on``: the first takes most of the time to record, and many sizes have it in common.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,21 @@ from surefoot.speculation.trees import (
 ReplaceSampled = Callable[[RoundSpans, RoundLayout, torch.Tensor], torch.Tensor]
 """(spans, layout, sampled tokens int64 [M]) -> tokens int64 [M] in their place."""
 TreeRows = tuple[NodeRows, Trees]
+
+
+@dataclass(frozen=True)
+class TargetRows:
+    """The rows of a round, and what the target made of them."""
+
+    spans: RoundSpans
+    layout: RoundLayout
+    tree_rows: TreeRows | None
+    """None where there are only chains."""
+    hidden: torch.Tensor
+    """[M, hidden], before the final norm: of the rows that sample."""
+    features: torch.Tensor
+    """[N, captured * hidden]: the layers that proposers read, of all rows."""
+    prompt_scores: PromptScores
 
 
 class Round:
@@ -143,10 +159,17 @@ class Round:
         ``max_keys`` bounds what the texts hold after it, drafts included (None: nothing is
         known). ``reads``: what is wanted of prompts' rows, which is returned.
         """
-        self.late_seconds = 0.0
         max_keys = max_keys or self.state.history.shape[1]
-        slots, books = self.slots[: size.spans], self.books
-        spans = books.split(slots, self.quota[: size.spans], size)
+        rows = self.run_target(size, max_keys, reads)
+        self.go_on(size, rows, max_keys)
+        return rows.prompt_scores
+
+    def run_target(self, size: Size, max_keys: int, reads: PromptReads | None = None) -> TargetRows:
+        """The first part of a round: who gets rows, and the target's forward pass over them. It is
+        the same for all sizes with the same ``Size.target``."""
+        self.late_seconds = 0.0
+        books = self.books
+        spans = books.split(self.slots[: size.spans], self.quota[: size.spans], size)
         layout = books.lay_out(spans, size, max_keys)
         tree_rows = self.find_trees(spans, size, layout)
         if tree_rows is not None:
@@ -159,18 +182,22 @@ class Round:
         hidden = forward.hidden
         if size.has_prompts and outputs is None:
             hidden = hidden[layout.sample_index]
-        sampled, logits = self.sample(size, layout, hidden, max_keys, tree_rows)
+        return TargetRows(spans, layout, tree_rows, hidden, forward.features, prompt_scores)
+
+    def go_on(self, size: Size, rows: TargetRows, max_keys: int) -> None:
+        """The second part: sample, accept, commit, catch up, propose."""
+        slots, spans, layout, tree_rows = rows.spans.slots, rows.spans, rows.layout, rows.tree_rows
+        sampled, logits = self.sample(size, layout, rows.hidden, max_keys, tree_rows)
         verdict, paths = self.judge(spans, layout, sampled, tree_rows)
         if logits is not None and size.logprobs is not None:
             places = self.scored[: size.scored]
             self.scores.of_tokens(size, layout, logits, sampled, places, paths)
-        self.catch_up(verdict, slots, size, layout, forward.features, tree_rows, paths)
+        self.catch_up(verdict, slots, size, layout, rows.features, tree_rows, paths)
 
         def propose(index: int, going: torch.Tensor) -> Drafts:
             return self.propose(index, going, size, max_keys)
 
-        books.finish(slots, size, spans.drafts, verdict, propose)
-        return prompt_scores
+        self.books.finish(slots, size, spans.drafts, verdict, propose)
 
     def find_trees(self, spans: RoundSpans, size: Size, layout: RoundLayout) -> TreeRows | None:
         """The trees among the drafts of a round, and where its rows stand in them; None where there

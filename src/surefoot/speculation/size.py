@@ -52,6 +52,11 @@ class Size:
     rounds are never recorded."""
 
     @property
+    def target(self) -> Size:
+        """The plainest round with the same rows: all that ``Round.run_target`` depends on."""
+        return Size(self.spans, self.rows, self.samples, GREEDY, (), verifies=self.verifies)
+
+    @property
     def has_prompts(self) -> bool:
         """Whether prompt chunks may be among the rows."""
         return self.rows > self.samples
