@@ -332,7 +332,7 @@ MUTATIONS = (
     ),
     m(
         "speculation/weighing.py",
-        "            self._climb(situation, actions, plain)\n",
+        "            self._choose_depth(situation, actions, plain)\n",
         "",
         "test_block_depths.py",
     ),

@@ -137,7 +137,7 @@ class Weighing:
         load = situation.requests / self._weighed_for
         if not 1 / _OTHER_LOAD < load < _OTHER_LOAD:
             self._weighed_for = situation.requests
-            self._climb(situation, actions, plain)
+            self._choose_depth(situation, actions, plain)
         # One now and then, and none older than that: of old promises the best would be too good.
         before, self._turn = self._turn, self._turn + rounds
         if before // _WEIGH_EVERY < self._turn // _WEIGH_EVERY:
@@ -181,16 +181,17 @@ class Weighing:
             return same
         return max(own, key=lambda action: self.promise(situation, action, plain).rate)
 
-    def _climb(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> None:
-        """Under another load, how far to draft is another question: from depth to depth, as long
-        as the next one is better."""
+    def _choose_depth(
+        self, situation: Situation, actions: tuple[Action, ...], plain: float
+    ) -> None:
+        """Under another load, how far to draft is another question: all depths of the best action's
+        proposers are compared at once. From one to the next would not do: where few numbers of rows
+        are recorded, one between two good ones may be bad."""
         own = [action for action in actions if action[0] == self.best[0]]
         self._promises |= {action: self.promise(situation, action, plain) for action in own}
-        at = own.index(self.best)
-        for step in (-1, 1):
-            while 0 <= at + step < len(own) and self._better(own[at + step], own[at]):
-                at += step
-        self.best = own[at]
+        other = max(own, key=lambda action: self._promises[action].rate)
+        if self._better(other, self.best):
+            self.best = other
 
     def _better(self, other: Action, than: Action) -> bool:
         """Whether ``other`` promises enough more."""
