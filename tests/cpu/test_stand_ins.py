@@ -169,6 +169,34 @@ def test_texts_are_the_same_whichever_round_runs(
         assert missing <= set(rounds.wanted), "recorded when nobody waits"
 
 
+def test_the_targets_part_is_recorded_once_for_all_that_may_follow_it(engine: Engine) -> None:
+    """Whoever proposes, whatever is sampled and reported; and anew where rounds have changed."""
+    rounds = engine.rounds
+    assert isinstance(rounds, RecordedRounds)
+    size = Size(2, 4, 4, GREEDY, (0,), 0, verifies=True)
+    alike = [
+        size,
+        replace(size, kind=DRAWN),
+        replace(size, proposers=(), steps=None),
+        replace(size, logprobs=2, scored=2),
+        replace(size, masked=True, catches_up=False),
+    ]
+    others = [
+        replace(size, rows=6, samples=6),
+        replace(size, spans=3),
+        replace(size, rows=16),
+        replace(size, rows=2, samples=2, verifies=False),
+    ]
+    targets = {id(rounds.graph(each).target) for each in alike}
+    assert len(targets) == 1
+    assert len(targets | {id(rounds.graph(each).target) for each in others}) == 5
+    before = rounds.graph(size).target
+    rounds._drop(lambda each: each == size)
+    assert size not in rounds.graphs and rounds.graph(size).target is before
+    rounds.forget()
+    assert not rounds.graphs and rounds.graph(size).target is not before
+
+
 def test_recording_takes_its_share_of_the_time(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

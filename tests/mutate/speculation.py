@@ -117,7 +117,19 @@ MUTATIONS = (
     ),
     m(
         "engine/cuda_graphs.py",
-        "lambda size: size.kind.bias",
+        "        self._targets.clear()\n",
+        "",
+        "test_stand_ins.py",
+    ),
+    m(
+        "speculation/size.py",
+        "GREEDY, (), verifies=self.verifies)",
+        "self.kind, (), verifies=self.verifies)",
+        "test_stand_ins.py",
+    ),
+    m(
+        "engine/cuda_graphs.py",
+        "lambda size: stops or size.kind.bias",
         "lambda size: True",
         "test_stand_ins.py::test_a_wide_request_costs_others_no_more_recorded_rounds_than_it_must",
     ),
