@@ -18,17 +18,19 @@ from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.decisions import Decision
 from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, kind_of
 
-COST = 0.04
-"""What keeping up takes of the time of rounds without drafts: so much was measured with SmolLM2 and
-its drafter on a CPU, four and eight requests at once. What a drafter gains is held against it."""
-ENOUGH = 256
-"""Rounds after which it is known what was gained."""
+COST, _CROWD = 0.04, 4
+"""The part of the time that keeping up takes with so many requests or more, of prompts as of rounds
+without drafts: measured with SmolLM2 and its drafter on a CPU. Fewer requests have fewer tokens, and
+take as much less. What drafters gain is held against it."""
+ENOUGH = 256.0
+"""The time, in rounds without drafts, after which it is known what a crowd gains; that of fewer
+requests has to be seen for longer, as it depends on their texts."""
 _FEW = 0.25
 """The share of a round's requests that may lack drafters if it is to tell what these gain: they
 take the same time to draft for few."""
 _SHORTEST, _LONGEST = 8, 64
-"""How many times as many rounds requests do without drafters as they were served before; twice as
-many each time that this was in vain."""
+"""How many times as long a crowd does without drafters as it was served before; twice as many each
+time that this was in vain. Fewer requests, who pay less for it, look again as much sooner."""
 
 
 _KINDS = (GREEDY, DRAWN, ADJUSTED)
@@ -37,29 +39,45 @@ _KINDS = (GREEDY, DRAWN, ADJUSTED)
 
 @dataclass(eq=False)
 class Record:
-    """Of requests that were let in under like conditions. Rounds count by their share of the
-    requests: 0.5 where half are such."""
+    """Of requests that were let in under like conditions. Times are in rounds without drafts and
+    prompts, and count by their share of the requests: half where half are such."""
 
+    load: int
+    """Requests that ran or waited, about."""
     served: float = 0.0
-    """Rounds with drafters, of late."""
+    """Time with drafters, of late."""
     known: float = 0.0
-    """Of these, in which nearly all requests were served."""
+    """Of this, in which nearly all requests were served."""
     gained: float = 0.0
-    """Tokens in those beyond what a request would have got in their time without drafts."""
+    """Tokens in that beyond what a request would have got without drafts."""
     without: float = 0.0
-    """Rounds without drafters since these were given up."""
+    """Time without drafters since these were given up."""
     given_up: bool = False
     patience: int = _SHORTEST // 2
-    """How many times as many rounds without as with drafters."""
+    """How many times as long a crowd would be without as with drafters."""
+
+    @property
+    def weight(self) -> float:
+        """What it takes to serve them, against a crowd."""
+        return min(1.0, self.load / _CROWD)
+
+    @property
+    def enough(self) -> float:
+        return ENOUGH / self.weight
 
     @property
     def told(self) -> bool:
         """Whether it is known what drafters gain, or cannot be: others lack them all the time."""
-        return self.known >= ENOUGH or self.served >= 2 * ENOUGH
+        return self.known >= self.enough or self.served >= 2 * self.enough
 
     @property
     def pays(self) -> bool:
-        return self.gained > COST * self.known
+        return self.gained > COST * self.weight * self.known
+
+    @property
+    def rested(self) -> bool:
+        """Whether it is time to look again."""
+        return self.without >= self.patience * self.weight * self.served
 
     def give_up(self) -> None:
         self.given_up, self.without = True, 0.0
@@ -69,14 +87,15 @@ class Record:
         self.given_up = False
         self.served = self.known = self.gained = 0.0
 
-    def passed(self, served: float, without: float, gain: float | None) -> None:
-        """A round. ``gain``: tokens; None: it does not tell."""
-        self.without += without
-        self.served += served
+    def passed(self, served: float, without: float, time: float, gain: float | None) -> None:
+        """A round of which so much was ``served`` or ``without``. ``gain``: tokens; None: it does
+        not tell."""
+        self.without += without * time
+        self.served += served * time
         if gain is not None:
-            self.known += served
+            self.known += served * time
             self.gained += served * gain
-        if self.served >= 4 * ENOUGH:
+        if self.served >= 4 * self.enough:
             self.served, self.known, self.gained = (
                 each / 2 for each in (self.served, self.known, self.gained)
             )
@@ -106,14 +125,15 @@ class Upkeep:
         self._kind = max(self._kind, kind, key=_KINDS.index) if running else kind
         if not request.drafters or request.speculation.method != "auto":
             return
-        key = round(math.log2(load)), self._kind
-        record = self._record_of[request] = self.records.setdefault(key, Record())
+        about = 2 ** round(math.log2(load))
+        record = self.records.setdefault((about, self._kind), Record(about))
+        self._record_of[request] = record
         if not self._serves(record):
             request.drafters, request.declined = frozenset(), request.drafters
 
     def _serves(self, record: Record) -> bool:
         if record.given_up:
-            if record.without < record.patience * record.served:
+            if not record.rested:
                 return False
             # All others, too: half a batch would not tell.
             for each in self.records.values():
@@ -136,12 +156,12 @@ class Upkeep:
             self._requests = requests
             self._share(requests)
         expected = decision.expected
-        gain = 0.0
+        plain, gain = expected.plain_seconds, 0.0
         if expected.trial is None and not self.drafters.isdisjoint(decision.proposers):
             seconds = expected.seconds - expected.prompt_seconds
-            gain = expected.tokens - seconds / expected.plain_seconds
+            gain = expected.tokens - seconds / plain
         for record, served, without in self._shares:
-            record.passed(served, without, gain if self._tells else None)
+            record.passed(served, without, expected.seconds / plain, gain if self._tells else None)
 
     def _share(self, requests: Sequence[Request]) -> None:
         counts: dict[Record, list[int]] = {}
