@@ -213,6 +213,8 @@ def test_trials_and_prompts_are_no_gain_and_no_loss() -> None:
         upkeep, own = Upkeep((DRAFTER,)), request()
         upkeep.choose(own, 0, 1)
         upkeep.launched((own,), decision, KIND)
+        # Keeping up takes its part of prompts' time, too.
+        assert record(upkeep).known == pytest.approx(decision.expected.seconds)
         assert record(upkeep).gained == pytest.approx(gained)
 
 
@@ -268,4 +270,4 @@ def test_whatever_comes_served_time_is_paid_for(phases: list[tuple]) -> None:
     for each in upkeep.records.values():
         assert 0.0 <= each.known <= each.served + 1e-6 <= 4 * each.enough + 3.0
         assert each.patience in (4, 8, 16, 32, 64) and each.without >= 0.0
-        assert not each.without or each.patience > 4
+        assert not each.given_up or each.patience > 4
