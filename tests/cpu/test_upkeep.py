@@ -15,6 +15,7 @@ from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.decisions import Decision, Expectation
 from surefoot.speculation.exploring import Trial
+from surefoot.speculation.size import DRAWN as DRAWN_KIND
 from surefoot.speculation.size import GREEDY as KIND
 from surefoot.speculation.size import kind_of
 from surefoot.speculation.upkeep import COST, ENOUGH, Record, Upkeep
@@ -108,6 +109,8 @@ def test_where_drafters_pay_all_requests_are_served(load: int) -> None:
     assert Traffic(load=load, gain=lambda: 0.3).run(20_000) == 1.0
     assert Traffic(load=load, gain=lambda: 2 * COST).run(20_000) == 1.0
     assert Traffic(load=load, gain=lambda: 0.2 * COST).run(20_000) < 0.5
+    # A single request pays less for it.
+    assert (Traffic(load=load, gain=lambda: 0.75 * COST).run(20_000) == 1.0) == (load == 1)
 
 
 def test_gains_may_come_and_go_from_round_to_round() -> None:
@@ -244,6 +247,46 @@ def test_a_look_takes_in_all_that_were_given_up() -> None:
     gain = 0.5
     run(int(64 * 4 * ENOUGH))
     assert run(3000) == 1.0
+
+
+def test_a_look_begins_for_all_at_once() -> None:
+    upkeep = Upkeep((DRAFTER,))
+    rested = upkeep.records[4, KIND] = Record(4, served=100.0, without=801.0, given_up=True)
+    other = upkeep.records[8, KIND] = Record(8, served=100.0, without=1.0, given_up=True)
+    rested.patience = other.patience = 8
+    new = request()
+    upkeep.choose(new, 0, 8)
+    assert new.declined and other.given_up
+    upkeep.choose(new, 0, 4)
+    assert new.drafters and not rested.given_up and not other.given_up
+    upkeep.choose(new, 0, 8)
+    assert new.drafters
+
+
+def test_rounds_that_many_are_not_served_in_do_not_tell() -> None:
+    """But where that lasts, it is no reason to be served for ever."""
+    upkeep, own, other = Upkeep((DRAFTER,)), request(), request()
+    upkeep.records[1, KIND] = Record(1, served=100.0, given_up=True)
+    upkeep.choose(other, 0, 1)
+    upkeep.choose(own, 1, 4)
+    assert own.drafters and other.declined
+    rounds = 0
+    while own.drafters:
+        upkeep.launched((own, other), drafting(0.5), KIND)
+        rounds += 1
+        upkeep.choose(own, 1, 4)
+    crowd = upkeep.records[4, KIND]
+    assert crowd.known == 0.0 and crowd.served == pytest.approx(2 * ENOUGH, abs=2.0)
+    assert rounds * 1.5 / 2 == pytest.approx(crowd.served)
+
+
+def test_the_kind_is_that_of_the_rounds_that_a_request_joins() -> None:
+    upkeep, own = Upkeep((DRAFTER,)), request()
+    for running, kind, there in ((1, DRAWN_KIND, 1), (0, DRAWN_KIND, 2), (1, KIND, 2)):
+        upkeep.launched((own,), PLAIN, kind)
+        upkeep.choose(own, running, 4)
+        assert len(upkeep.records) == there
+    assert set(upkeep.records) == {(4, DRAWN_KIND), (4, KIND)}
 
 
 @settings(max_examples=25, deadline=None)

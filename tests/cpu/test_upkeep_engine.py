@@ -11,7 +11,9 @@ import pytest
 
 from eagle3_engines import target
 from harness import Job, run_alone, run_jobs
+from surefoot.engine.batch import group
 from surefoot.engine.engine import Engine
+from surefoot.kv.transaction import KVManager
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.speculation import upkeep
 from surefoot.speculation.upkeep import Record, Upkeep
@@ -109,6 +111,18 @@ def test_a_preempted_request_may_be_served_again_or_not(ahead: bool) -> None:
         without = engine.stats.without_drafters
         assert without == (len(requests) if again else sum(r.preemptions for r in requests))
         watch.check()
+
+
+def test_who_shares_a_choice_may_be_served_or_not() -> None:
+    kv, choice = KVManager(9, 4), SpeculationParams()
+    served, other = (Request(name, PROMPT, GREEDY, choice, 0, 99) for name in "ab")
+    other.declined = frozenset({DRAFTER})
+    for request in (served, other):
+        kv.open(request.request_id, PROMPT)
+    names = {0: "ngram", 1: DRAFTER}
+    for requests in ((served, other), (other, served)):
+        assert group(requests, kv, names, 4).proposers == (0, 1)
+    assert group((other,), kv, names, 4).proposers == (0,)
 
 
 def test_where_every_draft_is_verified_all_are_served() -> None:
