@@ -143,7 +143,9 @@ class Request:
     """What is kept of the prompt's hidden states, where they are wanted; then the one token that it
     generates means nothing."""
     drafters: frozenset[str] = frozenset()
-    """Proposers with KV of their own that may draft for it."""
+    """Proposers with KV of their own that serve it: they may draft for it, and keep up with it."""
+    declined: frozenset[str] = frozenset()
+    """Others that its choice of speculation allows, without which it was let in."""
     grammar: TextGrammar | None = None
     """Where the output stands in its grammar, or other rules for its tokens, if it has any."""
     _proposed_by: list[str | None] = field(default_factory=list)
@@ -161,6 +163,10 @@ class Request:
         if count:
             sources = self.proposed_by
             sources += [proposer] * count
+
+    def allows(self, proposer: str) -> bool:
+        """Whether the proposer may draft for it."""
+        return proposer not in self.declined and self.speculation.allows(proposer)
 
     @property
     def length(self) -> int:

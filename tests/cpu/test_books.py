@@ -26,7 +26,7 @@ from surefoot.kernels.cpu import build
 from surefoot.kernels.rounds import RoundSpans, RoundVerdict
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
-from surefoot.request import SamplingParams, SpeculationParams
+from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.books import BookKeeping, book_keeping
 from surefoot.speculation.controller import Controller
@@ -397,7 +397,8 @@ def test_a_proposer_that_was_switched_off_is_not_asked(name: str) -> None:
         asked.append(index)
         return offer
 
-    books.controller.admit(slots, [SpeculationParams()])
+    request = Request("r", (1,), SamplingParams(), SpeculationParams(), 0, 9)
+    books.controller.admit(slots, [request])
     books.finish(slots, Size(1, 1, 1, SamplingStages(), (0, 1)), none, verdict, propose)
     assert asked == [0] and books.controller.allowed[:, 0].tolist() == [True, False]
 

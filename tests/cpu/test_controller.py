@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def make_books(slots: int = 2, **limits: Any) -> BookKeeping:
 
 
 def admit(controller: Controller, slot: int, choice: SpeculationParams) -> None:
-    controller.admit(torch.tensor([slot]), [choice])
+    controller.admit(torch.tensor([slot]), [replace(make_request(slot), speculation=choice)])
 
 
 def make_request(slot: int, room: int = 300) -> Request:

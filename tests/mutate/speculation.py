@@ -661,4 +661,41 @@ MUTATIONS = (
         "pass",
         "test_forced.py",
     ),
+    # --- whom drafters serve ----------------------------------------------------------------------
+    m(
+        "speculation/upkeep.py",
+        "return self.gained > COST * self.weight * self.known",
+        "return self.gained > 0.0",
+        "test_upkeep.py",
+    ),
+    m(
+        "speculation/upkeep.py",
+        "return self.without >= self.patience * self.weight * self.served",
+        "return self.without >= self.weight * self.served",
+        "test_upkeep.py",
+    ),
+    m(
+        "speculation/upkeep.py",
+        "                if each.given_up:",
+        "                if each is record:",
+        "test_upkeep.py",
+    ),
+    m(
+        "speculation/upkeep.py",
+        'if not request.drafters or request.speculation.method != "auto":',
+        "if not request.drafters:",
+        "test_upkeep.py",
+    ),
+    m(
+        "request.py",
+        "return proposer not in self.declined and self.speculation.allows(proposer)",
+        "return self.speculation.allows(proposer)",
+        "test_upkeep_engine.py",
+    ),
+    m(
+        "engine/batch.py",
+        "speculation = {(id(each.speculation), each.declined): each for each in requests}.values()",
+        "speculation = {id(each.speculation): each for each in requests}.values()",
+        "test_upkeep_engine.py",
+    ),
 )

@@ -46,11 +46,11 @@ def group(
     """``names``: of the proposers that may offer, by index; ``max_drafts``: the engine's limit."""
     # Requests that come together often share these.
     params = {id(request.params): request.params for request in requests}.values()
-    choices = {id(request.speculation): request.speculation for request in requests}.values()
+    speculation = {(id(each.speculation), each.declined): each for each in requests}.values()
     scored = [each.logprobs for each in params if each.logprobs is not None]
     limits = [
-        max_drafts if choice.max_draft_tokens is None else choice.max_draft_tokens
-        for choice in choices
+        max_drafts if limit is None else limit
+        for limit in (each.speculation.max_draft_tokens for each in speculation)
     ]
     return Group(
         requests=tuple(requests),
@@ -58,7 +58,7 @@ def group(
         slots=slots_of(requests),
         kind=SamplingStages.of(params),
         proposers=tuple(
-            index for index, name in names.items() if any(c.allows(name) for c in choices)
+            index for index, name in names.items() if any(each.allows(name) for each in speculation)
         ),
         draft_limit=max(limits, default=0),
         logprobs=width_for(max(scored)) if scored else None,
@@ -128,6 +128,12 @@ class Batch:
         """int64 [samples]: of those that decode, and then of those at the end of their prompt."""
         slots, chunks = self.group.slots, len(self.chunks)
         return np.concatenate((slots[chunks:], slots[: self.ending])) if chunks else slots
+
+    @property
+    def sampling(self) -> tuple[Request, ...]:
+        """Whose slots these are."""
+        requests, chunks = self.group.requests, len(self.chunks)
+        return (*requests[chunks:], *requests[: self.ending]) if chunks else requests
 
     @property
     def rows(self) -> int:

@@ -36,6 +36,7 @@ from surefoot.speculation.loading import choose_proposers
 from surefoot.speculation.proposer import Proposer
 from surefoot.speculation.round import Round
 from surefoot.speculation.state import SlotState
+from surefoot.speculation.upkeep import Upkeep
 
 _END_REASONS = {1: FinishReason.STOP, 2: FinishReason.LENGTH}
 
@@ -91,7 +92,10 @@ class Engine(Restored):
             decoder.config.layers, self.kv_blocks, config.block_size, decoder.shape
         )
         self.kv = KVManager(self.kv_blocks, config.block_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(self.kv, config.max_num_seqs)
+        keeping = [index for index, need in enumerate(needs) if need.kv_bytes_per_token]
+        chooses = keeping and config.draft_policy == "auto"
+        upkeep = Upkeep(keeping) if chooses else None
+        self.scheduler = Scheduler(self.kv, config.max_num_seqs, upkeep)
         names = [proposer.name for proposer in self.proposers]
         self.hosts = HostOffers(
             [kind(options) for kind, options in hosts], len(names), decoder.config.vocab_size
@@ -276,6 +280,7 @@ class Engine(Restored):
             self.restore()
         for request in self.scheduler.waiting:
             request.drafters -= set(failed)
+            request.declined -= set(failed)
         return failed
 
     def check_integrity(self) -> None:

@@ -81,6 +81,8 @@ class Loop:
         self.controller = round_.controller
         self.flights: deque[Flight] = deque()
         self.preempted = 0
+        self.without_drafters = 0
+        """Requests let in without drafters that they allow."""
         self.admitted: list[tuple[int, int]] = []
         """Of requests let in for the first time since somebody last looked: tokens of the prompt,
         and how many of them were found in the prefix cache."""
@@ -105,7 +107,8 @@ class Loop:
                 request.queued_seconds = now - request.arrived
                 self.admitted.append((len(request.prompt), request.cached))
         index = self.state.admit(requests)
-        self.controller.admit(index, [request.speculation for request in requests])
+        self.controller.admit(index, requests)
+        self.without_drafters += sum(bool(request.declined) for request in requests)
         self.planner.admit(slots_of(requests))
         self.round.books.offers.clear(index)
         # Proposers look for what they know of a prefix hit in its blocks.
@@ -184,6 +187,8 @@ class Loop:
         self.clock.leave_out(self.rounds.apart_seconds)
         self._count_chunks(batch)
         self.reservations.launched(batch, reach)
+        if self.scheduler.upkeep is not None and (sampling := batch.sampling):
+            self.scheduler.upkeep.launched(sampling, decision, batch.kind)
         return Flight(batch, size, decision, situation, reach, scored, hosted, report)
 
     def _write_masks(self, batch: Batch) -> dict[int, tuple[int, int]]:

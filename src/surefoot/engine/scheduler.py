@@ -8,14 +8,20 @@ when there is room again; it is never an error for the user.
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 from surefoot.kv.transaction import KVManager
 from surefoot.request import FinishReason, Request, Status
 
+if TYPE_CHECKING:
+    from surefoot.speculation.upkeep import Upkeep
+
 
 class Scheduler:
-    def __init__(self, kv: KVManager, max_num_seqs: int) -> None:
+    def __init__(self, kv: KVManager, max_num_seqs: int, upkeep: Upkeep | None = None) -> None:
+        """``upkeep``: chooses who is let in without drafters; None: nobody."""
         self.kv = kv
+        self.upkeep = upkeep
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -65,6 +71,10 @@ class Scheduler:
             if leader is not None and not leader.finished and not leader.output:
                 skipped.append(request)
                 continue
+            if self.upkeep is not None:
+                running = len(self.running)
+                load = running + len(self.waiting) + len(skipped) + 1
+                self.upkeep.choose(request, running, min(load, self.max_num_seqs))
             # Prompt logprobs need every prompt row to run.
             request.computed = self.kv.open(
                 request.request_id, request.tokens, request.prompt_scored, request.drafters

@@ -40,7 +40,8 @@ class Progress(NamedTuple):
 @dataclass
 class EngineStats:
     """``rows`` are those of the target's forward passes, drafts and padding included;
-    ``prefix_queries`` and ``prefix_hits`` count tokens of prompts, each once."""
+    ``prefix_queries`` and ``prefix_hits`` count tokens of prompts, each once; ``without_drafters``
+    requests that were let in without drafters that they allow, again after a preemption."""
 
     rounds: int = 0
     replays: int = 0
@@ -48,6 +49,7 @@ class EngineStats:
     rows: int = 0
     draft_rows: int = 0
     preemptions: int = 0
+    without_drafters: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     kinds: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -66,7 +68,8 @@ class EngineStats:
             self.prefix_hits += cached
         loop.admitted.clear()
         self.preemptions += loop.preempted
-        loop.preempted = 0
+        self.without_drafters += loop.without_drafters
+        loop.preempted = loop.without_drafters = 0
 
     def count_landing(self, landing: Landing, recorded: bool) -> None:
         """A round was read."""

@@ -193,6 +193,7 @@ class Core:
             preemptions=stats.preemptions,
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
+            without_drafters=stats.without_drafters,
             probes=accounts.explored,
             barren_rounds=accounts.barren,
             believed_seconds=accounts.believed_seconds,

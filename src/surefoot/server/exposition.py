@@ -91,6 +91,11 @@ class _Exporter(Collector):
             ("preemptions", "Requests put back for lack of KV blocks.", totals.preemptions),
             ("prefix_queries_tokens", "Looked up in the prefix cache.", totals.prefix_queries),
             ("prefix_hits_tokens", "Found in the prefix cache.", totals.prefix_hits),
+            (
+                "requests_without_drafters",
+                "Requests let in without drafters that they allow, as these did not pay lately.",
+                totals.without_drafters,
+            ),
             ("probe_rounds", "Rounds that tried what was not believed to be best.", totals.probes),
         ):
             yield from self._counter(name, help_, [({}, value)])

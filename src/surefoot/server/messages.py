@@ -168,6 +168,7 @@ class Totals(msgspec.Struct, array_like=True):
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    without_drafters: int = 0
     probes: int = 0
     barren_rounds: int = 0
     believed_seconds: float = 0.0

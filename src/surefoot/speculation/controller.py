@@ -13,7 +13,7 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.kernels.upload import upload
-from surefoot.request import SpeculationParams
+from surefoot.request import Request
 from surefoot.speculation.estimator import AcceptanceEstimator, OfferRecords
 from surefoot.speculation.proposer import Drafts, find_mistake
 from surefoot.speculation.state import SlotState
@@ -52,16 +52,15 @@ class Controller:
         self.allowed = torch.zeros((count, slots), dtype=torch.bool, device=device)
         self.draft_limit = torch.zeros(slots, dtype=torch.int64, device=device)
 
-    def admit(self, slots: torch.Tensor, choices: Sequence[SpeculationParams]) -> None:
-        """Requests, new or resumed, entered ``slots`` int64 [B] with these choices of
-        speculation."""
+    def admit(self, slots: torch.Tensor, requests: Sequence[Request]) -> None:
+        """Requests, new or resumed, entered ``slots`` int64 [B]."""
         most = self.state.max_drafts
-        limits = [most if c.max_draft_tokens is None else c.max_draft_tokens for c in choices]
+        limits = [request.speculation.max_draft_tokens for request in requests]
         allowed = [
-            [index in self.active and c.allows(name) for c in choices]
+            [index in self.active and request.allows(name) for request in requests]
             for index, name in enumerate(self.names)
         ]
-        table = [[min(limit, most) for limit in limits], *allowed]
+        table = [[most if limit is None else min(limit, most) for limit in limits], *allowed]
         entered = upload(table, self.state.device, torch.int64)
         self.draft_limit.index_copy_(0, slots, entered[0])
         if self.names:

@@ -95,6 +95,8 @@ class Expectation:
     """What the round's loss against others, if any, is spent on."""
     trials: tuple[Trial, ...] = ()
     """What there is to be tried, in such rounds."""
+    tokens: float = 1.0
+    """Of each request, on average."""
 
 
 @dataclass(frozen=True)

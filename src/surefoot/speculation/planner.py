@@ -147,7 +147,8 @@ class Planner:
         # What other proposers offer is verified a round later; what that loses is the trial's, too.
         before, last = self._last.expected.trial, self._last
         charged = trial or (before if last.explores and before and not before.verify else None)
-        expected = Expectation(plan.seconds, without, plain, prompts, charged, trials)
+        tokens = 1.0 + float(plan.gains.mean())
+        expected = Expectation(plan.seconds, without, plain, prompts, charged, trials, tokens)
         self._last = Decision(plan.drafts, *action, trial is not None, expected)
         self.fairness.decided(plan.gains, plan.seconds / owed.plain)
         # Another action finds nothing on offer yet, or what the one before it has left.

@@ -1,0 +1,173 @@
+"""Whether drafters serve a request at all: where they did not pay lately, it is let in without.
+
+A drafter with KV of its own writes keys for every token of the requests that it serves, also while
+it never drafts because that does not pay. A request that is let in without drafters costs nothing
+of that, and gets no drafts of theirs until it ends, or is preempted and let in again. What served
+requests gained is known by how many there were when they were let in, and by the kind of sampling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from surefoot.request import Request
+from surefoot.sampling.params import SamplingStages
+from surefoot.speculation.decisions import Decision
+from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, kind_of
+
+COST, _CROWD = 0.04, 4
+"""The part of the time that keeping up takes with so many requests or more, of prompts as of rounds
+without drafts: measured with SmolLM2 and its drafter on a CPU. Fewer requests take as much less.
+What drafters gain is held against it."""
+ENOUGH = 256.0
+"""The time, in rounds without drafts, after which it is known what a crowd gains; that of fewer
+requests has to be seen for longer, as it depends on their texts."""
+_FEW = 0.25
+"""The share of a round's requests that may lack drafters if it is to tell what these gain: they
+take the same time to draft for few."""
+_SHORTEST, _LONGEST = 8, 64
+"""How many times as long a crowd does without drafters as it was served before; twice as many each
+time that this was in vain. Fewer requests, who pay less for it, look again as much sooner."""
+
+
+_KINDS = (GREEDY, DRAWN, ADJUSTED)
+"""A round is of the last kind that one of its requests is of."""
+
+
+@dataclass(eq=False)
+class Record:
+    """Of requests that were let in under like conditions. Times are in rounds without drafts and
+    prompts, and count by their share of the requests: half where half are such."""
+
+    load: int
+    """Requests that ran or waited, about."""
+    served: float = 0.0
+    """Time with drafters, of late."""
+    known: float = 0.0
+    """Of this, in which nearly all requests were served."""
+    gained: float = 0.0
+    """Tokens in that beyond what a request would have got without drafts."""
+    without: float = 0.0
+    """Time without drafters since these were given up."""
+    given_up: bool = False
+    patience: int = _SHORTEST // 2
+    """How many times as long a crowd would be without as with drafters."""
+
+    @property
+    def weight(self) -> float:
+        """What it takes to serve them, against a crowd."""
+        return min(1.0, self.load / _CROWD)
+
+    @property
+    def enough(self) -> float:
+        return ENOUGH / self.weight
+
+    @property
+    def told(self) -> bool:
+        """Whether it is known what drafters gain, or cannot be: others lack them all the time."""
+        return self.known >= self.enough or self.served >= 2 * self.enough
+
+    @property
+    def pays(self) -> bool:
+        return self.gained > COST * self.weight * self.known
+
+    @property
+    def rested(self) -> bool:
+        """Whether it is time to look again."""
+        return self.without >= self.patience * self.weight * self.served
+
+    def give_up(self) -> None:
+        self.given_up, self.without = True, 0.0
+        self.patience = min(2 * self.patience, _LONGEST)
+
+    def look_again(self) -> None:
+        self.given_up = False
+        self.served = self.known = self.gained = 0.0
+
+    def passed(self, served: float, without: float, time: float, gain: float | None) -> None:
+        """A round of which so much was ``served`` or ``without``. ``gain``: tokens; None: it does
+        not tell."""
+        self.without += without * time
+        self.served += served * time
+        if gain is not None:
+            self.known += served * time
+            self.gained += served * gain
+        if self.served >= 4 * self.enough:
+            self.served, self.known, self.gained = (
+                each / 2 for each in (self.served, self.known, self.gained)
+            )
+
+
+class Upkeep:
+    """Lets requests in with drafters or without."""
+
+    def __init__(self, drafters: Collection[int]) -> None:
+        """``drafters``: proposers with KV of their own, by index."""
+        self.drafters = frozenset(drafters)
+        self.records: dict[tuple[int, SamplingStages], Record] = {}
+        self._record_of: WeakKeyDictionary[Request, Record] = WeakKeyDictionary()
+        self._kind = GREEDY
+        """Of the last round, with the requests that were let in since."""
+        self._requests: Sequence[Request] = ()
+        self._shares: list[tuple[Record, float, float]] = []
+        """Of the last round's requests, those with drafters and those without, by record."""
+        self._tells = False
+
+    def choose(self, request: Request, running: int, load: int) -> None:
+        """Set ``drafters`` and ``declined`` of a request that is about to be let in beside so many
+        ``running`` ones. ``load``: all that run or wait, itself included. One that names its
+        drafter keeps it."""
+        request.drafters, request.declined = request.drafters | request.declined, frozenset()
+        kind = kind_of(SamplingStages.of((request.params,)))
+        self._kind = max(self._kind, kind, key=_KINDS.index) if running else kind
+        if not request.drafters or request.speculation.method != "auto":
+            return
+        about = 2 ** round(math.log2(load))
+        record = self.records.setdefault((about, self._kind), Record(about))
+        self._record_of[request] = record
+        if not self._serves(record):
+            request.drafters, request.declined = frozenset(), request.drafters
+
+    def _serves(self, record: Record) -> bool:
+        if record.given_up:
+            if not record.rested:
+                return False
+            # All others, too: half a batch would not tell.
+            for each in self.records.values():
+                if each.given_up:
+                    each.look_again()
+        elif record.told:
+            if not record.pays:
+                record.give_up()
+                return False
+            record.patience = _SHORTEST // 2
+        return True
+
+    def launched(
+        self, requests: Sequence[Request], decision: Decision, kind: SamplingStages
+    ) -> None:
+        """Such a round was launched, in which these requests sample. ``kind`` as in
+        ``Situation``."""
+        self._kind = kind
+        if requests is not self._requests:
+            self._requests = requests
+            self._share(requests)
+        expected = decision.expected
+        plain, gain = expected.plain_seconds, 0.0
+        if expected.trial is None and not self.drafters.isdisjoint(decision.proposers):
+            seconds = expected.seconds - expected.prompt_seconds
+            gain = expected.tokens - seconds / plain
+        for record, served, without in self._shares:
+            record.passed(served, without, expected.seconds / plain, gain if self._tells else None)
+
+    def _share(self, requests: Sequence[Request]) -> None:
+        counts: dict[Record, list[int]] = {}
+        for request in requests:
+            if (record := self._record_of.get(request)) is not None:
+                counts.setdefault(record, [0, 0])[bool(request.declined)] += 1
+        total = len(requests)
+        self._shares = [(key, a / total, b / total) for key, (a, b) in counts.items()]
+        self._tells = sum(without for *_, without in self._shares) <= _FEW
