@@ -51,16 +51,18 @@ def rounds() -> Iterator[Clocked]:
 
 
 def test_every_size_is_recorded_and_those_with_penalties_wait(rounds: Clocked) -> None:
-    """Nobody has to wait for recording where the likeliest tokens are taken or text is drawn."""
+    """Nobody has to wait for recording where the likeliest tokens are taken or text is drawn, with
+    drafters or without."""
     costs = measure_recorded(rounds, 400)
-    by_kind = {
-        kind: {size for size in rounds.graphs if size.kind == kind}
-        for kind in (GREEDY, DRAWN, ADJUSTED)
-    }
-    assert by_kind[GREEDY] == recorded_sizes(rounds)
-    assert by_kind[DRAWN] == {replace(size, kind=DRAWN) for size in by_kind[GREEDY]}
-    assert set(rounds.wanted) == {replace(size, kind=ADJUSTED) for size in by_kind[GREEDY]}
-    assert by_kind[ADJUSTED] < set(rounds.wanted) and len(by_kind[ADJUSTED]) < 5
+    usual = recorded_sizes(rounds)
+    idle = {replace(size, catches_up=False) for size in usual if 0 not in size.proposers}
+    assert {size.proposers for size in idle} == {(), (1,)}
+    for kind in (GREEDY, DRAWN):
+        there = {size for size in rounds.graphs if size.kind == kind}
+        assert there == {replace(size, kind=kind) for size in usual | idle}
+    assert set(rounds.wanted) == {replace(size, kind=ADJUSTED) for size in usual}
+    adjusted = {size for size in rounds.graphs if size.kind == ADJUSTED}
+    assert adjusted < set(rounds.wanted) and len(adjusted) < 5
     assert rounds.costs == costs
 
 

@@ -74,6 +74,28 @@ def prompt_sizes(
     ]
 
 
+def usual_sizes(rounds: RecordedRounds, kind: SamplingStages) -> list[Size]:
+    """Rounds that planners choose among, for one kind of sampling."""
+    decoding = (
+        decoding_sizes(rounds, spans, kind, action)
+        for spans in rounds.spans
+        for action in actions_of(rounds, spans)
+    )
+    prompts = (
+        prompt_sizes(rounds, spans, kind, action)
+        for spans in rounds.prompt_spans
+        for action in prompt_actions(rounds)
+    )
+    return [size for sizes in (*decoding, *prompts) for size in sizes]
+
+
+def _without_drafters(rounds: RecordedRounds, size: Size) -> list[Size]:
+    """The same round for requests that no drafter serves, if there are drafters."""
+    drafters = rounds.round.drafters
+    able = drafters and not any(index in drafters for index in size.proposers)
+    return [replace(size, catches_up=False)] if able else []
+
+
 def measure_recorded(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages, RecordedCosts]:
     """Record the greedy rounds and time them, and record those for drawn text. Those with penalties
     and biases are recorded in idle moments. Returns costs by kind of sampling."""
@@ -81,10 +103,6 @@ def measure_recorded(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages
     saved: dict[Action, float] = {}
     for spans in rounds.spans:
         saved = _time_decoding(rounds, blocks, spans, times)
-        for action in actions_of(rounds, spans):
-            for size in decoding_sizes(rounds, spans, DRAWN, action):
-                rounds.graph(size)
-            rounds.wanted += decoding_sizes(rounds, spans, ADJUSTED, action)
     prompts = _time_prompts(rounds, blocks, saved)
     proposing = prompt_actions(rounds)
     costs = {GREEDY: RecordedCosts(times, ExactCosts(*prompts), proposing)}
@@ -95,6 +113,10 @@ def measure_recorded(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages
         }
         costs[kind] = RecordedCosts(slower, ExactCosts(*prompts, cost), proposing)
     rounds.costs = costs
+    for size in (*usual_sizes(rounds, GREEDY), *usual_sizes(rounds, DRAWN)):
+        for each in (size, *_without_drafters(rounds, size)):
+            rounds.graph(each)
+    rounds.wanted += usual_sizes(rounds, ADJUSTED)
     return costs
 
 
@@ -158,9 +180,6 @@ def _time_prompts(
                     rounds.graph(size)
                     if spans == most and action == NOTHING:
                         plain.append((size.rows, _time_chunk(rounds, set_batch, size)))
-                for size in prompt_sizes(rounds, spans, DRAWN, action):
-                    rounds.graph(size)
-                rounds.wanted += prompt_sizes(rounds, spans, ADJUSTED, action)
     own = saved.get(NOTHING, 0.0)
     rows, seconds = zip(*plain, strict=True)
     proposing = {
