@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -422,6 +423,28 @@ def test_actions_stay_within_what_requests_allow() -> None:
         planner.landed(decision, now, Landed(6e-3, None, 0, 0, 0))
         seen.add(decision.action)
     assert seen <= {NOTHING, *(((DRAFTER,), depth) for depth in (1, 2, 3))} and len(seen) > 1
+
+
+def test_a_drafter_that_is_recorded_with_others_only_drafts_with_few_of_them() -> None:
+    """On a GPU two drafters are asked together or not at all; a request may want but one of them.
+    Who allows neither is not asked for, and an allowed lookup alone needs no drafter."""
+
+    class Recorded:
+        def actions(self, requests: int) -> tuple[Action, ...]:
+            return NOTHING, ((0,), 0), ((1, 2), 3), ((1, 2), 7), ((0, 1, 2), 3), ((0, 1, 2), 7)
+
+    weighing = cpu_planner().weighing
+    weighing.costs = cast(Any, Recorded())
+
+    def allowed(*proposers: int) -> set[Action]:
+        return {*weighing.allowed(situation(None, proposers=proposers))}
+
+    both, all_three = {((1, 2), 3), ((1, 2), 7)}, {((0, 1, 2), 3), ((0, 1, 2), 7)}
+    assert allowed(0) == {NOTHING, ((0,), 0)}
+    assert allowed(1) == allowed(2) == {NOTHING, *both}
+    assert allowed(1, 2) == {NOTHING, *both}
+    assert allowed(0, 2) == {NOTHING, ((0,), 0), *both, *all_three}
+    assert allowed(0, 1, 2) == {NOTHING, ((0,), 0), *both, *all_three}
 
 
 def test_who_just_arrived_is_expected_to_be_like_the_others() -> None:

@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +27,7 @@ GREEDY, DRAWN = SamplingParams(temperature=0), SamplingParams(temperature=0.8)
 PLAIN = Decision(0, (), 0, expected=Expectation(1.0, 1.0, 1.0))
 
 
-def drafting(gain: float, **expected: object) -> Decision:
+def drafting(gain: float, **expected: Any) -> Decision:
     """A round that gains so many tokens a request against rounds of 1 s without drafts."""
     return Decision(
         4, (DRAFTER,), 4, expected=Expectation(1.5, 1.5, 1.0, tokens=1.5 + gain, **expected)

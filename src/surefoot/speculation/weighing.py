@@ -69,8 +69,7 @@ class Weighing:
         key = there, s.proposers, s.draft_limit
         found = self._allowed.get(key)
         if found is None:
-            allowed = set(s.proposers)
-            actions = [action for action in there if allowed.issuperset(action[0])]
+            actions = _able(there, s.proposers)
             # A drafter whose shortest draft is longer than anybody wants is of use all the same.
             shortest = dict(reversed(actions))
             found = tuple(a for a in actions if a[1] <= max(s.draft_limit, shortest[a[0]]))
@@ -229,3 +228,17 @@ class Weighing:
             requests, *action, drafts, seconds, self.margin, lately
         )
         return Promise(tokens / requests, seconds / plain)
+
+
+def _able(there: Sequence[Action], allowed: tuple[int, ...]) -> list[Action]:
+    """The actions that these proposers can be asked with. Where drafters are recorded together
+    only, others go along for nobody: as few as can be."""
+    found = [action for action in there if set(allowed).issuperset(action[0])]
+    missing = set(allowed).difference(*(proposers for proposers, _ in found))
+    others = {
+        action: len(set(action[0]).difference(allowed))
+        for action in there
+        if not missing.isdisjoint(action[0])
+    }
+    fewest = min(others.values(), default=0)
+    return found + [action for action, count in others.items() if count == fewest]
