@@ -6,9 +6,13 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from surefoot.params import MAX_LOGPROBS, MAX_SEED, SamplingParams, SpeculationParams
 from surefoot.structured import TextGrammar
+
+if TYPE_CHECKING:
+    from surefoot.sampling.params import SamplingStages
 
 __all__ = [
     "MAX_LOGPROBS",
@@ -148,6 +152,9 @@ class Request:
     """Others that its choice of speculation allows, without which it was let in."""
     grammar: TextGrammar | None = None
     """Where the output stands in its grammar, or other rules for its tokens, if it has any."""
+    stages: SamplingStages | None = None
+    """That its tokens are sampled with, once somebody asked (``engine.batch.stages_of``): crowds
+    are gone through whenever somebody joins or leaves."""
     _proposed_by: list[str | None] = field(default_factory=list)
     """As far as the last accepted draft, at least."""
 
@@ -194,7 +201,9 @@ class Request:
     def in_prompt(self) -> bool:
         """Whether it has rows of its prompt before it, beside the current token's; that one counts
         where all are pooled."""
-        return self.length - self.computed > (1 if self.pooling is None else 0)
+        # Not by ``length``: of every request this is asked several times a round.
+        rest = len(self.prompt) + len(self.output) - self.computed
+        return rest > (1 if self.pooling is None else 0)
 
     def forget_scores(self) -> None:
         """The prompt will run again from the start."""

@@ -13,6 +13,7 @@ import torch
 from eagle3_engines import folder, target
 from faults import Calls, Fault
 from harness import Job, make_engine, needs_native
+from recorded_fakes import record
 from structured_harness import grammars, params_with
 from surefoot.engine import cuda_graphs
 from surefoot.engine.cuda_graphs import RecordedRounds
@@ -47,13 +48,6 @@ JOBS = [
 """Chunked prompts, and more texts than there are slots for, and blocks."""
 
 
-class Replayed:
-    """A graph of a machine without a GPU: it calls the round."""
-
-    def __init__(self, run: Any) -> None:
-        self.replay = run
-
-
 @pytest.fixture(scope="module")
 def engines() -> Iterator[dict[str, Engine]]:
     """By kind. The last one launches ahead, and its rounds are recorded, as far as the host is
@@ -62,7 +56,7 @@ def engines() -> Iterator[dict[str, Engine]]:
         for name in ("graph_pool_handle", "synchronize"):
             patch.setattr(torch.cuda, name, lambda: None)
         patch.setattr(torch.cuda, "Stream", lambda device: None)
-        patch.setattr(cuda_graphs, "capture", lambda run, *_: (run(), Replayed(run))[::-1])
+        patch.setattr(cuda_graphs, "capture", record)
         patch.setattr(cuda_graphs, "RECORDING_SHARE", 1e9)
         made = {kind: engine_of(kind != "called") for kind in KINDS}
         engine = made["recorded"]

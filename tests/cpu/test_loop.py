@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from harness import Job, make_engine, run_alone, run_jobs, tiny_decoder
 from surefoot.engine.batch import Batch
 from surefoot.engine.engine import Engine
+from surefoot.engine.rounds import CHUNKS_KEPT
 from surefoot.kernels.batch import FlatBatch
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.decisions import Situation
@@ -68,6 +69,22 @@ def test_chunks_are_as_long_as_running_requests_can_bear() -> None:
     for _ in range(4):
         engine.step()
     assert [spans["c"] for spans in seen[2:]] == [2, 2, 2, 1]
+
+
+def test_the_longest_chunk_follows_costs_though_it_is_not_always_looked_up() -> None:
+    """For each number of requests that decode, and anew after a while."""
+    rounds = make_engine(tiny_decoder()).rounds
+    asked: list[int] = []
+
+    def limit(decoding: int) -> int:
+        asked.append(decoding)
+        return 100 * len(asked)
+
+    rounds.chunk_limit = limit
+    assert [rounds.longest_chunk(count) for count in (3, 3, 5, 3)] == [100, 100, 200, 100]
+    for _ in range(CHUNKS_KEPT):
+        rounds.longest_chunk(3)
+    assert rounds.longest_chunk(3) == 300 and asked == [3, 5, 3]
 
 
 def test_chunks_whose_logprobs_are_wanted_are_shorter_beside_running_requests() -> None:

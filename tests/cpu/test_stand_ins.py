@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import Job, make_engine, run_jobs, tiny_decoder
+from recorded_fakes import Replayed, record
 from surefoot.engine import cuda_graphs
 from surefoot.engine.cuda_graphs import RecordedRounds
 from surefoot.engine.engine import Engine
@@ -81,34 +82,6 @@ def test_the_nearest_number_of_rows_stands_in() -> None:
     assert stand_in(wanted, [many]) == many
 
 
-class Replayed:
-    """A graph of a machine without a GPU: it calls what it recorded, and leaves the results where
-    the first call left them."""
-
-    def __init__(self, run: Any, result: Any = None) -> None:
-        self.run, self.result = run, result
-
-    def replay(self) -> None:
-        overwrite(self.result, self.run())
-
-
-def overwrite(kept: Any, made: Any) -> None:
-    """Copy the tensors of ``made`` into those of ``kept``."""
-    if isinstance(kept, torch.Tensor) and kept is not made:
-        kept.copy_(made)
-    elif is_dataclass(kept):
-        overwrite(list(vars(kept).values()), list(vars(made).values()))
-    elif isinstance(kept, list | tuple):
-        for old, new in zip(kept, made, strict=True):
-            overwrite(old, new)
-
-
-def record(run: Any, *_: Any) -> tuple[Replayed, Any]:
-    """``capture``. What follows the target leaves nothing: it is not called before it is to run."""
-    result = None if run.func.__name__ == "go_on" else run()
-    return Replayed(run, result), result
-
-
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """One whose rounds are recorded, as far as the host is concerned."""
@@ -173,6 +146,7 @@ def test_the_targets_part_is_recorded_once_for_all_that_may_follow_it(engine: En
     """Whoever proposes, whatever is sampled and reported; and anew where rounds have changed."""
     rounds = engine.rounds
     assert isinstance(rounds, RecordedRounds)
+    engine.state._make_masks()
     size = Size(2, 4, 4, GREEDY, (0,), 0, verifies=True)
     alike = [
         size,
@@ -269,6 +243,7 @@ def test_planners_choose_among_recorded_rounds(
     size = Size(8, 8, 8, DRAWN, (0,), 0)
     now = 100.0
     monkeypatch.setattr("surefoot.engine.cuda_graphs.time.perf_counter", lambda: now)
+    engine.state._make_masks()
     for unusual in (
         replace(size, rows=24, samples=24, masked=True),
         replace(size, rows=24, samples=24, logprobs=2, scored=4),

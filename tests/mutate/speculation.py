@@ -344,6 +344,24 @@ MUTATIONS = (
     ),
     m(
         "speculation/weighing.py",
+        "return found + [action for action, count in others.items() if count == fewest]",
+        "return found",
+        "test_planner.py::test_a_drafter_that_is_recorded_with_others_only_drafts_with_few_of_them",
+    ),
+    m(
+        "engine/rounds.py",
+        "            self._chunks.clear()\n",
+        "",
+        "test_loop.py::test_the_longest_chunk_follows_costs_though_it_is_not_always_looked_up",
+    ),
+    m(
+        "sampling/params.py",
+        "top_k=max((each.top_k for each in every), default=0)",
+        "top_k=min((each.top_k for each in every), default=0)",
+        "test_sampling.py",
+    ),
+    m(
+        "speculation/weighing.py",
         "            self._choose_depth(situation, actions, plain)\n",
         "",
         "test_block_depths.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -40,14 +41,28 @@ def slots_of(requests: Sequence[Request]) -> np.ndarray:
     return np.array([request.slot for request in requests], dtype=np.int64)
 
 
+@lru_cache(maxsize=1024)
+def _same(stages: SamplingStages) -> SamplingStages:
+    """One for all that are equal."""
+    return stages
+
+
+def stages_of(request: Request) -> SamplingStages:
+    """What a request's tokens are sampled with."""
+    if request.stages is None:
+        request.stages = _same(SamplingStages.of((request.params,)))
+    return request.stages
+
+
 def group(
     requests: Sequence[Request], kv: KVManager, names: Mapping[int, str], max_drafts: int
 ) -> Group:
     """``names``: of the proposers that may offer, by index; ``max_drafts``: the engine's limit."""
-    # Requests that come together often share these.
-    params = {id(request.params): request.params for request in requests}.values()
+    # Most requests share these.
+    stages = {id(each): each for each in map(stages_of, requests)}.values()
     speculation = {(id(each.speculation), each.declined): each for each in requests}.values()
-    scored = [each.logprobs for each in params if each.logprobs is not None]
+    wanted = [each.params.logprobs for each in requests]
+    scored = tuple(place for place, width in enumerate(wanted) if width is not None)
     limits = [
         max_drafts if limit is None else limit
         for limit in (each.speculation.max_draft_tokens for each in speculation)
@@ -56,36 +71,25 @@ def group(
         requests=tuple(requests),
         leases=tuple(kv.leases[request.request_id] for request in requests),
         slots=slots_of(requests),
-        kind=SamplingStages.of(params),
+        kind=SamplingStages.together(stages),
         proposers=tuple(
             index for index, name in names.items() if any(each.allows(name) for each in speculation)
         ),
         draft_limit=max(limits, default=0),
-        logprobs=width_for(max(scored)) if scored else None,
-        scored=tuple(
-            place for place, each in enumerate(requests) if each.params.logprobs is not None
-        ),
+        logprobs=width_for(max(wanted[place] or 0 for place in scored)) if scored else None,
+        scored=scored,
         masked=any(request.grammar is not None for request in requests),
     )
 
 
 def join(first: Group, second: Group) -> Group:
     """Both, in this order."""
-    a, b = first.kind, second.kind
     widths = [each for each in (first.logprobs, second.logprobs) if each is not None]
     return Group(
         requests=first.requests + second.requests,
         leases=first.leases + second.leases,
         slots=np.concatenate((first.slots, second.slots)),
-        kind=SamplingStages(
-            noise=a.noise or b.noise,
-            penalties=a.penalties or b.penalties,
-            bias=a.bias or b.bias,
-            min_tokens=a.min_tokens or b.min_tokens,
-            min_p=a.min_p or b.min_p,
-            top_k=max(a.top_k, b.top_k),
-            top_p=a.top_p or b.top_p,
-        ),
+        kind=SamplingStages.together((first.kind, second.kind)),
         proposers=tuple(sorted({*first.proposers, *second.proposers})),
         draft_limit=max(first.draft_limit, second.draft_limit),
         logprobs=max(widths, default=None),

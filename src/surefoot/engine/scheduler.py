@@ -64,7 +64,7 @@ class Scheduler:
         skipped: list[Request] = []
         if not self.waiting or not self._free_slots or rows <= 0:
             return admitted
-        promised = sum(self._missing_blocks(request) for request in self.running)
+        promised = self._promised()
         while self.waiting and self._free_slots and rows > 0:
             request = self.waiting.popleft()
             leader = request.leader
@@ -147,6 +147,16 @@ class Scheduler:
         """Blocks that the known text lacks; one, at least, if it has none for its next token."""
         lease = self.kv.leases[request.request_id]
         return max(0, self.kv.blocks_for(request.length) - len(lease.blocks))
+
+    def _promised(self) -> int:
+        """``_missing_blocks`` of all that run."""
+        # Without a call for each: hundreds may run, and somebody comes in every other round.
+        leases, size = self.kv.leases, self.kv.block_size
+        missing = (
+            -(-(len(each.prompt) + len(each.output)) // size) - len(leases[each.request_id].blocks)
+            for each in self.running
+        )
+        return sum(count for count in missing if count > 0)
 
     def check_integrity(self) -> None:
         """Assert that slots, leases and states agree."""

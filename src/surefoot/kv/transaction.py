@@ -77,11 +77,13 @@ class KVManager:
         if lease.committed > len(lease.blocks) * self.block_size:
             raise RuntimeError("committed beyond the reservation")
         if self.prefix_caching:
-            self._register(lease, tokens)
+            lease.partial += tokens
+            if len(lease.partial) >= self.block_size:
+                self._register(lease)
 
-    def _register(self, lease: Lease, tokens: Sequence[int]) -> None:
+    def _register(self, lease: Lease) -> None:
+        """Make the full blocks at hand findable."""
         size, partial = self.block_size, lease.partial
-        partial += tokens
         while len(partial) >= size:
             parent = lease.hashes[-1] if lease.hashes else b""
             content = chain_hash(parent, partial[:size])

@@ -28,19 +28,32 @@ class SamplingStages:
 
     @classmethod
     def of(cls, all_params: Iterable[SamplingParams]) -> SamplingStages:
-        # One pass: a crowd's are gone through whenever somebody joins or leaves it.
-        noise = penalties = bias = min_tokens = min_p = top_p = False
-        top_k = 0
-        for params in all_params:
-            penalties = penalties or params.penalised
-            bias = bias or bool(params.logit_bias)
-            min_tokens = min_tokens or bool(params.min_tokens)
-            if not params.greedy:
-                noise = True
-                min_p = min_p or bool(params.min_p)
-                top_p = top_p or params.top_p < 1
-                top_k = max(top_k, params.top_k)
-        return cls(noise, penalties, bias, min_tokens, min_p, top_k, top_p)
+        return cls.together(
+            cls(
+                noise=not params.greedy,
+                penalties=params.penalised,
+                bias=bool(params.logit_bias),
+                min_tokens=bool(params.min_tokens),
+                min_p=not params.greedy and bool(params.min_p),
+                top_k=0 if params.greedy else max(0, params.top_k),
+                top_p=not params.greedy and params.top_p < 1,
+            )
+            for params in all_params
+        )
+
+    @classmethod
+    def together(cls, stages: Iterable[SamplingStages]) -> SamplingStages:
+        """Those of rounds that need all of these."""
+        every = list(stages)
+        return cls(
+            noise=any(each.noise for each in every),
+            penalties=any(each.penalties for each in every),
+            bias=any(each.bias for each in every),
+            min_tokens=any(each.min_tokens for each in every),
+            min_p=any(each.min_p for each in every),
+            top_k=max((each.top_k for each in every), default=0),
+            top_p=any(each.top_p for each in every),
+        )
 
 
 _STOPS, _BIASES = 16, 16
