@@ -120,6 +120,21 @@ def test_gains_may_come_and_go_from_round_to_round() -> None:
     assert traffic.run(20_000) == 1.0
 
 
+@pytest.mark.parametrize("load", [1, 8, 64])
+@pytest.mark.parametrize("before", [0, 3000])
+def test_wrong_beliefs_about_costs_for_a_while_do_not_cost_requests_their_drafters(
+    load: int, before: int
+) -> None:
+    """A poisoned table of costs is right again within 500 rounds; until then nobody drafts."""
+    gain = 0.5
+    traffic = Traffic(load=load, gain=lambda: gain)
+    traffic.run(before)
+    gain = 0.0
+    traffic.run(400)
+    gain = 0.5
+    assert traffic.run(5000) == 1.0
+
+
 @pytest.mark.parametrize("load", [1, 8])
 def test_drafters_that_begin_to_pay_come_back_and_stay(load: int) -> None:
     gain = 0.0

@@ -22,7 +22,7 @@ COST, _CROWD = 0.04, 4
 """The part of the time that keeping up takes with so many requests or more, of prompts as of rounds
 without drafts: measured with SmolLM2 and its drafter on a CPU. Fewer requests take as much less.
 What drafters gain is held against it."""
-ENOUGH = 256.0
+ENOUGH = 512.0
 """The time, in rounds without drafts, after which it is known what a crowd gains; that of fewer
 requests has to be seen for longer, as it depends on their texts."""
 _FEW = 0.25
