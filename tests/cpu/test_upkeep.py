@@ -121,7 +121,7 @@ def test_gains_may_come_and_go_from_round_to_round() -> None:
 
 
 @pytest.mark.parametrize("load", [1, 8, 64])
-@pytest.mark.parametrize("before", [0, 3000])
+@pytest.mark.parametrize("before", [1, 3000])
 def test_wrong_beliefs_about_costs_for_a_while_do_not_cost_requests_their_drafters(
     load: int, before: int
 ) -> None:
