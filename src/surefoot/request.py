@@ -6,13 +6,10 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from surefoot.params import MAX_LOGPROBS, MAX_SEED, SamplingParams, SpeculationParams
 from surefoot.structured import TextGrammar
-
-if TYPE_CHECKING:
-    from surefoot.sampling.params import SamplingStages
 
 __all__ = [
     "MAX_LOGPROBS",
@@ -152,8 +149,8 @@ class Request:
     """Others that its choice of speculation allows, without which it was let in."""
     grammar: TextGrammar | None = None
     """Where the output stands in its grammar, or other rules for its tokens, if it has any."""
-    stages: SamplingStages | None = None
-    """That its tokens are sampled with, once somebody asked (``engine.batch.stages_of``): crowds
+    stages: Any = None
+    """``SamplingStages`` of its tokens, once somebody asked (``engine.batch.stages_of``): crowds
     are gone through whenever somebody joins or leaves."""
     _proposed_by: list[str | None] = field(default_factory=list)
     """As far as the last accepted draft, at least."""

@@ -114,6 +114,14 @@ def test_where_drafters_pay_all_requests_are_served(load: int) -> None:
     assert (Traffic(load=load, gain=lambda: 0.75 * COST).run(20_000) == 1.0) == (load == 1)
 
 
+def test_rounds_of_which_nothing_is_believed_tell_nothing() -> None:
+    """Those of a fixed number of drafts, while that is measured."""
+    upkeep, served = Upkeep((DRAFTER,)), request()
+    upkeep.choose(served, 0, 1)
+    upkeep.launched((served,), Decision(3, (DRAFTER,), 3), kind_of(SamplingStages()))
+    assert record(upkeep).served == record(upkeep).known == 0.0
+
+
 def test_gains_may_come_and_go_from_round_to_round() -> None:
     luck = random.Random(1)
     traffic = Traffic(gain=lambda: luck.choice([-1.0, 0.0, 0.5]))

@@ -49,9 +49,10 @@ def _same(stages: SamplingStages) -> SamplingStages:
 
 def stages_of(request: Request) -> SamplingStages:
     """What a request's tokens are sampled with."""
-    if request.stages is None:
-        request.stages = _same(SamplingStages.of((request.params,)))
-    return request.stages
+    known: SamplingStages | None = request.stages
+    if known is None:
+        known = request.stages = _same(SamplingStages.of((request.params,)))
+    return known
 
 
 def group(

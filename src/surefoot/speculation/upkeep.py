@@ -157,6 +157,9 @@ class Upkeep:
             self._share(requests)
         expected = decision.expected
         plain, gain = expected.plain_seconds, 0.0
+        if plain <= 0.0:
+            # Somebody else decides, who believes nothing: a fixed number of drafts is measured.
+            return
         if expected.trial is None and not self.drafters.isdisjoint(decision.proposers):
             seconds = expected.seconds - expected.prompt_seconds
             gain = expected.tokens - seconds / plain
