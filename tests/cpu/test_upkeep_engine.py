@@ -11,6 +11,7 @@ import pytest
 
 from eagle3_engines import target
 from harness import Job, run_alone, run_jobs
+from surefoot.bench.sweep import Load, drafting, submit
 from surefoot.engine.batch import group
 from surefoot.engine.engine import Engine
 from surefoot.kv.transaction import KVManager
@@ -41,6 +42,23 @@ class Told(Upkeep):
 
 def by_drafter(request: Request) -> int:
     return request.stats.verified_by_proposer.get(DRAFTER, 0)
+
+
+def test_a_fixed_number_of_drafts_is_measured_though_they_did_not_pay() -> None:
+    """``bench --modes 2`` asks for drafts; ``auto`` in the same engine does without them."""
+    engine = engine_of(ahead=False, kv_blocks=40, max_num_seqs=2)
+    told = Told(engine, lambda request: False)
+    load = Load([PROMPT], GREEDY)
+
+    def drafted(mode: int | str) -> bool:
+        with drafting(engine, mode) as wish:
+            [only] = submit(engine, 1, load, wish)
+            while engine.has_work:
+                engine.step()
+        return by_drafter(only) > 0
+
+    assert [drafted(mode) for mode in ("auto", 2, "auto")] == [False, True, False]
+    assert engine.scheduler.upkeep is told
 
 
 @ROUNDS

@@ -162,11 +162,12 @@ def until_all_decode(engine: Engine, requests: Sequence[Request]) -> None:
 @contextmanager
 def drafting(engine: Engine, mode: Mode) -> Iterator[SpeculationParams]:
     """Set the engine's policy for a mode; what its requests have to say for it."""
-    loop = engine.loop
-    before = loop.planner
+    loop, scheduler = engine.loop, engine.scheduler
+    before = loop.planner, scheduler.upkeep
     if mode not in ("auto", PLAIN):
         # A drafter that does not pay drafts all the same.
         loop.planner = FixedPlanner(engine.state.max_drafts, exact=not engine.rounds.recorded)
+        scheduler.upkeep = None
     try:
         if mode == "auto":
             yield SpeculationParams()
@@ -175,7 +176,7 @@ def drafting(engine: Engine, mode: Mode) -> Iterator[SpeculationParams]:
         else:
             yield SpeculationParams("auto", int(mode))
     finally:
-        loop.planner = before
+        loop.planner, scheduler.upkeep = before
 
 
 def sweep(
