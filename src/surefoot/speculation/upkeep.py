@@ -18,7 +18,7 @@ from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.decisions import Decision
 from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, kind_of
 
-COST, _CROWD = 0.04, 4
+COST, _CROWD = 0.025, 4
 """The part of the time that keeping up takes with so many requests or more, of prompts as of rounds
 without drafts: measured with SmolLM2 and its drafter on a CPU. Fewer requests take as much less.
 What drafters gain is held against it."""
