@@ -150,7 +150,7 @@ class Request:
     grammar: TextGrammar | None = None
     """Where the output stands in its grammar, or other rules for its tokens, if it has any."""
     stages: Any = None
-    """``SamplingStages`` of its tokens, once somebody asked (``engine.batch.stages_of``): crowds
+    """``SamplingStages`` of its tokens, once somebody asked (``sampling.params.stages_of``): crowds
     are gone through whenever somebody joins or leaves."""
     _proposed_by: list[str | None] = field(default_factory=list)
     """As far as the last accepted draft, at least."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 
 from surefoot.kv.transaction import KVManager, Lease
 from surefoot.request import Request
 from surefoot.sampling.logprobs import width_for
-from surefoot.sampling.params import SamplingStages
+from surefoot.sampling.params import SamplingStages, stages_of
 from surefoot.speculation.size import kind_of
 
 
@@ -39,20 +38,6 @@ class Group:
 def slots_of(requests: Sequence[Request]) -> np.ndarray:
     """int64 [n]; below 0: those that do not run."""
     return np.array([request.slot for request in requests], dtype=np.int64)
-
-
-@lru_cache(maxsize=1024)
-def _same(stages: SamplingStages) -> SamplingStages:
-    """One for all that are equal."""
-    return stages
-
-
-def stages_of(request: Request) -> SamplingStages:
-    """What a request's tokens are sampled with."""
-    known: SamplingStages | None = request.stages
-    if known is None:
-        known = request.stages = _same(SamplingStages.of((request.params,)))
-    return known
 
 
 def group(

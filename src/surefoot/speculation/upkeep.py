@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from surefoot.request import Request
-from surefoot.sampling.params import SamplingStages
+from surefoot.sampling.params import SamplingStages, stages_of
 from surefoot.speculation.decisions import Decision
-from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, kind_of
+from surefoot.speculation.size import GREEDY, kind_of
 
 COST, _CROWD = 0.025, 4
 """The part of the time that keeping up takes with so many requests or more, of prompts as of rounds
@@ -31,10 +31,6 @@ take the same time to draft for few."""
 _SHORTEST, _LONGEST = 8, 64
 """How many times as long a crowd does without drafters as it was served before; twice as many each
 time that this was in vain. Fewer requests, who pay less for it, look again as much sooner."""
-
-
-_KINDS = (GREEDY, DRAWN, ADJUSTED)
-"""A round is of the last kind that one of its requests is of."""
 
 
 @dataclass(eq=False)
@@ -121,8 +117,8 @@ class Upkeep:
         ``running`` ones. ``load``: all that run or wait, itself included. One that names its
         drafter keeps it."""
         request.drafters, request.declined = request.drafters | request.declined, frozenset()
-        kind = kind_of(SamplingStages.of((request.params,)))
-        self._kind = max(self._kind, kind, key=_KINDS.index) if running else kind
+        stages = [stages_of(request), *([self._kind] if running else [])]
+        self._kind = kind_of(SamplingStages.together(stages))
         if not request.drafters or request.speculation.method != "auto":
             return
         about = 2 ** round(math.log2(load))
