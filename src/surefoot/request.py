@@ -149,9 +149,11 @@ class Request:
     """Others that its choice of speculation allows, without which it was let in."""
     grammar: TextGrammar | None = None
     """Where the output stands in its grammar, or other rules for its tokens, if it has any."""
-    stages: Any = None
-    """``SamplingStages`` of its tokens, once somebody asked (``sampling.params.stages_of``): crowds
-    are gone through whenever somebody joins or leaves."""
+    wishes: Any = None
+    """What it wants of its rounds (``engine.batch.Wishes``), since it was let in."""
+    kept: Any = None
+    """Whose it is in what is known of the worth of drafters (``speculation.upkeep``), if anybody's.
+    """
     _proposed_by: list[str | None] = field(default_factory=list)
     """As far as the last accepted draft, at least."""
 

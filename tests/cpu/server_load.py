@@ -241,8 +241,8 @@ class Course:
     """What changed while a storm went on."""
 
     memory: dict[str, tuple[int, int]]
-    """Of each process, the least bytes in the second third and in the last: what it does at a moment
-    takes some more, as much as a twentieth in a small model's core."""
+    """Of each process, the least bytes in the second third and in the last: what it does at a
+    moment takes some more, as much as a twentieth in a small model's core."""
     drafts: tuple[float, float]
     """Drafts verified per minute, in the first sixth and in the last."""
 

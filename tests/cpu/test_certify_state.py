@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,8 +46,8 @@ class Summing(Proposer):
     def needs(self) -> Needs:
         return Needs(longest_draft=2)
 
-    def admit(self, slot: int) -> None:
-        self.sums[slot] = self.known[slot] = 0
+    def admit(self, slots: torch.Tensor, found: Sequence[int]) -> None:
+        self.sums[slots] = self.known[slots] = 0
 
     def catch_up(self, commits: Commits) -> None:
         for slot, first, count in zip(
@@ -82,8 +83,8 @@ class KeepsOldSlots(Summing):
 
     name = "keeps-old-slots"
 
-    def admit(self, slot: int) -> None:
-        self.known[slot] = 0
+    def admit(self, slots: torch.Tensor, found: Sequence[int]) -> None:
+        self.known[slots] = 0
 
 
 class SleepsInSpells(Summing):

@@ -36,6 +36,8 @@ class GivenCosts:
         self.all_actions = (NOTHING, *actions)
         self.draft = draft
         self.proposing = proposing
+        self.prompt = 0.0
+        """Seconds for each row of prompts."""
         self.seen: list[tuple[int, int, float]] = []
         """Drafts, rows of prompts and seconds of the rounds that were to be learnt from."""
         self.passed, self.little = 0, False
@@ -54,7 +56,8 @@ class GivenCosts:
         self, requests: int, prompt_rows: int, action: Action, most: int, context: float
     ) -> tuple[np.ndarray, np.ndarray]:
         drafts = np.arange(most + 1)
-        return drafts, 1.0 + bool(action[0]) * self.proposing + self.draft * drafts
+        base = 1.0 + bool(action[0]) * self.proposing + self.prompt * prompt_rows
+        return drafts, base + self.draft * drafts
 
     def observe(
         self,
@@ -243,6 +246,7 @@ def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     costs = GivenCosts([LOOK], 0.0)
+    costs.prompt = 0.05
     samples = [HostSample(requests, 0, 0, host, proposing) for proposing in (False, True)] * 20
     planner = Planner(costs, HostCosts(samples), WIDTH, overlap=overlap)
     weighed: list[Situation] = []
@@ -266,11 +270,9 @@ def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
     # Others come, or want something else: that is another question.
     hosted = np.full((requests, WIDTH), np.nan, dtype=np.float32)
     hosted[0] = 0.9
-    for other in (
-        situation(*[row] * (requests + 8), proposers=(0,)),
-        replace(now, prompt_rows=64),
-        replace(now, hosted=hosted),
-    ):
+    prompts, quiet = replace(now, prompt_rows=64), best == NOTHING
+    crowd = situation(*[row] * (requests + 8), proposers=(0,))
+    for other in (crowd, *([] if quiet else [prompts]), replace(now, hosted=hosted)):
         planner.decide(now)
         weighed.clear()
         planner.decide(other)
@@ -279,6 +281,13 @@ def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
         while planner.held.left:
             planner.decide(now)
         weighed.clear()
+    # Beside prompts as well nobody proposes, and they take their time.
+    if quiet and every > 1:
+        seconds = [planner.decide(each).expected for each in (now, now, prompts, now)]
+        assert weighed == [now]
+        assert [each.prompt_seconds > 0 for each in seconds] == [False, False, True, False]
+        for each in seconds:
+            assert each.seconds - each.prompt_seconds == pytest.approx(seconds[0].seconds)
     # Of many one more is the same crowd.
     planner.decide(now)
     weighed.clear()

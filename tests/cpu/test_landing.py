@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from harness import Job, make_engine, run_jobs, tiny_decoder
 from surefoot.engine import reserving
-from surefoot.engine.batch import Batch, group
+from surefoot.engine.batch import Batch, Wishes, group
 from surefoot.engine.landing import Landing, read_report
 from surefoot.engine.reserving import AHEAD, Reservations
 from surefoot.engine.rounds import Report
@@ -46,6 +46,7 @@ def running(count: int, caching: bool, finished: set[int]) -> tuple[KVManager, l
 
 
 def read(rows: torch.Tensor, scores: Any, requests: list[Request], kv: KVManager) -> Landing:
+    Wishes.note(requests)
     batch = Batch(group(requests, kv, {0: "a", 1: "b"}, 2), (), 0)
     report = Report(rows.numpy(), scores, PromptScores([], []), lambda: None, lambda: None)
     return read_report(report, batch, kv, ("a", "b"), COLUMNS, 2, {})
@@ -131,6 +132,7 @@ def test_prompts_leave_room_for_drafts(
     drafts, most = data.draw(st.integers(0, 12)), data.draw(st.integers(1, 90))
     ending = len(chunks) - (not whole) if chunks else 0
     kv, requests = running(len(chunks) + decoding, False, set())
+    Wishes.note(requests)
     batch = Batch(group(requests, kv, {}, 0), tuple(chunks), ending)
     shorter = batch.beside(drafts, most)
     assert shorter.group is batch.group and shorter.chunks[:-1] == batch.chunks[:-1]

@@ -12,7 +12,7 @@ import pytest
 from eagle3_engines import target
 from harness import Job, run_alone, run_jobs
 from surefoot.bench.sweep import Load, drafting, submit
-from surefoot.engine.batch import group
+from surefoot.engine.batch import Wishes, group
 from surefoot.engine.engine import Engine
 from surefoot.kv.transaction import KVManager
 from surefoot.request import Request, SamplingParams, SpeculationParams
@@ -137,6 +137,7 @@ def test_who_shares_a_choice_may_be_served_or_not() -> None:
     other.declined = frozenset({DRAFTER})
     for request in (served, other):
         kv.open(request.request_id, PROMPT)
+    Wishes.note((served, other))
     names = {0: "ngram", 1: DRAFTER}
     for requests in ((served, other), (other, served)):
         assert group(requests, kv, names, 4).proposers == (0, 1)

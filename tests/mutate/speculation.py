@@ -626,8 +626,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/proposers/eagle3/proposer.py",
-        "page = (state.computed[slot] - 1).clamp(min=0) // state.block_size",
-        "page = state.computed[slot] // state.block_size",
+        "pages = (state.computed[slots] - 1).clamp(min=0) // state.block_size",
+        "pages = state.computed[slots] // state.block_size",
         "test_eagle3_engine.py",
     ),
     m(
@@ -712,8 +712,8 @@ MUTATIONS = (
     ),
     m(
         "engine/batch.py",
-        "speculation = {(id(each.speculation), each.declined): each for each in requests}.values()",
-        "speculation = {id(each.speculation): each for each in requests}.values()",
+        "own = cls(stages, speculation, each.declined, logprobs, masked)",
+        "own = cls(stages, speculation, frozenset(), logprobs, masked)",
         "test_upkeep_engine.py",
     ),
 )

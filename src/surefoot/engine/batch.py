@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
 from surefoot.kv.transaction import KVManager, Lease
-from surefoot.request import Request
+from surefoot.request import Request, SpeculationParams
 from surefoot.sampling.logprobs import width_for
-from surefoot.sampling.params import SamplingStages, stages_of
+from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.size import kind_of
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a request wants of its rounds. All that want the same share one: hundreds of requests
+    are gone through whenever somebody joins or leaves."""
+
+    stages: SamplingStages
+    speculation: SpeculationParams
+    declined: frozenset[str]
+    logprobs: int | None
+    masked: bool
+
+    @classmethod
+    def note(cls, requests: Iterable[Request]) -> None:
+        """Find out for requests that were just let in."""
+        for each in requests:
+            speculation, logprobs = each.speculation, each.params.logprobs
+            masked = each.grammar is not None
+            stages = SamplingStages.of((each.params,))
+            own = cls(stages, speculation, each.declined, logprobs, masked)
+            each.wishes = _same(own)
+
+
+@lru_cache(maxsize=1024)
+def _same(wishes: Wishes) -> Wishes:
+    """One for all that are equal."""
+    return wishes
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,27 +73,29 @@ def group(
     requests: Sequence[Request], kv: KVManager, names: Mapping[int, str], max_drafts: int
 ) -> Group:
     """``names``: of the proposers that may offer, by index; ``max_drafts``: the engine's limit."""
-    # Most requests share these.
-    stages = {id(each): each for each in map(stages_of, requests)}.values()
-    speculation = {(id(each.speculation), each.declined): each for each in requests}.values()
-    wanted = [each.params.logprobs for each in requests]
-    scored = tuple(place for place, width in enumerate(wanted) if width is not None)
+    # By identity, as to compare them takes long.
+    kinds = {id(each.wishes): each for each in requests}.values()
     limits = [
         max_drafts if limit is None else limit
-        for limit in (each.speculation.max_draft_tokens for each in speculation)
+        for limit in (each.speculation.max_draft_tokens for each in kinds)
     ]
+    widths = [w for w in (each.params.logprobs for each in kinds) if w is not None]
+    scored: tuple[int, ...] = ()
+    if widths:
+        places = enumerate(requests)
+        scored = tuple(place for place, each in places if each.params.logprobs is not None)
     return Group(
         requests=tuple(requests),
-        leases=tuple(kv.leases[request.request_id] for request in requests),
+        leases=tuple([kv.leases[request.request_id] for request in requests]),
         slots=slots_of(requests),
-        kind=SamplingStages.together(stages),
+        kind=SamplingStages.together(each.wishes.stages for each in kinds),
         proposers=tuple(
-            index for index, name in names.items() if any(each.allows(name) for each in speculation)
+            index for index, name in names.items() if any(each.allows(name) for each in kinds)
         ),
         draft_limit=max(limits, default=0),
-        logprobs=width_for(max(wanted[place] or 0 for place in scored)) if scored else None,
+        logprobs=width_for(max(widths)) if widths else None,
         scored=scored,
-        masked=any(request.grammar is not None for request in requests),
+        masked=any(each.grammar is not None for each in kinds),
     )
 
 

@@ -106,18 +106,18 @@ class Loop:
             if request.queued_seconds is None:
                 request.queued_seconds = now - request.arrived
                 self.admitted.append((len(request.prompt), request.cached))
-        index = self.state.admit(requests)
-        self.controller.admit(index, requests)
+        slots = self.state.admit(requests)
+        self.controller.admit(slots, requests)
         self.without_drafters += sum(bool(request.declined) for request in requests)
         self.planner.admit(slots_of(requests))
-        self.round.books.offers.clear(index)
+        self.round.books.offers.clear(slots)
         # Proposers look for what they know of a prefix hit in its blocks.
         self.reservations.admit(requests)
+        found = [request.computed for request in requests]
         for index in self.controller.active:
             proposer = self.round.proposers[index]
             with blamed(proposer, "admit"):
-                for request in requests:
-                    proposer.admit(request.slot)
+                proposer.admit(slots, found)
         for request in requests:
             self._reported.clear(request.slot)
             self._grammars.forget(request.slot)

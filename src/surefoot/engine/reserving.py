@@ -93,7 +93,7 @@ class Reservations:
         capacity, limit = self.capacity[slots], self.limit[slots]
         ahead = np.maximum(AHEAD, ROUNDS * rows)
         roomy = np.maximum(np.minimum(before + ahead, limit), needed)
-        roomy[:chunks] = needed[:chunks]
+        roomy[:chunks] = np.minimum(needed[:chunks] + AHEAD, limit[:chunks])
         soon = np.minimum(before + ahead // 2, roomy) > capacity
         wanted = np.where(soon, roomy, needed)
         missing = np.maximum(0, -(-(wanted - capacity) // self.kv.block_size))

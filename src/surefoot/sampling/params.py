@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -55,20 +54,6 @@ class SamplingStages:
             top_k=max((each.top_k for each in every), default=0),
             top_p=any(each.top_p for each in every),
         )
-
-
-@lru_cache(maxsize=1024)
-def _same(stages: SamplingStages) -> SamplingStages:
-    """One for all that are equal."""
-    return stages
-
-
-def stages_of(request: Request) -> SamplingStages:
-    """What a request's tokens are sampled with."""
-    known: SamplingStages | None = request.stages
-    if known is None:
-        known = request.stages = _same(SamplingStages.of((request.params,)))
-    return known
 
 
 _STOPS, _BIASES = 16, 16

@@ -7,8 +7,8 @@ from surefoot.speculation.decisions import NOTHING, Decision, Situation
 MANY, MOST_HELD, IDLE_HELD = 8, 3, 15
 """Where rounds wait for the host, time spent on deciding is lost, and what is best for many
 requests changes slowly: a decision then holds for one more round for each ``MANY`` requests, up to
-some. That nobody shall propose holds longer, also where the host's time adds to the device's: until
-somebody does, nothing new is learnt. And so does what leaves no choice."""
+some. That nobody shall propose holds longer, also where the host's time adds to the device's, and
+beside prompts: until somebody does, nothing new is learnt. And so does what leaves no choice."""
 _HOST_BOUND = 0.75
 """The part of a round's time that the host needs, from which on rounds wait for it."""
 
@@ -22,13 +22,15 @@ class Held:
         self._asked: tuple[object, ...] | None = None
         self._requests = 0
         """What it was made for, and for how many."""
+        self._quiet = False
+        """Whether by it nobody proposes, and no draft is verified."""
 
     def holds(self, situation: Situation) -> bool:
         """Whether it holds for this round, too, which is then counted."""
         # Of a crowd one may come or go.
         same = abs(situation.requests - self._requests) * MANY <= self._requests
         same = same and _question(situation) == self._asked and situation.hosted is None
-        if not (self.left and same) or situation.prompt_rows:
+        if not (self.left and same) or (situation.prompt_rows and not self._quiet):
             return False
         self.left -= 1
         return True
@@ -47,7 +49,8 @@ class Held:
         """The decision that was just made may hold for a while, in which nothing else is tried.
         ``host``: seconds that the host needs for its round; ``overlap`` as in ``Planner``;
         ``choice``: whether there was any."""
-        if situation.hosted is not None or situation.prompt_rows:
+        self._quiet = decision.action == NOTHING and not decision.drafts
+        if situation.hosted is not None or (situation.prompt_rows and not self._quiet):
             return
         waits = host >= _HOST_BOUND * decision.expected.seconds
         if not choice or (decision.action == NOTHING and (waits or not overlap)):

@@ -17,7 +17,7 @@ believed to be best (``exploring``), so that no belief stays wrong.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -131,6 +131,8 @@ class Planner:
 
     def _next(self, situation: Situation) -> Decision:
         if self.held.holds(situation):
+            if situation.prompt_rows or self._last.expected.prompt_seconds:
+                self._last = self._beside_other_prompts(situation)
             return self._last
         rounds = self.held.end(situation)
         self._attend(situation)
@@ -158,6 +160,18 @@ class Planner:
             overlap, choice = self.weighing.overlap, len(actions) > 1
             self.held.grant(situation, self._last, host, overlap, choice)
         return self._last
+
+    def _beside_other_prompts(self, situation: Situation) -> Decision:
+        """The last decision, that nobody proposes, with what is expected of this round."""
+        plain, prompts = self.weighing.plain_seconds(situation)
+        expected = replace(
+            self._last.expected,
+            seconds=plain + prompts,
+            without_trial=plain + prompts,
+            plain_seconds=plain,
+            prompt_seconds=prompts,
+        )
+        return replace(self._last, expected=expected)
 
     def _best(self, case: _Case) -> tuple[Action, _Plan]:
         """What is best for all together, if it is fair to each; else, and for some rounds, the best

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -193,9 +193,9 @@ class Proposer(ABC):
         """Bring own state (drafter KV) up to the committed tokens. Not called for a round in which
         no request allows a proposer with a network. Default: there is none."""
 
-    def admit(self, slot: int) -> None:
-        """A request, new or resumed, entered the slot; its first ``state.computed[slot]`` positions
-        were found in the prefix cache, in the blocks of ``state.block_tables[slot]``. Default:
+    def admit(self, slots: torch.Tensor, found: Sequence[int]) -> None:
+        """Requests, new or resumed, entered ``slots`` int64 [B]; of each, so many leading positions
+        were ``found`` in the prefix cache, in the blocks of ``state.block_tables``. Default:
         nothing to reset."""
 
     def load(self, target: Decoder) -> None:

@@ -9,12 +9,12 @@ requests gained is known by how many there were when they were let in, and by th
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 from surefoot.request import Request
-from surefoot.sampling.params import SamplingStages, stages_of
+from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.decisions import Decision
 from surefoot.speculation.size import GREEDY, kind_of
 
@@ -83,14 +83,16 @@ class Record:
         self.given_up = False
         self.served = self.known = self.gained = 0.0
 
-    def passed(self, served: float, without: float, time: float, gain: float | None) -> None:
-        """A round of which so much was ``served`` or ``without``. ``gain``: tokens; None: it does
-        not tell."""
-        self.without += without * time
-        self.served += served * time
+    def passed(self, served: bool, share: float, time: float, gain: float | None) -> None:
+        """A round of which such a ``share`` was ``served``, or went without. ``gain``: tokens;
+        None: it does not tell."""
+        if not served:
+            self.without += share * time
+            return
+        self.served += share * time
         if gain is not None:
-            self.known += served * time
-            self.gained += served * gain
+            self.known += share * time
+            self.gained += share * gain
         if self.served >= 4 * self.enough:
             self.served, self.known, self.gained = (
                 each / 2 for each in (self.served, self.known, self.gained)
@@ -104,12 +106,11 @@ class Upkeep:
         """``drafters``: proposers with KV of their own, by index."""
         self.drafters = frozenset(drafters)
         self.records: dict[tuple[int, SamplingStages], Record] = {}
-        self._record_of: WeakKeyDictionary[Request, Record] = WeakKeyDictionary()
         self._kind = GREEDY
         """Of the last round, with the requests that were let in since."""
         self._requests: Sequence[Request] = ()
-        self._shares: list[tuple[Record, float, float]] = []
-        """Of the last round's requests, those with drafters and those without, by record."""
+        self._shares: list[tuple[Record, bool, float]] = []
+        """Of the last round's requests: by record those with drafters, or those without."""
         self._tells = False
 
     def choose(self, request: Request, running: int, load: int) -> None:
@@ -117,14 +118,16 @@ class Upkeep:
         ``running`` ones. ``load``: all that run or wait, itself included. One that names its
         drafter keeps it."""
         request.drafters, request.declined = request.drafters | request.declined, frozenset()
-        stages = [stages_of(request), *([self._kind] if running else [])]
+        request.kept = None
+        stages = [SamplingStages.of((request.params,)), *([self._kind] if running else [])]
         self._kind = kind_of(SamplingStages.together(stages))
         if not request.drafters or request.speculation.method != "auto":
             return
         about = 2 ** round(math.log2(load))
         record = self.records.setdefault((about, self._kind), Record(about))
-        self._record_of[request] = record
-        if not self._serves(record):
+        serves = self._serves(record)
+        request.kept = record, serves
+        if not serves:
             request.drafters, request.declined = frozenset(), request.drafters
 
     def _serves(self, record: Record) -> bool:
@@ -159,14 +162,12 @@ class Upkeep:
         if expected.trial is None and not self.drafters.isdisjoint(decision.proposers):
             seconds = expected.seconds - expected.prompt_seconds
             gain = expected.tokens - seconds / plain
-        for record, served, without in self._shares:
-            record.passed(served, without, expected.seconds / plain, gain if self._tells else None)
+        for record, served, share in self._shares:
+            known = gain if self._tells else None
+            record.passed(served, share, expected.seconds / plain, known)
 
     def _share(self, requests: Sequence[Request]) -> None:
-        counts: dict[Record, list[int]] = {}
-        for request in requests:
-            if (record := self._record_of.get(request)) is not None:
-                counts.setdefault(record, [0, 0])[bool(request.declined)] += 1
         total = len(requests)
-        self._shares = [(key, a / total, b / total) for key, (a, b) in counts.items()]
-        self._tells = sum(without for *_, without in self._shares) <= _FEW
+        kept: Counter[tuple[Record, bool] | None] = Counter([each.kept for each in requests])
+        self._shares = [(*key, count / total) for key, count in kept.items() if key is not None]
+        self._tells = sum(share for _, served, share in self._shares if not served) <= _FEW

@@ -8,6 +8,7 @@ it) runs first, and every draft after it starts from the hidden state of the one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -106,12 +107,13 @@ class Eagle3Proposer(NetworkProposer):
         self.last_of_block = self.before.new_zeros((blocks, self.before.shape[1]))
         """[blocks, hidden]: the feature of each block's last position."""
 
-    def admit(self, slot: int) -> None:
+    def admit(self, slots: torch.Tensor, found: Sequence[int]) -> None:
+        if not any(found):
+            # Position 0 has no feature before it.
+            return
         state = self.state
-        page = (state.computed[slot] - 1).clamp(min=0) // state.block_size
-        block = state.block_tables[slot].gather(0, page.unsqueeze(0)).long()
-        # Without a prefix hit nobody reads it: position 0 has no feature before it.
-        self.before[slot] = self.last_of_block[block].squeeze(0)
+        pages = (state.computed[slots] - 1).clamp(min=0) // state.block_size
+        self.before[slots] = self.last_of_block[state.block_tables[slots, pages].long()]
 
     def catch_up(self, commits: Commits) -> None:
         batch, network = commits.batch, self.network
