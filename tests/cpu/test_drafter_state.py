@@ -216,9 +216,9 @@ def test_a_drafter_that_sleeps_catches_up_in_bulk(
     drowsy = Drowsy(engine, 0)
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     [request] = run_jobs(engine, [Job(PROMPT, params)])
-    room = engine.round.backlog.room
+    room = engine.round.keeping_up.backlog.room
     assert [len(batch.tokens) for batch in watch.written] == [room, room]
-    assert engine.round.backlog.rows == len(request.tokens) - 1 - 2 * room
+    assert engine.round.keeping_up.backlog.rows == len(request.tokens) - 1 - 2 * room
     drowsy.awake = 10
     follow_up = (*request.tokens, 5)
     [second] = run_jobs(engine, [Job(follow_up, params)])
@@ -265,7 +265,7 @@ def test_who_shares_the_text_of_one_that_sleeps_finds_its_keys() -> None:
     engine = engine_of("native", proposers=(DRAFTER,))
     drowsy, watch = Drowsy(engine, 0), Watch(engine)
     [first] = stepped(engine, [Job(PROMPT, LONG)], 13)
-    assert engine.round.backlog.rows and not watch.written
+    assert engine.round.keeping_up.backlog.rows and not watch.written
     drowsy.awake = 10
     [second] = stepped(engine, [Job((*first.tokens, 5), LONG)], 20)
     assert second.cached > 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,22 +14,48 @@ from surefoot.kv.block_pool import BlockPool, chain_hash
 from surefoot.kv.transaction import KVManager
 
 
+@dataclass
+class Words:
+    """A text, of which as much is computed as there is KV of."""
+
+    tokens: list[int]
+    computed: int = 0
+
+    def known(self, first: int, end: int) -> list[int]:
+        return self.tokens[first:end]
+
+
+def opened(
+    kv: KVManager, name: str, tokens: list[int], drafters: frozenset[str] = frozenset()
+) -> int:
+    return kv.open(name, Words(list(tokens)), drafters=drafters)
+
+
+def keep(kv: KVManager, name: str, tokens: list[int]) -> None:
+    """These come next, and their KV is final."""
+    text = kv.leases[name].text
+    assert isinstance(text, Words)
+    text.tokens[text.computed : text.computed + len(tokens)] = tokens
+    text.computed += len(tokens)
+    kv.keep(kv.leases[name])
+
+
 def filled(
     kv: KVManager, name: str, tokens: list[int], drafters: frozenset[str] = frozenset()
 ) -> int:
     """Open a lease for a text and commit all of it; returns the positions found in the cache."""
-    hit = kv.open(name, tokens, drafters=drafters)
+    hit = opened(kv, name, tokens, drafters)
     with kv.transaction() as transaction:
         assert transaction.reserve({name: len(tokens) - hit})
-        kv.keep(kv.leases[name], tokens[hit:])
+        keep(kv, name, tokens[hit:])
         transaction.keep()
     return hit
 
 
 def test_reserve_is_all_or_none() -> None:
     kv = KVManager(num_blocks=6, block_size=4)
-    kv.open("a", [1])
-    kv.open("b", [2])
+    opened(kv, "a", [1])
+    opened(kv, "b", [2])
     with kv.transaction() as transaction:
         assert not transaction.reserve({"a": 8, "b": 16})
         assert kv.pool.num_free == 5
@@ -38,12 +65,12 @@ def test_reserve_is_all_or_none() -> None:
 
 def test_whole_unused_blocks_can_be_given_back() -> None:
     kv = KVManager(num_blocks=10, block_size=4)
-    kv.open("a", [1])
+    opened(kv, "a", [1])
     with kv.transaction() as transaction:
         assert transaction.reserve({"a": 17})
         assert len(kv.leases["a"].blocks) == 5
         kept = kv.leases["a"].blocks[:2]
-        kv.keep(kv.leases["a"], [1, 2, 3, 4, 5])
+        keep(kv, "a", [1, 2, 3, 4, 5])
         transaction.keep()
     assert len(kv.leases["a"].blocks) == 5
     kv.give_back(kv.leases["a"])
@@ -52,7 +79,7 @@ def test_whole_unused_blocks_can_be_given_back() -> None:
 
 def test_an_exception_rolls_back() -> None:
     kv = KVManager(num_blocks=10, block_size=4)
-    kv.open("a", [1])
+    opened(kv, "a", [1])
     with pytest.raises(ZeroDivisionError), kv.transaction() as transaction:
         transaction.reserve({"a": 9})
         raise ZeroDivisionError
@@ -62,7 +89,7 @@ def test_an_exception_rolls_back() -> None:
 
 def test_what_is_not_kept_is_rolled_back() -> None:
     kv = KVManager(num_blocks=10, block_size=4)
-    kv.open("a", [1])
+    opened(kv, "a", [1])
     with kv.transaction() as transaction:
         assert transaction.reserve({"a": 4})
         transaction.keep()
@@ -76,16 +103,16 @@ def test_prefix_hits_are_whole_blocks_and_leave_a_token_to_run() -> None:
     kv = KVManager(num_blocks=20, block_size=4)
     text = list(range(12))
     filled(kv, "a", text)
-    assert kv.open("same", text) == 8
-    assert kv.open("longer", [*text, 99]) == 12
-    assert kv.open("other", [*text[:5], 77, 78, 79]) == 4
+    assert opened(kv, "same", text) == 8
+    assert opened(kv, "longer", [*text, 99]) == 12
+    assert opened(kv, "other", [*text[:5], 77, 78, 79]) == 4
     assert kv.leases["longer"].blocks[:2] == kv.leases["same"].blocks
 
 
 def test_equal_blocks_after_different_prefixes_are_different() -> None:
     kv = KVManager(num_blocks=20, block_size=2)
     filled(kv, "a", [1, 2, 3, 4, 5])
-    assert kv.open("b", [9, 9, 3, 4, 5]) == 0
+    assert opened(kv, "b", [9, 9, 3, 4, 5]) == 0
 
 
 def test_a_hit_ends_before_a_block_without_the_drafters_own_kv() -> None:
@@ -99,8 +126,8 @@ def test_a_hit_ends_before_a_block_without_the_drafters_own_kv() -> None:
         assert filled(kv, name, [*text[:8], 99], drafters) == hit
         kv.check_integrity()
     # The last block of the text is still the one that holds the target's KV alone.
-    assert kv.open("plain", [*text, 99]) == 12
-    assert kv.open("longer", [*text, 99], drafters=one) == 8
+    assert opened(kv, "plain", [*text, 99]) == 12
+    assert opened(kv, "longer", [*text, 99], one) == 8
     for name in list(kv.leases):
         kv.close(name)
     kv.check_integrity()
@@ -126,8 +153,8 @@ def test_least_recently_used_content_is_evicted_first_and_tails_before_prefixes(
     filled(kv, "new", [5, 6, 7, 8])
     kv.close("new")
     filled(kv, "filler", [9])
-    assert kv.open("x", [1, 2, 3, 4, 0]) == 2  # the tail went, the prefix stayed
-    assert kv.open("y", [5, 6, 7, 8, 0]) == 4
+    assert opened(kv, "x", [1, 2, 3, 4, 0]) == 2  # the tail went, the prefix stayed
+    assert opened(kv, "y", [5, 6, 7, 8, 0]) == 4
 
 
 def test_blocks_without_findable_content_are_taken_before_cached_ones() -> None:
@@ -137,36 +164,36 @@ def test_blocks_without_findable_content_are_taken_before_cached_ones() -> None:
     filled(kv, "partial", [9])
     kv.close("partial")
     filled(kv, "filler", [7, 7, 8, 8, 6])
-    assert kv.open("again", [1, 2, 3, 4, 0]) == 4
+    assert opened(kv, "again", [1, 2, 3, 4, 0]) == 4
 
 
 def test_a_rejected_draft_never_becomes_findable() -> None:
     kv = KVManager(num_blocks=20, block_size=4)
-    kv.open("a", [1, 2])
+    opened(kv, "a", [1, 2])
     with kv.transaction() as transaction:
         transaction.reserve({"a": 6})
-        kv.keep(kv.leases["a"], [1, 2])
+        keep(kv, "a", [1, 2])
         transaction.keep()
     with kv.transaction() as transaction:
         transaction.reserve({"a": 6})
-        kv.keep(kv.leases["a"], [7, 8])
+        keep(kv, "a", [7, 8])
         transaction.keep()
-    assert kv.open("b", [1, 2, 7, 8, 5]) == 4
-    assert kv.open("c", [1, 2, 3, 4, 5]) == 0
+    assert opened(kv, "b", [1, 2, 7, 8, 5]) == 4
+    assert opened(kv, "c", [1, 2, 3, 4, 5]) == 0
 
 
 def test_nothing_is_kept_beyond_the_reservation() -> None:
     kv = KVManager(num_blocks=6, block_size=4)
-    kv.open("a", [1, 2])
+    opened(kv, "a", [1, 2])
     assert kv.transaction().reserve({"a": 4})
     with pytest.raises(RuntimeError, match="reservation"):
-        kv.keep(kv.leases["a"], [1, 2, 3, 4, 5])
+        keep(kv, "a", [1, 2, 3, 4, 5])
 
 
 def test_caching_can_be_off() -> None:
     kv = KVManager(num_blocks=20, block_size=4, prefix_caching=False)
     filled(kv, "a", list(range(9)))
-    assert kv.open("b", list(range(9))) == 0
+    assert opened(kv, "b", list(range(9))) == 0
 
 
 def test_releasing_twice_is_an_error() -> None:
@@ -198,7 +225,7 @@ class Transactions(RuleBasedStateMachine):
     def open(self, text: list[int]) -> None:
         name = f"r{self.names}"
         self.names += 1
-        hit = self.kv.open(name, text)
+        hit = opened(self.kv, name, text)
         self.texts[name] = text[:hit]
         for index, block in enumerate(self.kv.leases[name].blocks):
             # What a hit block was last written with must be this very prefix.
@@ -220,7 +247,7 @@ class Transactions(RuleBasedStateMachine):
                 transaction.keep()
                 for name, new in tokens.items():
                     self.texts[name] += new
-                    self.kv.keep(self.kv.leases[name], new)
+                    keep(self.kv, name, new)
                     self.kv.give_back(self.kv.leases[name])
                     self.ahead.discard(name)
                     self._write(name)
@@ -243,10 +270,10 @@ class Transactions(RuleBasedStateMachine):
     def keep(self, data: Any) -> None:
         name = data.draw(st.sampled_from(sorted(self.texts)))
         lease = self.kv.leases[name]
-        room = len(lease.blocks) * 3 - lease.committed
+        room = len(lease.blocks) * 3 - lease.text.computed
         new = data.draw(st.lists(st.integers(0, 1), max_size=room))
         held = list(lease.blocks)
-        self.kv.keep(lease, new)
+        keep(self.kv, name, new)
         assert lease.blocks == held
         self.texts[name] += new
         self._write(name)
@@ -276,7 +303,7 @@ class Transactions(RuleBasedStateMachine):
     def whole(self) -> None:
         self.kv.check_integrity()
         for name, text in self.texts.items():
-            assert self.kv.leases[name].committed == len(text)
+            assert self.kv.leases[name].text.computed == len(text)
             blocks = -(-len(text) // 3)
             held = len(self.kv.leases[name].blocks)
             assert held >= blocks if name in self.ahead else held == blocks

@@ -33,12 +33,12 @@ def running(count: int, caching: bool, finished: set[int]) -> tuple[KVManager, l
         request = Request(
             f"r{index}", (7, index, 3), SamplingParams(), SpeculationParams(), 0, 30, slot=index
         )
-        kv.open(request.request_id, request.prompt)
+        kv.open(request.request_id, request)
         with kv.transaction() as transaction:
             assert transaction.reserve({request.request_id: 8})
             transaction.keep()
-        kv.keep(kv.leases[request.request_id], (7, index))
         request.computed, request.status = 2, Status.RUNNING
+        kv.keep(kv.leases[request.request_id])
         if index in finished:
             request.finish(FinishReason.ABORT)
         requests.append(request)
@@ -83,7 +83,7 @@ def test_rounds_without_drafts_land_as_any_other(data: Any, count: int, caching:
             ends = [end for i in expected if (end := before[i, COLUMNS.END])]
             assert [end for _, end in after.ended] == ends
         kv.check_integrity()
-        found = [dict(vars(lease)) for lease in leases], kv.pool._block_of
+        found = [(lease.blocks, lease.hashes) for lease in leases], kv.pool._block_of
         state = [replace(request, params=SamplingParams(), arrived=0.0) for request in requests]
         told_of = [told(landing) for landing in landed]
         outcomes.append((found, told_of, [vars(request) for request in state]))
@@ -107,11 +107,11 @@ def test_a_draft_is_its_proposer_s_and_the_rest_the_target_s() -> None:
     assert request.proposed_by == [None, "b", "b", None, None]
     assert request.stats.verified_by_proposer == {"b": 2, "a": 1}
     assert landing.ended == [(landing.progress[0], 2)]
-    assert lease.committed == request.computed == 7
+    assert request.computed == 7
     # What can be found is what was written: prompt and drafts in their order.
     first = chain_hash(b"", (7, 0))
     second = chain_hash(first, (3, 4))
-    assert lease.hashes == [first, second, chain_hash(second, (5, 6))] and lease.partial == [7]
+    assert lease.hashes == [first, second, chain_hash(second, (5, 6))]
 
 
 def test_drafts_behind_the_end_of_a_text_are_not_accepted() -> None:

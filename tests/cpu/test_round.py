@@ -157,7 +157,7 @@ def test_proposers_read_the_layers_that_they_named(monkeypatch: pytest.MonkeyPat
     for kind in kinds:
         registry.register(kind)
     engine = make_engine(tiny_decoder(), proposers=tuple(k.name for k in kinds), max_num_seqs=2)
-    assert engine.round.capture == (0, 1, 2)
+    assert engine.round.keeping_up.capture == (0, 1, 2)
     readers = [item for item in engine.proposers if isinstance(item, Reader)]
     for reader in readers:
         reader.given.clear()  # Those of measurements.

@@ -57,20 +57,18 @@ def step(machine: Scheduler, rows: int = 16, accept: int = 0) -> dict[str, int]:
     for item in list(machine.running):
         count = wanted.get(item.request_id, 0)
         missing = item.length - item.computed
-        lease = machine.kv.leases[item.request_id]
         if not count:
             continue
         ran[item.request_id] = count
         known = min(count, missing)
-        machine.kv.keep(lease, item.known(item.computed, item.computed + known))
         item.computed += known
         if known == missing:
             new = [7] * min(count - known + 1, item.max_length - item.length)
-            machine.kv.keep(lease, new[:-1])
             item.output += new
             item.computed += len(new) - 1
-            if item.length == item.max_length:
-                machine.finish(item, FinishReason.LENGTH)
+        machine.kv.keep(machine.kv.leases[item.request_id])
+        if item.length == item.max_length:
+            machine.finish(item, FinishReason.LENGTH)
     for item in machine.running:
         machine.kv.give_back(machine.kv.leases[item.request_id])
     machine.check_integrity()
@@ -190,7 +188,7 @@ def test_after_a_restart_all_wait_in_order_of_arrival_and_hold_nothing() -> None
     assert names(machine.running) == ["a", "c"]
     # Broken off in the middle of letting somebody in, and of ending somebody.
     machine.waiting.popleft()
-    machine.kv.open("d", third.tokens)
+    machine.kv.open("d", third)
     broken.finish(FinishReason.ABORT)
     machine.restart()
     machine.check_integrity()

@@ -439,7 +439,7 @@ def test_without_structure_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> 
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a request without structure paid for it")
 
-    monkeypatch.setattr("surefoot.speculation.round.TokenMasks", never)
+    monkeypatch.setattr("surefoot.speculation.state.TokenMasks", never)
     monkeypatch.setattr(engine_structured.GrammarMasks, "write", never)
     monkeypatch.setattr("surefoot.speculation.state.SlotState._make_masks", never)
     monkeypatch.setattr("surefoot.sampling.grammar._library", never)

@@ -218,9 +218,9 @@ def test_what_a_proposer_raises_while_it_catches_up_names_it(
             raise ZeroDivisionError
 
     monkeypatch.setattr(Careless, "__abstractmethods__", frozenset())
-    round_ = llm.engine.round
-    monkeypatch.setattr(round_, "proposers", [Careless(None, round_.state)])  # type: ignore[abstract]
-    monkeypatch.setattr(round_, "stateful", [0])
+    keeping_up, state = llm.engine.round.keeping_up, llm.engine.state
+    monkeypatch.setattr(keeping_up, "proposers", [Careless(None, state)])  # type: ignore[abstract]
+    monkeypatch.setattr(keeping_up, "_others", [0])
     with pytest.raises(ZeroDivisionError) as caught:
         llm.generate(PROMPTS[1], params(1))
     assert caught.value.__notes__ == ["raised by proposer 'careless' in catch_up()"]

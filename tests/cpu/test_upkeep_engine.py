@@ -136,7 +136,7 @@ def test_who_shares_a_choice_may_be_served_or_not() -> None:
     served, other = (Request(name, PROMPT, GREEDY, choice, 0, 99) for name in "ab")
     other.declined = frozenset({DRAFTER})
     for request in (served, other):
-        kv.open(request.request_id, PROMPT)
+        kv.open(request.request_id, request)
     Wishes.note((served, other))
     names = {0: "ngram", 1: DRAFTER}
     for requests in ((served, other), (other, served)):

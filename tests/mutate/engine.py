@@ -173,8 +173,8 @@ MUTATIONS = (
     ),
     m(
         "kv/transaction.py",
-        "        while (len(blocks) - 1) * self.block_size >= lease.committed:",
-        "        while (len(blocks) - 1) * self.block_size > lease.committed:",
+        "        while (len(blocks) - 1) * self.block_size >= lease.text.computed:",
+        "        while (len(blocks) - 1) * self.block_size > lease.text.computed:",
         "test_kv.py",
     ),
     m(
@@ -209,8 +209,8 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "    kv.keep(lease, settled)",
-        "    kv.keep(lease, [*settled[1:], *tokens[-1:]])",
+        "                if not request.computed % size:",
+        "                if request.computed % size == 1:",
         "test_landing.py",
     ),
     m(

@@ -44,20 +44,20 @@ MUTATIONS = (
         "test_drafter_state.py",
     ),
     m(
-        "speculation/round.py",
-        "self.late_seconds += max(0.0, seconds - self._catch_up_seconds)",
+        "speculation/keeping_up.py",
+        "self.late_seconds += max(0.0, seconds - self._seconds)",
         "self.late_seconds += 0.0",
         "test_drafter_state.py",
     ),
     m(
         "engine/loop.py",
-        "        self.round.catch_up_late()\n        now",
+        "        self.round.keeping_up.catch_up()\n        now",
         "        now",
         "test_drafter_state.py",
     ),
     m(
         "engine/loop.py",
-        "            self.round.catch_up_late()\n        batch",
+        "            self.round.keeping_up.catch_up()\n        batch",
         "            pass\n        batch",
         "test_drafter_state.py",
     ),
@@ -544,9 +544,9 @@ MUTATIONS = (
         "test_books.py::test_a_proposer_that_was_switched_off_is_not_asked",
     ),
     m(
-        "speculation/round.py",
-        "told = [index for index in self.stateful if index in self.controller.active]",
-        "told = list(self.stateful)",
+        "speculation/keeping_up.py",
+        "            if index not in self.controller.active:",
+        "            if False:",
         "test_server_core.py::test_a_proposer_that_fails_is_switched_off_and_the_texts_go_on",
     ),
     # --- acceptance -------------------------------------------------------------------------------
@@ -613,15 +613,15 @@ MUTATIONS = (
         "test_eagle3_engine.py",
     ),
     m(
-        "speculation/round.py",
+        "speculation/keeping_up.py",
         "return torch.cat([features[:, at * hidden : (at + 1) * hidden] for at in places], dim=1)",
         "return features[:, places[0] * hidden : (places[0] + len(places)) * hidden]",
         "test_round.py",
     ),
     m(
-        "speculation/round.py",
-        "wanted = {layer for need in self.needs for layer in need.captured_layers}",
-        "wanted = [layer for need in self.needs for layer in need.captured_layers]",
+        "speculation/keeping_up.py",
+        "wanted = {layer for need in needs for layer in need.captured_layers}",
+        "wanted = [layer for need in needs for layer in need.captured_layers]",
         "test_round.py",
     ),
     m(
@@ -631,7 +631,7 @@ MUTATIONS = (
         "test_eagle3_engine.py",
     ),
     m(
-        "speculation/round.py",
+        "speculation/keeping_up.py",
         "own = own._replace(served=self._allowed[index])",
         "pass",
         "test_drafter_state.py",

@@ -64,7 +64,7 @@ def read_report(
         scores.update(zip(batch.group.scored, report.scores, strict=False))
     # Hundreds of requests pass here every two milliseconds, and a device waits for nothing else:
     # for those that do not draft no list is made that is not needed.
-    landing, keep, chunks = Landing(), kv.keep, len(batch.chunks)
+    landing, size, chunks = Landing(), kv.block_size, len(batch.chunks)
     first_token = columns.FIRST_TOKEN
     counts, _, ends, verified, _, offered, offerers = rows[:, :first_token].T.tolist()
     first: list[list[int]] = rows[:, first_token : first_token + 1].tolist()
@@ -79,10 +79,11 @@ def read_report(
             landing.drafting.append(item)
         else:
             output, stats = request.output, request.stats
-            if index >= chunks:
-                keep(lease, output[-1:] or request.prompt[-1:])
-                request.computed += 1
             output += token
+            if index >= chunks:
+                request.computed += 1
+                if not request.computed % size:
+                    kv.keep(lease)
             stats.rounds += 1
             if offers:
                 stats.offered += offers
@@ -112,17 +113,14 @@ def _read_drafts(
 ) -> Progress:
     """``prompt``: the round ran the end of a prompt, whose rows are kept already."""
     count, accepted, _, verified, whose, offered, offerer, *tokens = row
-    output, tokens = request.output, tokens[:count]
-    settled = tokens[:-1]
-    if not prompt:
-        settled.insert(0, output[-1] if output else request.prompt[-1])
-    kv.keep(lease, settled)
+    tokens = tokens[:count]
     name = names[whose] if verified else None
     drafts = min(accepted, count) if verified else 0
     request.stats.count(name, offered, verified, drafts)
     request.note_drafts(name, drafts)
-    output += tokens
-    request.computed += len(settled)
+    request.output += tokens
+    request.computed += count - prompt
+    kv.keep(lease)
     drafting = Drafting(name, offered, verified, drafts, names[offerer] if offered else None)
     return Progress(request, tokens, drafting)
 

@@ -100,7 +100,7 @@ class Loop:
 
     def _admit(self, requests: Sequence[Request]) -> None:
         """Requests, new or resumed, enter their slots."""
-        self.round.catch_up_late()
+        self.round.keeping_up.catch_up()
         now = time.perf_counter()
         for request in requests:
             if request.queued_seconds is None:
@@ -158,7 +158,7 @@ class Loop:
         """Who takes part in the next round."""
         if self._changes != self.scheduler.changes:
             # Who left gave up blocks, which are about to be somebody else's.
-            self.round.catch_up_late()
+            self.round.keeping_up.catch_up()
         batch = self.gathering.next([flight.batch for flight in self.flights])
         self._changes = self.scheduler.changes
         return batch
@@ -219,8 +219,8 @@ class Loop:
         for request, lease, rows in zip(
             batch.group.requests, batch.group.leases, batch.chunks, strict=False
         ):
-            self.kv.keep(lease, request.known(request.computed, request.computed + rows))
             request.computed += rows
+            self.kv.keep(lease)
             if not request.in_prompt:
                 # Its last row alone is a current token's: drafts may follow it.
                 self.gathering.forget()
@@ -297,7 +297,7 @@ class Loop:
         read: a round failed, and nobody knows what it left in the slots, in blocks of KV and in
         the host's own books."""
         self.flights.clear()
-        self.round.backlog.clear()
+        self.round.keeping_up.backlog.clear()
         self.scheduler.restart()
 
 

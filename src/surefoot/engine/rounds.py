@@ -119,7 +119,7 @@ class Rounds:
         if not self._on_gpu:
             prompt_scores = self.run(size, keys, reads)
             self.apart_seconds = time.perf_counter() - begun
-            seconds = self.apart_seconds - self.round.late_seconds
+            seconds = self.apart_seconds - self.round.keeping_up.late_seconds
             scores = self.round.scores.part(size)
             return Report(
                 self.round.books.report.numpy()[: size.spans].copy(),

@@ -76,9 +76,7 @@ class Scheduler:
                 load = running + len(self.waiting) + len(skipped) + 1
                 self.upkeep.choose(request, running, min(load, self.max_num_seqs))
             # Prompt logprobs need every prompt row to run.
-            request.computed = self.kv.open(
-                request.request_id, request.tokens, request.prompt_scored, request.drafters
-            )
+            self.kv.open(request.request_id, request, request.prompt_scored, request.drafters)
             missing = self._missing_blocks(request)
             if promised + missing > self.kv.pool.num_free:
                 self.kv.close(request.request_id)
@@ -170,5 +168,5 @@ class Scheduler:
         for queue in (list(self.waiting), self.running):
             assert queue == sorted(queue, key=self._rank)
         for request in self.running:
-            assert request.computed == self.kv.leases[request.request_id].committed
+            assert self.kv.leases[request.request_id].text is request
             assert 0 <= request.computed <= request.length

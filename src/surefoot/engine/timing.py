@@ -70,7 +70,7 @@ def made_up_requests(round_: Round, blocks: int, context: int) -> Iterator[SetBa
     try:
         yield partial(_set_batch, round_, context)
     finally:
-        round_.backlog.clear()
+        round_.keeping_up.backlog.clear()
         for part, name, value, before in kept:
             value.copy_(before)
             setattr(part, name, value)
@@ -233,11 +233,11 @@ def time_proposing(round_: Round, blocks: int, seconds: float) -> dict[int, Prop
 
 def _time_proposing(round_: Round, index: int, size: Size) -> float:
     keys = min(128, _longest(round_))
-    if index in round_.drafters and round_.backlog.room:
+    if index in round_.drafters and round_.keeping_up.backlog.room:
         # Leaves what there is to catch up on.
         round_(replace(size, proposers=(), steps=0), keys)
     begun = time.perf_counter()
-    round_.catch_up_late()
+    round_.keeping_up.catch_up()
     round_.propose(index, round_.slots[: size.spans], size, keys)
     if round_.state.device.type == "cuda":
         torch.cuda.synchronize(round_.state.device)

@@ -7,21 +7,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Protocol
 
 from surefoot.kv.block_pool import BlockPool, chain_hash
 
 
-class Lease:
-    """The blocks of one running request. ``committed`` counts positions whose KV is final;
-    ``drafters``: proposers whose own KV is written along with it."""
+class Text(Protocol):
+    """What blocks hold the KV of."""
 
-    def __init__(self, drafters: frozenset[str] = frozenset()) -> None:
+    computed: int
+    """Leading positions whose KV is final."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """All that are known."""
+        ...
+
+    def known(self, first: int, end: int) -> Sequence[int]:
+        """Tokens ``first`` to ``end`` (exclusive)."""
+        ...
+
+
+class Lease:
+    """The blocks of one running request's ``text``. ``drafters``: proposers whose own KV is written
+    along with it."""
+
+    def __init__(self, text: Text, drafters: frozenset[str] = frozenset()) -> None:
+        self.text = text
         self.drafters = drafters
         self.blocks: list[int] = []
-        self.committed = 0
         self.hashes: list[bytes] = []
-        self.partial: list[int] = []
-        """Committed tokens of the last, not yet full block."""
+        """Of the full blocks whose KV is final."""
 
 
 class KVManager:
@@ -39,20 +55,20 @@ class KVManager:
     def open(
         self,
         request_id: str,
-        tokens: Sequence[int],
+        text: Text,
         use_cache: bool = True,
         drafters: frozenset[str] = frozenset(),
     ) -> int:
-        """Start a lease with the longest cached prefix of ``tokens``, whole blocks only and at
-        least one token short of all of them (that one must run to be sampled from). It ends before
-        a block that lacks the KV of one of ``drafters``: what it holds runs again, so that drafts
+        """Start a lease with the longest cached prefix of ``text``, whole blocks only and at least
+        one token short of all of them (that one must run to be sampled from). It ends before a
+        block that lacks the KV of one of ``drafters``: what it holds runs again, so that drafts
         never rest on what was not written.
 
-        Returns the number of positions found.
+        Returns the number of positions found, which are computed now.
         """
-        lease = self.leases[request_id] = Lease(drafters)
+        lease = self.leases[request_id] = Lease(text, drafters)
         if self.prefix_caching and use_cache:
-            parent = b""
+            parent, tokens = b"", text.tokens
             for start in range(0, len(tokens) - self.block_size, self.block_size):
                 parent = chain_hash(parent, tokens[start : start + self.block_size])
                 block = self.pool.lookup(parent, drafters)
@@ -61,8 +77,8 @@ class KVManager:
                 self.pool.share(block)
                 lease.blocks.append(block)
                 lease.hashes.append(parent)
-        lease.committed = len(lease.blocks) * self.block_size
-        return lease.committed
+        text.computed = len(lease.blocks) * self.block_size
+        return text.computed
 
     def close(self, request_id: str) -> None:
         """End a lease. Its tail is released first, so that it is evicted before its prefix."""
@@ -70,31 +86,24 @@ class KVManager:
         for block in reversed(lease.blocks):
             self.pool.release(block)
 
-    def keep(self, lease: Lease, tokens: Sequence[int]) -> None:
-        """Keep the next ``len(tokens)`` positions, which hold these tokens' KV, and what is
-        reserved beyond them. Full blocks become findable."""
-        lease.committed += len(tokens)
-        if lease.committed > len(lease.blocks) * self.block_size:
-            raise RuntimeError("committed beyond the reservation")
-        if self.prefix_caching:
-            lease.partial += tokens
-            if len(lease.partial) >= self.block_size:
-                self._register(lease)
-
-    def _register(self, lease: Lease) -> None:
-        """Make the full blocks at hand findable."""
-        size, partial = self.block_size, lease.partial
-        while len(partial) >= size:
+    def keep(self, lease: Lease) -> None:
+        """More of its text is computed: blocks that are full now become findable. Need not be
+        called where none became full."""
+        size, text = self.block_size, lease.text
+        if text.computed > size * len(lease.blocks):
+            raise RuntimeError("computed beyond the reservation")
+        if not self.prefix_caching:
+            return
+        for place in range(len(lease.hashes), text.computed // size):
             parent = lease.hashes[-1] if lease.hashes else b""
-            content = chain_hash(parent, partial[:size])
-            self.pool.register(lease.blocks[len(lease.hashes)], content, lease.drafters)
+            content = chain_hash(parent, text.known(place * size, (place + 1) * size))
+            self.pool.register(lease.blocks[place], content, lease.drafters)
             lease.hashes.append(content)
-            del partial[:size]
 
     def give_back(self, lease: Lease) -> None:
-        """End the reservation: whole blocks beyond the committed positions, last in first out."""
+        """End the reservation: whole blocks beyond what is computed, last in first out."""
         blocks = lease.blocks
-        while (len(blocks) - 1) * self.block_size >= lease.committed:
+        while (len(blocks) - 1) * self.block_size >= lease.text.computed:
             self.pool.release(blocks.pop())
 
     def clear(self) -> None:
@@ -110,7 +119,7 @@ class KVManager:
         self.pool.check_integrity()
         counts = [0] * self.pool.num_blocks
         for lease in self.leases.values():
-            assert lease.committed <= len(lease.blocks) * self.block_size
+            assert lease.text.computed <= len(lease.blocks) * self.block_size
             for block in lease.blocks:
                 counts[block] += 1
         assert counts == self.pool.references, "references and leases disagree"
@@ -128,11 +137,11 @@ class Transaction:
         self._blocks_before: dict[str, int] = {}
 
     def reserve(self, wanted: Mapping[str, int]) -> bool:
-        """Make blocks for ``wanted[request]`` positions beyond the committed length available to
+        """Make blocks for ``wanted[request]`` positions beyond the computed ones available to
         every request, or to none of them: returns whether there were enough."""
         kv = self.kv
         missing = {
-            request: kv.blocks_for(kv.leases[request].committed + positions)
+            request: kv.blocks_for(kv.leases[request].text.computed + positions)
             - len(kv.leases[request].blocks)
             for request, positions in wanted.items()
         }

@@ -10,7 +10,6 @@ and ``go_on``: the first takes most of the time to record, and many sizes have i
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,15 +18,14 @@ import numpy as np
 import torch
 
 from surefoot.kernels.batch import FlatBatch, OutputRows
-from surefoot.kernels.draws import TokenMasks
 from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict, sampled_rows
 from surefoot.kernels.upload import upload
 from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.sampling.params import SamplingStages
 from surefoot.sampling.sampler import SampleRows, sample_rows
-from surefoot.speculation.backlog import Backlog
 from surefoot.speculation.books import book_keeping
 from surefoot.speculation.controller import Controller
+from surefoot.speculation.keeping_up import KeepingUp
 from surefoot.speculation.proposer import (
     Commits,
     DraftCost,
@@ -92,15 +90,7 @@ class Round:
         the most rows of known tokens of each: 1, or a prompt chunk; and the places of those whose
         tokens' logprobs are wanted."""
         self.slots.fill_(state.padding_slot)
-        # What every round would otherwise ask again: who keeps state, and which layers it reads.
         self.needs = [proposer.needs() for proposer in proposers]
-        wanted = {layer for need in self.needs for layer in need.captured_layers}
-        self.capture = tuple(sorted(wanted))
-        self.stateful = [
-            index
-            for index, proposer in enumerate(proposers)
-            if type(proposer).catch_up is not Proposer.catch_up
-        ]
         width = state.max_drafts
         longest = state.history.shape[1] - width - 1
         self.context_limits = [
@@ -123,15 +113,8 @@ class Round:
         """Those of them whose offers cost the same however far they draft, or cannot be cut short:
         a tree's nodes are no steps."""
         self.books = book_keeping(decoder.backend, state, controller, spans)
-        backend = decoder.backend
-        self._allowed = list(controller.allowed)
-        self.backlog = Backlog(state, backend.drafting, backend.late_rows)
-        """What drafters have yet to catch up on."""
-        self.late_seconds = 0.0
-        """What the last round spent on rows of earlier ones, where drafters had to catch up on such
-        as well as its own: that is owed whoever drafts, and no part of what its drafts cost."""
-        self._catch_up_seconds = 0.0
-        """For the rows of a round alone."""
+        self.keeping_up = KeepingUp(decoder.backend, state, self.proposers, self.needs, controller)
+        """Whose state follows the texts."""
         self.scores = TokenScores(decoder, state, spans)
         self.replace_sampled: ReplaceSampled | None = None
         """For measurements and the certificate: between sampling and accepting."""
@@ -167,7 +150,7 @@ class Round:
     def run_target(self, size: Size, max_keys: int, reads: PromptReads | None = None) -> TargetRows:
         """The first part of a round: who gets rows, and the target's forward pass over them. It is
         the same for all sizes with the same ``Size.target``."""
-        self.late_seconds = 0.0
+        self.keeping_up.late_seconds = 0.0
         books = self.books
         spans = books.split(self.slots[: size.spans], self.quota[: size.spans], size)
         layout = books.lay_out(spans, size, max_keys)
@@ -192,7 +175,7 @@ class Round:
         if logits is not None and size.logprobs is not None:
             places = self.scored[: size.scored]
             self.scores.of_tokens(size, layout, logits, sampled, places, paths)
-        self.catch_up(verdict, slots, size, layout, rows.features, tree_rows, paths)
+        self.catch_up(verdict, size, rows, paths)
 
         def propose(index: int, going: torch.Tensor) -> Drafts:
             return self.propose(index, going, size, max_keys)
@@ -212,7 +195,7 @@ class Round:
 
     def forward(self, batch: FlatBatch, outputs: OutputRows | None = None) -> ForwardResult:
         """The target's, with the layers that proposers read."""
-        return self.decoder.forward(batch, self.kv, self.capture, outputs)
+        return self.decoder.forward(batch, self.kv, self.keeping_up.capture, outputs)
 
     def sample(
         self,
@@ -231,7 +214,9 @@ class Round:
             return decoder.greedy(hidden), None
         logits = decoder.logits(hidden)
         rows = self.rows_to_sample(layout, size.kind, tree_rows, max_keys)
-        masks = self.masks(layout) if size.masked else None
+        masks = None
+        if size.masked:
+            masks = self.state.token_masks(layout.sample_slots, layout.first_sample)
         sampled = sample_rows(logits, rows, self.state.params, size.kind, decoder.backend, masks)
         return sampled, None if size.logprobs is None else logits
 
@@ -245,18 +230,6 @@ class Round:
             return rows
         texts = path_histories(self.state, layout, *tree_rows, max_keys)
         return replace(rows, history=texts, history_by_row=True)
-
-    def masks(self, layout: RoundLayout) -> TokenMasks:
-        """The grammar masks of the rows that sample: entry j of a slot's for the j-th row of its
-        span that does."""
-        state, first = self.state, layout.first_sample
-        index = torch.arange(len(layout.sample_slots), device=first.device)
-        owner = torch.searchsorted(first, index, right=True) - 1
-        # A span that samples nothing begins where the next one does.
-        place = (index - first[owner]).clamp(0, state.max_drafts)
-        row = layout.sample_slots * (1 + state.max_drafts) + place
-        row = torch.where(state.structured[layout.sample_slots] > 0, row, -1)
-        return TokenMasks(state.mask_bits, row)
 
     def judge(
         self,
@@ -291,73 +264,22 @@ class Round:
     def catch_up(
         self,
         verdict: RoundVerdict,
-        slots: torch.Tensor,
         size: Size,
-        layout: RoundLayout,
-        features: torch.Tensor,
-        tree_rows: TreeRows | None,
+        rows: TargetRows,
         paths: Paths | None,
     ) -> None:
-        """Tell the proposers what was settled; ``features`` [N, …] of all captured layers. Those
-        with a network keep it of the requests that allow them, and hear of it when one of them is
-        to draft."""
-        told = [index for index in self.stateful if index in self.controller.active]
-        drafters = [index for index in told if self.needs[index].has_network]
-        told = [index for index in told if index not in drafters]
-        if not size.catches_up:
-            drafters = []
-        if not told and not drafters:
+        """Tell the proposers what was settled."""
+        if not self.keeping_up.tells(size.catches_up):
             return
+        slots, layout = rows.spans.slots, rows.layout
         commits = Commits(
-            slots, verdict.first, verdict.settled, layout.first_row, layout.batch, features
+            slots, verdict.first, verdict.settled, layout.first_row, layout.batch, rows.features
         )
-        trees = False
-        if tree_rows is not None and paths is not None:
-            trees = True
-            commits = self.books.follow_paths(commits, layout, *tree_rows, paths)
-        self.tell(told, commits)
-        if not drafters:
-            return
-        wanted = any(index in self.drafters for index in size.proposers)
-        late = self.backlog.rows > 0
-        if wanted and not late:
-            begun = time.perf_counter()
-            self.tell(drafters, commits)
-            self._catch_up_seconds = time.perf_counter() - begun
-            return
-        if trees or not self.backlog.keep(commits):
-            self.late_seconds += self.catch_up_late()
-            late = False
-            if trees or not self.backlog.keep(commits):
-                self.tell(drafters, commits)
-        if wanted:
-            seconds = self.catch_up_late()
-            if late:
-                self.late_seconds += max(0.0, seconds - self._catch_up_seconds)
-
-    def catch_up_late(self) -> float:
-        """Have drafters catch up on what they have not read yet: to be called before a slot or a
-        block changes hands. Returns the seconds that it took."""
-        begun = time.perf_counter()
-        commits = self.backlog.take()
-        if commits is None:
-            return 0.0
-        drafters = (index for index in self.stateful if self.needs[index].has_network)
-        self.tell([index for index in drafters if index in self.controller.active], commits)
-        return time.perf_counter() - begun
-
-    def tell(self, proposers: Sequence[int], commits: Commits) -> None:
-        """Tell these proposers what was settled, with ``features`` of all captured layers."""
-        for index in proposers:
-            proposer, need = self.proposers[index], self.needs[index]
-            own = commits
-            if need.captured_layers != self.capture:
-                features = select_layers(commits.features, self.capture, need.captured_layers)
-                own = own._replace(features=features)
-            if need.has_network:
-                own = own._replace(served=self._allowed[index])
-            with blamed(proposer, "catch_up"):
-                proposer.catch_up(own)
+        trees = rows.tree_rows is not None and paths is not None
+        if rows.tree_rows is not None and paths is not None:
+            commits = self.books.follow_paths(commits, layout, *rows.tree_rows, paths)
+        drafting = any(index in self.drafters for index in size.proposers)
+        self.keeping_up.settled(commits, size.catches_up, drafting, trees)
 
     def propose(self, index: int, slots: torch.Tensor, size: Size, max_keys: int) -> Drafts:
         """Proposer ``index``'s offers for ``slots`` [B], as far as its context reaches."""
@@ -372,17 +294,3 @@ class Round:
         if limit is None:
             return drafts
         return self.books.within(drafts, limit - self.state.length[slots])
-
-
-def select_layers(
-    features: torch.Tensor, captured: Sequence[int], wanted: Sequence[int]
-) -> torch.Tensor:
-    """The ``wanted`` layers of ``features`` [N, captured * hidden] side by side; without a copy
-    where they are neighbours."""
-    if not wanted:
-        return features[:, :0]
-    hidden = features.shape[1] // len(captured)
-    places = [captured.index(layer) for layer in wanted]
-    if places == list(range(places[0], places[0] + len(places))):
-        return features[:, places[0] * hidden : (places[-1] + 1) * hidden]
-    return torch.cat([features[:, at * hidden : (at + 1) * hidden] for at in places], dim=1)

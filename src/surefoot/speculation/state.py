@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from surefoot.kernels.draws import TokenMasks
 from surefoot.kernels.upload import upload_together
 from surefoot.request import Request
 from surefoot.sampling.params import SlotParams
@@ -88,6 +89,17 @@ class SlotState:
         if not len(self.mask_bits):
             shape = self.slots * (1 + self.max_drafts), -(-self.vocab_size // 32)
             self.mask_bits = torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def token_masks(self, slots: torch.Tensor, first: torch.Tensor) -> TokenMasks:
+        """The grammar masks of rows that sample, which belong to ``slots`` int64 [M], each span's
+        from ``first`` int64 [B] on: entry j of a slot's for the j-th row of its span."""
+        index = torch.arange(len(slots), device=first.device)
+        owner = torch.searchsorted(first, index, right=True) - 1
+        # A span that samples nothing begins where the next one does.
+        place = (index - first[owner]).clamp(0, self.max_drafts)
+        row = slots * (1 + self.max_drafts) + place
+        row = torch.where(self.structured[slots] > 0, row, -1)
+        return TokenMasks(self.mask_bits, row)
 
     def set_blocks(self, leases: Iterable[tuple[int, Sequence[int]]]) -> None:
         """Mirror the blocks of leases, by slot; one copy of what changed since the last call."""

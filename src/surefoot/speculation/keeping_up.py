@@ -1,0 +1,117 @@
+"""Telling proposers with state of their own what rounds settled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from surefoot.kernels.backend import Backend
+from surefoot.speculation.backlog import Backlog
+from surefoot.speculation.controller import Controller
+from surefoot.speculation.proposer import Commits, Needs, Proposer, blamed
+from surefoot.speculation.state import SlotState
+
+
+class KeepingUp:
+    """Those without a network hear of every round. Those with one keep up for the requests that
+    allow them: at once where one of them is to draft, and later, on many rows together, where none
+    is and rounds may look at tensors on the host (``Backlog``)."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        state: SlotState,
+        proposers: Sequence[Proposer],
+        needs: Sequence[Needs],
+        controller: Controller,
+    ) -> None:
+        self.proposers = proposers
+        self.needs = needs
+        self.controller = controller
+        wanted = {layer for need in needs for layer in need.captured_layers}
+        self.capture = tuple(sorted(wanted))
+        """The layers that some proposer reads, rising."""
+        # What every round would otherwise ask again.
+        stateful = [
+            index
+            for index, proposer in enumerate(proposers)
+            if type(proposer).catch_up is not Proposer.catch_up
+        ]
+        self._networks = [index for index in stateful if needs[index].has_network]
+        self._others = [index for index in stateful if not needs[index].has_network]
+        self._allowed = list(controller.allowed)
+        self.backlog = Backlog(state, backend.drafting, backend.late_rows)
+        """What drafters have yet to catch up on."""
+        self.late_seconds = 0.0
+        """What the last round spent on rows of earlier ones, where drafters had to catch up on such
+        as well as its own: that is owed whoever drafts, and no part of what its drafts cost."""
+        self._seconds = 0.0
+        """For the rows of a round alone."""
+
+    def tells(self, networks: bool) -> bool:
+        """Whether anybody wants to hear of a round; ``networks``: also if drafters keep up."""
+        told = [*self._others, *(self._networks if networks else ())]
+        return any(index in self.controller.active for index in told)
+
+    def settled(self, commits: Commits, networks: bool, drafting: bool, trees: bool) -> None:
+        """A round settled these rows, with ``features`` [N, …] of all captured layers.
+        ``networks``: whether drafters keep up with it at all; ``drafting``: whether one of them is
+        to draft now; ``trees``: whether rows may stand in trees."""
+        self._tell(self._others, commits)
+        if not networks or not any(index in self.controller.active for index in self._networks):
+            return
+        late = self.backlog.rows > 0
+        if drafting and not late:
+            begun = time.perf_counter()
+            self._tell(self._networks, commits)
+            self._seconds = time.perf_counter() - begun
+            return
+        if trees or not self.backlog.keep(commits):
+            self.late_seconds += self.catch_up()
+            late = False
+            if trees or not self.backlog.keep(commits):
+                self._tell(self._networks, commits)
+        if drafting:
+            seconds = self.catch_up()
+            if late:
+                self.late_seconds += max(0.0, seconds - self._seconds)
+
+    def catch_up(self) -> float:
+        """Have drafters read what they have not read yet: to be called before a slot or a block
+        changes hands. Returns the seconds that it took."""
+        begun = time.perf_counter()
+        commits = self.backlog.take()
+        if commits is None:
+            return 0.0
+        self._tell(self._networks, commits)
+        return time.perf_counter() - begun
+
+    def _tell(self, proposers: Sequence[int], commits: Commits) -> None:
+        for index in proposers:
+            if index not in self.controller.active:
+                continue
+            proposer, need = self.proposers[index], self.needs[index]
+            own = commits
+            if need.captured_layers != self.capture:
+                features = select_layers(commits.features, self.capture, need.captured_layers)
+                own = own._replace(features=features)
+            if need.has_network:
+                own = own._replace(served=self._allowed[index])
+            with blamed(proposer, "catch_up"):
+                proposer.catch_up(own)
+
+
+def select_layers(
+    features: torch.Tensor, captured: Sequence[int], wanted: Sequence[int]
+) -> torch.Tensor:
+    """The ``wanted`` layers of ``features`` [N, captured * hidden] side by side; without a copy
+    where they are neighbours."""
+    if not wanted:
+        return features[:, :0]
+    hidden = features.shape[1] // len(captured)
+    places = [captured.index(layer) for layer in wanted]
+    if places == list(range(places[0], places[0] + len(places))):
+        return features[:, places[0] * hidden : (places[-1] + 1) * hidden]
+    return torch.cat([features[:, at * hidden : (at + 1) * hidden] for at in places], dim=1)
