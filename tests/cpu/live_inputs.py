@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from surefoot.kernels.drafting import Scratch
+from surefoot.kernels.drafter_parts import Scratch
 
 SLOTS, BLOCK, BLOCKS, LENGTH = 6, 4, 60, 50
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Scratch]

@@ -9,7 +9,8 @@ from live_inputs import LENGTH, live_inputs
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.cpu.backend import NativeBackend
 from surefoot.kernels.cpu.build import native_unavailable
-from surefoot.kernels.drafting import Drafting, EntryWeights, LiveRows
+from surefoot.kernels.drafter_parts import EntryWeights, LiveRows
+from surefoot.kernels.drafting import Drafting
 from surefoot.kernels.quant import QuantTensor
 
 pytestmark = pytest.mark.skipif(

@@ -15,7 +15,7 @@ import triton_interpreter  # isort: skip
 from live_inputs import BLOCK, BLOCKS, LENGTH, SLOTS, live_inputs
 from surefoot.bench.synthetic import ALWAYS, conditional_thresholds, tokens_at
 from surefoot.kernels.batch import FlatBatch
-from surefoot.kernels.drafting import EntryWeights, LiveRows
+from surefoot.kernels.drafter_parts import EntryWeights, LiveRows
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.triton.acceptance import tokens_at as kernel
 from surefoot.kernels.triton.drafting import TritonDrafting

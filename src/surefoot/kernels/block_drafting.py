@@ -11,7 +11,7 @@ import torch
 
 if TYPE_CHECKING:
     from surefoot.kernels.backend import LayerWeights, RopeTable
-    from surefoot.kernels.drafting import Scratch
+    from surefoot.kernels.drafter_parts import Scratch
 
 
 class RowsSeen(NamedTuple):

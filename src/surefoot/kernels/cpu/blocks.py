@@ -21,7 +21,7 @@ from surefoot.kernels.cpu.structs import (
     VisibleStruct,
     table_of,
 )
-from surefoot.kernels.drafting import FeatureWeights, Scratch
+from surefoot.kernels.drafter_parts import FeatureWeights, Scratch
 
 if TYPE_CHECKING:
     from surefoot.kernels.backend import RopeTable

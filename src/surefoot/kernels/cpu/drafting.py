@@ -14,14 +14,14 @@ from surefoot.kernels.cpu.blocks import NativeBlockDrafter, write_features
 from surefoot.kernels.cpu.linear import DENSE_KINDS, KINDS, NativeLinear, floats, input_of
 from surefoot.kernels.cpu.prepare import keys_struct, prepare_attention
 from surefoot.kernels.cpu.structs import BAD_INDEX, LiveStruct
-from surefoot.kernels.drafting import (
+from surefoot.kernels.drafter_parts import (
     BlockRows,
-    Drafting,
     EntryWeights,
     FeatureWeights,
     LiveRows,
     Scratch,
 )
+from surefoot.kernels.drafting import Drafting
 from surefoot.kernels.lookup import Matches
 
 if TYPE_CHECKING:

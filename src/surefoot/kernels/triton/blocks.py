@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from surefoot.kernels.drafting import BlockRows, LiveRows
+from surefoot.kernels.drafter_parts import BlockRows, LiveRows
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 

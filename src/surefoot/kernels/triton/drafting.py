@@ -13,7 +13,8 @@ import torch
 import triton.language as tl
 
 from surefoot.kernels.batch import FlatBatch
-from surefoot.kernels.drafting import Drafting, EntryWeights, LiveRows, Scratch
+from surefoot.kernels.drafter_parts import EntryWeights, LiveRows, Scratch
+from surefoot.kernels.drafting import Drafting
 from surefoot.kernels.triton import blocks, picks
 from surefoot.kernels.triton.attend import attend_inputs, work_of
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2

@@ -13,7 +13,7 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import FlatBatch, SpanTable
-from surefoot.kernels.drafting import LiveRows, Scratch
+from surefoot.kernels.drafter_parts import LiveRows, Scratch
 from surefoot.speculation.drafting.network import Network
 from surefoot.speculation.state import SlotState
 

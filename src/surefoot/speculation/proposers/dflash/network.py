@@ -17,7 +17,7 @@ import torch
 
 from surefoot.kernels.backend import FlatBatch
 from surefoot.kernels.block_drafting import RowsSeen
-from surefoot.kernels.drafting import ContextWeights, FeatureWeights
+from surefoot.kernels.drafter_parts import ContextWeights, FeatureWeights
 from surefoot.kernels.quant import dense
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder, pack_layer

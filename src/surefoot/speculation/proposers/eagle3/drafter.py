@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from surefoot.kernels.backend import FlatBatch
-from surefoot.kernels.drafting import EntryWeights
+from surefoot.kernels.drafter_parts import EntryWeights
 from surefoot.kernels.quant import dense
 from surefoot.models.decoder import Decoder, pack_layer
 from surefoot.speculation.drafting.checkpoints import interface
