@@ -24,6 +24,7 @@ from surefoot.speculation.decisions import Decision, Landed, Situation
 from surefoot.speculation.fixed import FixedPlanner
 from surefoot.speculation.proposer import Drafts
 from surefoot.speculation.proposers.eagle3.proposer import Eagle3Proposer
+from surefoot.speculation.proposers.ngram import NgramProposer
 from test_eagle3_engine import GREEDY, by_formulas, compare, some
 
 DRAFTER = "eagle3"
@@ -270,6 +271,22 @@ def test_who_shares_the_text_of_one_that_sleeps_finds_its_keys() -> None:
     [second] = stepped(engine, [Job((*first.tokens, 5), LONG)], 20)
     assert second.cached > 20
     assert watch.check() > 20
+
+
+@ROUNDS
+def test_who_was_switched_off_hears_nothing_while_others_do(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    for kind in (NgramProposer, Eagle3Proposer):
+        monkeypatch.setattr(kind, "catch_up", lambda own, commits: heard.append(own.name))
+    engine = engine_of(ahead=ahead)
+    stepped(engine, [Job(PROMPT, LONG)], 5)
+    assert set(heard) == {"ngram", DRAFTER}
+    heard.clear()
+    engine.controller.active.pop(engine.controller.names.index("ngram"))
+    stepped(engine, [Job(PROMPT, LONG)], 5)
+    assert heard and set(heard) == {DRAFTER}
 
 
 @needs_native

@@ -83,6 +83,8 @@ def test_rounds_without_drafts_land_as_any_other(data: Any, count: int, caching:
             ends = [end for i in expected if (end := before[i, COLUMNS.END])]
             assert [end for _, end in after.ended] == ends
         kv.check_integrity()
+        for request, lease in zip(requests, leases, strict=True):
+            assert len(lease.hashes) == (request.computed // 2 if caching else 0)
         found = [(lease.blocks, lease.hashes) for lease in leases], kv.pool._block_of
         state = [replace(request, params=SamplingParams(), arrived=0.0) for request in requests]
         told_of = [told(landing) for landing in landed]

@@ -547,7 +547,7 @@ MUTATIONS = (
         "speculation/keeping_up.py",
         "            if index not in self.controller.active:",
         "            if False:",
-        "test_server_core.py::test_a_proposer_that_fails_is_switched_off_and_the_texts_go_on",
+        "test_drafter_state.py::test_who_was_switched_off_hears_nothing_while_others_do",
     ),
     # --- acceptance -------------------------------------------------------------------------------
     m(
