@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from surefoot.errors import SurefootError
-from surefoot.kernels.upload import upload
+from surefoot.kernels.upload import upload_together
 from surefoot.request import Request
 from surefoot.speculation.estimator import AcceptanceEstimator, OfferRecords
 from surefoot.speculation.proposer import Drafts, find_mistake
@@ -55,17 +56,18 @@ class Controller:
     def admit(self, slots: torch.Tensor, requests: Sequence[Request]) -> None:
         """Requests, new or resumed, entered ``slots`` int64 [B]."""
         most = self.state.max_drafts
-        limits = [request.speculation.max_draft_tokens for request in requests]
+        wanted = [request.speculation.max_draft_tokens for request in requests]
+        limits = [most if limit is None else min(limit, most) for limit in wanted]
         allowed = [
             [index in self.active and request.allows(name) for request in requests]
             for index, name in enumerate(self.names)
         ]
-        table = [[most if limit is None else min(limit, most) for limit in limits], *allowed]
-        entered = upload(table, self.state.device, torch.int64)
-        self.draft_limit.index_copy_(0, slots, entered[0])
+        tables = np.array(limits), np.array(allowed, dtype=bool)
+        limit, may_offer = upload_together(tables, self.state.device)
+        self.draft_limit.index_copy_(0, slots, limit)
         if self.names:
             self.lengths.index_fill_(1, slots, 0)
-            self.allowed.index_copy_(1, slots, entered[1:].bool())
+            self.allowed.index_copy_(1, slots, may_offer)
             self.records.forget(slots)
 
     def check(self, index: int, slots: torch.Tensor, drafts: Drafts) -> None:
