@@ -151,9 +151,9 @@ class Request:
     """Where the output stands in its grammar, or other rules for its tokens, if it has any."""
     wishes: Any = None
     """What it wants of its rounds (``engine.batch.Wishes``), since it was let in."""
-    kept: Any = None
-    """Whose it is in what is known of the worth of drafters (``speculation.upkeep``), if anybody's.
-    """
+    upkeep: Any = None
+    """The ``Record`` of ``speculation.upkeep`` that counts it, if any, and whether drafters serve
+    it."""
     _proposed_by: list[str | None] = field(default_factory=list)
     """As far as the last accepted draft, at least."""
 

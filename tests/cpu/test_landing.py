@@ -205,6 +205,21 @@ def test_what_was_reserved_for_later_rounds_is_given_back_before_anybody_is_pree
     assert not engine.stats.preemptions
 
 
+@pytest.mark.parametrize(("blocks", "held"), [(52, 5), (12, 3)])
+def test_a_prompt_reserves_for_what_follows_where_there_are_plenty(
+    blocks: int, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the rounds after it need not: it has 9 tokens, and 8 more would have room."""
+    monkeypatch.setattr(reserving, "AHEAD", 8)
+    engine = make_engine(tiny_decoder(), False, max_num_seqs=1, block_size=4, kv_blocks=blocks)
+    engine.add(
+        engine.make_request("r", (2, 3, 4) * 3, jobs(20)[0].params, SpeculationParams("off"))
+    )
+    engine.step()
+    [lease] = engine.kv.leases.values()
+    assert len(lease.blocks) == held
+
+
 def test_what_landed_is_no_longer_in_flight() -> None:
     """Of what rounds may write beyond the known, nothing is left when all are read."""
     engine = make_engine(tiny_decoder(), False, max_num_seqs=2, draft_policy="fixed")

@@ -545,8 +545,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/keeping_up.py",
-        "            if index not in self.controller.active:",
-        "            if False:",
+        "        return [index for index in proposers if index in self.controller.active]",
+        "        return list(proposers)",
         "test_drafter_state.py::test_who_was_switched_off_hears_nothing_while_others_do",
     ),
     # --- acceptance -------------------------------------------------------------------------------

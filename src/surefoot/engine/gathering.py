@@ -94,20 +94,14 @@ class Gathering:
         """Who is where, if that has changed."""
         if self._changes == self.scheduler.changes:
             return
-        running = self.scheduler.running
-        # Hundreds may run, and nearly all of them are free, as few looks tell.
-        others = [
-            each
-            for each in running
-            if len(each.prompt) + len(each.output) - each.computed != 1
-            or each.grammar is not None
-            or each.pooling is not None
-        ]
-        self._prompts = [each for each in others if each.in_prompt]
-        masked = (each for each in others if each.grammar is not None)
-        self._synchronous = [each for each in masked if not each.in_prompt]
-        taken = {*self._prompts, *self._synchronous}
-        self._free = [each for each in running if each not in taken] if taken else [*running]
+        self._prompts, self._free, self._synchronous = [], [], []
+        for request in self.scheduler.running:
+            if request.in_prompt:
+                self._prompts.append(request)
+            elif request.grammar is None:
+                self._free.append(request)
+            else:
+                self._synchronous.append(request)
         self._batch = None
         self._changes = self.scheduler.changes
 

@@ -52,15 +52,14 @@ class KeepingUp:
 
     def tells(self, networks: bool) -> bool:
         """Whether anybody wants to hear of a round; ``networks``: also if drafters keep up."""
-        told = [*self._others, *(self._networks if networks else ())]
-        return any(index in self.controller.active for index in told)
+        return bool(self._active(self._others) or (networks and self._active(self._networks)))
 
     def settled(self, commits: Commits, networks: bool, drafting: bool, trees: bool) -> None:
         """A round settled these rows, with ``features`` [N, …] of all captured layers.
         ``networks``: whether drafters keep up with it at all; ``drafting``: whether one of them is
         to draft now; ``trees``: whether rows may stand in trees."""
         self._tell(self._others, commits)
-        if not networks or not any(index in self.controller.active for index in self._networks):
+        if not networks or not self._active(self._networks):
             return
         late = self.backlog.rows > 0
         if drafting and not late:
@@ -88,10 +87,12 @@ class KeepingUp:
         self._tell(self._networks, commits)
         return time.perf_counter() - begun
 
+    def _active(self, proposers: Sequence[int]) -> list[int]:
+        """Those of them that were not switched off."""
+        return [index for index in proposers if index in self.controller.active]
+
     def _tell(self, proposers: Sequence[int], commits: Commits) -> None:
-        for index in proposers:
-            if index not in self.controller.active:
-                continue
+        for index in self._active(proposers):
             proposer, need = self.proposers[index], self.needs[index]
             own = commits
             if need.captured_layers != self.capture:

@@ -275,11 +275,10 @@ class Round:
         commits = Commits(
             slots, verdict.first, verdict.settled, layout.first_row, layout.batch, rows.features
         )
-        trees = rows.tree_rows is not None and paths is not None
         if rows.tree_rows is not None and paths is not None:
             commits = self.books.follow_paths(commits, layout, *rows.tree_rows, paths)
         drafting = any(index in self.drafters for index in size.proposers)
-        self.keeping_up.settled(commits, size.catches_up, drafting, trees)
+        self.keeping_up.settled(commits, size.catches_up, drafting, trees=paths is not None)
 
     def propose(self, index: int, slots: torch.Tensor, size: Size, max_keys: int) -> Drafts:
         """Proposer ``index``'s offers for ``slots`` [B], as far as its context reaches."""

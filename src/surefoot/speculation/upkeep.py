@@ -118,7 +118,7 @@ class Upkeep:
         ``running`` ones. ``load``: all that run or wait, itself included. One that names its
         drafter keeps it."""
         request.drafters, request.declined = request.drafters | request.declined, frozenset()
-        request.kept = None
+        request.upkeep = None
         stages = [SamplingStages.of((request.params,)), *([self._kind] if running else [])]
         self._kind = kind_of(SamplingStages.together(stages))
         if not request.drafters or request.speculation.method != "auto":
@@ -126,7 +126,7 @@ class Upkeep:
         about = 2 ** round(math.log2(load))
         record = self.records.setdefault((about, self._kind), Record(about))
         serves = self._serves(record)
-        request.kept = record, serves
+        request.upkeep = record, serves
         if not serves:
             request.drafters, request.declined = frozenset(), request.drafters
 
@@ -168,6 +168,6 @@ class Upkeep:
 
     def _share(self, requests: Sequence[Request]) -> None:
         total = len(requests)
-        kept: Counter[tuple[Record, bool] | None] = Counter([each.kept for each in requests])
-        self._shares = [(*key, count / total) for key, count in kept.items() if key is not None]
+        counts: Counter[tuple[Record, bool] | None] = Counter([each.upkeep for each in requests])
+        self._shares = [(*key, count / total) for key, count in counts.items() if key is not None]
         self._tells = sum(share for _, served, share in self._shares if not served) <= _FEW
