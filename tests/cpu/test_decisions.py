@@ -247,7 +247,7 @@ def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
 ) -> None:
     costs = GivenCosts([LOOK], 0.0)
     costs.prompt = 0.05
-    samples = [HostSample(requests, 0, 0, host, proposing) for proposing in (False, True)] * 20
+    samples = [HostSample(requests, n, 0, host, n > 0) for n in (0, requests)] * 20
     planner = Planner(costs, HostCosts(samples), WIDTH, overlap=overlap)
     weighed: list[Situation] = []
 
@@ -339,7 +339,7 @@ def test_rounds_that_told_little_are_learnt_from_now_and_then() -> None:
 def test_what_finds_nothing_on_offer_yet_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor what is left over once nobody proposes any more."""
     requests = 48
-    samples = [HostSample(requests, 0, 0, 2.0, True)] * 20
+    samples = [HostSample(requests, n, 0, 2.0, n > 0) for n in (0, requests)] * 20
     planner = Planner(GivenCosts([LOOK], 0.01), HostCosts(samples), WIDTH)
     monkeypatch.setattr(planner.budget, "next", lambda *asked: None)
     sure = situation(*[[0.9, 0.8, 0.7]] * requests, proposers=(0,))

@@ -49,7 +49,8 @@ def test_of_the_sizes_on_offer_the_cheapest_that_is_large_enough(
         fitting = [size for size in there if room(size, requests) >= count]
         assert found in fitting
         assert took == pytest.approx(min(seconds_of(costs, size) for size in fitting))
-    assert costs.size_for(requests, action, int(drafts[-1]) + 1, 1.0) is None
+    more = costs.size_for(requests, action, int(drafts[-1]) + 1, 1.0)
+    assert more == (costs.size_for(requests, action, int(drafts[-1]), 1.0) if drafts[-1] else None)
     plain = {size.action for size in offered if size.spans == spans == size.rows}
     assert set(costs.actions(requests)) == plain | {NOTHING}
     costs.offer(None)

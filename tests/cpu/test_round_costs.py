@@ -214,7 +214,8 @@ def test_the_size_that_is_launched_holds_what_was_decided() -> None:
     costs = recorded()
     assert costs.size_for(5, DRAFT, 12, 128.0) == RecordedSize(8, 24, 24, DRAFT)
     assert costs.size_for(5, DRAFT, 0, 128.0) == RecordedSize(8, 8, 8, DRAFT)
-    assert costs.size_for(5, DRAFT, 99, 128.0) is None
+    assert costs.size_for(5, DRAFT, 99, 128.0) == RecordedSize(8, 40, 40, DRAFT), "all it has"
+    assert costs.size_for(5, NOTHING, 1, 128.0) is None
     assert costs.size_for(17, NOTHING, 0, 128.0) is None
 
 
@@ -379,6 +380,47 @@ def test_texts_that_end_together_do_not_make_the_next_ones_rounds_look_dear() ->
             costs.observe(HostSample(32, 0, 0, seconds(32, 0), False))
         for left in range(31, 0, -1):
             costs.observe(HostSample(left, 0, 1, seconds(left, 1), False))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_plain_rounds_that_turn_out_quick_do_not_make_others_look_dear(seed: int) -> None:
+    """Seen on a GPU: everybody drafts, the crowd ends, and others come who do not. Drafting rounds
+    were then believed to take fifty times as long, and nobody drafted any more."""
+    costs, chance = HostCosts(), np.random.default_rng(seed)
+    for requests, drafting, ends, seconds, rounds in (
+        (32, 32, 0.0, 1.2e-3, 10), (32, 32, 0.0, 8e-4, 75), (24, 24, 1.5, 1.2e-3, 20),
+        (32, 0, 0.0, 2.7e-4, 512),
+    ):  # fmt: skip
+        for _ in range(rounds):
+            ended = int(chance.poisson(ends))
+            took = (seconds + 8e-5 * ended) * math.exp(chance.normal(0, 0.2))
+            costs.observe(HostSample(requests, drafting, ended, took, drafting > 0))
+            assert costs.seconds(32, 32, True) < 3e-3
+    assert costs.seconds(32, 0, False) == pytest.approx(2.7e-4, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rounds_without_proposers_that_turn_out_quick_do_not_make_others_look_dear(
+    seed: int,
+) -> None:
+    costs = ExactCosts([1, 8, 64], [1e-3, 1.2e-3, 2e-3], {0: Proposing(1e-4)})
+    chance = np.random.default_rng(seed)
+    for action, seconds, rounds in ((LOOK, 1.3e-3, 300), (NOTHING, 0.5e-3, 500)):
+        for _ in range(rounds):
+            costs.observe(8, 0, action, 0, 128.0, seconds * math.exp(chance.normal(0, 0.3)))
+            assert costs.table(8, 0, LOOK, 0, 128.0)[1][0] < 3.5e-3
+    assert costs.table(8, 0, NOTHING, 0, 128.0)[1][0] == pytest.approx(0.5e-3, rel=0.2)
+
+
+def test_a_few_late_rounds_are_not_another_machine() -> None:
+    """A crowd of texts ends: what was learnt of rounds that did not run meanwhile stays."""
+    costs = HostCosts(samples())
+    before = costs.seconds(64, 64, True)
+    for _ in range(20):
+        costs.observe(HostSample(64, 0, 0, 4 * host_seconds(64, 0, 0), False))
+    for _ in range(200):
+        costs.observe(HostSample(64, 0, 0, host_seconds(64, 0, 0), False))
+    assert costs.seconds(64, 64, True) == pytest.approx(before, rel=0.3)
 
 
 @pytest.mark.parametrize("factor", [10.0, 0.1])

@@ -18,7 +18,10 @@ MOST_CHOICES = 48
 """Numbers of drafts that are weighed, at most: beyond, steps widen."""
 _SCALE, _SHAPE, _OWN, _PROPOSING = 2.0, 0.3, 0.03, 1.0
 """How far from the first measurements logarithms of times may be, as standard deviations: all of
-them together, some numbers of rows against others, one against its neighbours, and a proposer's."""
+them together, some numbers of rows against others, and one against its neighbours; and how many
+times its guess a proposer's time may be more or less."""
+_LEAST = 0.02
+"""Of its guess, that a proposer's time is at least."""
 _RANGE = 2.0
 """Octaves of rows over which one number of rows tells of another."""
 _DRIFTS = 1e-4, 1e-6, 1e-5
@@ -166,10 +169,12 @@ class ExactCosts:
             self._ran[at - 1] = True
         weights[1 + at] = share * forward / total
         self._ran[at] = True
-        for index, part in parts.items():
-            weights[self._proposing_at[index]] = part / total
+        for index in parts:
+            weights[self._proposing_at[index]] = self._guess(index, requests, action[1]) / total
         off = math.log(seconds / total) - float(self.beliefs.mean[0])
         firm = self.beliefs.observe(weights, off)
+        proposers = self.beliefs.mean[1 + len(self._rows) :]
+        np.maximum(proposers, _LEAST - 1.0, out=proposers)
         self._last = at if share >= 0.5 else at - 1
         self._rounds += 1
         self._knots = None
@@ -232,13 +237,18 @@ class ExactCosts:
     def _parts(self, requests: int, action: Action) -> dict[int, float]:
         """Seconds that each proposer takes, but for the scale."""
         chosen, steps = action
-        parts = {}
-        for index in chosen if requests else ():
-            own = self.proposing[index]
-            times = min(steps, own.longest) if own.longest else 1
-            guess = own.call_seconds + times * (own.seconds + own.request_seconds * requests)
-            parts[index] = guess * math.exp(self.beliefs.mean[self._proposing_at[index]])
-        return parts
+        mean = self.beliefs.mean
+        return {
+            index: self._guess(index, requests, steps)
+            * (1.0 + float(mean[self._proposing_at[index]]))
+            for index in (chosen if requests else ())
+        }
+
+    def _guess(self, index: int, requests: int, steps: int) -> float:
+        """The same of one proposer, at first guess."""
+        own = self.proposing[index]
+        times = min(steps, own.longest) if own.longest else 1
+        return own.call_seconds + times * (own.seconds + own.request_seconds * requests)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
@@ -14,6 +15,12 @@ _GUESS = [2e-4, 1e-4, 1e-6, 4e-6, 2e-5]
 """Seconds for a round, for one in which anybody proposes, a request, one that drafts, and one that
 ends; without any measurement."""
 _UNCERTAIN = 1.0
+"""Standard deviation of each part, in guesses."""
+_LEAST = 0.02
+"""Of a guess, that a part is at least."""
+_FAR, _IN_A_ROW = 3.0, 24
+"""So many rounds, one after the other, that took so many times as long as believed, or were as much
+shorter: the machine is another one now, and all parts are changed alike."""
 _DRIFT = 1e-5
 _FIRST_NOISE = 0.2
 _PASSES = 20
@@ -43,13 +50,17 @@ class HostCosts:
     all above 0. Proposing costs more than each one's drafts: without a part of its own, what rounds
     of one request tell of it would count 64 times with 64.
 
-    What is learnt is the logarithm of each part: by how much all of a round's time is off, each
-    part is corrected by as much as it has of it.
+    What is learnt is how many times its guess each part is: a round's time is a sum of these. (Of
+    their logarithms it is none: where rounds without proposers turned out to take a quarter, those
+    with some would have been believed to take a hundred times as long, so that the sum stayed.)
     """
 
     def __init__(self, samples: Sequence[HostSample] = ()) -> None:
         """``samples`` of different sizes tell the parts apart."""
         self._guess = _GUESS
+        if samples:
+            off = median(sample.seconds / _sum(_GUESS, _counts(sample)) for sample in samples)
+            self._guess = [guess * off for guess in _GUESS]
         self._start()
         for _ in range(_PASSES if samples else 0):
             for sample in samples:
@@ -58,7 +69,10 @@ class HostCosts:
         self._start()
         self._ends, self._requests = 0.0, 1.0
         """Of a round, usually."""
-        self._rounds = 0
+        self._rounds = self._far = 0
+        """All of them; and of late those in a row that were far off, below 0 if much shorter."""
+        self._before, self._least_off = self._coefficients, 1.0
+        """The parts before those, and how far off the nearest of them was."""
         self._known = False
         """Whether the last round that was learnt from told little."""
 
@@ -86,18 +100,45 @@ class HostCosts:
         self._ends += _ENDS_WEIGHT * (sample.ends - self._ends)
         self._requests += _ENDS_WEIGHT * (sample.requests - self._requests)
         self._rounds += 1
+        if self._is_another_machine(sample):
+            return
         if not self._known or self._rounds % _EVERY == 0:
             self._known = self._learn(sample)
 
+    def _is_another_machine(self, sample: HostSample) -> bool:
+        """Whether all parts were changed alike, as all late rounds were far off."""
+        parts = self._before if self._far else self._coefficients
+        off = sample.seconds / _sum(parts, _counts(sample))
+        side = int(off > _FAR) - int(off * _FAR < 1.0)
+        nearest = min(off, self._least_off, key=lambda each: abs(math.log(each)))
+        self._least_off = nearest if side * self._far > 0 else off
+        self._far = side + (self._far if side * self._far > 0 else 0)
+        self._before = parts
+        if abs(self._far) < _IN_A_ROW:
+            return False
+        # What was learnt from them meanwhile changed some parts, and not others.
+        self._guess = [each * self._least_off for each in parts]
+        self._known, self._far = False, 0
+        self._start()
+        return True
+
     def _learn(self, sample: HostSample) -> bool:
         """Returns whether such rounds were known better than one measurement tells."""
-        counts = 1, int(sample.proposing), sample.requests, sample.drafting, sample.ends
-        parts = [each * count for each, count in zip(self._coefficients, counts, strict=True)]
-        total = sum(parts)
-        off = math.log(sample.seconds / total)
-        firm = self._beliefs.observe(np.array(parts) / total, off)
-        changes = self._beliefs.mean.tolist()
-        self._coefficients = [
-            guess * math.exp(change) for guess, change in zip(self._guess, changes, strict=True)
-        ]
-        return firm and abs(off) < SURPRISING * self._beliefs.noise
+        counts, beliefs = _counts(sample), self._beliefs
+        total = _sum(self._coefficients, counts)
+        # Of the longer one: a pause as long as a hundred rounds is no more than one as long as ten.
+        off = (sample.seconds - total) / max(sample.seconds, total)
+        pairs = zip(self._guess, counts, strict=True)
+        firm = beliefs.observe(np.array([guess * count for guess, count in pairs]) / total, off)
+        np.maximum(beliefs.mean, _LEAST - 1.0, out=beliefs.mean)
+        changes = zip(self._guess, beliefs.mean.tolist(), strict=True)
+        self._coefficients = [guess * (1.0 + change) for guess, change in changes]
+        return firm and abs(off) < SURPRISING * beliefs.noise
+
+
+def _counts(sample: HostSample) -> tuple[int, ...]:
+    return 1, int(sample.proposing), sample.requests, sample.drafting, sample.ends
+
+
+def _sum(parts: Sequence[float], counts: Sequence[int]) -> float:
+    return sum(part * count for part, count in zip(parts, counts, strict=True))

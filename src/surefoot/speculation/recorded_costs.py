@@ -143,6 +143,8 @@ class RecordedCosts:
         """As ``RoundCosts`` has it; the drafts are those that fill each size."""
         room, places, _ = self._layout(requests, action)
         if prompt_rows or not len(places):
+            # Beside prompts there is room for drafts only where somebody proposes.
+            most = most if action[0] else 0
             return self._exact().table(requests, prompt_rows, action, most, context)
         seconds = self._seconds_of(requests, action, context)
         seconds = np.minimum.accumulate(seconds[::-1])[::-1]
@@ -152,12 +154,13 @@ class RecordedCosts:
     def size_for(
         self, requests: int, action: Action, drafts: int, context: float
     ) -> RecordedSize | None:
-        """The cheapest size for such a round without prompts; a larger one may cost less. None:
-        none holds it."""
+        """The cheapest size for such a round without prompts; a larger one may cost less. Drafts
+        for which no size has room stay away: a decision may have been made for a few requests more,
+        who had larger ones. None: none holds the requests, or any drafts."""
         room, places, _ = self._layout(requests, action)
-        if not len(places) or room[-1] < drafts:
+        if not len(places) or (drafts and not room[-1]):
             return None
-        first = int(room.searchsorted(drafts))
+        first = int(room.searchsorted(min(drafts, int(room[-1]))))
         seconds = self._seconds_of(requests, action, context)
         return self.sizes[places[first + int(seconds[first:].argmin())]]
 
