@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from surefoot.speculation.decisions import NOTHING, Action, Decision, Landed, Situation
+from surefoot.speculation.accounts import Accounts
+from surefoot.speculation.decisions import (
+    NOTHING,
+    Action,
+    Decision,
+    Expectation,
+    Landed,
+    Situation,
+)
 from surefoot.speculation.exploring import Budget, Trial
 from surefoot.speculation.host_costs import HostCosts, HostSample
 from surefoot.speculation.offers import OfferMemory
@@ -105,10 +113,14 @@ def play(planner: Planner, now: Situation, rounds: int) -> list[Decision]:
 
 
 def watch_payments(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Trial, float]]:
-    paid, pay = [], planner.budget.pay
-    monkeypatch.setattr(
-        planner.budget, "pay", lambda trial, lost: paid.append((trial, lost)) or pay(trial, lost)
-    )
+    paid: list[tuple[Trial, float]] = []
+    pay = planner.budget.pay
+
+    def watch(trial: Trial, lost: float, believed: float) -> None:
+        paid.append((trial, lost))
+        pay(trial, lost, believed)
+
+    monkeypatch.setattr(planner.budget, "pay", watch)
     return paid
 
 
@@ -166,6 +178,31 @@ def test_credit_is_saved_up_and_owed_within_bounds() -> None:
     budget.pay(trial, -1e9)
     budget.pay(trial, 2.01)
     assert all(budget.next([trial]) is None for _ in range(20))
+
+
+def test_what_is_known_to_be_dear_is_tried_as_rarely() -> None:
+    """Ten plain rounds for two in which somebody else proposes: half of a thousandth part of the
+    time each, and what may be spent and owed at first."""
+    planner = planner_of(GivenCosts([LOOK], 0.0, proposing=5.0))
+    decisions = play(planner, situation(NEVER, NEVER), 6000)
+    tried = sum(each.explores and each.action == LOOK for each in decisions)
+    assert 2 <= tried <= 6
+
+
+def test_what_is_usual_is_known_at_once_and_for_as_many_requests() -> None:
+    """Rounds with drafts gain half a token in the time of one and a half: a trial that does the
+    same loses nothing, after the first of them as after many, and after a crowd has left."""
+    budget, trial = Budget(), Trial(False, (1,), (0,))
+    accounts = Accounts(budget)
+    paid: list[float] = []
+    budget.pay = lambda trial, lost, believed: paid.append(lost)  # type: ignore[method-assign]
+    for requests, accepted, took in ((4, 2, 1.5), (32, 64, 2.0)):
+        now = replace(situation(NEVER), requests=requests)
+        landed = Landed(took, None, requests, accepted, requests)
+        for tries in (None, trial, None, trial):
+            expected = Expectation(took, took, 1.0, 0.0, tries, (trial,), 1 + accepted / requests)
+            accounts.landed(Decision(requests, *LOOK, False, expected), now, landed, took, 0.01)
+    assert paid == pytest.approx([0.0] * 4)
 
 
 def test_trials_take_turns() -> None:

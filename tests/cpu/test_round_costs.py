@@ -192,13 +192,16 @@ def sizes() -> list[RecordedSize]:
     return found
 
 
-def recorded(wrong: dict[RecordedSize, float] | None = None) -> RecordedCosts:
+def recorded(
+    wrong: dict[RecordedSize, float] | None = None, prompts: ExactCosts | None = None
+) -> RecordedCosts:
     factor = wrong or {}
     return RecordedCosts(
         {
             size: [(c, size_seconds(size, c) * factor.get(size, 1.0)) for c in (128, 1024)]
             for size in sizes()
-        }
+        },
+        prompts,
     )
 
 
@@ -208,6 +211,14 @@ def test_stairs_are_those_of_the_real_number_of_requests() -> None:
     assert seconds == pytest.approx([size_seconds(s) for s in sizes() if s.spans == 8][1:])
     assert recorded().table(5, 0, DRAFT, 12, 128.0)[0].tolist() == [0, 11, 12]
     assert recorded().table(5, 0, NOTHING, 12, 128.0)[0].tolist() == [0]
+
+
+def test_beside_prompts_there_are_drafts_where_somebody_proposes() -> None:
+    costs = recorded(
+        prompts=ExactCosts([1, 64], [1e-3, 2e-3], {0: Proposing(1e-4), 1: Proposing(1e-4)})
+    )
+    assert costs.table(5, 30, LOOK, 2, 128.0)[0].tolist() == [0, 1, 2]
+    assert costs.table(5, 30, NOTHING, 2, 128.0)[0].tolist() == [0]
 
 
 def test_the_size_that_is_launched_holds_what_was_decided() -> None:
@@ -415,12 +426,14 @@ def test_rounds_without_proposers_that_turn_out_quick_do_not_make_others_look_de
 def test_a_few_late_rounds_are_not_another_machine() -> None:
     """A crowd of texts ends: what was learnt of rounds that did not run meanwhile stays."""
     costs = HostCosts(samples())
-    before = costs.seconds(64, 64, True)
+
+    def drafting() -> float:
+        return costs.seconds(64, 64, True) - costs.seconds(64, 0, False)
+
+    before = drafting()
     for _ in range(20):
-        costs.observe(HostSample(64, 0, 0, 4 * host_seconds(64, 0, 0), False))
-    for _ in range(200):
-        costs.observe(HostSample(64, 0, 0, host_seconds(64, 0, 0), False))
-    assert costs.seconds(64, 64, True) == pytest.approx(before, rel=0.3)
+        costs.observe(HostSample(64, 0, 0, 3.5 * host_seconds(64, 0, 0), False))
+    assert drafting() == pytest.approx(before, rel=0.1)
 
 
 @pytest.mark.parametrize("factor", [10.0, 0.1])

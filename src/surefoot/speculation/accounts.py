@@ -12,6 +12,9 @@ BARREN_ROUNDS = 4096
 _UNLIKELY = 3.0
 """Standard deviations that noise does not explain."""
 _USUAL = 0.1
+"""Weight of a round in what is usual, once ten are known."""
+_OTHER_LOAD = 1.5
+"""How many times more or fewer requests make what was usual worthless."""
 _RECENT = 0.02
 """Weight of a round in running averages."""
 _log = logging.getLogger(__name__)
@@ -36,6 +39,8 @@ class Accounts:
         self._usual_tokens = self._usual_rounds = 1.0
         """Of rounds that try nothing, on the running average: tokens of a request, and the time in
         plain rounds."""
+        self._known, self._requests = 0, 1
+        """How many of them there were, and for how many requests the first was."""
 
     def landed(
         self,
@@ -53,32 +58,46 @@ class Accounts:
         if outcome.verified and not situation.prompt_rows:
             plain = min(expected.plain_seconds, seconds)
             self.saved_seconds += plain * (1 + outcome.accepted / requests) - seconds
-        self._trial(expected, seconds, outcome.accepted / requests, noise)
+        self._trial(expected, requests, seconds, outcome.accepted / requests, noise)
         self.explored += decision.explores
         self.barren = 0 if outcome.verified or not outcome.drafting else self.barren + 1
         if self.barren == BARREN_ROUNDS:
             _log.warning("no draft was verified in %d rounds that had some on offer", self.barren)
 
-    def _trial(self, expected: Expectation, seconds: float, accepted: float, noise: float) -> None:
+    def _trial(
+        self, expected: Expectation, requests: int, seconds: float, accepted: float, noise: float
+    ) -> None:
         """Time earns credit for trials; what they lose is taken off it. Where the measured time
         does not contradict what was believed, that is less noisy; where it does, it is no longer
         than noise explains: hiccups of the machine are not the trial's."""
         plain = expected.plain_seconds
         if not expected.trials or plain <= 0:
             return
+        believed = (expected.seconds - expected.prompt_seconds) / plain
         noise = _UNLIKELY * noise * expected.seconds
         if seconds > expected.seconds - noise:
             seconds = min(max(seconds - noise, expected.seconds), expected.seconds + noise)
         took = max(0.0, (seconds - expected.prompt_seconds) / plain)
         self.budget.earn(expected.trials, took)
         if expected.trial is None:
-            self._usual_tokens += _USUAL * (1.0 + accepted - self._usual_tokens)
-            self._usual_rounds += _USUAL * (took - self._usual_rounds)
+            self._usual(requests, 1.0 + accepted, took)
         elif expected.trial.verify:
             # Paid in full, whatever it gives: drafts that are believed to be unfair to somebody
             # must not pay for themselves.
             without = (expected.without_trial - expected.prompt_seconds) / plain
-            self.budget.pay(expected.trial, took - without)
+            self.budget.pay(expected.trial, took - without, believed - without)
         else:
-            usual = (1.0 + accepted) * self._usual_rounds / self._usual_tokens
-            self.budget.pay(expected.trial, took - usual)
+            usual = self._usual_rounds / self._usual_tokens
+            lost, to_lose = took - (1.0 + accepted) * usual, believed - expected.tokens * usual
+            self.budget.pay(expected.trial, lost, to_lose)
+
+    def _usual(self, requests: int, tokens: float, rounds: float) -> None:
+        """A round that tried nothing gave each request so many tokens in the time of so many plain
+        rounds."""
+        load = requests / self._requests
+        if not self._known or not 1 / _OTHER_LOAD < load < _OTHER_LOAD:
+            self._known, self._requests = 0, requests
+        self._known += 1
+        weight = max(_USUAL, 1 / self._known)
+        self._usual_tokens += weight * (tokens - self._usual_tokens)
+        self._usual_rounds += weight * (rounds - self._usual_rounds)

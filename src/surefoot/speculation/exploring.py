@@ -16,7 +16,8 @@ be known."""
 _FIRST, _MOST = 0.5, 2.0
 """Plain rounds that a trial may cost at first, and at most be saved up."""
 _DEBT = 1.0
-"""Plain rounds that may be owed: what a trial lost while beliefs were wrong does not forbid it."""
+"""Plain rounds that may be owed: what a trial lost while beliefs were wrong does not forbid it. But
+what it was believed to lose is owed."""
 
 
 class Trial(NamedTuple):
@@ -83,8 +84,9 @@ class Budget:
             credit = self._credit.get(trial, _FIRST) + SHARE * rounds / len(trials)
             self._credit[trial] = min(credit, _MOST)
 
-    def pay(self, trial: Trial, rounds: float) -> None:
+    def pay(self, trial: Trial, rounds: float, believed: float = 0.0) -> None:
         """A round for this trial lost so many plain rounds' time against the best; below 0: it
-        gained."""
-        credit = self._credit.get(trial, _FIRST) - rounds
-        self._credit[trial] = min(max(credit, -_DEBT), _MOST)
+        gained. ``believed``: what it was to lose, which is owed in any case."""
+        before = self._credit.get(trial, _FIRST)
+        least = min(before - max(believed, 0.0), -_DEBT)
+        self._credit[trial] = min(max(before - rounds, least), _MOST)
