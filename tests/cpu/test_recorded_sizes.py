@@ -120,6 +120,23 @@ def test_no_round_is_of_a_size_that_was_not_recorded(
     assert set(launched) <= sizes, set(launched) - sizes
 
 
+@pytest.mark.parametrize("drafts", [0, 40, 51, 80])
+def test_a_decision_for_a_few_requests_more_asks_for_no_other_size(drafts: int) -> None:
+    """It was made for 17 or 20, whose rounds have room for more drafts than those of 16."""
+    engine = padded_engine(("eagle3",), CHAIN | {"draft_tokens": 5}, "auto")
+    rounds = cast(RecordedRounds, engine.rounds)
+    sizes = recorded_sizes(rounds)
+    engine.loop.planner = made_up_planner(rounds, sizes)
+    for job in arrivals("auto", 16):
+        engine.add(engine.make_request(f"text {job.arrival}", job.prompt, job.params))
+    while not engine.loop.flights or engine.loop.flights[0].batch.chunks:
+        engine.step()
+    batch = engine.loop.flights[0].batch
+    assert batch.count == 16
+    size = rounds.size(batch, Decision(drafts, (0,), 3), 100.0)
+    assert size in sizes and size.rows == (64 if drafts else 16)
+
+
 @pytest.mark.parametrize("chunk", [9, 300, 700])
 @pytest.mark.parametrize("drafts", [0, 1, 40])
 def test_rounds_with_prompts_verify_only_what_kv_is_reserved_for(chunk: int, drafts: int) -> None:
