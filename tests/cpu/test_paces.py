@@ -13,8 +13,7 @@ from harness import Job, make_engine, run_jobs, tiny_decoder
 from planner_world import Decides, Fixed, Texts, Uneven, World
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation import holding
-from surefoot.speculation.decisions import NOTHING, Action, Decision, Expectation, Situation
-from surefoot.speculation.holding import Held
+from surefoot.speculation.decisions import NOTHING, Action, Decision, Situation
 from surefoot.speculation.measured_times import RecordedSize
 from surefoot.speculation.paces import MIN_PACE, Owed, Paces, Restraint
 from test_planner import DRAFTER, LOOK, Gpu, gpu_host, small
@@ -115,28 +114,11 @@ def test_restraint_is_longer_where_slowing_others_gained_nothing() -> None:
     assert [restrained(-0.1) for _ in range(5)] == [32, 64, 128, 256, 256]
     # Within some 300 rounds that is forgotten.
     assert [restrained(0.1) for _ in range(3)] == [64, 16, 16]
-    assert restraint.left(plenty) == 0
     restraint.begin()
-    assert restraint.left(plenty) == 32
-    little = Owed(1.0, 0.0, np.array([5.0, 0.56]))
-    restraint.passed(31, 0.0, little)
-    # A twentieth of a token in each.
-    assert restraint.left(plenty) == 1 and restraint.left(little) == 4
-    restraint.passed(69, 0.0, Owed(1.0, 0.0, np.array([5.0, 0.7])))
+    restraint.passed(100, 0.0, Owed(1.0, 0.0, np.array([5.0, 0.7])))
     assert restraint.holds, "somebody could not bear it"
     restraint.passed(1, 0.0, plenty)
     assert not restraint.holds
-
-
-@pytest.mark.parametrize(("spared", "held"), [(0, 0), (1, 0), (4, 3), (99, 5)])
-def test_while_somebody_is_spared_nothing_is_decided_anew(spared: int, held: int) -> None:
-    """Where rounds do not wait for the host, either; but not where drafts are left to verify."""
-    now, expected = Situation(2, 0, None, None, (0,), 3, 100.0), Expectation(1.0, 1.0, 1.0)
-    for drafts in (0, 1):
-        kept = Held()
-        kept.end(now)
-        kept.grant(now, Decision(drafts, *NOTHING, False, expected), 0.1, True, True, spared)
-        assert kept.left == (0 if drafts else held)
 
 
 def test_the_planner_knows_who_is_who(monkeypatch: pytest.MonkeyPatch) -> None:

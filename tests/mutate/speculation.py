@@ -306,18 +306,6 @@ MUTATIONS = (
         "test_decisions.py::test_a_trial_of_other_proposers_takes_two_rounds",
     ),
     m(
-        "speculation/holding.py",
-        "self._granted = min(max(0, spared - 1), SPARED_HELD)",
-        "self._granted = SPARED_HELD",
-        "test_paces.py::test_while_somebody_is_spared_nothing_is_decided_anew",
-    ),
-    m(
-        "speculation/paces.py",
-        "return max(self._length - self._rounds, math.ceil(missing))",
-        "return self._length - self._rounds",
-        "test_paces.py::test_restraint_is_longer_where_slowing_others_gained_nothing",
-    ),
-    m(
         "speculation/exploring.py",
         "SHARE = 0.005",
         "SHARE = 0.05",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from surefoot.speculation.decisions import NOTHING, Decision, Situation
 
-MANY, MOST_HELD, IDLE_HELD, SPARED_HELD = 8, 3, 15, 5
+MANY, MOST_HELD, IDLE_HELD = 8, 3, 15
 """Where rounds wait for the host, time spent on deciding is lost, and what is best for many
 requests changes slowly: a decision then holds for one more round for each ``MANY`` requests, up to
 some. That nobody shall propose holds longer, also where the host's time adds to the device's, and
-beside prompts: until somebody does, nothing new is learnt; and for some rounds where somebody is
-spared, as only trials may be decided. And so does what leaves no choice."""
+beside prompts: until somebody does, nothing new is learnt. And so does what leaves no choice."""
 _HOST_BOUND = 0.75
 """The part of a round's time that the host needs, from which on rounds wait for it."""
 
@@ -45,17 +44,11 @@ class Held:
         return rounds
 
     def grant(
-        self,
-        situation: Situation,
-        decision: Decision,
-        host: float,
-        overlap: bool,
-        choice: bool,
-        spared: int = 0,
+        self, situation: Situation, decision: Decision, host: float, overlap: bool, choice: bool
     ) -> None:
         """The decision that was just made may hold for a while, in which nothing else is tried.
         ``host``: seconds that the host needs for its round; ``overlap`` as in ``Planner``;
-        ``choice``: whether there was any; ``spared``: for how many rounds nobody may be slowed."""
+        ``choice``: whether there was any."""
         self._quiet = decision.action == NOTHING and not decision.drafts
         if situation.hosted is not None or (situation.prompt_rows and not self._quiet):
             return
@@ -64,9 +57,6 @@ class Held:
             self._granted = IDLE_HELD
         elif waits:
             self._granted = min(situation.requests // MANY, MOST_HELD)
-        elif self._quiet:
-            # This round is one of them.
-            self._granted = min(max(0, spared - 1), SPARED_HELD)
         self.left = self._granted
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,13 +96,6 @@ class Restraint:
         self._gained += gained
         if self.holds and self._rounds >= self._length and owed.least >= _ENOUGH:
             self.holds, self._rounds, self._gained = False, 0, 0.0
-
-    def left(self, owed: Owed) -> int:
-        """Rounds until nobody need be spared, at least; 0: nobody is."""
-        if not self.holds:
-            return 0
-        missing = max(0.0, _ENOUGH - owed.least) / (1.0 - MIN_PACE)
-        return max(self._length - self._rounds, math.ceil(missing))
 
     def begin(self) -> None:
         """Somebody would have less than it is owed."""

@@ -158,8 +158,7 @@ class Planner:
         if charged is None and lasts:
             host = self.weighing.host_seconds(situation, action)
             overlap, choice = self.weighing.overlap, len(actions) > 1
-            spared = self.fairness.restraint.left(owed)
-            self.held.grant(situation, self._last, host, overlap, choice, spared)
+            self.held.grant(situation, self._last, host, overlap, choice)
         return self._last
 
     def _beside_other_prompts(self, situation: Situation) -> Decision:
