@@ -121,6 +121,26 @@ def test_another_load_finds_its_depth_at_once(before: int, after: int) -> None:
     assert worlds[after].run(planner, 60) > 0.972 * best_of(after)
 
 
+@pytest.mark.parametrize("requests", [8, 32, 128])
+def test_the_first_requests_need_no_time_to_find_that_drafts_pay(requests: int) -> None:
+    planner, worlds = engines(requests)
+    assert worlds[requests].run(planner, 24) > 0.75 * best_of(requests)
+
+
+@pytest.mark.parametrize("after", [32, 128])
+def test_behind_requests_without_drafts_the_depth_is_found_at_once(after: int) -> None:
+    """A crowd ends, of which few are left at last, who draft far; then others come, who do not
+    draft, and others who do."""
+    planner, worlds = engines(8, after)
+    world = worlds[after]
+    world.run(planner, 100)
+    worlds[8].run(planner, 12)
+    world.proposers, world.hand = (), None
+    world.run(planner, 256)
+    world.proposers = (0,)
+    assert world.run(planner, 60) > 0.972 * best_of(after)
+
+
 H100_TARGET = {
     8: ((8, 16, 24, 32, 48, 72, 136), (3.85, 3.95, 3.98, 4.0, 4.1, 4.35, 4.9)),
     32: ((32, 64, 96, 128, 192, 288, 544), (4.4, 4.6, 4.85, 5.05, 5.75, 9.1, 9.15)),

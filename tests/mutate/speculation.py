@@ -398,14 +398,20 @@ MUTATIONS = (
     ),
     m(
         "speculation/weighing.py",
-        "            self._choose_depth(situation, actions, plain)\n",
+        "if self._weighed_for else math.inf",
+        "if self._weighed_for else 1.0",
+        "test_block_depths.py::test_the_first_requests_need_no_time_to_find_that_drafts_pay",
+    ),
+    m(
+        "speculation/weighing.py",
+        "            self._choose_anew(situation, actions, plain)\n",
         "",
         "test_block_depths.py",
     ),
     m(
         "speculation/weighing.py",
-        "                if next(rates) > next(rates):\n                    return",
-        "                pass",
+        "            if next(rates) > next(rates):\n                return",
+        "            pass",
         "test_planner.py::test_stretches_of_repetition_are_waited_for",
     ),
     m(

@@ -57,7 +57,7 @@ class Weighing:
         self._turn = self._depth = 0
         """What is compared with the best action next, and which depth is tried next."""
         self._weighed_for = 0
-        """Requests when the depths of the best action's proposers were compared with each other."""
+        """Requests when all actions were compared with each other; 0: they never were."""
         self._allowed: dict[tuple[Sequence[Action], tuple[int, ...], int], tuple[Action, ...]] = {}
 
     def allowed(self, situation: Situation) -> tuple[Action, ...]:
@@ -132,11 +132,10 @@ class Weighing:
             return
         if self.best not in actions:
             self.best = max(actions, key=lambda action: self._promise_of(action).rate)
-        self._weighed_for = self._weighed_for or situation.requests
-        load = situation.requests / self._weighed_for
+        load = situation.requests / self._weighed_for if self._weighed_for else math.inf
         if not 1 / _OTHER_LOAD < load < _OTHER_LOAD:
             self._weighed_for = situation.requests
-            self._choose_depth(situation, actions, plain)
+            self._choose_anew(situation, actions, plain)
         # One now and then, and none older than that: of old promises the best would be too good.
         before, self._turn = self._turn, self._turn + rounds
         if before // _WEIGH_EVERY < self._turn // _WEIGH_EVERY:
@@ -145,15 +144,20 @@ class Weighing:
             return
         other = self._other(actions, (self._turn - 1) // _WEIGH_EVERY)
         self._promises[other] = self.promise(situation, other, plain)
-        if self._better(other, self.best):
-            # Texts repeat themselves for a while, now and then, and nothing tells when but a look.
-            # That is given up where it does not pay in the long run.
-            looks = set(self.best[0]) - set(other[0]) - self.offers.drafters
-            if looks:
-                rates = (self.promise(situation, a, plain, False).rate for a in (self.best, other))
-                if next(rates) > next(rates):
-                    return
-            self.best = other
+        self._prefer(other, situation, plain)
+
+    def _prefer(self, other: Action, situation: Situation, plain: float) -> None:
+        """Take another action than the best so far, if it promises enough more."""
+        if not self._better(other, self.best):
+            return
+        # Texts repeat themselves for a while, now and then, and nothing tells when but a look. That
+        # is given up where it does not pay in the long run.
+        looks = set(self.best[0]) - set(other[0]) - self.offers.drafters
+        if looks:
+            rates = (self.promise(situation, a, plain, False).rate for a in (self.best, other))
+            if next(rates) > next(rates):
+                return
+        self.best = other
 
     def harmless(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> Action:
         """Of the actions whose rounds are fair to whoever gains nothing, the one that promises
@@ -180,17 +184,13 @@ class Weighing:
             return same
         return max(own, key=lambda action: self.promise(situation, action, plain).rate)
 
-    def _choose_depth(
-        self, situation: Situation, actions: tuple[Action, ...], plain: float
-    ) -> None:
-        """Under another load, how far to draft is another question: all depths of the best action's
-        proposers are compared at once. From one to the next would not do: where few numbers of rows
-        are recorded, one between two good ones may be bad."""
-        own = [action for action in actions if action[0] == self.best[0]]
-        self._promises |= {action: self.promise(situation, action, plain) for action in own}
-        other = max(own, key=lambda action: self._promises[action].rate)
-        if self._better(other, self.best):
-            self.best = other
+    def _choose_anew(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> None:
+        """Under another load, who drafts and how far is another question: all actions are compared
+        at once. From one depth to the next would not do: where few numbers of rows are recorded,
+        one between two good ones may be bad; and what was promised before is worth nothing."""
+        self._promises = {action: self.promise(situation, action, plain) for action in actions}
+        other = max(actions, key=lambda action: self._promises[action].rate)
+        self._prefer(other, situation, plain)
 
     def _better(self, other: Action, than: Action) -> bool:
         """Whether ``other`` promises enough more."""
