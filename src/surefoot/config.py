@@ -144,8 +144,9 @@ class EngineConfig:
             object.__setattr__(self, "max_num_batched_tokens", tokens)
 
     def _take_paths(self) -> None:
-        """Split ``name=path`` among the proposers into name and option."""
-        if self.proposers is None or not any("=" in entry for entry in self.proposers):
+        """Split ``name=path`` among the proposers into name and option. Who is named once more is
+        the same proposer."""
+        if self.proposers is None:
             return
         options = {name: dict(values) for name, values in self.proposer_options.items()}
         names = []
@@ -154,7 +155,7 @@ class EngineConfig:
             names.append(name)
             if equals and options.setdefault(name, {}).setdefault("path", path) != path:
                 raise SurefootError("proposers", f"{name} is given two paths", "drop one of them")
-        object.__setattr__(self, "proposers", tuple(names))
+        object.__setattr__(self, "proposers", tuple(dict.fromkeys(names)))
         object.__setattr__(self, "proposer_options", options)
 
     @classmethod

@@ -75,6 +75,15 @@ def test_several_are_loaded_and_chosen_by_request(model: Path, drafter: Path) ->
     assert "eagle3" in llm.engine.controller.names
     with pytest.raises(SurefootError, match="two paths"):
         EngineConfig(proposers=("eagle3=a",), proposer_options={"eagle3": {"path": "b"}})
+    with pytest.raises(SurefootError, match="two paths"):
+        EngineConfig(proposers=("eagle3=a", "eagle3=b"))
+
+
+def test_who_is_named_twice_is_loaded_once() -> None:
+    """As by ``--proposer eagle3 --eagle3 PATH``."""
+    config = EngineConfig(proposers=("eagle3", "ngram", "eagle3=a", "ngram"))
+    assert config.proposers == ("eagle3", "ngram")
+    assert config.proposer_options == {"eagle3": {"path": "a"}}
 
 
 def test_a_drafter_is_inspected(model: Path, drafter: Path) -> None:

@@ -178,6 +178,7 @@ REFUSED = [
     ("--concurrency one", "--concurrency"),
     ("--concurrency 1 --modes often", "--modes"),
     ("--concurrency 1 --modes 0", "--modes"),
+    ("--concurrency 1 --modes plain,64", "--modes"),
     ("--concurrency 1 --repeats 0", "--repeats"),
     ("--concurrency 1 --warmup -1", "--warmup"),
     ("--concurrency 1 --prompt-tokens 0", "--prompt-tokens"),

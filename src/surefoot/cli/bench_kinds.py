@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from surefoot.config import MOST_DRAFTS
 from surefoot.errors import SurefootError
 
 if TYPE_CHECKING:
@@ -102,6 +103,9 @@ def read_modes(text: str | None, most_drafts: int | None) -> tuple[Mode, ...]:
             modes.append(0 if word == "plain" else "auto")
         else:
             modes += read_counts("modes", [word], ", plain or auto")
+    if (most := max((mode for mode in modes if isinstance(mode, int)), default=0)) > MOST_DRAFTS:
+        problem = f"{most} drafts of a request are more than the {MOST_DRAFTS} of a round"
+        raise SurefootError("modes", problem, "ask for fewer")
     return tuple(dict.fromkeys(modes))
 
 
