@@ -331,7 +331,7 @@ MUTATIONS = (
     ),
     m(
         "speculation/accounts.py",
-        "if not self._known or not 1 / _OTHER_LOAD < load < _OTHER_LOAD:",
+        "if is_other_load(requests, self._requests):",
         "if not self._known:",
         "test_decisions.py::test_what_is_usual_is_known_at_once_and_for_as_many_requests",
     ),
@@ -397,9 +397,9 @@ MUTATIONS = (
         "test_sampling.py",
     ),
     m(
-        "speculation/weighing.py",
-        "if self._weighed_for else math.inf",
-        "if self._weighed_for else 1.0",
+        "speculation/decisions.py",
+        "return not before or not 1 / _OTHER_LOAD",
+        "return before > 0 and not 1 / _OTHER_LOAD",
         "test_block_depths.py::test_the_first_requests_need_no_time_to_find_that_drafts_pay",
     ),
     m(

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from surefoot.speculation.decisions import Decision, Expectation, Landed, Situation
+from surefoot.speculation.decisions import (
+    Decision,
+    Expectation,
+    Landed,
+    Situation,
+    is_other_load,
+)
 from surefoot.speculation.exploring import Budget
 
 BARREN_ROUNDS = 4096
@@ -13,8 +19,6 @@ _UNLIKELY = 3.0
 """Standard deviations that noise does not explain."""
 _USUAL = 0.1
 """Weight of a round in what is usual, once ten are known."""
-_OTHER_LOAD = 1.5
-"""How many times more or fewer requests make what was usual worthless."""
 _RECENT = 0.02
 """Weight of a round in running averages."""
 _log = logging.getLogger(__name__)
@@ -39,7 +43,7 @@ class Accounts:
         self._usual_tokens = self._usual_rounds = 1.0
         """Of rounds that try nothing, on the running average: tokens of a request, and the time in
         plain rounds."""
-        self._known, self._requests = 0, 1
+        self._known = self._requests = 0
         """How many of them there were, and for how many requests the first was."""
 
     def landed(
@@ -80,7 +84,7 @@ class Accounts:
         took = max(0.0, (seconds - expected.prompt_seconds) / plain)
         self.budget.earn(expected.trials, took)
         if expected.trial is None:
-            self._usual(requests, 1.0 + accepted, took)
+            self._learn_usual(requests, 1.0 + accepted, took)
         elif expected.trial.verify:
             # Paid in full, whatever it gives: drafts that are believed to be unfair to somebody
             # must not pay for themselves.
@@ -91,11 +95,10 @@ class Accounts:
             lost, to_lose = took - (1.0 + accepted) * usual, believed - expected.tokens * usual
             self.budget.pay(expected.trial, lost, to_lose)
 
-    def _usual(self, requests: int, tokens: float, rounds: float) -> None:
+    def _learn_usual(self, requests: int, tokens: float, rounds: float) -> None:
         """A round that tried nothing gave each request so many tokens in the time of so many plain
         rounds."""
-        load = requests / self._requests
-        if not self._known or not 1 / _OTHER_LOAD < load < _OTHER_LOAD:
+        if is_other_load(requests, self._requests):
             self._known, self._requests = 0, requests
         self._known += 1
         weight = max(_USUAL, 1 / self._known)

@@ -14,6 +14,8 @@ SURPRISING = 2.0
 """Standard deviations from which on a measurement of what is known well tells something."""
 DRIFTS_EVERY = 4
 """Measurements after which beliefs have become so many times less certain than after one."""
+LEAST_PART = 0.02
+"""Of its first guess, that a part of a sum is at least: none takes less than nothing."""
 _CONTRADICTED = 2.0
 _DOUBT = 4.0
 _LEAST_NOISE = 0.002
@@ -33,16 +35,23 @@ class Beliefs:
     """
 
     def __init__(
-        self, mean: np.ndarray, covariance: np.ndarray, drift: np.ndarray, noise: float
+        self,
+        mean: np.ndarray,
+        covariance: np.ndarray,
+        drift: np.ndarray,
+        noise: float,
+        parts: slice = slice(0),
     ) -> None:
         """``mean`` and ``drift`` float64 [n], ``covariance`` float64 [n, n]. ``drift``: by how much
         each number may change from one measurement to the next, as a variance; unmeasured, it
         becomes no less certain than ``covariance`` has it. ``noise``: standard deviation of a
-        measurement; it is learnt, this is the first guess."""
+        measurement; it is learnt, this is the first guess. ``parts``: which of the numbers say by
+        how many times its first guess a part of a sum is larger than that."""
         self.mean = np.array(mean, dtype=np.float64)
         self.covariance = np.array(covariance, dtype=np.float64)
         self._most = np.diag(covariance).copy()
         self._drift = np.asarray(drift, dtype=np.float64)
+        self._parts = self.mean[parts]
         self._variance = noise**2
         self._side = 0
         self._since_drift = DRIFTS_EVERY
@@ -87,6 +96,8 @@ class Beliefs:
         largest = abs(gain) * float(np.abs(spread).max())
         part = min(1.0, _LARGEST_STEP / max(largest, 1e-30))
         self.mean += (part * gain) * spread
+        if len(self._parts):
+            np.maximum(self._parts, LEAST_PART - 1.0, out=self._parts)
         # Symmetric to the last bit: doubt would multiply what is not.
         spread *= math.sqrt(part / total)
         self.covariance -= np.multiply.outer(spread, spread)

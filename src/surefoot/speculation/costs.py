@@ -20,8 +20,6 @@ _SCALE, _SHAPE, _OWN, _PROPOSING = 2.0, 0.3, 0.03, 1.0
 """How far from the first measurements logarithms of times may be, as standard deviations: all of
 them together, some numbers of rows against others, and one against its neighbours; and how many
 times its guess a proposer's time may be more or less."""
-_LEAST = 0.02
-"""Of its guess, that a proposer's time is at least."""
 _RANGE = 2.0
 """Octaves of rows over which one number of rows tells of another."""
 _DRIFTS = 1e-4, 1e-6, 1e-5
@@ -99,7 +97,8 @@ class ExactCosts:
         covariance[1:count, 1:count] += _OWN**2 * np.eye(len(octaves))
         covariance[count:, count:] = _PROPOSING**2 * np.eye(own)
         drift = np.repeat(_DRIFTS, (1, len(octaves), own))
-        return Beliefs(np.zeros(count + own), covariance, drift, _FIRST_NOISE)
+        mean = np.zeros(count + own)
+        return Beliefs(mean, covariance, drift, _FIRST_NOISE, parts=slice(count, None))
 
     def _all_actions(self) -> tuple[Action, ...]:
         found: list[Action] = []
@@ -173,8 +172,6 @@ class ExactCosts:
             weights[self._proposing_at[index]] = self._guess(index, requests, action[1]) / total
         off = math.log(seconds / total) - float(self.beliefs.mean[0])
         firm = self.beliefs.observe(weights, off)
-        proposers = self.beliefs.mean[1 + len(self._rows) :]
-        np.maximum(proposers, _LEAST - 1.0, out=proposers)
         self._last = at if share >= 0.5 else at - 1
         self._rounds += 1
         self._knots = None

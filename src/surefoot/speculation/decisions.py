@@ -12,6 +12,7 @@ from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.exploring import Trial
 from surefoot.speculation.host_costs import HostSample
 
+_OTHER_LOAD = 1.5
 Action = tuple[tuple[int, ...], int]
 """(Proposers that propose, steps of those that pay by steps; 0 where there is none of these)."""
 NOTHING: Action = ((), 0)
@@ -47,6 +48,12 @@ class SamplingCost(NamedTuple):
 
 
 LIKELIEST = SamplingCost()
+
+
+def is_other_load(requests: int, before: int) -> bool:
+    """Whether rounds of so many requests tell nothing of those of so many ``before``; 0: there were
+    none."""
+    return not before or not 1 / _OTHER_LOAD < requests / before < _OTHER_LOAD
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -16,8 +15,6 @@ _GUESS = [2e-4, 1e-4, 1e-6, 4e-6, 2e-5]
 ends; without any measurement."""
 _UNCERTAIN = 1.0
 """Standard deviation of each part, in guesses."""
-_LEAST = 0.02
-"""Of a guess, that a part is at least."""
 _FAR, _IN_A_ROW = 3.0, 24
 """So many rounds, one after the other, that took so many times as long as believed, or were as much
 shorter: the machine is another one now, and all parts are changed alike."""
@@ -69,10 +66,10 @@ class HostCosts:
         self._start()
         self._ends, self._requests = 0.0, 1.0
         """Of a round, usually."""
-        self._rounds = self._far = 0
-        """All of them; and of late those in a row that were far off, below 0 if much shorter."""
-        self._before, self._least_off = self._coefficients, 1.0
-        """The parts before those, and how far off the nearest of them was."""
+        self._rounds = 0
+        self._before, self._offs = self._coefficients, list[float]()
+        """Of late rounds in a row that were far off on the same side: the parts before them, and
+        how many times as long as by these each took."""
         self._known = False
         """Whether the last round that was learnt from told little."""
 
@@ -80,7 +77,8 @@ class HostCosts:
         self._coefficients = self._guess
         count = len(self._guess)
         covariance, drift = np.eye(count) * _UNCERTAIN**2, np.full(count, _DRIFT)
-        self._beliefs = Beliefs(np.zeros(count), covariance, drift, _FIRST_NOISE)
+        mean = np.zeros(count)
+        self._beliefs = Beliefs(mean, covariance, drift, _FIRST_NOISE, parts=slice(None))
 
     @property
     def noise(self) -> float:
@@ -100,25 +98,24 @@ class HostCosts:
         self._ends += _ENDS_WEIGHT * (sample.ends - self._ends)
         self._requests += _ENDS_WEIGHT * (sample.requests - self._requests)
         self._rounds += 1
-        if self._is_another_machine(sample):
+        if self._follow_machine(sample):
             return
         if not self._known or self._rounds % _EVERY == 0:
             self._known = self._learn(sample)
 
-    def _is_another_machine(self, sample: HostSample) -> bool:
-        """Whether all parts were changed alike, as all late rounds were far off."""
-        parts = self._before if self._far else self._coefficients
-        off = sample.seconds / _sum(parts, _counts(sample))
-        side = int(off > _FAR) - int(off * _FAR < 1.0)
-        nearest = min(off, self._least_off, key=lambda each: abs(math.log(each)))
-        self._least_off = nearest if side * self._far > 0 else off
-        self._far = side + (self._far if side * self._far > 0 else 0)
-        self._before = parts
-        if abs(self._far) < _IN_A_ROW:
+    def _follow_machine(self, sample: HostSample) -> bool:
+        """Change all parts alike if all late rounds were far off; returns whether they were."""
+        if not self._offs:
+            self._before = self._coefficients
+        off = sample.seconds / _sum(self._before, _counts(sample))
+        in_a_row = self._offs and (off > 1.0) == (self._offs[0] > 1.0)
+        self._offs = [*(self._offs if in_a_row else []), off] if _ratio(off) > _FAR else []
+        if len(self._offs) < _IN_A_ROW:
             return False
         # What was learnt from them meanwhile changed some parts, and not others.
-        self._guess = [each * self._least_off for each in parts]
-        self._known, self._far = False, 0
+        nearest = min(self._offs, key=_ratio)
+        self._guess = [each * nearest for each in self._before]
+        self._known, self._offs = False, []
         self._start()
         return True
 
@@ -130,10 +127,14 @@ class HostCosts:
         off = (sample.seconds - total) / max(sample.seconds, total)
         pairs = zip(self._guess, counts, strict=True)
         firm = beliefs.observe(np.array([guess * count for guess, count in pairs]) / total, off)
-        np.maximum(beliefs.mean, _LEAST - 1.0, out=beliefs.mean)
         changes = zip(self._guess, beliefs.mean.tolist(), strict=True)
         self._coefficients = [guess * (1.0 + change) for guess, change in changes]
         return firm and abs(off) < SURPRISING * beliefs.noise
+
+
+def _ratio(off: float) -> float:
+    """``off`` or its inverse, from 1 on."""
+    return max(off, 1.0 / off)
 
 
 def _counts(sample: HostSample) -> tuple[int, ...]:

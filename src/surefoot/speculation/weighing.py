@@ -14,6 +14,7 @@ from surefoot.speculation.decisions import (
     Promise,
     RoundCosts,
     Situation,
+    is_other_load,
 )
 from surefoot.speculation.exploring import Trial
 from surefoot.speculation.host_costs import HostCosts
@@ -36,8 +37,6 @@ _LATE = (
 it exceeds the limit, on average."""
 _CHOICES = 256
 """Of requests, for which it is known what they leave of the actions."""
-_OTHER_LOAD = 1.5
-"""How many times more or fewer requests make what was promised before worthless."""
 
 
 class Weighing:
@@ -132,8 +131,7 @@ class Weighing:
             return
         if self.best not in actions:
             self.best = max(actions, key=lambda action: self._promise_of(action).rate)
-        load = situation.requests / self._weighed_for if self._weighed_for else math.inf
-        if not 1 / _OTHER_LOAD < load < _OTHER_LOAD:
+        if is_other_load(situation.requests, self._weighed_for):
             self._weighed_for = situation.requests
             self._choose_anew(situation, actions, plain)
         # One now and then, and none older than that: of old promises the best would be too good.
