@@ -423,6 +423,21 @@ def test_rounds_without_proposers_that_turn_out_quick_do_not_make_others_look_de
     assert costs.table(8, 0, NOTHING, 0, 128.0)[1][0] == pytest.approx(0.5e-3, rel=0.2)
 
 
+def test_no_part_of_a_round_takes_less_than_nothing() -> None:
+    """Rounds that seem to be quicker with proposers than without, and with more requests."""
+    host, costs = HostCosts(), ExactCosts([1, 8, 64], [1e-3, 1.2e-3, 2e-3], {0: Proposing(1e-4)})
+    for _ in range(300):
+        for requests, seconds in ((1, 8e-4), (32, 2e-4)):
+            host.observe(HostSample(requests, 0, 0, seconds, False))
+            host.observe(HostSample(requests, requests, 0, seconds / 2, True))
+        costs.observe(8, 0, NOTHING, 0, 128.0, 1.2e-3)
+        costs.observe(8, 0, LOOK, 0, 128.0, 0.8e-3)
+    assert 0.0 < host.seconds(1, 0, False) < host.seconds(256, 0, False)
+    assert host.seconds(256, 0, False) < host.seconds(256, 256, True)
+    plain, looking = (costs.table(8, 0, action, 0, 128.0)[1][0] for action in (NOTHING, LOOK))
+    assert 0.0 < plain < looking
+
+
 def test_a_few_late_rounds_are_not_another_machine() -> None:
     """A crowd of texts ends: what was learnt of rounds that did not run meanwhile stays."""
     costs = HostCosts(samples())

@@ -342,6 +342,12 @@ MUTATIONS = (
         "test_decisions.py::test_what_is_usual_is_known_at_once_and_for_as_many_requests",
     ),
     m(
+        "speculation/beliefs.py",
+        "            np.maximum(self._parts, LEAST_PART - 1.0, out=self._parts)",
+        "            pass",
+        "test_round_costs.py::test_no_part_of_a_round_takes_less_than_nothing",
+    ),
+    m(
         "speculation/host_costs.py",
         "_FAR, _IN_A_ROW = 3.0, 24",
         "_FAR, _IN_A_ROW = 3.0, 4",

@@ -13,6 +13,7 @@ from surefoot.speculation.exploring import Trial
 from surefoot.speculation.host_costs import HostSample
 
 _OTHER_LOAD = 1.5
+"""Times more or fewer requests."""
 Action = tuple[tuple[int, ...], int]
 """(Proposers that propose, steps of those that pay by steps; 0 where there is none of these)."""
 NOTHING: Action = ((), 0)
