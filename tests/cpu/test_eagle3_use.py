@@ -86,6 +86,12 @@ def test_who_is_named_twice_is_loaded_once() -> None:
     assert config.proposer_options == {"eagle3": {"path": "a"}}
 
 
+@pytest.mark.parametrize("proposers", ["ngram", (1,), ["ngram", None]])
+def test_proposers_are_a_list_of_names(proposers: Any) -> None:
+    with pytest.raises(SurefootError, match="proposers: .* is no list of names"):
+        EngineConfig(proposers=proposers)
+
+
 def test_a_drafter_is_inspected(model: Path, drafter: Path) -> None:
     facts = json.loads(run("models", "inspect", drafter, "--json").stdout)
     assert facts["kind"] == "EAGLE-3 drafter" and facts["layout"] == "speculators"
