@@ -88,7 +88,7 @@ def test_who_is_named_twice_is_loaded_once() -> None:
 
 @pytest.mark.parametrize("proposers", ["ngram", (1,), ["ngram", None]])
 def test_proposers_are_a_list_of_names(proposers: Any) -> None:
-    with pytest.raises(SurefootError, match="proposers: .* is no list of names"):
+    with pytest.raises(SurefootError, match=r"proposers: .* is no list of names"):
         EngineConfig(proposers=proposers)
 
 
