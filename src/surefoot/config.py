@@ -150,7 +150,7 @@ class EngineConfig:
             return
         if isinstance(self.proposers, str) or not all(isinstance(n, str) for n in self.proposers):
             problem = f"{self.proposers!r} is no list of names"
-            raise SurefootError("proposers", problem, 'use one like ["ngram", "eagle3=PATH"]')
+            raise SurefootError("proposers", problem, 'use one like ["NAME", "NAME=PATH"]')
         options = {name: dict(values) for name, values in self.proposer_options.items()}
         names = []
         for entry in self.proposers:
