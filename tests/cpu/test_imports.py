@@ -37,6 +37,7 @@ REGISTRIES = [SOURCES / "speculation" / "registry.py", SOURCES / "train" / "regi
 # Packages that only some rooms may import.
 HOMES = {
     "triton": {"kernels"},
+    "cuda": {"kernels"},
     "flash_attn": {"kernels"},
     "flashinfer": {"kernels"},
     "llguidance": {"sampling"},

@@ -329,6 +329,7 @@ def test_bytes_of_a_round() -> None:
 def test_kernels_belong_to_parts() -> None:
     kernels = {
         "rows_kernel": "products",
+        "product_kernel": "products",
         "nvjet_tst_128x64_64x8_2x1_v_bz_TNN": "products",
         "qkv_kernel": "products",
         "attention_kernel": "attention",

@@ -23,7 +23,7 @@ GROUPS = {
     "drafter": r"^(entry_inputs|live_rows|shift|synthetic_tokens|(partial|final)_likeliest)_kernel"
     r"|^(block_rows|convolve)_kernel",
     "products": (
-        r"^(rows|tiles|shares|reduce|qkv)_kernel"
+        r"^(product|rows|tiles|shares|reduce|qkv)_kernel"
         r"|gemm|gemv|nvjet|cutlass|splitk|xmma"
     ),
 }

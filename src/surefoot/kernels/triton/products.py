@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import linear
 
+from surefoot.kernels.cuda.product import available
+from surefoot.kernels.cuda.product import multiply as multiply_by_cuda
+from surefoot.kernels.cuda.product_plan import ProductPlan, product_plan
 from surefoot.kernels.triton.activation import silu_mul
 from surefoot.kernels.triton.cublas import CublasChoices, Key
 from surefoot.kernels.triton.large_matmul import multiply_many
@@ -107,11 +110,26 @@ class TritonLinear:
         has it."""
         if self.choices.takes(self.key(gated, split_k), x, self.weight):
             return self.by_cublas(x, gated)
+        plan = self.cuda_plan(x, True) if gated else None
+        if plan is not None:
+            y = x.new_empty((x.shape[0], self.weight.shape[0] // 2))
+            multiply_by_cuda(x, self.weight, y, plan)
+            return y
         return self.by_kernel(x, gated, split_k)
 
     def by_cublas(self, x: torch.Tensor, gated: bool) -> torch.Tensor:
         product = linear(x, self.weight, self.bias)
         return silu_mul(product) if gated else product
+
+    def cuda_plan(self, x: torch.Tensor, gated: bool) -> ProductPlan | None:
+        """How ``product.cu`` multiplies ``x``, if it shall. Nothing is added to its products."""
+        if self.bias is not None or x.dtype != torch.bfloat16 or not available(x.device):
+            return None
+        outputs, inputs = outputs_of(self.weight, gated), x.shape[1]
+        card = processors(x.device), shared_memory(x.device)
+        if shares(outputs, inputs, gated, x.dtype.itemsize, *card) > 1 or not describable(x):
+            return None
+        return product_plan(x.shape[0], outputs, inputs, gated, *card)
 
     def by_kernel(self, x: torch.Tensor, gated: bool, split_k: int) -> torch.Tensor:
         plan = self.plan(x, gated, split_k)
@@ -146,5 +164,10 @@ class TritonLinear:
     def wide(self, x: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
         """The product as float32, not rounded to the backend's dtype on the way, plus ``added``,
         float32 [N, out], contiguous."""
+        by_cuda = self.cuda_plan(x, False) if added is None else None
+        if by_cuda is not None:
+            y = x.new_empty((x.shape[0], self.weight.shape[0]), dtype=torch.float32)
+            multiply_by_cuda(x, self.weight, y, by_cuda)
+            return y
         plan = self.plan(x, plain=False)
         return matmul(x, self.weight, self.bias, added, dtype=torch.float32, plan=plan)

@@ -1,0 +1,180 @@
+"""Products by ``product.cu``: when and how, and that its source compiles. What it computes is
+checked on a GPU (tests/gpu/test_product_cuda.py)."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+import triton_interpreter  # isort: skip  # noqa: F401
+
+from surefoot.kernels.cuda.product import source
+from surefoot.kernels.cuda.product_plan import WIDEST, ProductPlan, product_plan
+from surefoot.kernels.triton import products
+from surefoot.kernels.triton.matmul_plan import TUNED_ON
+from surefoot.kernels.triton.products import TritonLinear
+
+H200 = TUNED_ON
+SHARED = H200[1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "expected"),
+    [
+        # Qwen3-4B: 122 tiles of 80 gated outputs for 132 multiprocessors.
+        (81, (9728, 2560, True), ProductPlan(2, 160, 6, True)),
+        (128, (9728, 2560, True), ProductPlan(2, 160, 6, True)),
+        (129, (9728, 2560, True), ProductPlan(3, 160, 5, True)),
+        (192, (151936, 2560, False), ProductPlan(3, 192, 4, False)),
+        # SmolLM2: nine steps are all there are.
+        (128, (1536, 576, True), ProductPlan(2, 32, 9, True)),
+        (80, (9728, 2560, True), None),
+        (193, (9728, 2560, True), None),
+        # 128 blocks of 64 fit as they are.
+        (128, (8192, 2048, True), None),
+        (128, (8192, 2048, False), None),
+        (128, (9732, 2560, True), None),
+        (128, (9728, 2564, True), None),
+    ],
+)
+def test_plans(rows: int, shape: tuple[int, int, bool], expected: ProductPlan | None) -> None:
+    assert product_plan(rows, *shape, *H200) == expected
+
+
+def test_a_weight_of_one_wave_is_left_to_triton_unless_tiles_are_balanced_better() -> None:
+    assert product_plan(128, 64 * 132, 2560, False, *H200) is None
+    assert product_plan(128, 64 * 133, 2560, False, *H200) is not None
+    assert product_plan(128, 64 * 132, 2560, True, *H200) is None
+
+
+@given(
+    rows=st.integers(1, 300),
+    outputs=st.integers(1, 20_000).map(lambda n: 8 * n),
+    inputs=st.integers(1, 2_000).map(lambda n: 8 * n),
+    gated=st.booleans(),
+    sms=st.integers(1, 160),
+    shared=st.sampled_from([101_376, 166_912, SHARED]),
+)
+def test_every_plan_fits_the_multiprocessor(
+    rows: int, outputs: int, inputs: int, gated: bool, sms: int, shared: int
+) -> None:
+    plan = product_plan(rows, outputs, inputs, gated, sms, shared)
+    if plan is None:
+        return
+    assert 64 * (plan.groups - 1) < rows <= 64 * plan.groups
+    assert plan.tile % (16 if gated else 8) == 0 and plan.tile <= WIDEST[plan.groups, gated]
+    # A box of a tensor copy has at most 256 rows.
+    assert plan.width <= 256 and 64 * plan.groups <= 256
+    assert plan.shared_bytes <= shared and plan.threads <= 1024
+    assert plan.stages >= 2
+
+
+def test_the_source_is_made_for_the_plan() -> None:
+    text = source(ProductPlan(2, 160, 6, True))
+    assert text.startswith(
+        "#define GROUPS 2\n#define TILE 160\n#define STAGES 6\n#define GATED 1\n"
+    )
+    (names,) = re.findall(r"m64n160k16\.f32\.bf16\.bf16 \{(.*?)\}, *\"?\n? *\"? *%80, %81", text)
+    assert names.split(", ") == [f"%{index}" for index in range(80)]
+    assert "// MULTIPLY" not in text and "setp.ne.b32 add, %82, 0;" in text
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler here")
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ProductPlan(2, 160, 6, True),
+        ProductPlan(2, 16, 12, True),
+        ProductPlan(3, 192, 4, False),
+        ProductPlan(2, 8, 12, False),
+    ],
+    ids=str,
+)
+def test_the_source_compiles_for_hopper(plan: ProductPlan, tmp_path: Path) -> None:
+    (tmp_path / "product.cu").write_text(source(plan))
+    command = ["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-Xptxas", "-v"]
+    command += ["product.cu", "-o", "product.cubin"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
+
+
+# --- who computes a product --------------------------------------------------------------------
+
+
+class Called(Exception):
+    """That ``product.cu`` was asked."""
+
+
+@pytest.fixture
+def linear(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def asked(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, plan: ProductPlan) -> None:
+        raise Called(tuple(y.shape), y.dtype, plan)
+
+    monkeypatch.setattr(products, "available", lambda device: True)
+    monkeypatch.setattr(products, "multiply_by_cuda", asked)
+
+    def make(outputs: int, inputs: int, dtype: torch.dtype, bias: bool = False) -> TritonLinear:
+        weight = torch.zeros(outputs, inputs, dtype=dtype)
+        return TritonLinear(weight, weight[:, 0].clone() if bias else None)
+
+    return make
+
+
+def test_gated_products_and_logits_go_there(linear: Any) -> None:
+    gate_up, x = linear(2 * 1536, 128, torch.bfloat16), torch.zeros(96, 128, dtype=torch.bfloat16)
+    with pytest.raises(Called) as called:
+        gate_up.gated(x)
+    assert called.value.args[:2] == ((96, 1536), torch.bfloat16)
+    head = linear(64 * 140, 128, torch.bfloat16)
+    with pytest.raises(Called) as called:
+        head.wide(x)
+    assert called.value.args[:2] == ((96, 64 * 140), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "dtype", "bias"),
+    [
+        (80, 128, torch.bfloat16, False),
+        (96, 124, torch.bfloat16, False),
+        (96, 128, torch.float32, False),
+        (96, 128, torch.bfloat16, True),
+    ],
+    ids=["few rows", "not described", "float32", "bias"],
+)
+def test_what_it_cannot_compute_stays_with_triton(
+    linear: Any, rows: int, inputs: int, dtype: torch.dtype, bias: bool
+) -> None:
+    x = torch.zeros(rows, inputs, dtype=dtype)
+    assert linear(2 * 256, inputs, dtype, bias).cuda_plan(x, True) is None
+    assert linear(64 * 140, inputs, dtype, bias).cuda_plan(x, False) is None
+
+
+def test_what_is_added_to_logits_stays_with_triton(linear: Any) -> None:
+    x, head = torch.zeros(96, 128, dtype=torch.bfloat16), linear(64 * 140, 128, torch.bfloat16)
+    assert torch.equal(head.wide(x, torch.ones(96, 64 * 140)), torch.ones(96, 64 * 140))
+
+
+def test_without_the_bindings_or_hopper_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from surefoot.kernels.cuda import product
+
+    assert not product.available(torch.device("cpu"))
+    product.available.cache_clear()
+    monkeypatch.setattr(product, "hopper", lambda device: True)
+    monkeypatch.setitem(__import__("sys").modules, "cuda", None)
+    warnings: list[str] = []
+    monkeypatch.setattr(product.logger, "warning", lambda text, *args: warnings.append(text % args))
+    assert not product.available(torch.device("cpu"))
+    assert not product.available(torch.device("cpu"))
+    product.available.cache_clear()
+    assert len(warnings) == 1 and "cuda-bindings" in warnings[0]

@@ -1,0 +1,161 @@
+"""The product in CUDA C++: the bits of Triton's kernels, for any shape and number of rows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("cuda.bindings")
+
+from surefoot.kernels import reference
+from surefoot.kernels.cuda.product import available, multiply
+from surefoot.kernels.cuda.product_plan import WIDEST, ProductPlan, product_plan, stage_bytes
+from surefoot.kernels.triton.backend import TritonBackend
+from surefoot.kernels.triton.large_plan import LargePlan
+from surefoot.kernels.triton.launch import processors, shared_memory
+from surefoot.kernels.triton.products import matmul
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not available(torch.device("cuda")),
+        reason="for Hopper",
+    ),
+]
+SHAPES = [
+    *((9728, 2560, True), (1536, 576, True), (12288, 4096, True), (1000, 1032, True)),
+    *((151936, 2560, False), (49152, 576, False), (32000, 2560, False), (8456, 1000, False)),
+]
+"""Outputs, inputs, gated. 1,032 and 1,000 inputs: a last step that is partly empty; 1,000 and 8,456
+outputs: a last tile that is."""
+
+
+@pytest.fixture(autouse=True)
+def _fresh_numbers() -> None:
+    """New in every run, printed when a test fails."""
+    seed = torch.seed() % 2**31
+    print("seed", seed)
+    torch.manual_seed(seed)
+    random.seed(seed)
+
+
+def run(x: torch.Tensor, weight: torch.Tensor, plan: ProductPlan) -> torch.Tensor:
+    outputs, dtype = weight.shape[0], torch.float32
+    if plan.gated:
+        outputs, dtype = outputs // 2, torch.bfloat16
+    # Whatever is not written shows.
+    y = torch.full((x.shape[0], outputs), torch.nan, dtype=dtype)
+    multiply(x, weight, y, plan)
+    return y
+
+
+def by_triton(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor:
+    dtype = torch.bfloat16 if gated else torch.float32
+    return matmul(x, weight, silu=gated, dtype=dtype, plan=LargePlan(64, 64, 64))
+
+
+def numbers(outputs: int, inputs: int, gated: bool, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(rows, inputs, dtype=torch.bfloat16)
+    weight = torch.randn(outputs * (1 + gated), inputs, dtype=torch.bfloat16) * 0.1
+    return x, weight
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_its_bits_are_those_of_triton(shape: tuple[int, int, bool]) -> None:
+    outputs, inputs, gated = shape
+    card = processors(torch.device("cuda", 0)), shared_memory(torch.device("cuda", 0))
+    for rows in (81, 96, 97, 127, 128, 129, 160, 192, random.randint(81, 192)):
+        x, weight = numbers(outputs, inputs, gated, rows)
+        plan = product_plan(rows, outputs, inputs, gated, *card)
+        assert plan is not None, rows
+        found = run(x, weight, plan)
+        assert torch.equal(found, by_triton(x, weight, gated)), rows
+        product = x.double() @ weight.double().T
+        if gated:
+            # Rounded where separate operations round.
+            product = reference.silu_mul(product.to(torch.bfloat16)).double()
+            assert (found.double() - product).abs().max() <= 0.02 * product.abs().max()
+        else:
+            assert (found.double() - product).abs().max() <= 1e-5 * product.abs().max()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_tile_gives_the_same_bits(gated: bool) -> None:
+    shared = shared_memory(torch.device("cuda", 0))
+    for groups in (2, 3):
+        rows = random.randint(64 * groups - 63, 64 * groups)
+        x, weight = numbers(1000, 520, gated, rows)
+        expected = by_triton(x, weight, gated)
+        for tile in range(16 if gated else 8, WIDEST[groups, gated] + 1, 16 if gated else 8):
+            stages = min(random.randint(2, 12), shared // stage_bytes(groups, tile))
+            plan = ProductPlan(groups, tile, stages, gated)
+            assert torch.equal(run(x, weight, plan), expected), plan
+
+
+def test_gates_at_their_limits() -> None:
+    """Infinite, none, and so negative that SiLU's exponential overflows."""
+    x = torch.zeros(128, 128, dtype=torch.bfloat16)
+    x[:, 0] = 1.0
+    weight = torch.zeros(2 * 1536, 128, dtype=torch.bfloat16)
+    limits = [0.0, -0.0, 1e-30, -1e-30, 3e38, -3e38, 88.0, -88.0, -89.0, -200.0, torch.inf]
+    limits += [-torch.inf, torch.nan]
+    for index, gate in enumerate(limits):
+        for place, up in enumerate(limits):
+            weight[index * 16 + place, 0] = gate
+            weight[1536 + index * 16 + place, 0] = up
+    found = run(x, weight, ProductPlan(2, 32, 2, True))
+    assert torch.equal(found.view(torch.int16), by_triton(x, weight, True).view(torch.int16))
+
+
+def test_a_row_that_is_no_number_spoils_no_other() -> None:
+    x, weight = numbers(8456, 1000, False, 128)
+    plan = ProductPlan(2, 64, 4, False)
+    expected = run(x, weight, plan)
+    x[7], x[90, 3] = torch.nan, torch.inf
+    found, others = run(x, weight, plan), torch.ones(128, dtype=torch.bool)
+    others[[7, 90]] = False
+    assert torch.equal(found[others], expected[others])
+    assert found[7].isnan().all()
+
+
+def test_launched_one_behind_the_other_each_reads_what_the_one_before_wrote() -> None:
+    """As in a model: the next kernel is let in early, by every product, a thousand times over."""
+    backend = TritonBackend("cuda", torch.bfloat16)
+    gate_up = backend.pack_linear([torch.randn(2 * 1536, 576) * 576**-0.5])
+    down = backend.pack_linear([torch.randn(576, 1536) * 1536**-0.5])
+    norm = torch.ones(576, dtype=torch.bfloat16), 1e-6
+    start = torch.randn(128, 576, dtype=torch.bfloat16)
+
+    def chain(times: int) -> torch.Tensor:
+        x, normed = start, start
+        for _ in range(times):
+            x, normed = down.added_normed(gate_up.gated(normed), x, norm)
+        return normed
+
+    assert gate_up.cuda_plan(start, True) is not None
+    expected = start
+    x, normed = start, start
+    for _ in range(20):
+        hidden = gate_up.by_kernel(normed, True, 0)
+        torch.cuda.synchronize()
+        x, normed = down.added_normed(hidden, x, norm)
+        torch.cuda.synchronize()
+    expected = normed
+    for _ in range(50):
+        assert torch.equal(chain(20), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = chain(20)
+    for _ in range(50):
+        recorded.zero_()
+        graph.replay()
+        assert torch.equal(recorded, expected)
+
+
+def test_more_rows_than_the_plan_has_are_refused() -> None:
+    x, weight = numbers(512, 64, False, 129)
+    with pytest.raises(ValueError, match="129 rows"):
+        run(x, weight, ProductPlan(2, 64, 2, False))
