@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 import triton_interpreter  # isort: skip  # noqa: F401
 
-from surefoot.kernels.cuda.product import source
+from surefoot.kernels.cuda.product import KERNEL, source
 from surefoot.kernels.cuda.product_plan import WIDEST, ProductPlan, product_plan
 from surefoot.kernels.triton import products
 from surefoot.kernels.triton.matmul_plan import TUNED_ON
@@ -86,6 +86,7 @@ def test_the_source_is_made_for_the_plan() -> None:
     )
     (names,) = re.findall(r"m64n160k16\.f32\.bf16\.bf16 \{(.*?)\}, *\"?\n? *\"? *%80, %81", text)
     assert names.split(", ") == [f"%{index}" for index in range(80)]
+    assert f"\n{KERNEL}(const __grid_constant__ TensorMap x_map" in text
     assert "// MULTIPLY" not in text and "setp.ne.b32 add, %82, 0;" in text
 
 

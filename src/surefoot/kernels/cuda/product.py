@@ -24,6 +24,7 @@ from surefoot.kernels.cuda.product_plan import (
 )
 from surefoot.kernels.triton.launch import cdiv, hopper, processors
 
+KERNEL = "product_kernel"
 SOURCE = Path(__file__).parent / "product.cu"
 MULTIPLY = """
 // Add a step of 16 inputs to the sums, or begin them with it.
@@ -135,7 +136,7 @@ def _function(plan: ProductPlan, device: torch.device) -> Any:
 
     with torch.cuda.device(device):
         module = _checked(driver.cuModuleLoadData(_code(plan)))
-        function = _checked(driver.cuModuleGetFunction(module, b"wave_kernel"))
+        function = _checked(driver.cuModuleGetFunction(module, KERNEL.encode()))
         largest = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(function, largest, plan.shared_bytes))
     return function
