@@ -22,7 +22,13 @@ from surefoot.kernels.triton.large_matmul import multiply_many
 from surefoot.kernels.triton.large_plan import LargePlan, large_plan
 from surefoot.kernels.triton.launch import hopper, processors, shared_memory
 from surefoot.kernels.triton.matmul import add_shares, describable, multiply_few, outputs_of
-from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, plan_for, shares
+from surefoot.kernels.triton.matmul_plan import (
+    MAX_ROWS,
+    MatmulPlan,
+    plan_for,
+    shares,
+    tuned_for_rest,
+)
 from surefoot.kernels.triton.norm import add_rms_norm, sum_add_rms_norm
 
 Norm = tuple[torch.Tensor, float]
@@ -127,6 +133,8 @@ class TritonLinear:
             return None
         outputs, inputs = outputs_of(self.weight, gated), x.shape[1]
         card = processors(x.device), shared_memory(x.device)
+        if tuned_for_rest(x.shape[0], outputs, inputs, gated, *card):
+            return None
         if shares(outputs, inputs, gated, x.dtype.itemsize, *card) > 1 or not describable(x):
             return None
         return product_plan(x.shape[0], outputs, inputs, gated, *card)
