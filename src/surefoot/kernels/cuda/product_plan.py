@@ -2,8 +2,8 @@
 
 It is for weights whose blocks of 64 outputs leave multiprocessors idle in Triton's kernels (9,728
 gated outputs are 152 blocks, for 132 of them), and for those of more blocks than there are
-multiprocessors, since its steps run on from tile to tile. Up to 64 rows Triton's kernels are better:
-128 would be computed here. Beyond 192 nothing is gained (docs/log.md).
+multiprocessors, since its steps run on from tile to tile. Up to 64 rows Triton's kernels are as good
+or better, and beyond 192 nothing is gained (docs/log.md).
 """
 
 from __future__ import annotations
