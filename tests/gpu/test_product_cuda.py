@@ -12,7 +12,13 @@ pytest.importorskip("cuda.bindings")
 
 from surefoot.kernels import reference
 from surefoot.kernels.cuda.product import available, multiply
-from surefoot.kernels.cuda.product_plan import WIDEST, ProductPlan, product_plan, stage_bytes
+from surefoot.kernels.cuda.product_plan import (
+    FEW_ROWS,
+    WIDEST,
+    ProductPlan,
+    product_plan,
+    stage_bytes,
+)
 from surefoot.kernels.triton.backend import TritonBackend
 from surefoot.kernels.triton.large_plan import LargePlan
 from surefoot.kernels.triton.launch import processors, shared_memory
@@ -70,7 +76,9 @@ def test_its_bits_are_those_of_triton(shape: tuple[int, int, bool]) -> None:
     for rows in (65, 80, 97, 127, 128, 129, 160, 192, random.randint(65, 192)):
         x, weight = numbers(outputs, inputs, gated, rows)
         plan = product_plan(rows, outputs, inputs, gated, *card)
-        assert plan is not None, rows
+        if plan is None:
+            assert rows <= FEW_ROWS
+            continue
         found = run(x, weight, plan)
         assert torch.equal(found, by_triton(x, weight, gated)), rows
         product = x.double() @ weight.double().T

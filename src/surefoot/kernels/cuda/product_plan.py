@@ -2,8 +2,8 @@
 
 It is for weights whose blocks of 64 outputs leave multiprocessors idle in Triton's kernels (9,728
 gated outputs are 152 blocks, for 132 of them), and for those of more blocks than there are
-multiprocessors, since its steps run on from tile to tile. Up to 64 rows Triton's kernels are as good
-or better, and beyond 192 nothing is gained (docs/log.md).
+multiprocessors, since its steps run on from tile to tile. Up to 64 rows, and with large weights up
+to 80, Triton's kernels are as good or better; beyond 192 nothing is gained (docs/log.md).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ STEP = 64
 GROUP = 64
 """Rows of x that a warpgroup multiplies."""
 FEWEST_ROWS, MOST_ROWS = 65, 192
+FEW_ROWS, LARGE = 80, 2**25
+"""With up to so many rows, weights of more numbers are left to Triton."""
 BLOCK = 64
 """Outputs that a program of ``triton.matmul`` computes."""
 WIDEST = {(2, False): 256, (2, True): 192, (3, False): 192, (3, True): 160}
@@ -64,6 +66,8 @@ def product_plan(
     if not FEWEST_ROWS <= rows <= MOST_ROWS or outputs % 8 or inputs % 8:
         return None
     groups, halves = -(-rows // GROUP), 2 if gated else 1
+    if rows <= FEW_ROWS and halves * outputs * inputs > LARGE:
+        return None
 
     def turns(width: int) -> int:
         """Tiles of ``width`` outputs of the multiprocessor that has most."""

@@ -98,15 +98,6 @@ def shares(outputs: int, inputs: int, gated: bool, itemsize: int, sms: int, shar
     return max(1, min(8, sms // -(-outputs // BLOCK_N), -(-inputs // SHORTEST_SHARE)))
 
 
-def tuned_for_rest(
-    rows: int, outputs: int, inputs: int, gated: bool, sms: int, shared: int
-) -> bool:
-    """Whether there is a measured plan for 65 to 80 rows, whose second tile is the flattest there
-    is: it is not slower than ``cuda.product``. Arguments as ``plan_for``'s."""
-    key = (80, outputs, inputs, gated)
-    return rows_bucket(rows) == 80 and (sms, shared) == TUNED_ON and key in TUNED
-
-
 def plan_for(
     rows: int, outputs: int, inputs: int, gated: bool, itemsize: int, sms: int, shared: int
 ) -> MatmulPlan:

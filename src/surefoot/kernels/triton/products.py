@@ -27,7 +27,6 @@ from surefoot.kernels.triton.matmul_plan import (
     MatmulPlan,
     plan_for,
     shares,
-    tuned_for_rest,
 )
 from surefoot.kernels.triton.norm import add_rms_norm, sum_add_rms_norm
 
@@ -133,8 +132,6 @@ class TritonLinear:
             return None
         outputs, inputs = outputs_of(self.weight, gated), x.shape[1]
         card = processors(x.device), shared_memory(x.device)
-        if tuned_for_rest(x.shape[0], outputs, inputs, gated, *card):
-            return None
         if shares(outputs, inputs, gated, x.dtype.itemsize, *card) > 1 or not describable(x):
             return None
         return product_plan(x.shape[0], outputs, inputs, gated, *card)
