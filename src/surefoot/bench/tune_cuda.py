@@ -93,8 +93,13 @@ def runner(
         return cublas
 
     class Planned(TritonLinear):
-        def plan(self, x: torch.Tensor, gated: bool = False, split_k: int = 0) -> MatmulPlan:
+        def plan(
+            self, x: torch.Tensor, gated: bool = False, split_k: int = 0, plain: bool = True
+        ) -> MatmulPlan:
             return plan
+
+        def cuda_plan(self, x: torch.Tensor, gated: bool) -> None:
+            """It is Triton's kernels that are measured."""
 
     linears = [Planned(weight, None) for weight in weights]
     residual = x.new_empty((x.shape[0], outputs)).normal_()
