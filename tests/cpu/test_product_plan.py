@@ -6,7 +6,9 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,16 +172,41 @@ def test_what_is_added_to_logits_stays_with_triton(linear: Any) -> None:
     assert torch.equal(head.wide(x, torch.ones(96, 64 * 140)), torch.ones(96, 64 * 140))
 
 
-def test_without_the_bindings_or_hopper_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_library() -> None:
+    raise RuntimeError("libnvrtc.so was not found")
+
+
+WITHOUT_LIBRARY = SimpleNamespace(nvrtc=SimpleNamespace(nvrtcVersion=no_library))
+
+
+@pytest.mark.parametrize(
+    ("modules", "words"),
+    [
+        ({"cuda": None}, "cuda"),
+        ({"cuda": Any, "cuda.bindings": WITHOUT_LIBRARY}, "libnvrtc.so was not found"),
+    ],
+    ids=["no bindings", "no library"],
+)
+def test_what_is_missing_is_said_once(
+    modules: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from surefoot.kernels.cuda import product
 
-    assert not product.available(torch.device("cpu"))
-    product.available.cache_clear()
-    monkeypatch.setattr(product, "hopper", lambda device: True)
-    monkeypatch.setitem(__import__("sys").modules, "cuda", None)
     warnings: list[str] = []
+    monkeypatch.setattr(product, "hopper", lambda device: True)
     monkeypatch.setattr(product.logger, "warning", lambda text, *args: warnings.append(text % args))
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    product.available.cache_clear()
     assert not product.available(torch.device("cpu"))
     assert not product.available(torch.device("cpu"))
     product.available.cache_clear()
-    assert len(warnings) == 1 and "cuda-bindings" in warnings[0]
+    [line] = warnings
+    assert words in line and "pip install cuda-bindings" in line
+
+
+def test_on_other_devices_nobody_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from surefoot.kernels.cuda import product
+
+    monkeypatch.setitem(sys.modules, "cuda", None)
+    assert not product.available(torch.device("cpu"))

@@ -336,4 +336,35 @@ MUTATIONS = (
         "",
         "test_server_stream.py",
     ),
+    # --- products in CUDA C++ ---------------------------------------------------------------------
+    m(
+        "kernels/cuda/product_plan.py",
+        "    if not balanced and (gated or turns(BLOCK) == 1):",
+        "    if not balanced and gated:",
+        "test_product_plan.py",
+    ),
+    m(
+        "kernels/cuda/product_plan.py",
+        "    if rows <= FEW_ROWS and halves",
+        "    if rows < FEW_ROWS and halves",
+        "test_product_plan.py",
+    ),
+    m(
+        "kernels/cuda/product_plan.py",
+        "    stages = min(stages, (shared - ALIGNMENT) // stage_bytes(groups, tile))",
+        "    stages = min(stages, shared // stage_bytes(groups, tile))",
+        "test_product_plan.py",
+    ),
+    m(
+        "kernels/triton/products.py",
+        "        by_cuda = self.cuda_plan(x, False) if added is None else None",
+        "        by_cuda = self.cuda_plan(x, False)",
+        "test_product_plan.py",
+    ),
+    m(
+        "kernels/triton/products.py",
+        "        if self.bias is not None or x.dtype != torch.bfloat16 or not available(x.device):",
+        "        if x.dtype != torch.bfloat16 or not available(x.device):",
+        "test_product_plan.py",
+    ),
 )

@@ -48,15 +48,19 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def available(device: torch.device) -> bool:
-    """Whether ``product.cu`` runs on ``device``: on Hopper, with ``cuda.bindings``. That these are
-    missing is logged once: Triton's kernels give the same results, later."""
+    """Whether ``product.cu`` runs on ``device``: on Hopper, with ``cuda.bindings`` and NVRTC. That
+    these are missing is logged once: Triton's kernels give the same results, later."""
     if not hopper(device):
         return False
     try:
-        from cuda.bindings import driver, nvrtc  # noqa: F401
-    except ImportError as error:
+        from cuda.bindings import nvrtc
+
+        # Libraries are found at the first call.
+        _checked(nvrtc.nvrtcVersion())
+    except (ImportError, OSError, RuntimeError) as error:
         logger.warning(
-            "rounds of %d to %d rows are slower than they could be (%s): pip install cuda-bindings",
+            "rounds of %d to %d rows are slower than they could be (%s): pip install cuda-bindings"
+            " nvidia-cuda-nvrtc",
             FEWEST_ROWS, MOST_ROWS, error,
         )  # fmt: skip
         return False
