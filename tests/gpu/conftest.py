@@ -6,6 +6,7 @@ the host.
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -42,3 +43,12 @@ def on_device(request: pytest.FixtureRequest) -> Iterator[None]:
     with OnDevice() if getattr(request.module, "ON_DEVICE", True) else nullcontext():
         yield
     torch.cuda.synchronize()
+
+
+@pytest.fixture
+def fresh_numbers() -> None:
+    """Random numbers that are new in every run; the seed is printed when a test fails."""
+    seed = torch.seed() % 2**31
+    print("seed", seed)
+    torch.manual_seed(seed)
+    random.seed(seed)

@@ -17,7 +17,7 @@ from surefoot.kernels.triton.backend import TritonBackend
 from surefoot.kernels.triton.products import TritonLinear
 from surefoot.kernels.triton.qkv import queries
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_numbers")]
 DTYPES = (torch.bfloat16, torch.float32)
 EPS, BLOCK, POSITIONS = 1e-6, 16, 4096
 CHOSEN = 12
@@ -47,15 +47,6 @@ Operation = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 cases = pytest.mark.parametrize(
     ("name", "dtype"), [(name, dtype) for name in MODELS for dtype in DTYPES]
 )
-
-
-@pytest.fixture(autouse=True)
-def _fresh_numbers() -> None:
-    """New in every run, printed when a test fails."""
-    seed = torch.seed() % 2**31
-    print("seed", seed)
-    torch.manual_seed(seed)
-    random.seed(seed)
 
 
 def row_counts(most: int) -> list[int]:
