@@ -139,7 +139,7 @@ def _function(plan: ProductPlan, device: torch.device) -> Any:
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
-        module = _checked(driver.cuModuleLoadData(_code(plan)))
+        module = _checked(driver.cuModuleLoadData(compiled(plan)))
         function = _checked(driver.cuModuleGetFunction(module, KERNEL.encode()))
         largest = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(function, largest, plan.shared_bytes))
@@ -147,7 +147,8 @@ def _function(plan: ProductPlan, device: torch.device) -> Any:
 
 
 @functools.cache
-def _code(plan: ProductPlan) -> bytes:
+def compiled(plan: ProductPlan) -> bytes:
+    """Machine code for ``plan``."""
     return compile_source(source(plan))
 
 
