@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
@@ -148,7 +148,8 @@ class EngineConfig:
         the same proposer."""
         if self.proposers is None:
             return
-        if isinstance(self.proposers, str) or not all(isinstance(n, str) for n in self.proposers):
+        named = isinstance(self.proposers, Collection) and not isinstance(self.proposers, str)
+        if not named or not all(isinstance(entry, str) for entry in self.proposers):
             problem = f"{self.proposers!r} is no list of names"
             raise SurefootError("proposers", problem, 'use one like ["NAME", "NAME=PATH"]')
         options = {name: dict(values) for name, values in self.proposer_options.items()}

@@ -86,7 +86,7 @@ def test_who_is_named_twice_is_loaded_once() -> None:
     assert config.proposer_options == {"eagle3": {"path": "a"}}
 
 
-@pytest.mark.parametrize("proposers", ["ngram", (1,), ["ngram", None]])
+@pytest.mark.parametrize("proposers", ["ngram", (1,), ["ngram", None], 5, iter(["ngram"])])
 def test_proposers_are_a_list_of_names(proposers: Any) -> None:
     with pytest.raises(SurefootError, match=r"proposers: .* is no list of names"):
         EngineConfig(proposers=proposers)
