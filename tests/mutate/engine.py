@@ -357,8 +357,8 @@ MUTATIONS = (
     ),
     m(
         "kernels/triton/products.py",
-        "        by_cuda = self.cuda_plan(x, False) if added is None else None",
-        "        by_cuda = self.cuda_plan(x, False)",
+        "        if added is None and (found := self.by_cuda(x, False)) is not None:",
+        "        if (found := self.by_cuda(x, False)) is not None:",
         "test_product_plan.py",
     ),
     m(

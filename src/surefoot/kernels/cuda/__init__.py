@@ -1,1 +1,1 @@
-"""Kernels in CUDA C++ for what Triton cannot say: copies that several multiprocessors share."""
+"""Kernels in CUDA C++, for tiles that Triton cannot have: its blocks are powers of two."""

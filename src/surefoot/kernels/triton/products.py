@@ -115,11 +115,8 @@ class TritonLinear:
         has it."""
         if self.choices.takes(self.key(gated, split_k), x, self.weight):
             return self.by_cublas(x, gated)
-        plan = self.cuda_plan(x, True) if gated else None
-        if plan is not None:
-            y = x.new_empty((x.shape[0], self.weight.shape[0] // 2))
-            multiply_by_cuda(x, self.weight, y, plan)
-            return y
+        if gated and (found := self.by_cuda(x, gated)) is not None:
+            return found
         return self.by_kernel(x, gated, split_k)
 
     def by_cublas(self, x: torch.Tensor, gated: bool) -> torch.Tensor:
@@ -135,6 +132,17 @@ class TritonLinear:
         if shares(outputs, inputs, gated, x.dtype.itemsize, *card) > 1 or not describable(x):
             return None
         return product_plan(x.shape[0], outputs, inputs, gated, *card)
+
+    def by_cuda(self, x: torch.Tensor, gated: bool) -> torch.Tensor | None:
+        """The product by ``product.cu``, gated in x's dtype or as float32 sums; None if it shall
+        not compute it."""
+        plan = self.cuda_plan(x, gated)
+        if plan is None:
+            return None
+        dtype = x.dtype if gated else torch.float32
+        y = x.new_empty((x.shape[0], outputs_of(self.weight, gated)), dtype=dtype)
+        multiply_by_cuda(x, self.weight, y, plan)
+        return y
 
     def by_kernel(self, x: torch.Tensor, gated: bool, split_k: int) -> torch.Tensor:
         plan = self.plan(x, gated, split_k)
@@ -169,10 +177,7 @@ class TritonLinear:
     def wide(self, x: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
         """The product as float32, not rounded to the backend's dtype on the way, plus ``added``,
         float32 [N, out], contiguous."""
-        by_cuda = self.cuda_plan(x, False) if added is None else None
-        if by_cuda is not None:
-            y = x.new_empty((x.shape[0], self.weight.shape[0]), dtype=torch.float32)
-            multiply_by_cuda(x, self.weight, y, by_cuda)
-            return y
+        if added is None and (found := self.by_cuda(x, False)) is not None:
+            return found
         plan = self.plan(x, plain=False)
         return matmul(x, self.weight, self.bias, added, dtype=torch.float32, plan=plan)
