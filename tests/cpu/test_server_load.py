@@ -47,6 +47,7 @@ def test_a_crowd_gets_the_offline_texts_and_leaves_nothing_behind(tmp_path: Path
             # A heap grows by a step now and then; what leaks goes on growing.
             again = Tally()
             course = asyncio.run(storm(server, cases, CLIENTS, again, so_many(REQUESTS, again)))
+            assert not again.wrong, "\n".join(again.wrong[:3])
         assert course.flat, f"bytes of memory before and after: {course.memory}"
         assert server.stop() == 0
 
