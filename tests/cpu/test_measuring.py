@@ -34,7 +34,8 @@ class Clocked(RecordedRounds):
 
 
 def seconds_of(size: Size, context: int) -> float:
-    proposing = 0.2 * (1 in size.proposers) + 0.4 * (size.steps or 0)
+    # A drafter reads keys as the target does, a lookup none.
+    proposing = 0.2 * (1 in size.proposers) + (size.steps or 0) * (0.4 + 0.004 * context)
     draws = (GREEDY, DRAWN, ADJUSTED).index(size.kind) * (0.3 + 0.05 * size.samples)
     return 1e-3 * (2.0 + 0.1 * size.rows + 0.01 * context + proposing + draws)
 
@@ -87,8 +88,8 @@ def test_costs_are_those_that_were_measured(rounds: Clocked) -> None:
                 assert rows[0] == 0
                 size = Size(spans, spans, spans, GREEDY, *action)
                 # Between what was measured it goes by steps.
-                assert seconds[0] == pytest.approx(seconds_of(size, context), rel=0.02)
+                assert seconds[0] == pytest.approx(seconds_of(size, context), rel=0.03)
     # Prompts cost by their rows, and drafting beside them is what it saves not to.
-    for action, extra in ((NOTHING, 0.0), ((EVERYTHING, 3), 1.4e-3)):
+    for action, extra in ((NOTHING, 0.0), ((EVERYTHING, 3), 1.784e-3)):
         _, [one] = costs.table(1, 63, action, 0, 128)
         assert one == pytest.approx(seconds_of(Size(1, 64, 1, GREEDY, ()), 0) + extra, rel=0.02)

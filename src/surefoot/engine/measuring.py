@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from surefoot.engine.cuda_graphs import RecordedRounds
 from surefoot.engine.sampling_times import drawing_requests, sampling_costs
 from surefoot.engine.timing import contexts_to_time, made_up_requests
@@ -138,30 +140,38 @@ def _time_decoding(
     rounds: RecordedRounds, blocks: int, spans: int, times: dict[RecordedSize, Curve]
 ) -> dict[Action, float]:
     """Time rounds of so many spans in which everybody proposes, by rows and context. Of other
-    actions the rounds are recorded, and what they save is measured once, and returned."""
+    actions the rounds are recorded, and what they save is measured without drafts, behind the
+    shortest and the longest texts; returned is that behind the shortest."""
     round_, actions = rounds.round, actions_of(rounds, spans)
     sizes = decoding_sizes(rounds, spans, GREEDY, actions[-1])
     curves: dict[int, Curve] = {size.rows: [] for size in sizes}
-    for context in contexts_to_time(round_, blocks, spans):
+    saved: dict[Action, Curve] = {action: [] for action in actions}
+    contexts = contexts_to_time(round_, blocks, spans)
+    for context in contexts:
         with made_up_requests(round_, blocks, context) as set_batch:
+            prepare = partial(set_batch, spans, 0)
             for size in sizes:
-                seconds = rounds.time(size, partial(set_batch, spans, 0), 2)
-                curves[size.rows].append((context, seconds))
-    saved: dict[Action, float] = {actions[-1]: 0.0}
-    context, all_propose = curves[spans][0]
-    with made_up_requests(round_, blocks, context) as set_batch:
-        for proposers, steps in actions[:-1]:
-            size = replace(sizes[0], proposers=proposers, steps=steps)
-            seconds = rounds.time(size, partial(set_batch, spans, 0), 2)
-            saved[proposers, steps] = min(max(0.0, all_propose - seconds), 0.9 * all_propose)
+                curves[size.rows].append((context, rounds.time(size, prepare, 2)))
+            # Drafters read keys, too: what goes without them is more behind long texts.
+            everything = curves[spans][-1][1]
+            others = actions[:-1] if context in (contexts[0], contexts[-1]) else []
+            for proposers, steps in others:
+                alone = rounds.time(replace(sizes[0], proposers=proposers, steps=steps), prepare, 2)
+                less = min(max(0.0, everything - alone), 0.9 * everything)
+                saved[proposers, steps].append((context, less))
+    saved[actions[-1]] = [(contexts[0], 0.0)]
+
+    def without(context: int, seconds: float, less: Curve) -> float:
+        places, savings = zip(*less, strict=True)
+        return max(seconds - float(np.interp(context, places, savings)), 0.1 * seconds)
+
     for action, less in saved.items():
         for size in decoding_sizes(rounds, spans, GREEDY, action):
             rounds.graph(size)
             times[RecordedSize(spans, size.rows, size.rows, action)] = [
-                (context, max(seconds - less, 0.1 * seconds))
-                for context, seconds in curves[size.rows]
+                (context, without(context, seconds, less)) for context, seconds in curves[size.rows]
             ]
-    return saved
+    return {action: curve[0][1] for action, curve in saved.items()}
 
 
 def _time_prompts(

@@ -17,9 +17,10 @@ from surefoot.speculation.round import Round
 from surefoot.speculation.scoring import PromptReads, PromptScores
 from surefoot.speculation.size import Size
 
-BLOCK_DEPTHS = 2, 3, 5, 8
-"""How far drafters that draft blocks may draft, besides all the way. Where rows begin to cost more,
-five drafts of each of a few dozen requests are better than three or eight (docs/log.md)."""
+BLOCK_DEPTHS = 2, 3, 5, 7
+"""How far drafters that draft blocks may draft, besides all the way: rows that matrix instructions
+multiply at once (64) are filled by seven drafts of eight requests, five of 32 and so on
+(docs/log.md)."""
 MANY_BLOCK_ROWS = 64
 """Rows from which on the time of a block's pass depends on their number."""
 PROMPT_DRAFTS = 8

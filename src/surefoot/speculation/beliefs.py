@@ -18,7 +18,6 @@ LEAST_PART = 0.02
 """Of its first guess, that a part of a sum is at least: none takes less than nothing."""
 _CONTRADICTED = 2.0
 _DOUBT = 4.0
-_LEAST_NOISE = 0.002
 _NOISE_WEIGHT = 0.02
 _ROUNDING = 1e-9
 _LARGEST_STEP = 0.5
@@ -41,18 +40,20 @@ class Beliefs:
         drift: np.ndarray,
         noise: float,
         parts: slice = slice(0),
+        least_noise: float = 0.002,
     ) -> None:
         """``mean`` and ``drift`` float64 [n], ``covariance`` float64 [n, n]. ``drift``: by how much
         each number may change from one measurement to the next, as a variance; unmeasured, it
         becomes no less certain than ``covariance`` has it. ``noise``: standard deviation of a
-        measurement; it is learnt, this is the first guess. ``parts``: which of the numbers say by
+        measurement; it is learnt, this is the first guess, and it is ``least_noise`` at
+        least. ``parts``: which of the numbers say by
         how many times its first guess a part of a sum is larger than that."""
         self.mean = np.array(mean, dtype=np.float64)
         self.covariance = np.array(covariance, dtype=np.float64)
         self._most = np.diag(covariance).copy()
         self._drift = np.asarray(drift, dtype=np.float64)
         self._parts = self.mean[parts]
-        self._variance = noise**2
+        self._variance, self._least_variance = noise**2, least_noise**2
         self._side = 0
         self._since_drift = DRIFTS_EVERY
         """Measurements."""
@@ -88,7 +89,7 @@ class Beliefs:
         elif firm:
             # Only where the belief is firm does a surprise tell of noise.
             self._variance *= 1 + _NOISE_WEIGHT * (min(far * far, FARTHEST**2) - 1)
-            self._variance = max(self._variance, _LEAST_NOISE**2)
+            self._variance = max(self._variance, self._least_variance)
         total = own + self._variance
         most = FARTHEST * math.sqrt(total)
         gain = min(max(off, -most), most) / total

@@ -57,11 +57,13 @@ class MeasuredTimes:
         """float64 [sizes]: seconds with texts of so many tokens."""
         return at_context(self._contexts, self.seconds, context)
 
-    def put_in_line(self, place: int) -> None:
+    def put_in_line(self, place: int) -> bool:
         """Those that this size is compared with, and plain rounds: one at least of them was
-        changed, perhaps."""
+        changed, perhaps. Returns whether it was so."""
+        before = self.seconds.copy()
         for line in self._lines_of[place] | self._lines_of[self._plain]:
             self._put_in_line(line)
+        return not np.allclose(before, self.seconds)
 
     def _put_in_line(self, line: int) -> None:
         places, rows = self._lines[line]

@@ -280,12 +280,17 @@ class RecordedCosts:
     def _review(self, place: int) -> None:
         """Whatever spoils an entry that was in line at the start does not last: look at those that
         this one, which was just run, is compared with, and at plain rounds. What made other numbers
-        of rows dearer, against what was measured, than it made this one is forgotten by and by."""
-        self.measured.put_in_line(place)
+        of rows dearer, or cheaper, against what was measured, than it made this one is forgotten by
+        and by."""
+        if self.measured.put_in_line(place):
+            # What rounds taught was how much longer they took than wrong times.
+            self.beliefs = first_beliefs()
+            self._own[:] = 0.0
         self._set_base()
         scale, shape = self.beliefs.mean[0], self.beliefs.mean[1 : 1 + OCTAVES]
-        usual = max(0.0, scale + self._features[place, 1 : 1 + OCTAVES] @ shape)
-        dearer, rounds = np.maximum(scale + shape - usual, 0.0), self._rounds - self._reviewed
-        shape -= np.where(self._ran, 0.0, dearer * min(1.0, rounds / _FORGOTTEN))
+        here = float(scale + self._features[place, 1 : 1 + OCTAVES] @ shape)
+        beyond = scale + shape - np.clip(scale + shape, min(0.0, here), max(0.0, here))
+        rounds = self._rounds - self._reviewed
+        shape -= np.where(self._ran, 0.0, beyond * min(1.0, rounds / _FORGOTTEN))
         self._ran[:] = False
         self._reviewed = self._rounds

@@ -11,13 +11,14 @@ from surefoot.speculation.measured_times import RecordedSize
 
 OCTAVES = 15
 """Of rows, 1 to 16,384."""
-_SCALE, _SHAPE, _ACTION = 1.0, 0.15, 0.1
+_SCALE, _SHAPE, _ACTION = 1.0, 0.05, 0.3
 """How far from the first measurements logarithms of times may be, as standard deviations: all of
 them together, some numbers of rows against others, and rounds with proposers against others."""
 _RANGE = 2.0
-_DRIFTS = 1e-5, 1e-7, 1e-7
-"""Variances by which these may change from round to round."""
-_FIRST_NOISE = 0.02
+_DRIFTS = 3e-4, 1e-7, 1e-7
+"""Variances by which these may change from round to round. A chip's clock changes within tens of
+rounds, for all sizes together. Put down to a few, that would spoil beliefs about the others."""
+_FIRST_NOISE, _LEAST_NOISE = 0.02, 0.01
 
 
 def features_of(sizes: Sequence[RecordedSize]) -> np.ndarray:
@@ -43,4 +44,4 @@ def first_beliefs() -> Beliefs:
     covariance[1 : 1 + OCTAVES, 1 : 1 + OCTAVES] = _SHAPE**2 * np.exp(-0.5 * apart**2)
     covariance[1 + OCTAVES :, 1 + OCTAVES :] = _ACTION**2 * np.eye(2)
     drift = np.repeat(_DRIFTS, (1, OCTAVES, 2))
-    return Beliefs(np.zeros(count), covariance, drift, _FIRST_NOISE)
+    return Beliefs(np.zeros(count), covariance, drift, _FIRST_NOISE, least_noise=_LEAST_NOISE)
