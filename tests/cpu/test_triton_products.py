@@ -155,7 +155,7 @@ class Reported:
     def key(self, gated: bool, split_k: int) -> Any:
         return (4, 8, False, gated, split_k)
 
-    def by_kernel(self, x: torch.Tensor, gated: bool, split_k: int) -> torch.Tensor:
+    def by_our_own(self, x: torch.Tensor, gated: bool, split_k: int) -> torch.Tensor:
         return x[:, :4].clone()
 
     def by_cublas(self, x: torch.Tensor, gated: bool) -> torch.Tensor:

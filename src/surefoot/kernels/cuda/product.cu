@@ -1,11 +1,10 @@
-// x [rows, inputs] times weight^T of up to 64 * GROUPS rows on Hopper, in bf16 with sums in fp32.
-// Reading the weight is what it should cost.
+// x [rows, inputs] times weight^T on Hopper, in bf16 with sums in fp32.
 //
-// A program stays on a multiprocessor and takes tiles of TILE of the weight's rows: one warp loads
-// steps of 64 inputs, of the tile and of all rows of x, into a ring in shared memory, and one
+// A program stays on a multiprocessor and takes tiles of 64 * GROUPS rows of x by TILE of the
+// weight's: one warp loads steps of 64 inputs of both into a ring in shared memory, and one
 // warpgroup for each 64 rows of x multiplies. TILE is a multiple of 8 (16 where outputs are gated),
-// so that the tiles of a weight fill all multiprocessors about equally; blocks of a Triton kernel
-// are powers of two.
+// so that the tiles fill all multiprocessors about equally; blocks of a Triton kernel are powers of
+// two.
 //
 // An output's inputs are added up in order, 16 to a matrix instruction. So do matmul.py and
 // large_matmul.py with one share: results are theirs to the bit.
@@ -98,6 +97,12 @@ __device__ __forceinline__ float silu_times(float gate, float up) {
     return __fmul_rn(round_bf16(activated), round_bf16(up));
 }
 
+// Two neighbours of a tile's gated outputs, of a lane's sums.
+__device__ __forceinline__ u32 gated_pair(const float* gate) {
+    const float* up = gate + WIDTH / 2;
+    return pack_bf16(silu_times(gate[0], up[0]), silu_times(gate[1], up[1]));
+}
+
 // Lane i of a quad has column i of 4 x 4 words; it gets row i.
 __device__ __forceinline__ uint4 transpose(u32 a, u32 b, u32 c, u32 d, u32 lane) {
     bool odd = lane & 1, high = lane & 2;
@@ -116,24 +121,21 @@ __device__ __forceinline__ void write(const float (&sums)[TILE / 2], void* y, u3
 #pragma unroll
     for (u32 below = 0; below < 2; below++, row += 8) {
 #if GATED
-        u32 pairs[WIDTH / 8];
-#pragma unroll
-        for (u32 block = 0; block < WIDTH / 8; block++) {
-            const float *gate = &sums[block * 4 + below * 2], *up = gate + WIDTH / 2;
-            pairs[block] = pack_bf16(silu_times(gate[0], up[0]), silu_times(gate[1], up[1]));
-        }
         u32* out = (u32*)y + ((u64)row * outputs + first) / 2;
         // A pair is little for a store: of four blocks, each lane of a quad writes one.
 #pragma unroll
         for (u32 block = 0; block + 4 <= WIDTH / 8; block += 4) {
-            uint4 own = transpose(pairs[block], pairs[block + 1], pairs[block + 2],
-                                  pairs[block + 3], lane);
+            const float* four = &sums[block * 4 + below * 2];
+            uint4 own = transpose(gated_pair(four), gated_pair(four + 4), gated_pair(four + 8),
+                                  gated_pair(four + 12), lane);
             u32 number = block + lane % 4;
             if (row < rows && first + number * 8 < outputs) *(uint4*)(out + number * 4) = own;
         }
 #pragma unroll
-        for (u32 block = WIDTH / 32 * 4; block < WIDTH / 8; block++)
-            if (row < rows && first + block * 8 < outputs) out[block * 4 + lane % 4] = pairs[block];
+        for (u32 block = WIDTH / 32 * 4; block < WIDTH / 8; block++) {
+            u32 pair = gated_pair(&sums[block * 4 + below * 2]);
+            if (row < rows && first + block * 8 < outputs) out[block * 4 + lane % 4] = pair;
+        }
 #else
         if (row >= rows) break;
         float* out = (float*)y + (u64)row * outputs + first + lane % 4 * 2;
@@ -158,7 +160,8 @@ product_kernel(const __grid_constant__ TensorMap x_map, const __grid_constant__ 
     u32 full = ring + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
     // By a shuffle, for the compiler to know that it is the same for all lanes.
     u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    u32 begin = blockIdx.x * WIDTH, stride = gridDim.x * WIDTH;
+    // Tiles of the same outputs are neighbours: the weight is read from memory once.
+    u32 down = (rows + ROWS - 1) / ROWS, tiles = down * ((outputs + WIDTH - 1) / WIDTH);
 
     if (threadIdx.x == 0) {
         for (u32 stage = 0; stage < STAGES; stage++) {
@@ -177,11 +180,13 @@ product_kernel(const __grid_constant__ TensorMap x_map, const __grid_constant__ 
         for (; ahead < STAGES && ahead * STEP < inputs; ahead++) {
             u32 place = ring + ahead * STAGE_BYTES, bar = full + 8 * ahead;
             barrier_expect(bar, STAGE_BYTES);
-            load_weight(place + X_BYTES, &w_map, ahead * STEP, begin, outputs, bar);
+            load_weight(place + X_BYTES, &w_map, ahead * STEP, blockIdx.x / down * WIDTH, outputs,
+                        bar);
         }
         asm volatile("griddepcontrol.wait;" ::: "memory");
         u32 stage = 0, parity = 1;
-        for (u32 first = begin; first < outputs; first += stride)
+        for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            u32 first = tile / down * WIDTH, row = tile % down * ROWS;
             for (u32 low = 0; low < inputs; low += STEP) {
                 u32 place = ring + stage * STAGE_BYTES, bar = full + 8 * stage;
                 if (ahead > 0) {
@@ -191,9 +196,10 @@ product_kernel(const __grid_constant__ TensorMap x_map, const __grid_constant__ 
                     barrier_expect(bar, STAGE_BYTES);
                     load_weight(place + X_BYTES, &w_map, low, first, outputs, bar);
                 }
-                load(place, &x_map, low, 0, bar);
+                load(place, &x_map, low, row, bar);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
+        }
         return;
     }
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -201,9 +207,9 @@ product_kernel(const __grid_constant__ TensorMap x_map, const __grid_constant__ 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     u32 stage = 0, parity = 0, group = warp / 4;
     u64 x = rows_descriptor(ring + group * 64 * STEP * 2), w = rows_descriptor(ring + X_BYTES);
-    for (u32 first = begin; first < outputs; first += stride) {
+    for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        u32 first = tile / down * WIDTH, row = tile % down * ROWS + group * 64;
         float sums[TILE / 2];
-        u32 before = 0;
         for (u32 low = 0; low < inputs; low += STEP) {
             barrier_wait(full + 8 * stage, parity);
             u64 step = stage * (u64)(STAGE_BYTES / 16);
@@ -212,14 +218,12 @@ product_kernel(const __grid_constant__ TensorMap x_map, const __grid_constant__ 
             for (u32 part = 0; part < 4; part++)
                 multiply(sums, x + step + 2 * part, w + step + 2 * part, low > 0 || part > 0);
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-            // The step before is multiplied: its stage is free.
-            if (low > 0 && lane == 0) barrier_arrive(before);
-            before = empty + 8 * stage;
+            // Meanwhile other warpgroups multiply. If it waited for the step before only, ptxas
+            // would have some plans wait for every instruction.
+            await_products(sums);
+            if (lane == 0) barrier_arrive(empty + 8 * stage);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
-        await_products(sums);
-        if (lane == 0) barrier_arrive(before);
-        write(sums, y, group * 64 + warp % 4 * 16 + lane / 4, rows, first, outputs, lane);
+        write(sums, y, row + warp % 4 * 16 + lane / 4, rows, first, outputs, lane);
     }
 }

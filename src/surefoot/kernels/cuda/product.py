@@ -109,12 +109,10 @@ def compile_source(text: str) -> bytes:
 def multiply(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, plan: ProductPlan) -> None:
     """``x`` [N, in] times ``weight`` [out, in], bf16, contiguous, ``in`` and ``out`` multiples of
     8, into ``y`` [N, out] fp32; if the plan is gated, SiLU(gate) * up of the weight's halves into
-    bf16 [N, out / 2]. N up to 64 times the plan's groups."""
+    bf16 [N, out / 2]."""
     from cuda.bindings import driver
 
     (rows, outputs), inputs = y.shape, x.shape[1]
-    if rows > GROUP * plan.groups:
-        raise ValueError(f"a product of {rows} rows")
     function = _function(plan, x.device)
     maps = [_tensor_map(x, GROUP * plan.groups), _tensor_map(weight, plan.width)]
     values: list[Any] = [ctypes.c_uint64(y.data_ptr())]
@@ -122,7 +120,8 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, plan: Produ
     places = [int(each.getPtr()) for each in maps] + [ctypes.addressof(each) for each in values]
     parameters = (ctypes.c_void_p * len(places))(*places)
     config = driver.CUlaunchConfig()
-    config.gridDimX = min(cdiv(outputs, plan.width), processors(x.device))
+    tiles = cdiv(rows, GROUP * plan.groups) * cdiv(outputs, plan.width)
+    config.gridDimX = min(tiles, processors(x.device))
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
     config.blockDimX, config.sharedMemBytes = plan.threads, plan.shared_bytes
     config.hStream = driver.CUstream(torch.cuda.current_stream(x.device).cuda_stream)

@@ -3,7 +3,8 @@
 It is for weights whose blocks of 64 outputs leave multiprocessors idle in Triton's kernels (9,728
 gated outputs are 152 blocks, for 132 of them), and for those of more blocks than there are
 multiprocessors, since its steps run on from tile to tile. Up to 64 rows, and with large weights up
-to 80, Triton's kernels are as good or better; beyond 192 nothing is gained (docs/log.md).
+to 80, Triton's kernels are as good or better. Gated products of more than 192 rows are its own up
+to 1,024, where cuBLAS is not quicker (``triton.cublas``); logits gain nothing there (docs/log.md).
 """
 
 from __future__ import annotations
@@ -15,15 +16,27 @@ STEP = 64
 GROUP = 64
 """Rows of x that a warpgroup multiplies."""
 FEWEST_ROWS, MOST_ROWS = 65, 192
+MOST_GATED_ROWS = 1024
 FEW_ROWS, LARGE = 80, 2**25
 """With up to so many rows, weights of more numbers are left to Triton."""
 BLOCK = 64
 """Outputs that a program of ``triton.matmul`` computes."""
-WIDEST = {(2, False): 256, (2, True): 192, (3, False): 192, (3, True): 160}
+WIDEST = {(2, False): 256, (2, True): 192, (3, False): 192, (3, True): 160, (4, True): 128}
 """Most rows of a weight's tile, by (groups, gated): what registers hold."""
 MOST_STAGES = 12
 ALIGNMENT = 1024
 """Bytes that the ring's place in shared memory is a multiple of."""
+# Of products that multiplying limits; fitted to times on an H200 (docs/log.md).
+PRODUCTS_PER_CYCLE = 1843
+"""Multiplications and additions of a multiprocessor's tensor cores: 2,048 at best."""
+WAIT_CYCLES = 100
+"""For a step's last product, while other warpgroups multiply: the more there are, the less."""
+READ_PER_CYCLE = 50
+"""Bytes that a multiprocessor reads from the L2 cache."""
+SLOWED = 0.3
+"""By how much of the shorter time multiplying and reading slow each other down."""
+TILE_CYCLES, WRITE_CYCLES = 4000, 20
+"""What a tile costs beside its steps, and for each of the weight's rows."""
 BETTER = 0.9
 """Tiles gain if the multiprocessor that has most computes at most so much of what it computes of
 blocks."""
@@ -31,8 +44,8 @@ blocks."""
 
 @dataclass(frozen=True)
 class ProductPlan:
-    """For up to 64 * ``groups`` rows of x: ``tile`` rows of the weight at a time (of both halves
-    together, if ``gated``), and ``stages`` steps in flight."""
+    """Tiles of 64 * ``groups`` rows of x by ``tile`` rows of the weight (of both halves together,
+    if ``gated``), and ``stages`` steps in flight."""
 
     groups: int
     tile: int
@@ -63,8 +76,12 @@ def product_plan(
 ) -> ProductPlan | None:
     """The plan for ``rows`` of bf16, on ``sms`` multiprocessors of ``shared`` bytes of memory, or
     None where Triton's kernels are as good. ``gated``: ``outputs`` are those after gating."""
-    if not FEWEST_ROWS <= rows <= MOST_ROWS or outputs % 8 or inputs % 8:
+    if not FEWEST_ROWS <= rows <= (MOST_GATED_ROWS if gated else MOST_ROWS):
         return None
+    if outputs % 8 or inputs % 8:
+        return None
+    if rows > MOST_ROWS:
+        return _of_many_rows(rows, outputs, inputs, sms, shared)
     groups, halves = -(-rows // GROUP), 2 if gated else 1
     if rows <= FEW_ROWS and halves * outputs * inputs > LARGE:
         return None
@@ -86,3 +103,30 @@ def product_plan(
     stages = min(MOST_STAGES, turns(width) * -(-inputs // STEP))
     stages = min(stages, (shared - ALIGNMENT) // stage_bytes(groups, tile))
     return ProductPlan(groups, tile, stages, gated) if stages > 1 else None
+
+
+def _of_many_rows(
+    rows: int, outputs: int, inputs: int, sms: int, shared: int
+) -> ProductPlan | None:
+    """The plan for gated products that multiplying limits, not reading the weight."""
+
+    def cost(groups: int, tile: int) -> float:
+        """Cycles of the multiprocessor that has most tiles."""
+        height = GROUP * groups
+        tiles = -(-rows // height) * -(-outputs // (tile // 2))
+        multiplying = height * tile * STEP / PRODUCTS_PER_CYCLE + WAIT_CYCLES / groups
+        reading = (height + tile) * STEP * 2 / READ_PER_CYCLE
+        step = max(multiplying, reading) + SLOWED * min(multiplying, reading)
+        return -(-tiles // sms) * (inputs / STEP * step + TILE_CYCLES + WRITE_CYCLES * tile)
+
+    tiles = [
+        (groups, tile)
+        for (groups, gated), widest in WIDEST.items()
+        for tile in range(16, widest + 1, 16)
+        if gated and 2 * stage_bytes(groups, tile) <= shared - ALIGNMENT
+    ]
+    if not tiles:
+        return None
+    groups, tile = min(tiles, key=lambda each: cost(*each))
+    stages = min(MOST_STAGES, (shared - ALIGNMENT) // stage_bytes(groups, tile))
+    return ProductPlan(groups, tile, stages, True)

@@ -60,13 +60,13 @@ class CublasChoices:
         for rows in counts:
             x = torch.randn((rows, weight.shape[1]), device=weight.device).to(weight.dtype)
             if not torch.equal(
-                linears[0].by_cublas(x, gated), linears[0].by_kernel(x, gated, split_k)
+                linears[0].by_cublas(x, gated), linears[0].by_our_own(x, gated, split_k)
             ):
                 continue
             runs = [linears[index % len(linears)] for index in range(LAUNCHES)]
             cublas = seconds([lambda each=each, x=x: each.by_cublas(x, gated) for each in runs])
             ours = seconds(
-                [lambda each=each, x=x: each.by_kernel(x, gated, split_k) for each in runs]
+                [lambda each=each, x=x: each.by_our_own(x, gated, split_k) for each in runs]
             )
             if cublas < ours:
                 self.rows[key].add(rows)

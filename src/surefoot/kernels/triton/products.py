@@ -115,6 +115,10 @@ class TritonLinear:
         has it."""
         if self.choices.takes(self.key(gated, split_k), x, self.weight):
             return self.by_cublas(x, gated)
+        return self.by_our_own(x, gated, split_k)
+
+    def by_our_own(self, x: torch.Tensor, gated: bool, split_k: int) -> torch.Tensor:
+        """``product`` without cuBLAS."""
         if gated and (found := self.by_cuda(x, gated)) is not None:
             return found
         return self.by_kernel(x, gated, split_k)
