@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
 from surefoot.engine.cuda_graphs import RecordedRounds
 from surefoot.engine.sampling_times import drawing_requests, sampling_costs
 from surefoot.engine.timing import contexts_to_time, made_up_requests
@@ -102,7 +100,7 @@ def measure_recorded(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages
     """Record the greedy rounds and time them, and record those for drawn text. Those with penalties
     and biases are recorded in idle moments. Returns costs by kind of sampling."""
     times: dict[RecordedSize, Curve] = {}
-    saved: dict[Action, float] = {}
+    saved = 0.0
     for spans in rounds.spans:
         saved = _time_decoding(rounds, blocks, spans, times)
     prompts = _time_prompts(rounds, blocks, saved)
@@ -138,47 +136,31 @@ def _time_sampling(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages, 
 
 def _time_decoding(
     rounds: RecordedRounds, blocks: int, spans: int, times: dict[RecordedSize, Curve]
-) -> dict[Action, float]:
-    """Time rounds of so many spans in which everybody proposes, by rows and context. Of other
-    actions the rounds are recorded, and what they save is measured without drafts, behind the
-    shortest and the longest texts; returned is that behind the shortest."""
+) -> float:
+    """Record rounds of so many spans and time them, by size and context: those in which everybody
+    proposes behind texts of all lengths, others behind the shortest and the longest. Returns what
+    it saves that nobody proposes, behind the shortest, without drafts."""
     round_, actions = rounds.round, actions_of(rounds, spans)
-    sizes = decoding_sizes(rounds, spans, GREEDY, actions[-1])
-    curves: dict[int, Curve] = {size.rows: [] for size in sizes}
-    saved: dict[Action, Curve] = {action: [] for action in actions}
     contexts = contexts_to_time(round_, blocks, spans)
     for context in contexts:
         with made_up_requests(round_, blocks, context) as set_batch:
-            prepare = partial(set_batch, spans, 0)
-            for size in sizes:
-                curves[size.rows].append((context, rounds.time(size, prepare, 2)))
-            # Drafters read keys, too: what goes without them is more behind long texts.
-            everything = curves[spans][-1][1]
-            others = actions[:-1] if context in (contexts[0], contexts[-1]) else []
-            for proposers, steps in others:
-                alone = rounds.time(replace(sizes[0], proposers=proposers, steps=steps), prepare, 2)
-                less = min(max(0.0, everything - alone), 0.9 * everything)
-                saved[proposers, steps].append((context, less))
-    saved[actions[-1]] = [(contexts[0], 0.0)]
-
-    def without(context: int, seconds: float, less: Curve) -> float:
-        places, savings = zip(*less, strict=True)
-        return max(seconds - float(np.interp(context, places, savings)), 0.1 * seconds)
-
-    for action, less in saved.items():
-        for size in decoding_sizes(rounds, spans, GREEDY, action):
-            rounds.graph(size)
-            times[RecordedSize(spans, size.rows, size.rows, action)] = [
-                (context, without(context, seconds, less)) for context, seconds in curves[size.rows]
-            ]
-    return {action: curve[0][1] for action, curve in saved.items()}
+            at_an_end = context in (contexts[0], contexts[-1])
+            for action in actions if at_an_end else actions[-1:]:
+                for size in decoding_sizes(rounds, spans, GREEDY, action):
+                    seconds = rounds.time(size, partial(set_batch, spans, 0), 2)
+                    known = RecordedSize(spans, size.rows, size.rows, action)
+                    times.setdefault(known, []).append((context, seconds))
+    plain, everybody = (
+        times[RecordedSize(spans, spans, spans, action)][0][1] for action in (NOTHING, actions[-1])
+    )
+    return max(0.0, everybody - plain)
 
 
 def _time_prompts(
-    rounds: RecordedRounds, blocks: int, saved: dict[Action, float]
+    rounds: RecordedRounds, blocks: int, saved: float
 ) -> tuple[Sequence[int], Sequence[float], dict[int, Proposing]]:
-    """Record rounds with prompts, and time those in which nobody proposes by rows. ``saved``: by
-    action, of the rounds of most spans without prompts. Returns what ``ExactCosts`` takes."""
+    """Record rounds with prompts, and time those in which nobody proposes by rows. ``saved``: what
+    proposing takes in rounds of most spans without prompts. Returns what ``ExactCosts`` takes."""
     round_, most = rounds.round, rounds.prompt_spans[-1]
     plain: Curve = []
     with made_up_requests(round_, blocks, 128) as set_batch:
@@ -190,11 +172,10 @@ def _time_prompts(
                     rounds.graph(size)
                     if spans == most and action == NOTHING:
                         plain.append((size.rows, _time_chunk(rounds, set_batch, size)))
-    own = saved.get(NOTHING, 0.0)
     rows, seconds = zip(*plain, strict=True)
     proposing = {
         index: Proposing(
-            max(own / len(round_.proposers) / max(1, round_.drafters.get(index, 1)), 1e-6),
+            max(saved / len(round_.proposers) / max(1, round_.drafters.get(index, 1)), 1e-6),
             longest=round_.drafters.get(index, 0),
         )
         for index in range(len(round_.proposers))
