@@ -25,7 +25,7 @@ demo: $(VENV)/.installed
 	@$(BIN)/surefoot bench --show-drafts --no-json $(DEMO)
 
 test: lint
-	$(BIN)/python -m pytest -n 2 tests/cpu
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/cpu
 
 # Clients of the server that want other versions of packages than the tests do.
 test-clients: $(CLIENTS)/.installed
@@ -39,7 +39,7 @@ test-gpu:
 # Takes about twice as long as the tests do.
 coverage: $(VENV)/.installed-dev
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -n 2 tests/cpu
+	$(BIN)/python -m coverage run -m pytest -n 2 --dist worksteal tests/cpu
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 

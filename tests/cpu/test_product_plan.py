@@ -71,12 +71,12 @@ def test_a_weight_of_one_wave_is_left_to_triton_unless_tiles_are_balanced_better
 
 
 @given(
-    rows=st.integers(1, 1100),
+    rows=st.one_of(st.integers(65, 192), st.integers(1, 1100)),
     outputs=st.integers(1, 20_000).map(lambda n: 8 * n),
     inputs=st.integers(1, 2_000).map(lambda n: 8 * n),
     gated=st.booleans(),
     sms=st.integers(1, 160),
-    shared=st.sampled_from([101_376, 166_912, SHARED]),
+    shared=st.sampled_from([65_536, 101_376, 166_912, SHARED]),
 )
 def test_every_plan_fits_the_multiprocessor(
     rows: int, outputs: int, inputs: int, gated: bool, sms: int, shared: int
@@ -91,6 +91,13 @@ def test_every_plan_fits_the_multiprocessor(
     assert plan.width <= 256 and 64 * plan.groups <= 256
     assert plan.shared_bytes <= shared and plan.threads <= 1024
     assert plan.stages >= 2
+
+
+@pytest.mark.parametrize("rows", [128, 384])
+def test_stages_fit_whatever_memory_there_is(rows: int) -> None:
+    for shared in range(32 << 10, SHARED, 512):
+        plan = product_plan(rows, 9728, 2560, True, H200[0], shared)
+        assert plan is None or plan.shared_bytes <= shared
 
 
 def test_the_source_is_made_for_the_plan() -> None:
@@ -180,6 +187,11 @@ def test_what_it_cannot_compute_stays_with_triton(
     x = torch.zeros(rows, inputs, dtype=dtype)
     assert linear(2 * 256, inputs, dtype, bias).cuda_plan(x, True) is None
     assert linear(64 * 140, inputs, dtype, bias).cuda_plan(x, False) is None
+
+
+def test_products_that_are_neither_stay_with_triton(linear: Any) -> None:
+    x, down = torch.zeros(96, 128, dtype=torch.bfloat16), linear(64 * 140, 128, torch.bfloat16)
+    assert down(x).dtype == torch.bfloat16
 
 
 def test_what_is_added_to_logits_stays_with_triton(linear: Any) -> None:

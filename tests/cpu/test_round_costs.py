@@ -351,6 +351,28 @@ def test_a_clock_that_wanders_is_not_put_down_to_sizes(seed: int) -> None:
     assert worst < 0.2
 
 
+def test_a_percent_is_no_surprise_however_even_rounds_were() -> None:
+    costs, plain = recorded(), RecordedSize(8, 8, 8, NOTHING)
+    for _ in range(500):
+        costs.observe(8, 0, NOTHING, 0, 128.0, size_seconds(plain))
+    assert 0.009 < costs.noise < 0.02
+
+
+@pytest.mark.parametrize("wrong", [-1.0, 1.0])
+def test_sizes_that_seem_cheap_or_dear_and_are_not_run_go_back_to_what_was_measured(
+    wrong: float,
+) -> None:
+    costs, plain = recorded(), RecordedSize(2, 2, 2, NOTHING)
+    costs.beliefs.mean[1 + 4 : 1 + 8] += wrong
+    for _ in range(600):
+        costs.observe(2, 0, NOTHING, 0, 128.0, size_seconds(plain))
+    for size in sizes():
+        if size.rows >= 32:
+            drafts = size.rows - size.spans
+            believed = costs.table(size.spans, 0, size.action, drafts, 128.0)[1][-1]
+            assert believed == pytest.approx(size_seconds(size), rel=0.15)
+
+
 @pytest.mark.parametrize("still", [False, True])
 def test_a_size_that_seemed_dear_is_tried_again_and_believed(still: bool) -> None:
     costs, plain = recorded(), RecordedSize(8, 8, 8, NOTHING)

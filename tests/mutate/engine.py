@@ -356,6 +356,24 @@ MUTATIONS = (
         "test_product_plan.py",
     ),
     m(
+        "kernels/cuda/product_plan.py",
+        "        if gated and 2 * stage_bytes(groups, tile) <= shared - ALIGNMENT",
+        "        if gated",
+        "test_product_plan.py",
+    ),
+    m(
+        "kernels/cuda/product_plan.py",
+        "        return -(-tiles // sms) * (inputs",
+        "        return tiles / sms * (inputs",
+        "test_product_plan.py",
+    ),
+    m(
+        "kernels/triton/products.py",
+        "        if gated and (found := self.by_cuda(x, gated)) is not None:",
+        "        if (found := self.by_cuda(x, gated)) is not None:",
+        "test_product_plan.py",
+    ),
+    m(
         "kernels/triton/products.py",
         "        if added is None and (found := self.by_cuda(x, False)) is not None:",
         "        if (found := self.by_cuda(x, False)) is not None:",

@@ -93,6 +93,42 @@ MUTATIONS = (
     ),
     m(
         "speculation/size_features.py",
+        "_SCALE, _SHAPE, _ACTION = 1.0, 0.05, 0.3",
+        "_SCALE, _SHAPE, _ACTION = 1.0, 0.3, 0.3",
+        "test_round_costs.py::test_a_clock_that_wanders_is_not_put_down_to_sizes",
+    ),
+    m(
+        "speculation/size_features.py",
+        "_DRIFTS = 3e-4,",
+        "_DRIFTS = 1e-6,",
+        "test_round_costs.py::test_a_clock_that_wanders_is_not_put_down_to_sizes",
+    ),
+    m(
+        "speculation/size_features.py",
+        "_FIRST_NOISE, least_noise=_LEAST_NOISE)",
+        "_FIRST_NOISE)",
+        "test_round_costs.py::test_a_percent_is_no_surprise_however_even_rounds_were",
+    ),
+    m(
+        "speculation/recorded_costs.py",
+        "            self.beliefs = first_beliefs()\n",
+        "",
+        "test_recovery.py::test_a_table_of_costs_that_is_spoilt_is_right_again",
+    ),
+    m(
+        "speculation/recorded_costs.py",
+        "np.clip(scale + shape, min(0.0, here), max(0.0, here))",
+        "np.minimum(scale + shape, max(0.0, here))",
+        "test_round_costs.py",
+    ),
+    m(
+        "engine/measuring.py",
+        "            at_an_end = context in (contexts[0], contexts[-1])",
+        "            at_an_end = context == contexts[0]",
+        "test_measuring.py",
+    ),
+    m(
+        "speculation/size_features.py",
         "features[place, 2 + OCTAVES] = size.action[1] > 0",
         "features[place, 2 + OCTAVES] = 0.0",
         "test_round_costs.py",
