@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -100,10 +100,9 @@ def measure_recorded(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages
     """Record the greedy rounds and time them, and record those for drawn text. Those with penalties
     and biases are recorded in idle moments. Returns costs by kind of sampling."""
     times: dict[RecordedSize, Curve] = {}
-    saved = 0.0
     for spans in rounds.spans:
-        saved = _time_decoding(rounds, blocks, spans, times)
-    prompts = _time_prompts(rounds, blocks, saved)
+        _time_decoding(rounds, blocks, spans, times)
+    prompts = _time_prompts(rounds, blocks, times)
     proposing = prompt_actions(rounds)
     costs = {GREEDY: RecordedCosts(times, ExactCosts(*prompts), proposing)}
     for kind, cost in _time_sampling(rounds, blocks).items():
@@ -136,10 +135,9 @@ def _time_sampling(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages, 
 
 def _time_decoding(
     rounds: RecordedRounds, blocks: int, spans: int, times: dict[RecordedSize, Curve]
-) -> float:
+) -> None:
     """Record rounds of so many spans and time them, by size and context: those in which everybody
-    proposes behind texts of all lengths, others behind the shortest and the longest. Returns what
-    it saves that nobody proposes, behind the shortest, without drafts."""
+    proposes behind texts of all lengths, others behind the shortest and the longest."""
     round_, actions = rounds.round, actions_of(rounds, spans)
     contexts = contexts_to_time(round_, blocks, spans)
     for context in contexts:
@@ -150,17 +148,14 @@ def _time_decoding(
                     seconds = rounds.time(size, partial(set_batch, spans, 0), 2)
                     known = RecordedSize(spans, size.rows, size.rows, action)
                     times.setdefault(known, []).append((context, seconds))
-    plain, everybody = (
-        times[RecordedSize(spans, spans, spans, action)][0][1] for action in (NOTHING, actions[-1])
-    )
-    return max(0.0, everybody - plain)
 
 
 def _time_prompts(
-    rounds: RecordedRounds, blocks: int, saved: float
+    rounds: RecordedRounds, blocks: int, times: Mapping[RecordedSize, Curve]
 ) -> tuple[Sequence[int], Sequence[float], dict[int, Proposing]]:
-    """Record rounds with prompts, and time those in which nobody proposes by rows. ``saved``: what
-    proposing takes in rounds of most spans without prompts. Returns what ``ExactCosts`` takes."""
+    """Record rounds with prompts, and time those in which nobody proposes by rows. ``times``: of
+    rounds without prompts; what proposing takes is seen in those of most spans. Returns what
+    ``ExactCosts`` takes."""
     round_, most = rounds.round, rounds.prompt_spans[-1]
     plain: Curve = []
     with made_up_requests(round_, blocks, 128) as set_batch:
@@ -173,9 +168,15 @@ def _time_prompts(
                     if spans == most and action == NOTHING:
                         plain.append((size.rows, _time_chunk(rounds, set_batch, size)))
     rows, seconds = zip(*plain, strict=True)
+    spans = rounds.spans[-1]
+    nobody, everybody = (
+        times[RecordedSize(spans, spans, spans, action)][0][1]
+        for action in (NOTHING, actions_of(rounds, spans)[-1])
+    )
+    all_of_them = everybody - nobody
     proposing = {
         index: Proposing(
-            max(saved / len(round_.proposers) / max(1, round_.drafters.get(index, 1)), 1e-6),
+            max(all_of_them / len(round_.proposers) / max(1, round_.drafters.get(index, 1)), 1e-6),
             longest=round_.drafters.get(index, 0),
         )
         for index in range(len(round_.proposers))

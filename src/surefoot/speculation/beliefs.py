@@ -45,9 +45,9 @@ class Beliefs:
         """``mean`` and ``drift`` float64 [n], ``covariance`` float64 [n, n]. ``drift``: by how much
         each number may change from one measurement to the next, as a variance; unmeasured, it
         becomes no less certain than ``covariance`` has it. ``noise``: standard deviation of a
-        measurement; it is learnt, this is the first guess, and it is ``least_noise`` at
-        least. ``parts``: which of the numbers say by
-        how many times its first guess a part of a sum is larger than that."""
+        measurement, at first guess; what is learnt of it is never below ``least_noise``.
+        ``parts``: which of the numbers say by how many times its first guess a part of a sum is
+        larger than that."""
         self.mean = np.array(mean, dtype=np.float64)
         self.covariance = np.array(covariance, dtype=np.float64)
         self._most = np.diag(covariance).copy()
