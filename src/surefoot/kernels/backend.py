@@ -8,7 +8,8 @@ held to it by an equivalence test.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,8 @@ class Backend(ABC):
     late_rows: int = 0
     """How many rows of committed tokens a drafter's catch-up may wait for while nobody drafts, so
     that its weights are read once for all of them. 0: none; what is recorded cannot wait."""
+    runs_beside: bool = False
+    """Whether the device runs several kernels at once, so that ``beside`` is of use."""
     book_keeping: str = "torch"
     """Which implementation of ``speculation.books`` goes with it."""
 
@@ -98,6 +101,12 @@ class Backend(ABC):
     @abstractmethod
     def drafting(self) -> Drafting:
         """The operations of proposers beside these."""
+
+    def beside(self, work: Callable[[], None]) -> AbstractContextManager[None]:
+        """Do ``work`` while the device does what the context holds; neither reads what the other
+        writes. Both are done when whatever is called after the context begins."""
+        work()
+        return nullcontext()
 
     @abstractmethod
     def pack_linear(self, parts: Sequence[Weight], bias: torch.Tensor | None = None) -> Any:

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 SHARE = 0.005
 """Of the time, for all trials together."""
-_APART = 6
+_APART, _APART_RESTRAINED = 6, 12
 """Rounds from one trial to the next of its kind, at least: what rounds bring without trials has to
-be known."""
+be known. More where nobody may be slowed: what is learnt is of no use yet."""
 _FIRST, _MOST = 0.5, 2.0
 """Plain rounds that a trial may cost at first, and at most be saved up."""
 _DEBT = 1.0
@@ -65,12 +65,15 @@ class Budget:
         self._last: dict[bool, int] = {}
         self._rounds = 0
 
-    def next(self, trials: Sequence[Trial], rounds: int = 1) -> Trial | None:
+    def next(
+        self, trials: Sequence[Trial], rounds: int = 1, restrained: bool = False
+    ) -> Trial | None:
         """What to try now, so many rounds after this was asked last, if anything: what was tried
-        longest ago."""
+        longest ago. ``restrained``: nobody may be slowed now."""
         self._rounds += rounds
+        apart = _APART_RESTRAINED if restrained else _APART
         # What one trial has others offer is there for another to verify.
-        due = [t for t in trials if self._rounds - self._last.get(t.verify, -_APART) >= _APART]
+        due = [t for t in trials if self._rounds - self._last.get(t.verify, -apart) >= apart]
         due = [trial for trial in due if self._credit.get(trial, _FIRST) > 0.0]
         if not due:
             return None

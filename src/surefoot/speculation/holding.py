@@ -9,8 +9,10 @@ MANY, MOST_HELD, IDLE_HELD = 8, 3, 15
 requests changes slowly: a decision then holds for one more round for each ``MANY`` requests, up to
 some. That nobody shall propose holds longer, also where the host's time adds to the device's, and
 beside prompts: until somebody does, nothing new is learnt. And so does what leaves no choice."""
-_HOST_BOUND = 0.75
-"""The part of a round's time that the host needs, from which on rounds wait for it."""
+_HOST_BOUND, _IDLE_BOUND = 0.75, 0.6
+"""The part of a round's time that the host needs, from which on rounds wait for it, now and then;
+and from which on they might while nobody proposes: the time that decisions take is known for all
+such rounds together, and is none where none is made."""
 
 
 class Held:
@@ -52,10 +54,11 @@ class Held:
         self._quiet = decision.action == NOTHING and not decision.drafts
         if situation.hosted is not None or (situation.prompt_rows and not self._quiet):
             return
-        waits = host >= _HOST_BOUND * decision.expected.seconds
-        if not choice or (decision.action == NOTHING and (waits or not overlap)):
+        part = host / decision.expected.seconds
+        idle = decision.action == NOTHING and (part >= _IDLE_BOUND or not overlap)
+        if idle or not choice:
             self._granted = IDLE_HELD
-        elif waits:
+        elif part >= _HOST_BOUND:
             self._granted = min(situation.requests // MANY, MOST_HELD)
         self.left = self._granted
 

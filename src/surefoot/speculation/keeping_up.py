@@ -54,6 +54,11 @@ class KeepingUp:
         """Whether anybody wants to hear of a round; ``networks``: also if drafters keep up."""
         return bool(self._active(self._others) or (networks and self._active(self._networks)))
 
+    @property
+    def only_networks(self) -> bool:
+        """Whether nobody else wants to hear of rounds."""
+        return not self._active(self._others)
+
     def settled(self, commits: Commits, networks: bool, drafting: bool, trees: bool) -> None:
         """A round settled these rows, with ``features`` [N, …] of all captured layers.
         ``networks``: whether drafters keep up with it at all; ``drafting``: whether one of them is

@@ -143,8 +143,8 @@ class Planner:
         chances = self._at_hand.chances(situation, self._last.action)
         owed = self.fairness.owed(situation.slots, plain, prompts, rounds)
         case = _Case(situation, actions, chances, owed, plain)
-        trials = self._trials.beside(self.weighing.best, actions)
         best = self._best(case)
+        trials = self._trials.beside(self.weighing.best, actions)
         action, plan, trial, without = self._explored(case, *best, trials, rounds)
         # What other proposers offer is verified a round later; what that loses is the trial's, too.
         before, last = self._last.expected.trial, self._last
@@ -203,7 +203,8 @@ class Planner:
             if verify and (more := self.budget.next(verify)):
                 return tried, self._verify(case, tried, beyond=0), more, plan.seconds
             return tried, plan, trial, plan.seconds
-        trial = self.budget.next([t for t in trials if spare or not t.verify], rounds)
+        able = [trial for trial in trials if spare or not trial.verify]
+        trial = self.budget.next(able, rounds, self.fairness.restraint.holds)
         if trial is None:
             return action, plan, None, plan.seconds
         if trial.verify:

@@ -191,7 +191,9 @@ class Proposer(ABC):
 
     def catch_up(self, commits: Commits) -> None:
         """Bring own state (drafter KV) up to the committed tokens. Not called for a round in which
-        no request allows a proposer with a network. Default: there is none."""
+        no request allows a proposer with a network; which may be called while a round that
+        verifies no drafts still samples, so that texts and lengths in ``state`` change meanwhile:
+        it goes by ``commits``. Default: there is no state."""
 
     def admit(self, slots: torch.Tensor, found: Sequence[int]) -> None:
         """Requests, new or resumed, entered ``slots`` int64 [B]; of each, so many leading positions

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -14,6 +12,7 @@ from surefoot.speculation.costs import ExactCosts
 from surefoot.speculation.decisions import NOTHING, Action
 from surefoot.speculation.measured_times import MeasuredTimes, RecordedSize
 from surefoot.speculation.size_features import OCTAVES, features_of, first_beliefs
+from surefoot.speculation.size_layouts import Layouts
 
 _STEPS = 4
 """Costs follow the length of texts in so many steps from one length to its double."""
@@ -28,10 +27,6 @@ _FORGOTTEN = 250.0
 more or less: they are tried again."""
 _REVIEW = 64
 """Rounds between two looks at what is no longer true, or never was."""
-_LAYOUTS = 4096
-_NONE = np.zeros(0, dtype=np.int64)
-Layout = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""(Room for drafts int64 [n], rising from 0; places of the sizes that have it; their features)."""
 
 
 class RecordedCosts:
@@ -56,17 +51,8 @@ class RecordedCosts:
         self.prompts = prompts
         self._prompt_actions = sorted(prompt_actions, key=lambda action: (len(action[0]), action))
         self.sizes = sorted(times, key=lambda size: (size.spans, size.action, size.samples, size))
-        self._spans = np.array([size.spans for size in self.sizes])
-        self._rows = np.array([size.rows for size in self.sizes], dtype=np.int64)
-        self._samples = np.array([size.samples for size in self.sizes], dtype=np.int64)
         self._places = {size: place for place, size in enumerate(self.sizes)}
-        self._ladder: list[int] = np.unique(self._spans).tolist()
-        places = defaultdict(list)
-        for place, size in enumerate(self.sizes):
-            places[size.spans, size.action].append(place)
-        self._groups = {key: np.array(value) for key, value in places.items()}
-        self._offered: Collection[RecordedSize] | None = None
-        self._actions = self._actions_there()
+        self._layouts = Layouts(self.sizes)
         self.measured = MeasuredTimes(self.sizes, times)
         self._features = features_of(self.sizes)
         shape = self._features[:, 1 : 1 + OCTAVES]
@@ -85,28 +71,16 @@ class RecordedCosts:
         self._step: int | None = None
         self._base = self.measured.seconds[:, 0]
         self._believed: dict[tuple[int, Action], np.ndarray] = {}
-        """By requests and action, until something is learnt."""
-        self._layouts: dict[tuple[int, int, Action], Layout] = {}
+        """By spans and action, until something is learnt."""
+        self._chosen: dict[tuple[int, Action, int], RecordedSize] = {}
+        """By spans, action and the first size of ``Layouts.of`` that would do, for some rounds."""
 
     def offer(self, sizes: Collection[RecordedSize] | None) -> None:
         """Rounds are to be of these sizes from now on, where there is one that does what is wanted;
         None: of any."""
-        self._offered = sizes
-        self._actions = self._actions_there()
-        self._layouts.clear()
+        self._layouts.offer(sizes)
         self._believed.clear()
-
-    def _actions_there(self) -> dict[int, tuple[Action, ...]]:
-        """By spans: the actions of which the round without drafts is on offer."""
-        found: dict[int, set[Action]] = {spans: {NOTHING} for spans in self._ladder}
-        for size in self.sizes:
-            plain = size.samples == size.spans
-            if self._offered is None or (plain and size in self._offered):
-                found[size.spans].add(size.action)
-        return {
-            spans: tuple(sorted(actions, key=lambda action: (len(action[0]), action)))
-            for spans, actions in found.items()
-        }
+        self._chosen.clear()
 
     # --- asking -------------------------------------------------------------------------------
 
@@ -117,7 +91,7 @@ class RecordedCosts:
 
     def actions(self, requests: int) -> Sequence[Action]:
         """As ``RoundCosts`` has it."""
-        return self._actions[self._spans_for(requests)]
+        return self._layouts.actions(requests)
 
     def with_prompts(self, requests: int, action: Action) -> Action:
         """As ``RoundCosts`` has it: with the same proposers, or more if need be."""
@@ -128,24 +102,21 @@ class RecordedCosts:
         """As ``RoundCosts`` has it: with the same proposers, or more if need be."""
         wanted = set(action[0])
         for each in (action, *self.actions(requests)):
-            room = self._layout(requests, each)[0]
+            room = self._layouts.of(requests, each).room(requests)
             if wanted.issubset(each[0]) and len(room) and room[-1]:
                 return each
         return action
-
-    def _spans_for(self, requests: int) -> int:
-        place = bisect.bisect_left(self._ladder, max(1, requests))
-        return self._ladder[min(place, len(self._ladder) - 1)]
 
     def table(
         self, requests: int, prompt_rows: int, action: Action, most: int, context: float
     ) -> tuple[np.ndarray, np.ndarray]:
         """As ``RoundCosts`` has it; the drafts are those that fill each size."""
-        room, places, _ = self._layout(requests, action)
-        if prompt_rows or not len(places):
+        layout = self._layouts.of(requests, action)
+        if prompt_rows or not len(layout.places):
             # Beside prompts there is room for drafts only where somebody proposes.
             most = most if action[0] else 0
             return self._exact().table(requests, prompt_rows, action, most, context)
+        room = layout.room(requests)
         seconds = self._seconds_of(requests, action, context)
         seconds = np.minimum.accumulate(seconds[::-1])[::-1]
         last = int(room.searchsorted(most)) + 1
@@ -157,54 +128,37 @@ class RecordedCosts:
         """The cheapest size for such a round without prompts; a larger one may cost less. Drafts
         for which no size has room stay away: a decision may have been made for a few requests more,
         who had larger ones. None: none holds the requests, or any drafts."""
-        room, places, _ = self._layout(requests, action)
-        if not len(places) or (drafts and not room[-1]):
+        layout = self._layouts.of(requests, action)
+        if not len(layout.places):
             return None
+        room = layout.room(requests)
+        if drafts and not room[-1]:
+            return None
+        self._attend(context)
         first = int(room.searchsorted(min(drafts, int(room[-1]))))
-        seconds = self._seconds_of(requests, action, context)
-        return self.sizes[places[first + int(seconds[first:].argmin())]]
+        key = self._layouts.spans_for(requests), action, first
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            seconds = self._seconds_of(requests, action, context)
+            place = layout.places[first + int(seconds[first:].argmin())]
+            chosen = self._chosen[key] = self.sizes[place]
+        return chosen
 
     def _seconds_of(self, requests: int, action: Action, context: float) -> np.ndarray:
-        """float64 [n]: what is believed of the sizes of ``_layout``."""
+        """float64 [n]: what is believed of the sizes of ``Layouts.of``."""
         self._attend(context)
-        key = requests, action
+        key = self._layouts.spans_for(requests), action
         known = self._believed.get(key)
         if known is None:
-            _, places, features = self._layout(*key)
-            known = self._own_now(places) + features @ self.beliefs.mean
-            known = self._believed[key] = self._base[places] * np.exp(known)
+            layout = self._layouts.of(requests, action)
+            known = self._own_now(layout.places) + self._features[layout.places] @ self.beliefs.mean
+            known = self._believed[key] = self._base[layout.places] * np.exp(known)
         return known
 
     def _exact(self) -> ExactCosts:
         if self.prompts is None:
             raise ValueError("no recorded round holds so many rows")
         return self.prompts
-
-    def _layout(self, requests: int, action: Action) -> Layout:
-        spans = self._spans_for(requests)
-        key = spans, requests, action
-        known = self._layouts.get(key)
-        if known is None:
-            if len(self._layouts) >= _LAYOUTS:
-                self._layouts.clear()
-            known = self._layouts[key] = self._lay_out(spans, requests, action)
-        return known
-
-    def _lay_out(self, spans: int, requests: int, action: Action) -> Layout:
-        # Many numbers of requests come by while a crowd leaves: each is laid out in few operations.
-        there = self._groups.get((spans, action), _NONE)
-        if self._offered is not None:
-            offered = [place for place in there if self.sizes[place] in self._offered]
-            there = np.array(offered, dtype=np.int64) if offered else there
-        rows, samples = self._rows[there], self._samples[there]
-        fits = (rows >= requests) & (samples >= requests)
-        there, rows, samples = there[fits], rows[fits], samples[fits]
-        drafts = np.where(samples > spans, np.minimum(rows, samples) - requests, 0)
-        order = np.lexsort((there, rows, drafts))
-        room, places = drafts[order], there[order]
-        if len(room) and room[0]:
-            room, places = np.insert(room, 0, 0), np.insert(places, 0, places[0])
-        return room, places, self._features[places]
 
     def _own_now(self, places: np.ndarray) -> np.ndarray:
         own = self._own[places]
@@ -223,6 +177,7 @@ class RecordedCosts:
         context = 2.0 ** ((self._step or 0) / _STEPS)
         self._base = self.measured.at(context)
         self._believed.clear()
+        self._chosen.clear()
 
     # --- learning -----------------------------------------------------------------------------
 

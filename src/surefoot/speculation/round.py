@@ -11,6 +11,7 @@ and ``go_on``: the first takes most of the time to record, and many sizes have i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,6 @@ import torch
 
 from surefoot.kernels.batch import FlatBatch, OutputRows
 from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict, sampled_rows
-from surefoot.kernels.upload import upload
 from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.sampling.params import SamplingStages
 from surefoot.sampling.sampler import SampleRows, sample_rows
@@ -80,6 +80,7 @@ class Round:
     ) -> None:
         """``spans``: the most requests of a round."""
         self.decoder = decoder
+        self.backend = decoder.backend
         self.kv = kv
         self.state = state
         self.proposers = list(proposers)
@@ -127,12 +128,14 @@ class Round:
     ) -> None:
         """Who takes part in the next round (int64 [n]), the most known rows that each of them
         runs, and the places of those whose tokens' logprobs are wanted."""
-        table = np.zeros((3, len(self.slots)), dtype=np.int64)
+        pinned = self.state.device.type == "cuda"
+        staged = torch.zeros(self._batch.shape, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        table = staged.numpy()
         table[0] = self.state.padding_slot
         table[0, : len(slots)] = slots
         table[1, : len(slots)] = quota
         table[2, : len(scored)] = scored
-        self._batch.copy_(upload(torch.from_numpy(table), self.state.device))
+        self._batch.copy_(staged, non_blocking=True)
 
     def __call__(
         self, size: Size, max_keys: int | None = None, reads: PromptReads | None = None
@@ -170,17 +173,25 @@ class Round:
     def go_on(self, size: Size, rows: TargetRows, max_keys: int) -> None:
         """The second part: sample, accept, commit, catch up, propose."""
         slots, spans, layout, tree_rows = rows.spans.slots, rows.spans, rows.layout, rows.tree_rows
-        sampled, logits = self.sample(size, layout, rows.hidden, max_keys, tree_rows)
-        verdict, paths = self.judge(spans, layout, sampled, tree_rows)
-        if logits is not None and size.logprobs is not None:
-            places = self.scored[: size.scored]
-            self.scores.of_tokens(size, layout, logits, sampled, places, paths)
-        self.catch_up(verdict, size, rows, paths)
 
-        def propose(index: int, going: torch.Tensor) -> Drafts:
-            return self.propose(index, going, size, max_keys)
+        def catch_up_early() -> None:
+            first = layout.batch.positions[layout.first_row.clamp(max=size.rows - 1)]
+            self.catch_up(first, spans.known, size, rows)
 
-        self.books.finish(slots, size, spans.drafts, verdict, propose)
+        early = self._all_is_settled(size)
+        with self.backend.beside(catch_up_early) if early else nullcontext():
+            sampled, logits = self.sample(size, layout, rows.hidden, max_keys, tree_rows)
+            verdict, paths = self.judge(spans, layout, sampled, tree_rows)
+            if logits is not None and size.logprobs is not None:
+                places = self.scored[: size.scored]
+                self.scores.of_tokens(size, layout, logits, sampled, places, paths)
+            if not early:
+                self.catch_up(verdict.first, verdict.settled, size, rows, paths)
+
+            def propose(index: int, going: torch.Tensor) -> Drafts:
+                return self.propose(index, going, size, max_keys)
+
+            self.books.finish(slots, size, spans.drafts, verdict, propose)
 
     def find_trees(self, spans: RoundSpans, size: Size, layout: RoundLayout) -> TreeRows | None:
         """The trees among the drafts of a round, and where its rows stand in them; None where there
@@ -261,20 +272,26 @@ class Round:
         first = torch.arange(len(tokens), device=tokens.device) * tokens.shape[1]
         return paths, (replace(spans, drafts=paths.lengths), first, tokens.flatten())
 
+    def _all_is_settled(self, size: Size) -> bool:
+        """Whether drafters, which do no more than catch up, need not wait for what is sampled; and
+        a device runs both at once."""
+        drafting = any(index in self.drafters for index in size.proposers)
+        settled = not size.verifies and not drafting and self.keeping_up.only_networks
+        return settled and size.catches_up and self.backend.runs_beside
+
     def catch_up(
         self,
-        verdict: RoundVerdict,
+        first: torch.Tensor,
+        settled: torch.Tensor,
         size: Size,
         rows: TargetRows,
-        paths: Paths | None,
+        paths: Paths | None = None,
     ) -> None:
-        """Tell the proposers what was settled."""
+        """Tell the proposers what was settled, as ``RoundVerdict`` has it."""
         if not self.keeping_up.tells(size.catches_up):
             return
         slots, layout = rows.spans.slots, rows.layout
-        commits = Commits(
-            slots, verdict.first, verdict.settled, layout.first_row, layout.batch, rows.features
-        )
+        commits = Commits(slots, first, settled, layout.first_row, layout.batch, rows.features)
         if rows.tree_rows is not None and paths is not None:
             commits = self.books.follow_paths(commits, layout, *rows.tree_rows, paths)
         drafting = any(index in self.drafters for index in size.proposers)

@@ -25,6 +25,8 @@ _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
 _WEIGH_EVERY = 5
 """Rounds between two looks whether another action is better."""
+_AT_ONCE = 3
+"""Actions that are weighed in one round, which waits for it, while a crowd leaves."""
 _STEPS = np.arange(0.0, 4.5, 0.25)
 _LATE = (
     _STEPS,
@@ -57,6 +59,10 @@ class Weighing:
         """What is compared with the best action next, and which depth is tried next."""
         self._weighed_for = 0
         """Requests when all actions were compared with each other; 0: they never were."""
+        self._unweighed: list[Action] = []
+        """What is still to be weighed for that."""
+        self._leaving = False
+        """Whether there are fewer than before."""
         self._allowed: dict[tuple[Sequence[Action], tuple[int, ...], int], tuple[Action, ...]] = {}
 
     def allowed(self, situation: Situation) -> tuple[Action, ...]:
@@ -132,7 +138,10 @@ class Weighing:
         if self.best not in actions:
             self.best = max(actions, key=lambda action: self._promise_of(action).rate)
         if is_other_load(situation.requests, self._weighed_for):
+            self._leaving = 1 < situation.requests < self._weighed_for
             self._weighed_for = situation.requests
+            self._unweighed = [self.best, *(each for each in actions if each != self.best)]
+        if self._unweighed:
             self._choose_anew(situation, actions, plain)
         # One now and then, and none older than that: of old promises the best would be too good.
         before, self._turn = self._turn, self._turn + rounds
@@ -183,12 +192,16 @@ class Weighing:
         return max(own, key=lambda action: self.promise(situation, action, plain).rate)
 
     def _choose_anew(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> None:
-        """Under another load, who drafts and how far is another question: all actions are compared
-        at once. From one depth to the next would not do: where few numbers of rows are recorded,
+        """Under another load, who drafts and how far is another question: all actions are
+        compared. From one depth to the next would not do: where few numbers of rows are recorded,
         one between two good ones may be bad; and what was promised before is worth nothing."""
-        self._promises = {action: self.promise(situation, action, plain) for action in actions}
-        other = max(actions, key=lambda action: self._promises[action].rate)
-        self._prefer(other, situation, plain)
+        count = _AT_ONCE if self._leaving else len(self._unweighed)
+        for action in self._unweighed[:count]:
+            self._promises[action] = self.promise(situation, action, plain)
+        del self._unweighed[:count]
+        if not self._unweighed:
+            other = max(actions, key=lambda action: self._promise_of(action).rate)
+            self._prefer(other, situation, plain)
 
     def _better(self, other: Action, than: Action) -> bool:
         """Whether ``other`` promises enough more."""

@@ -3,7 +3,8 @@ same bits. A row's results depend on the row and its request alone, not on the o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -57,6 +58,24 @@ class TritonBackend(Backend):
         self.draw, self.adjust = seam.draw, seam.adjust
         self.mask_tokens, self.row_logprobs = mask_tokens, row_logprobs
         self.choices = CublasChoices()
+        self.runs_beside = self.device.type == "cuda"
+        self._beside = torch.cuda.Stream(self.device) if self.runs_beside else None
+
+    @contextmanager
+    def beside(self, work: Callable[[], None]) -> Iterator[None]:
+        if self._beside is None:
+            work()
+            yield
+            return
+        here = torch.cuda.current_stream(self.device)
+        self._beside.wait_stream(here)
+        try:
+            with torch.cuda.stream(self._beside):
+                work()
+            yield
+        finally:
+            # Also where something was raised: what is being recorded must end on one stream.
+            here.wait_stream(self._beside)
 
     @property
     def drafting(self) -> TritonDrafting:
