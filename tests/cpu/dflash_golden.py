@@ -85,9 +85,7 @@ class Bench:
             rows, keys, keys, torch.full_like(rows, SLOT), state.block_tables, start, 100
         )
         one = torch.tensor
-        self.proposer.catch_up(
-            Commits(one([SLOT]), one([first]), one([settled]), one([0]), batch, features)
-        )
+        self.proposer.catch_up(Commits(one([SLOT]), one([settled]), one([0]), batch, features))
 
     def propose(self) -> Drafts:
         return self.proposer.propose(torch.tensor([SLOT]))

@@ -254,7 +254,7 @@ def random_verdict(dice: Dice, pair: list[BookKeeping]) -> tuple[torch.Tensor, R
         state.computed.copy_((state.length - 1).clamp(min=0))
     going = torch.where((counts > 0) & (ends == 0), slots, SLOTS)
     none = torch.zeros_like(counts)
-    return slots, RoundVerdict(tokens, (counts - 1).clamp(min=0), counts, ends, none, none, going)
+    return slots, RoundVerdict(tokens, (counts - 1).clamp(min=0), counts, ends, none, going)
 
 
 def run_round(books: BookKeeping, given: Any, seed: int, awake: tuple[int, ...]) -> None:
@@ -376,7 +376,7 @@ def check_that_sleepers_learn(books: BookKeeping) -> None:
     state.length[2] = K + 1
     one, none = slots.new_ones(1), slots.new_zeros(1)
     tokens = slots.new_full((1, K + 1), 3)
-    verdict = RoundVerdict(tokens, none, one, none, none, none, slots)
+    verdict = RoundVerdict(tokens, none, one, none, none, slots)
     books.finish(slots, Size(1, 1, 1, SamplingStages(), (0,)), none, verdict, lambda *_: offer)
     for estimator in controller.estimators:
         assert float(estimator.trials[2, 4].sum()) == K
@@ -389,7 +389,7 @@ def test_a_proposer_that_was_switched_off_is_not_asked(name: str) -> None:
     books = make_books(name, (False, False))
     slots, asked = torch.tensor([0]), []
     none = torch.zeros_like(slots)
-    verdict = RoundVerdict(none.view(1, 1), none, none, none, none, none, slots)
+    verdict = RoundVerdict(none.view(1, 1), none, none, none, none, slots)
     offer = Drafts(none.view(1, 1), none, torch.zeros(1, 1))
     del books.controller.active[1]
 

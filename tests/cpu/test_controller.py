@@ -155,7 +155,7 @@ def test_methods_pin_or_forbid_proposers() -> None:
     books.learn(1, slots, drafts([8], [8], [8], confidence=0.2))
     none = torch.zeros_like(slots)
     tokens = torch.zeros((3, K + 1), dtype=torch.int64)
-    verdict = RoundVerdict(tokens, none, none + 1, none, none, none, slots)
+    verdict = RoundVerdict(tokens, none, none + 1, none, none, slots)
     books.choose_and_report(slots, none, verdict, True)
     offers = books.offers
     assert offers.lengths[:3].tolist() == [1, 1, 0]

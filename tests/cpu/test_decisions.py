@@ -19,6 +19,7 @@ from surefoot.speculation.decisions import (
     Decision,
     Expectation,
     Landed,
+    Promise,
     Situation,
 )
 from surefoot.speculation.exploring import Budget, Trial
@@ -167,8 +168,8 @@ def test_a_trial_of_other_proposers_takes_two_rounds() -> None:
 def test_credit_is_saved_up_and_owed_within_bounds() -> None:
     budget, trial = Budget(), Trial(True, (0,), (0,))
     budget.earn([trial], 1e9)
-    # Two plain rounds are saved at most: one that costs three leaves it without credit ...
-    budget.pay(trial, 3.0)
+    # One plain round is saved at most: a trial that costs two leaves it without credit ...
+    budget.pay(trial, 2.0)
     assert all(budget.next([trial]) is None for _ in range(20))
     # ... and one more may be owed, whatever it lost.
     budget.pay(trial, 1e9)
@@ -176,7 +177,7 @@ def test_credit_is_saved_up_and_owed_within_bounds() -> None:
     assert budget.next([trial]) == trial
     # What was gained is bounded like what was saved.
     budget.pay(trial, -1e9)
-    budget.pay(trial, 2.01)
+    budget.pay(trial, 1.01)
     assert all(budget.next([trial]) is None for _ in range(20))
 
 
@@ -205,14 +206,43 @@ def test_what_is_usual_is_known_at_once_and_for_as_many_requests() -> None:
     assert paid == pytest.approx([0.0] * 4)
 
 
-def test_trials_take_turns() -> None:
-    """What was tried longest ago is next, some rounds after any other of its kind."""
+@pytest.mark.parametrize(("restrained", "rounds"), [(False, 6), (True, 12)])
+def test_trials_take_turns(restrained: bool, rounds: int) -> None:
+    """What was tried longest ago is next, some rounds after any other of its kind; more while
+    nobody may be slowed."""
     trials = [Trial(False, (index,), ()) for index in range(3)]
     budget = Budget()
-    tried = [(at, trial) for at in range(60) if (trial := budget.next(trials))]
+    asked = (budget.next(trials, restrained=restrained) for _ in range(120))
+    tried = [(at, trial) for at, trial in enumerate(asked) if trial]
     assert [trial for _, trial in tried[:6]] == [*trials, *trials]
     apart = {later - earlier for (earlier, _), (later, _) in pairwise(tried)}
-    assert apart == {6}
+    assert apart == {rounds}
+
+
+def test_while_a_crowd_leaves_actions_are_weighed_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under any other load all at once."""
+    actions = [LOOK, *(((1,), depth) for depth in (1, 2, 3))]
+    planner = planner_of(GivenCosts(actions, 0.1))
+    weighing, weighed = planner.weighing, list[Action]()
+
+    def promise(now: Situation, action: Action, plain: float, lately: bool = True) -> Promise:
+        weighed.append(action)
+        return Promise(2.0 if action == ((1,), 2) else 1.0, 1.0)
+
+    monkeypatch.setattr(weighing, "promise", promise)
+    for requests, at_once in ((8, True), (4, False), (1, True), (8, True), (5, False)):
+        crowd = situation(*[NEVER] * requests, proposers=(0, 1))
+        there = weighing.allowed(crowd)
+        weighing.best = NOTHING
+        rounds = []
+        for _ in range(5):
+            weighed.clear()
+            weighing.weigh(crowd, there, 1.0, rounds=0)
+            rounds.append(tuple(weighed))
+        assert rounds == ([(*there,), *[()] * 4] if at_once else [(action,) for action in there])
+        assert weighing.best == ((1,), 2)
 
 
 def test_rounds_between_two_questions_count() -> None:
@@ -271,6 +301,7 @@ def test_kinds_of_sampling_have_costs_of_their_own() -> None:
         (LOOK, 7, 2.0, True, 1), (LOOK, 15, 2.0, True, 2), (LOOK, 48, 2.0, True, 4),
         (LOOK, 48, 0.1, True, 1), (LOOK, 48, 0.1, False, 1),
         (NOTHING, 7, 2.0, True, 16), (NOTHING, 15, 2.0, True, 16), (NOTHING, 48, 0.1, True, 1),
+        (NOTHING, 48, 0.5, True, 1), (NOTHING, 48, 0.7, True, 16), (LOOK, 48, 0.7, True, 1),
         (NOTHING, 48, 0.1, False, 16), (NOTHING, 7, 0.1, False, 16), (NOTHING, 1, 0.1, False, 16),
     ],
 )  # fmt: skip

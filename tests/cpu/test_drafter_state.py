@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import random
 import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -132,6 +134,39 @@ def test_drafts_never_rest_on_what_was_not_written(ahead: bool) -> None:
         assert request.output == run_alone(target(), job).output
     assert watch.check() > 25
     assert engine.stats.preemptions and sum(r.cached for r in requests) > 20
+
+
+@ROUNDS
+def test_drafters_may_catch_up_before_a_round_samples(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a device does both at once: a round that verifies nothing, and in which nobody
+    drafts, settles what it ran."""
+    engine = engine_of(ahead=ahead, kv_blocks=24, max_num_batched_tokens=7, max_num_seqs=3)
+    backend, order = engine.round.backend, list[str]()
+    monkeypatch.setattr(backend, "runs_beside", True)
+
+    def beside(works: Sequence[Callable[[], None]]) -> AbstractContextManager[None]:
+        if works:
+            order.append("beside")
+        return type(backend).beside(backend, works)
+
+    monkeypatch.setattr(backend, "beside", beside)
+    drafter = engine.proposers[engine.controller.names.index(DRAFTER)]
+    for owner, name in ((drafter, "catch_up"), (engine.round, "sample")):
+        own = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *a, own=own, name=name: order.append(name) or own(*a)
+        )
+    watch, _ = Watch(engine), Drowsy(engine, 4)
+    jobs = crowd(("off", "auto", DRAFTER, "auto", "off", DRAFTER), 14, 26, 3)
+    for job, request in zip(jobs, run_jobs(engine, jobs), strict=True):
+        assert request.output == run_alone(target(), job).output
+    assert watch.check() > 20
+    early = [order[at + 1 : at + 3] for at, name in enumerate(order) if name == "beside"]
+    assert len(early) > 10 and all(each == ["catch_up", "sample"] for each in early)
+    # Where drafts are verified, what is settled depends on what is sampled.
+    assert order.count("catch_up") > len(early) + 10
 
 
 @needs_native

@@ -106,7 +106,7 @@ def test_rows_and_paths_and_what_is_settled(case: Any) -> None:
         counts = torch.where(spans.known > 1, spans.known, spans.known * (paths.lengths + 1))
         counts = (counts - (torch.rand(len(known)) < 0.2).long()).clamp(min=0)
         features = torch.zeros(len(layout.batch.tokens), 1)
-        commits = Commits(spans.slots, counts, counts, layout.first_row, layout.batch, features)
+        commits = Commits(spans.slots, counts, layout.first_row, layout.batch, features)
         want, found = both("follow_paths", commits, layout, rows, planting, paths)
         for name in ("before", "last"):
             assert torch.equal(getattr(want, name), getattr(found, name)), name

@@ -87,8 +87,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/recorded_costs.py",
-        "if prompt_rows or not len(places):",
-        "if not len(places):",
+        "if prompt_rows or not len(layout.places):",
+        "if not len(layout.places):",
         "test_round_costs.py",
     ),
     m(
@@ -183,8 +183,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/holding.py",
-        "if not choice or (",
-        "if (",
+        "if idle or not choice:",
+        "if idle:",
         "test_decisions.py::test_what_leaves_no_choice_holds",
     ),
     m(
@@ -213,8 +213,32 @@ MUTATIONS = (
     ),
     m(
         "speculation/holding.py",
-        "waits = host >= _HOST_BOUND * decision.expected.seconds",
-        "waits = True",
+        "elif part >= _HOST_BOUND:",
+        "else:",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/holding.py",
+        "(part >= _IDLE_BOUND or not overlap)",
+        "not overlap",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/round.py",
+        "settled = not size.verifies and not drafting and",
+        "settled = not drafting and",
+        "test_drafter_state.py::test_drafters_may_catch_up_before_a_round_samples",
+    ),
+    m(
+        "speculation/exploring.py",
+        "apart = _APART_RESTRAINED if restrained else _APART",
+        "apart = _APART",
+        "test_decisions.py::test_trials_take_turns",
+    ),
+    m(
+        "speculation/weighing.py",
+        "count = 1 if self._leaving else len(self._unweighed)",
+        "count = len(self._unweighed)",
         "test_decisions.py",
     ),
     # --- how many are verified --------------------------------------------------------------------
@@ -409,7 +433,7 @@ MUTATIONS = (
     ),
     m(
         "speculation/exploring.py",
-        ">= _APART]",
+        ">= apart]",
         ">= 1]",
         "test_decisions.py::test_trials_take_turns",
     ),

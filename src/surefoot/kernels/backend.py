@@ -102,10 +102,11 @@ class Backend(ABC):
     def drafting(self) -> Drafting:
         """The operations of proposers beside these."""
 
-    def beside(self, work: Callable[[], None]) -> AbstractContextManager[None]:
-        """Do ``work`` while the device does what the context holds; neither reads what the other
-        writes. Both are done when whatever is called after the context begins."""
-        work()
+    def beside(self, works: Sequence[Callable[[], None]]) -> AbstractContextManager[None]:
+        """Do ``works`` while the device does what the context holds; none of all these reads what
+        another writes. All are done when whatever is called after the context begins."""
+        for work in works:
+            work()
         return nullcontext()
 
     @abstractmethod

@@ -48,9 +48,8 @@ class RoundLayout:
 class RoundVerdict:
     """int64 [B] each, but for the tokens. ``accepted``: drafts accepted, before the cut at an end;
     ``counts``: tokens committed, 0 for spans that sample nothing; ``ends``: 0 runs on, 1 ended by a
-    stop id, 2 by the token limit; ``first``: leading positions whose KV was written before the
-    round; ``settled``: how many more are final now; ``going``: the slots that got tokens and did
-    not end, elsewhere the last slot, which is nobody's.
+    stop id, 2 by the token limit; ``settled``: rows whose KV is final now; ``going``: the slots
+    that got tokens and did not end, elsewhere the last slot, which is nobody's.
     """
 
     tokens: torch.Tensor
@@ -58,7 +57,6 @@ class RoundVerdict:
     accepted: torch.Tensor
     counts: torch.Tensor
     ends: torch.Tensor
-    first: torch.Tensor
     settled: torch.Tensor
     going: torch.Tensor
 
@@ -171,4 +169,4 @@ def judge_and_advance(
     settled = torch.where(used, after - first, 0)
     computed.index_put_((slots,), settled, accumulate=True)
     going = torch.where((kept > 0) & (ends == 0), slots, len(history) - 1)
-    return RoundVerdict(tokens, accepted, kept, ends, first, settled, going)
+    return RoundVerdict(tokens, accepted, kept, ends, settled, going)

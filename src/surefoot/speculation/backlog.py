@@ -76,7 +76,7 @@ class Backlog:
             max_keys=state.history.shape[1],
         )
         spans, settled, first = table
-        return Commits(spans, keys[first], settled, first, batch, features)
+        return Commits(spans, settled, first, batch, features)
 
     def clear(self) -> None:
         """Forget what was kept: it belongs to nobody any more."""

@@ -13,7 +13,7 @@ SHARE = 0.005
 _APART, _APART_RESTRAINED = 6, 12
 """Rounds from one trial to the next of its kind, at least: what rounds bring without trials has to
 be known. More where nobody may be slowed: what is learnt is of no use yet."""
-_FIRST, _MOST = 0.5, 2.0
+_FIRST, _MOST = 0.5, 1.0
 """Plain rounds that a trial may cost at first, and at most be saved up."""
 _DEBT = 1.0
 """Plain rounds that may be owed: what a trial lost while beliefs were wrong does not forbid it. But

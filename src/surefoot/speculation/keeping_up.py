@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -58,6 +59,10 @@ class KeepingUp:
     def only_networks(self) -> bool:
         """Whether nobody else wants to hear of rounds."""
         return not self._active(self._others)
+
+    def works(self, commits: Commits) -> list[Callable[[], None]]:
+        """Each tells one of those with a network at once; none needs what another does."""
+        return [partial(self._tell, [index], commits) for index in self._active(self._networks)]
 
     def settled(self, commits: Commits, networks: bool, drafting: bool, trees: bool) -> None:
         """A round settled these rows, with ``features`` [N, …] of all captured layers.

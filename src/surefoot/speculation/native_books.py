@@ -130,7 +130,7 @@ class NativeBooks(BookKeeping):
     ) -> RoundVerdict:
         batch, stop_ids = len(spans.slots), self.state.params.stop_ids
         if (found := self._verdicts.get(batch)) is None:
-            out = _integers(batch, self.state.max_drafts + 1), *_integers(6, batch)
+            out = _integers(batch, self.state.max_drafts + 1), *_integers(5, batch)
             addresses = tuple(tensor.data_ptr() for tensor in out)
             self._verdicts[batch] = found = RoundVerdict(*out), addresses
         verdict, addresses = found

@@ -127,12 +127,12 @@ class DraftRequest:
 
 
 class Commits(NamedTuple):
-    """What a round settled for B slots: positions ``first`` .. ``first + counts - 1`` now have
-    final KV (and features)."""
+    """What a round settled for B slots: so many rows of each now have final KV (and features)."""
 
     slots: torch.Tensor
-    first: torch.Tensor
+    """int64 [B]."""
     counts: torch.Tensor
+    """int64 [B]."""
     rows: torch.Tensor
     """int64 [B]: index of each slot's first row in the round's flat batch."""
     batch: FlatBatch

@@ -70,7 +70,7 @@ class RecordedCosts:
         """All of them, and those before the last review."""
         self._step: int | None = None
         self._base = self.measured.seconds[:, 0]
-        self._believed: dict[tuple[int, Action], np.ndarray] = {}
+        self._believed: dict[tuple[int, Action], tuple[np.ndarray, np.ndarray]] = {}
         """By spans and action, until something is learnt."""
         self._chosen: dict[tuple[int, Action, int], RecordedSize] = {}
         """By spans, action and the first size of ``Layouts.of`` that would do, for some rounds."""
@@ -117,8 +117,7 @@ class RecordedCosts:
             most = most if action[0] else 0
             return self._exact().table(requests, prompt_rows, action, most, context)
         room = layout.room(requests)
-        seconds = self._seconds_of(requests, action, context)
-        seconds = np.minimum.accumulate(seconds[::-1])[::-1]
+        seconds = self._seconds_of(requests, action, context)[1]
         last = int(room.searchsorted(most)) + 1
         return np.minimum(room[:last], most), seconds[:last]
 
@@ -139,20 +138,25 @@ class RecordedCosts:
         key = self._layouts.spans_for(requests), action, first
         chosen = self._chosen.get(key)
         if chosen is None:
-            seconds = self._seconds_of(requests, action, context)
+            seconds = self._seconds_of(requests, action, context)[0]
             place = layout.places[first + int(seconds[first:].argmin())]
             chosen = self._chosen[key] = self.sizes[place]
         return chosen
 
-    def _seconds_of(self, requests: int, action: Action, context: float) -> np.ndarray:
-        """float64 [n]: what is believed of the sizes of ``Layouts.of``."""
+    def _seconds_of(
+        self, requests: int, action: Action, context: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(float64 [n], float64 [n]): what is believed of the sizes of ``Layouts.of``, and of the
+        cheapest of each and those that are larger."""
         self._attend(context)
         key = self._layouts.spans_for(requests), action
         known = self._believed.get(key)
         if known is None:
             layout = self._layouts.of(requests, action)
-            known = self._own_now(layout.places) + self._features[layout.places] @ self.beliefs.mean
-            known = self._believed[key] = self._base[layout.places] * np.exp(known)
+            off = self._own_now(layout.places) + self._features[layout.places] @ self.beliefs.mean
+            seconds = self._base[layout.places] * np.exp(off)
+            least = np.minimum.accumulate(seconds[::-1])[::-1]
+            known = self._believed[key] = seconds, least
         return known
 
     def _exact(self) -> ExactCosts:

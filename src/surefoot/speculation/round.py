@@ -11,7 +11,6 @@ and ``go_on``: the first takes most of the time to record, and many sizes have i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,19 +173,16 @@ class Round:
         """The second part: sample, accept, commit, catch up, propose."""
         slots, spans, layout, tree_rows = rows.spans.slots, rows.spans, rows.layout, rows.tree_rows
 
-        def catch_up_early() -> None:
-            first = layout.batch.positions[layout.first_row.clamp(max=size.rows - 1)]
-            self.catch_up(first, spans.known, size, rows)
-
         early = self._all_is_settled(size)
-        with self.backend.beside(catch_up_early) if early else nullcontext():
+        works = self.keeping_up.works(self.settled(spans.known, rows)) if early else ()
+        with self.backend.beside(works):
             sampled, logits = self.sample(size, layout, rows.hidden, max_keys, tree_rows)
             verdict, paths = self.judge(spans, layout, sampled, tree_rows)
             if logits is not None and size.logprobs is not None:
                 places = self.scored[: size.scored]
                 self.scores.of_tokens(size, layout, logits, sampled, places, paths)
             if not early:
-                self.catch_up(verdict.first, verdict.settled, size, rows, paths)
+                self.catch_up(verdict.settled, size, rows, paths)
 
             def propose(index: int, going: torch.Tensor) -> Drafts:
                 return self.propose(index, going, size, max_keys)
@@ -279,19 +275,18 @@ class Round:
         settled = not size.verifies and not drafting and self.keeping_up.only_networks
         return settled and size.catches_up and self.backend.runs_beside
 
+    def settled(self, counts: torch.Tensor, rows: TargetRows) -> Commits:
+        """So many rows of each span, int64 [B], are settled."""
+        layout = rows.layout
+        return Commits(rows.spans.slots, counts, layout.first_row, layout.batch, rows.features)
+
     def catch_up(
-        self,
-        first: torch.Tensor,
-        settled: torch.Tensor,
-        size: Size,
-        rows: TargetRows,
-        paths: Paths | None = None,
+        self, settled: torch.Tensor, size: Size, rows: TargetRows, paths: Paths | None = None
     ) -> None:
-        """Tell the proposers what was settled, as ``RoundVerdict`` has it."""
+        """Tell the proposers what was settled: so many rows of each span, int64 [B]."""
         if not self.keeping_up.tells(size.catches_up):
             return
-        slots, layout = rows.spans.slots, rows.layout
-        commits = Commits(slots, first, settled, layout.first_row, layout.batch, rows.features)
+        commits, layout = self.settled(settled, rows), rows.layout
         if rows.tree_rows is not None and paths is not None:
             commits = self.books.follow_paths(commits, layout, *rows.tree_rows, paths)
         drafting = any(index in self.drafters for index in size.proposers)

@@ -25,8 +25,6 @@ _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
 _WEIGH_EVERY = 5
 """Rounds between two looks whether another action is better."""
-_AT_ONCE = 3
-"""Actions that are weighed in one round, which waits for it, while a crowd leaves."""
 _STEPS = np.arange(0.0, 4.5, 0.25)
 _LATE = (
     _STEPS,
@@ -195,7 +193,8 @@ class Weighing:
         """Under another load, who drafts and how far is another question: all actions are
         compared. From one depth to the next would not do: where few numbers of rows are recorded,
         one between two good ones may be bad; and what was promised before is worth nothing."""
-        count = _AT_ONCE if self._leaving else len(self._unweighed)
+        # While a crowd leaves, rounds are short, and wait for it: one after the other.
+        count = 1 if self._leaving else len(self._unweighed)
         for action in self._unweighed[:count]:
             self._promises[action] = self.promise(situation, action, plain)
         del self._unweighed[:count]

@@ -229,7 +229,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "sf_lay_out": (None, [*([pointer] * 5), *([int64] * 3), pointer]),
         "sf_judge": (
             None,
-            [*([pointer] * 5), int64, pointer, int64, pointer, pointer, int64] + [pointer] * 7,
+            [*([pointer] * 5), int64, pointer, int64, pointer, pointer, int64] + [pointer] * 6,
         ),
         "sf_split": (None, [*([pointer] * 3), *([int64] * 4), *([pointer] * 5)]),
         "sf_learn": (None, [pointer, int64, pointer, int64, *([pointer] * 4), int64]),

@@ -65,16 +65,16 @@ SF_EXPORT void sf_judge(const sf_books *books, const int64_t *slots, const int64
                         const int64_t *drafts, const int64_t *samples, int64_t count,
                         const int64_t *sampled, int64_t sampled_rows, const int64_t *first_sample,
                         const int64_t *stop_ids, int64_t stop_width, int64_t *tokens,
-                        int64_t *accepted, int64_t *counts, int64_t *ends, int64_t *first,
-                        int64_t *settled, int64_t *going) {
+                        int64_t *accepted, int64_t *counts, int64_t *ends, int64_t *settled,
+                        int64_t *going) {
     const int64_t most_drafts = books->drafts;
     for (int64_t i = 0; i < count; i++) {
         const int64_t slot = slots[i], length = books->length[slot];
+        const int64_t computed = books->computed[slot];
         int64_t *text = books->history + slot * books->width + length;
         int64_t *token = tokens + i * (most_drafts + 1);
         for (int64_t j = 0; j <= most_drafts; j++)
             token[j] = sampled[sf_least(first_sample[i] + j, sampled_rows - 1)];
-        first[i] = books->computed[slot];
         accepted[i] = counts[i] = ends[i] = settled[i] = 0;
         going[i] = books->nobody;
         if (!known[i]) continue;
@@ -90,11 +90,11 @@ SF_EXPORT void sf_judge(const sf_books *books, const int64_t *slots, const int64
             counts[i] = kept;
             ends[i] = stopped ? 1 : kept >= room ? 2 : 0;
             for (int64_t j = 0; j < kept; j++) text[j] = token[j];
-            if (kept) settled[i] = length + kept - 1 - first[i];
+            if (kept) settled[i] = length + kept - 1 - computed;
             if (kept && !ends[i]) going[i] = slot;
         }
         books->length[slot] = length + counts[i];
-        books->computed[slot] = first[i] + settled[i];
+        books->computed[slot] = computed + settled[i];
     }
 }
 

@@ -59,23 +59,24 @@ class TritonBackend(Backend):
         self.mask_tokens, self.row_logprobs = mask_tokens, row_logprobs
         self.choices = CublasChoices()
         self.runs_beside = self.device.type == "cuda"
-        self._beside = torch.cuda.Stream(self.device) if self.runs_beside else None
+        self._streams: list[torch.cuda.Stream] = []
 
     @contextmanager
-    def beside(self, work: Callable[[], None]) -> Iterator[None]:
-        if self._beside is None:
-            work()
-            yield
-            return
-        here = torch.cuda.current_stream(self.device)
-        self._beside.wait_stream(here)
+    def beside(self, works: Sequence[Callable[[], None]]) -> Iterator[None]:
+        while len(self._streams) < len(works):
+            self._streams.append(torch.cuda.Stream(self.device))
+        streams = self._streams[: len(works)]
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with torch.cuda.stream(self._beside):
-                work()
+            for stream, work in zip(streams, works, strict=True):
+                with torch.cuda.stream(stream):
+                    work()
             yield
         finally:
             # Also where something was raised: what is being recorded must end on one stream.
-            here.wait_stream(self._beside)
+            for stream in streams:
+                torch.cuda.current_stream(self.device).wait_stream(stream)
 
     @property
     def drafting(self) -> TritonDrafting:

@@ -13,7 +13,7 @@ from surefoot.kernels.triton.launch import SPAN_COLUMNS, jit, next_power_of_2
 def verdict_kernel(
     slots_ptr, known_ptr, drafts_ptr, samples_ptr, first_sample_ptr, sampled_ptr, sampled_rows,
     history_ptr, history_stride, length_ptr, computed_ptr, limit_ptr, stop_ids_ptr, stops,
-    token_ptr, accepted_ptr, count_ptr, end_ptr, first_ptr, settled_ptr, going_ptr, nobody,
+    token_ptr, accepted_ptr, count_ptr, end_ptr, settled_ptr, going_ptr, nobody,
     max_drafts,
     WIDTH: tl.constexpr, STOPS: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +51,6 @@ def verdict_kernel(
     tl.store(count_ptr + span, kept)
     tl.store(end_ptr + span, code.to(tl.int64))
     after = tl.where(kept > 0, length + kept - 1, computed + known)
-    tl.store(first_ptr + span, computed)
     tl.store(settled_ptr + span, tl.where(known > 0, after - computed, 0))
     going = tl.where((kept > 0) & (code == 0), slot, nobody)
     tl.store(going_ptr + span, going.to(tl.int64))
@@ -78,7 +77,7 @@ def judge_and_advance(
     computed."""
     entries = spans.slots.shape[0]
     tokens = history.new_empty((entries, max_drafts + 1))
-    outcome = [history.new_empty(entries) for _ in range(6)]
+    outcome = [history.new_empty(entries) for _ in range(5)]
     stops = stop_ids.shape[1]
     verdict_kernel[(entries,)](
         spans.slots, spans.known, spans.drafts, spans.samples,
