@@ -81,12 +81,18 @@ def test_who_never_drafts_lends_what_it_is_ahead() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.5, 2.0)), min_size=1, max_size=200))
-def test_whoever_may_be_slowed_was_fast_enough(rounds: list[tuple[float, float]]) -> None:
+@given(
+    st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.5, 2.0)), min_size=1, max_size=200),
+    st.integers(1, 1000),
+)
+def test_whoever_may_be_slowed_was_fast_enough(
+    rounds: list[tuple[float, float]], longest: int
+) -> None:
     """Over any beginning of a text: what one may fall behind now, and all it got, are no less than
-    what it was owed and two tokens; and no more is lent than it was ahead."""
-    book, slots = Paces(), np.array([3])
-    book.admit(slots)
+    what it was owed and six tokens, or a thirty-second of what it may get; and no more is lent than
+    it was ahead."""
+    book, slots, first = Paces(), np.array([3]), min(6.0, longest / 32)
+    book.admit(slots, np.array([longest]))
     got = owed = 0.0
     for gain, took in rounds:
         # As the planner does: whoever would lack something then has a round to itself.
@@ -94,10 +100,10 @@ def test_whoever_may_be_slowed_was_fast_enough(rounds: list[tuple[float, float]]
             gain, took = 0.0, 1.0
         book.passed(slots, 1.0 + gain, took)
         got, owed = got + 1.0 + gain, owed + MIN_PACE * took
-        assert got + 2.0 >= owed - 1e-6
-        assert 0.0 <= book.ahead(slots)[0] <= min(16.0, got + 2.0 - owed + 1e-6)
-    book.admit(slots)
-    assert book.ahead(slots).tolist() == [2.0]
+        assert got + first >= owed - 1e-6
+        assert 0.0 <= book.ahead(slots)[0] <= min(32.0, got + first - owed + 1e-6)
+    book.admit(slots, np.array([longest]))
+    assert book.ahead(slots).tolist() == [first]
 
 
 def test_restraint_is_longer_where_slowing_others_gained_nothing() -> None:
@@ -128,7 +134,7 @@ def test_the_planner_knows_who_is_who(monkeypatch: pytest.MonkeyPatch) -> None:
         tiny_decoder(), max_num_seqs=3, max_num_batched_tokens=8, enable_prefix_caching=False
     )
     seen: list[tuple[list[int], int]] = []
-    entered: list[list[int]] = []
+    entered: list[tuple[list[int], list[int]]] = []
     decide = engine.planner.decide
 
     def watch(situation: Situation) -> Decision:
@@ -137,7 +143,11 @@ def test_the_planner_knows_who_is_who(monkeypatch: pytest.MonkeyPatch) -> None:
         return decide(situation)
 
     monkeypatch.setattr(engine.planner, "decide", watch)
-    monkeypatch.setattr(engine.planner, "admit", lambda slots: entered.append(slots.tolist()))
+    monkeypatch.setattr(
+        engine.planner,
+        "admit",
+        lambda slots, tokens: entered.append((slots.tolist(), tokens.tolist())),
+    )
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     jobs = [
         Job(tuple(range(2, 2 + length)), params, SpeculationParams("off"), arrival=arrival)
@@ -145,7 +155,7 @@ def test_the_planner_knows_who_is_who(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     run_jobs(engine, jobs)
     # The last one enters a slot that another has left.
-    assert entered == [[0], [1], [2], [2]]
+    assert entered == [([slot], [8]) for slot in (0, 1, 2, 2)]
     assert seen[0] == ([0], 3)
     # Seven rows of the prompt of ten do not end it, the other three do.
     assert seen[seen.index(([0], 7)) + 1] == ([0, 1], 3)

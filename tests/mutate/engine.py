@@ -105,7 +105,7 @@ MUTATIONS = (
     ),
     m(
         "engine/loop.py",
-        "        self.planner.admit(slots_of(requests))",
+        "        self.planner.admit(slots_of(requests), np.array(room))",
         "        pass",
         "test_paces.py",
     ),

@@ -300,8 +300,14 @@ MUTATIONS = (
     ),
     m(
         "speculation/paces.py",
-        "        self._ahead[slots] = _FIRST",
+        "        self._ahead[slots] = np.minimum(_FIRST, _FIRST_PART * tokens)",
         "        pass",
+        "test_paces.py",
+    ),
+    m(
+        "speculation/paces.py",
+        "np.minimum(_FIRST, _FIRST_PART * tokens)",
+        "_FIRST",
         "test_paces.py",
     ),
     m(

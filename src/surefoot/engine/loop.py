@@ -109,7 +109,8 @@ class Loop:
         slots = self.state.admit(requests)
         self.controller.admit(slots, requests)
         self.without_drafters += sum(bool(request.declined) for request in requests)
-        self.planner.admit(slots_of(requests))
+        room = [request.max_length - request.length for request in requests]
+        self.planner.admit(slots_of(requests), np.array(room))
         self.round.books.offers.clear(slots)
         # Proposers look for what they know of a prefix hit in its blocks.
         self.reservations.admit(requests)

@@ -20,7 +20,7 @@ class FixedPlanner:
         self.exact = exact
         self.accounts = Accounts(Budget())
 
-    def admit(self, slots: np.ndarray) -> None:
+    def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Nobody's pace is looked after."""
 
     def decide(self, situation: Situation) -> Decision:

@@ -8,9 +8,11 @@ import numpy as np
 
 MIN_PACE = 0.95
 """No request's pace falls below this share of its pace without drafts in that batch."""
-_FIRST = 2.0
-"""Tokens that a request may fall behind before it has got any."""
-_MOST = 16.0
+_FIRST, _FIRST_PART = 6.0, 1 / 32
+"""Tokens that a request may fall behind before it has got any, at most, and as a part of those that
+it may get: how a text goes on is not known by its beginning, and where one that begins hesitantly
+stopped the drafts of all, all would end later, and it too (docs/log.md)."""
+_MOST = 32.0
 """Tokens ahead that count: who was fast for long is not slow for long."""
 _SHORTEST, _LONGEST = 16, 256
 """Rounds in which nobody is slowed after somebody had nothing left, at least; and at most, where
@@ -30,10 +32,10 @@ class Paces:
     def __init__(self) -> None:
         self._ahead = np.full(0, _FIRST)
 
-    def admit(self, slots: np.ndarray) -> None:
-        """Requests enter ``slots``, int64 [n]."""
+    def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """Requests enter ``slots``, int64 [n], that may get so many ``tokens``, int64 [n]."""
         self._reach(slots)
-        self._ahead[slots] = _FIRST
+        self._ahead[slots] = np.minimum(_FIRST, _FIRST_PART * tokens)
 
     def ahead(self, slots: np.ndarray) -> np.ndarray:
         """float64 [n]: tokens that each may fall behind now; 0: none."""

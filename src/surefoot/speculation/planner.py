@@ -119,9 +119,9 @@ class Planner:
 
     # --- deciding -----------------------------------------------------------------------------
 
-    def admit(self, slots: np.ndarray) -> None:
-        """Requests enter ``slots``, int64 [n]."""
-        self.fairness.paces.admit(slots)
+    def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """Requests enter ``slots``, int64 [n], that may get so many ``tokens``, int64 [n]."""
+        self.fairness.paces.admit(slots, tokens)
 
     def decide(self, situation: Situation) -> Decision:
         """What to launch now."""
