@@ -41,7 +41,14 @@ SHARED = H200[1]
         # SmolLM2: nine steps are all there are.
         (128, (1536, 576, True), ProductPlan(2, 32, 9, True)),
         (65, (1536, 576, True), ProductPlan(2, 32, 9, True)),
-        (64, (1536, 576, True), None),
+        (64, (1536, 576, True), ProductPlan(1, 32, 9, True)),
+        (1, (1536, 576, True), ProductPlan(1, 32, 9, True)),
+        (64, (1536, 576, False), None),
+        (31, (9728, 2560, True), None),
+        (32, (9728, 2560, True), ProductPlan(1, 160, 8, True)),
+        (64, (9728, 2560, True), ProductPlan(1, 160, 8, True)),
+        (65, (9728, 2560, True), None),
+        (16, (6144, 2048, True), ProductPlan(1, 96, 11, True)),
         (80, (9728, 2560, True), None),
         (80, (49152, 576, False), ProductPlan(2, 192, 5, False)),
         (80, (151936, 2560, False), None),
@@ -115,6 +122,8 @@ def test_the_source_is_made_for_the_plan() -> None:
 @pytest.mark.parametrize(
     "plan",
     [
+        ProductPlan(1, 256, 4, True),
+        ProductPlan(1, 32, 9, True),
         ProductPlan(2, 160, 6, True),
         ProductPlan(2, 16, 12, True),
         ProductPlan(3, 192, 4, False),
@@ -174,12 +183,11 @@ def test_gated_products_and_logits_go_there(linear: Any) -> None:
 @pytest.mark.parametrize(
     ("rows", "inputs", "dtype", "bias"),
     [
-        (64, 128, torch.bfloat16, False),
         (96, 124, torch.bfloat16, False),
         (96, 128, torch.float32, False),
         (96, 128, torch.bfloat16, True),
     ],
-    ids=["few rows", "not described", "float32", "bias"],
+    ids=["not described", "float32", "bias"],
 )
 def test_what_it_cannot_compute_stays_with_triton(
     linear: Any, rows: int, inputs: int, dtype: torch.dtype, bias: bool

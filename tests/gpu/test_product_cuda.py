@@ -15,6 +15,7 @@ from surefoot.kernels.cuda.product import available, multiply
 from surefoot.kernels.cuda.product_plan import (
     ALIGNMENT,
     FEW_ROWS,
+    GROUP,
     WIDEST,
     ProductPlan,
     product_plan,
@@ -66,13 +67,14 @@ def numbers(outputs: int, inputs: int, gated: bool, rows: int) -> tuple[torch.Te
 def test_its_bits_are_those_of_triton(shape: tuple[int, int, bool]) -> None:
     outputs, inputs, gated = shape
     card = processors(torch.device("cuda", 0)), shared_memory(torch.device("cuda", 0))
-    few = (65, 80, 97, 127, 128, 129, 160, 192, random.randint(65, 192))
+    few = (1, 16, 31, 32, 64, random.randint(1, 64))
+    few += (65, 80, 97, 127, 128, 129, 160, 192, random.randint(65, 192))
     many = (193, 256, 384, 513, 1024, random.randint(193, 1024)) if gated else ()
     for rows in few + many:
         x, weight = numbers(outputs, inputs, gated, rows)
         plan = product_plan(rows, outputs, inputs, gated, *card)
         if plan is None:
-            assert rows <= FEW_ROWS
+            assert rows in FEW_ROWS or (rows <= GROUP and not gated)
             continue
         found = run(x, weight, plan)
         assert torch.equal(found, by_triton(x, weight, gated)), rows
@@ -88,7 +90,7 @@ def test_its_bits_are_those_of_triton(shape: tuple[int, int, bool]) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_every_tile_gives_the_same_bits(gated: bool) -> None:
     shared = shared_memory(torch.device("cuda", 0)) - ALIGNMENT
-    for groups in (2, 3, 4) if gated else (2, 3):
+    for groups in (1, 2, 3, 4) if gated else (2, 3):
         # One tile high, or two, of which the second is partly empty.
         rows = random.randint(64 * groups - 63, 128 * groups)
         x, weight = numbers(1000, 520, gated, rows)

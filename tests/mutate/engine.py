@@ -345,8 +345,8 @@ MUTATIONS = (
     ),
     m(
         "kernels/cuda/product_plan.py",
-        "    if rows <= FEW_ROWS and halves",
-        "    if rows < FEW_ROWS and halves",
+        "    if rows in FEW_ROWS and halves",
+        "    if rows in FEW_ROWS[1:-1] and halves",
         "test_product_plan.py",
     ),
     m(
@@ -357,8 +357,8 @@ MUTATIONS = (
     ),
     m(
         "kernels/cuda/product_plan.py",
-        "        if gated and 2 * stage_bytes(groups, tile) <= shared - ALIGNMENT",
-        "        if gated",
+        "        if gated and groups > 1 and 2 * stage_bytes(groups, tile) <= shared - ALIGNMENT",
+        "        if gated and groups > 1",
         "test_product_plan.py",
     ),
     m(

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from surefoot.kernels.cuda.product_plan import (
-    FEWEST_ROWS,
     GROUP,
-    MOST_ROWS,
+    MOST_GATED_ROWS,
     STEP,
     ProductPlan,
 )
@@ -59,9 +58,9 @@ def available(device: torch.device) -> bool:
         _checked(nvrtc.nvrtcVersion())
     except (ImportError, OSError, RuntimeError) as error:
         logger.warning(
-            "rounds of %d to %d rows are slower than they could be (%s): pip install cuda-bindings"
+            "rounds of up to %d rows are slower than they could be (%s): pip install cuda-bindings"
             " nvidia-cuda-nvrtc",
-            FEWEST_ROWS, MOST_ROWS, error,
+            MOST_GATED_ROWS, error,
         )  # fmt: skip
         return False
     return True

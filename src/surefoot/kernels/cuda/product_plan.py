@@ -2,9 +2,10 @@
 
 It is for weights whose blocks of 64 outputs leave multiprocessors idle in Triton's kernels (9,728
 gated outputs are 152 blocks, for 132 of them), and for those of more blocks than there are
-multiprocessors, since its steps run on from tile to tile. Up to 64 rows, and with large weights up
-to 80, Triton's kernels are as good or better. Gated products of more than 192 rows are its own up
-to 1,024, where cuBLAS is not quicker (``triton.cublas``); logits gain nothing there (docs/log.md).
+multiprocessors, since its steps run on from tile to tile. Of large weights it leaves fewer than 32
+rows, and 65 to 80, to Triton's kernels, and of logits up to 64 rows. Gated products of more than
+192 rows are its own up to 1,024, where cuBLAS is not quicker (``triton.cublas``); logits gain
+nothing there (docs/log.md).
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ STEP = 64
 """Inputs of a step, as ``product.cu`` has it."""
 GROUP = 64
 """Rows of x that a warpgroup multiplies."""
-FEWEST_ROWS, MOST_ROWS = 65, 192
-MOST_GATED_ROWS = 1024
-FEW_ROWS, LARGE = 80, 2**25
-"""With up to so many rows, weights of more numbers are left to Triton."""
+MOST_ROWS, MOST_GATED_ROWS = 192, 1024
+LARGE = 2**25
+"""Numbers of a weight that is large."""
+FEW_ROWS = (*range(1, 32), *range(65, 81))
+"""With so many rows, such are left to Triton."""
 BLOCK = 64
 """Outputs that a program of ``triton.matmul`` computes."""
-WIDEST = {(2, False): 256, (2, True): 192, (3, False): 192, (3, True): 160, (4, True): 128}
+WIDEST = {
+    **{(1, True): 256, (2, True): 192, (3, True): 160, (4, True): 128},
+    **{(2, False): 256, (3, False): 192},
+}
 """Most rows of a weight's tile, by (groups, gated): what registers hold."""
 MOST_STAGES = 12
 ALIGNMENT = 1024
@@ -76,14 +81,16 @@ def product_plan(
 ) -> ProductPlan | None:
     """The plan for ``rows`` of bf16, on ``sms`` multiprocessors of ``shared`` bytes of memory, or
     None where Triton's kernels are as good. ``gated``: ``outputs`` are those after gating."""
-    if not FEWEST_ROWS <= rows <= (MOST_GATED_ROWS if gated else MOST_ROWS):
+    if rows > (MOST_GATED_ROWS if gated else MOST_ROWS):
         return None
     if outputs % 8 or inputs % 8:
         return None
     if rows > MOST_ROWS:
         return _of_many_rows(rows, outputs, inputs, sms, shared)
     groups, halves = -(-rows // GROUP), 2 if gated else 1
-    if rows <= FEW_ROWS and halves * outputs * inputs > LARGE:
+    if (groups, gated) not in WIDEST:
+        return None
+    if rows in FEW_ROWS and halves * outputs * inputs > LARGE:
         return None
 
     def turns(width: int) -> int:
@@ -123,7 +130,7 @@ def _of_many_rows(
         (groups, tile)
         for (groups, gated), widest in WIDEST.items()
         for tile in range(16, widest + 1, 16)
-        if gated and 2 * stage_bytes(groups, tile) <= shared - ALIGNMENT
+        if gated and groups > 1 and 2 * stage_bytes(groups, tile) <= shared - ALIGNMENT
     ]
     if not tiles:
         return None
