@@ -244,8 +244,8 @@ MUTATIONS = (
     # --- how many are verified --------------------------------------------------------------------
     m(
         "speculation/paces.py",
-        "MIN_PACE = 0.95",
-        "MIN_PACE = 0.9",
+        "MIN_PACE, _SPARING = 0.95, 0.9875",
+        "MIN_PACE, _SPARING = 0.9, 0.9875",
         "test_goodput.py",
         "test_offers.py",
     ),
@@ -294,8 +294,8 @@ MUTATIONS = (
     # --- who may be slowed ------------------------------------------------------------------------
     m(
         "speculation/paces.py",
-        "self._ahead[slots] + tokens - MIN_PACE * rounds, _MOST)",
-        "self._ahead[slots] + tokens - MIN_PACE, _MOST)",
+        "self._ahead[slots] + tokens - pace * rounds, _MOST)",
+        "self._ahead[slots] + tokens - pace, _MOST)",
         "test_paces.py",
     ),
     m(
@@ -308,6 +308,12 @@ MUTATIONS = (
         "speculation/paces.py",
         "np.minimum(_FIRST, _FIRST_PART * tokens)",
         "_FIRST",
+        "test_paces.py",
+    ),
+    m(
+        "speculation/paces.py",
+        "            self.pace = _SPARING",
+        "            pass",
         "test_paces.py",
     ),
     m(
@@ -330,8 +336,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/paces.py",
-        "        self.paces.passed(slots, 1.0 + gains, self._rounds)",
-        "        self.paces.passed(slots, 1.0, self._rounds)",
+        "self.paces.passed(slots, 1.0 + gains, self._rounds, self.restraint.pace)",
+        "self.paces.passed(slots, 1.0, self._rounds, self.restraint.pace)",
         "test_paces.py",
     ),
     m(
@@ -476,8 +482,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/weighing.py",
-        "            self._choose_anew(situation, actions, plain)\n",
-        "",
+        "            self._choose_anew(situation, actions, plain)",
+        "            pass",
         "test_block_depths.py",
     ),
     m(

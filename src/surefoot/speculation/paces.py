@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MIN_PACE = 0.95
-"""No request's pace falls below this share of its pace without drafts in that batch."""
+MIN_PACE, _SPARING = 0.95, 0.9875
+"""No request's pace falls below this share of its pace without drafts in that batch; nor below the
+second while all together gain less than others may lose by the first."""
 _FIRST, _FIRST_PART = 6.0, 1 / 32
 """Tokens that a request may fall behind before it has got any, at most, and as a part of those that
 it may get: how a text goes on is not known by its beginning, and where one that begins hesitantly
@@ -42,11 +43,14 @@ class Paces:
         self._reach(slots)
         return np.maximum(self._ahead[slots], 0.0)
 
-    def passed(self, slots: np.ndarray, tokens: np.ndarray | float, rounds: float) -> None:
+    def passed(
+        self, slots: np.ndarray, tokens: np.ndarray | float, rounds: float, pace: float = MIN_PACE
+    ) -> None:
         """A round was launched that is expected to give the requests ``tokens`` (of each, or of
-        all alike) in the time of so many rounds without drafts and proposers."""
+        all alike) in the time of so many rounds without drafts and proposers, in which they are
+        owed ``pace`` tokens each."""
         self._reach(slots)
-        self._ahead[slots] = np.minimum(self._ahead[slots] + tokens - MIN_PACE * rounds, _MOST)
+        self._ahead[slots] = np.minimum(self._ahead[slots] + tokens - pace * rounds, _MOST)
 
     def _reach(self, slots: np.ndarray) -> None:
         most = int(slots.max(initial=-1)) + 1
@@ -80,7 +84,8 @@ class Owed:
 class Restraint:
     """Whether nobody may be slowed: for some rounds after what is best for all together would have
     left somebody with less than it is owed. Where all together gained nothing before that, the
-    rounds are twice as many as the last time."""
+    rounds are twice as many as the last time. Where with such rounds they gained less than others
+    may lose, they lend a quarter of that only."""
 
     def __init__(self) -> None:
         self.holds = False
@@ -90,6 +95,10 @@ class Restraint:
         """Tokens that each got more than without drafts, since it ended."""
         self._length = _SHORTEST
         """Rounds that it takes, at least."""
+        self._rested = 0
+        """Rounds that it took the last time."""
+        self.pace = MIN_PACE
+        """Tokens that are owed in a round without drafts and proposers."""
 
     def passed(self, rounds: int, gained: float, owed: Owed) -> None:
         """So many rounds were launched, in which requests are expected to get so many tokens more,
@@ -97,6 +106,7 @@ class Restraint:
         self._rounds += rounds
         self._gained += gained
         if self.holds and self._rounds >= self._length and owed.least >= _ENOUGH:
+            self._rested, self.pace = self._rounds, MIN_PACE
             self.holds, self._rounds, self._gained = False, 0, 0.0
 
     def begin(self) -> None:
@@ -105,6 +115,8 @@ class Restraint:
             self._length = min(2 * self._length, _LONGEST)
         else:
             self._length = max(self._length // 4, _SHORTEST)
+        if self._rested and MIN_PACE * (self._gained / (self._rounds + self._rested) + 1.0) < 1.0:
+            self.pace = _SPARING
         self.holds, self._rounds = True, 0
 
 
@@ -143,4 +155,4 @@ class Fairness:
         if len(self._gains) != len(slots):
             # A decision that holds, and one request more or less than it was made for.
             gains = float(self._gains.mean())
-        self.paces.passed(slots, 1.0 + gains, self._rounds)
+        self.paces.passed(slots, 1.0 + gains, self._rounds, self.restraint.pace)
