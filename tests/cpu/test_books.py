@@ -154,7 +154,7 @@ def commit(books: BookKeeping, spans: RoundSpans, size: Size, given: list[torch.
         *(line[:own] for line in lines),
         *(line[:taken] for line in sampling),
         *(layout.first_row[used], layout.first_sample[used]),
-        *(found.accepted, found.counts, found.ends, found.first, found.settled, found.going),
+        *(found.accepted, found.counts, found.ends, found.settled, found.going),
         *(row[:count] for row, count in zip(found.tokens, found.counts, strict=True)),
         *(state.history[slot, : state.length[slot]] for slot in range(SLOTS)),
         *(state.length[:SLOTS], state.computed[:SLOTS]),

@@ -151,6 +151,12 @@ class Commits(NamedTuple):
     everybody's, or the proposer has no network."""
 
     @property
+    def first(self) -> torch.Tensor:
+        """int64 [B]: the position of each slot's first row; anything where it has none."""
+        keys = self.batch.key_index
+        return keys[self.rows.clamp(max=len(keys) - 1)]
+
+    @property
     def row_slot(self) -> torch.Tensor:
         """int64 [N]: ``batch.row_slot``, -1 also for rows that are not served."""
         slots = self.batch.row_slot
