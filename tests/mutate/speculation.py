@@ -219,8 +219,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/holding.py",
-        "(part >= _IDLE_BOUND or not overlap)",
-        "not overlap",
+        "bound = _IDLE_BOUND if situation.requests >= MANY else _HOST_BOUND",
+        "bound = _HOST_BOUND",
         "test_decisions.py",
     ),
     m(

@@ -9,10 +9,10 @@ MANY, MOST_HELD, IDLE_HELD = 8, 3, 15
 requests changes slowly: a decision then holds for one more round for each ``MANY`` requests, up to
 some. That nobody shall propose holds longer, also where the host's time adds to the device's, and
 beside prompts: until somebody does, nothing new is learnt. And so does what leaves no choice."""
-_HOST_BOUND, _IDLE_BOUND = 0.75, 0.6
+_HOST_BOUND, _IDLE_BOUND = 0.75, 0.3
 """The part of a round's time that the host needs, from which on rounds wait for it, now and then;
-and from which on they might while nobody proposes: the time that decisions take is known for all
-such rounds together, and is none where none is made."""
+and from which on those of ``MANY`` requests might while nobody proposes. Of these it is known what
+the host needs on average only, and a round that decides takes it twice as long as others."""
 
 
 class Held:
@@ -55,7 +55,8 @@ class Held:
         if situation.hosted is not None or (situation.prompt_rows and not self._quiet):
             return
         part = host / decision.expected.seconds
-        idle = decision.action == NOTHING and (part >= _IDLE_BOUND or not overlap)
+        bound = _IDLE_BOUND if situation.requests >= MANY else _HOST_BOUND
+        idle = decision.action == NOTHING and (part >= bound or not overlap)
         if idle or not choice:
             self._granted = IDLE_HELD
         elif part >= _HOST_BOUND:
