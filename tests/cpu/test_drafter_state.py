@@ -27,6 +27,7 @@ from surefoot.speculation.fixed import FixedPlanner
 from surefoot.speculation.proposer import Drafts
 from surefoot.speculation.proposers.eagle3.proposer import Eagle3Proposer
 from surefoot.speculation.proposers.ngram import NgramProposer
+from surefoot.speculation.size import Size
 from test_eagle3_engine import GREEDY, by_formulas, compare, some
 
 DRAFTER = "eagle3"
@@ -146,9 +147,16 @@ def test_drafters_may_catch_up_before_a_round_samples(
     backend, order = engine.round.backend, list[str]()
     monkeypatch.setattr(backend, "runs_beside", True)
 
+    sizes: list[Size] = []
+    go_on = engine.round.go_on
+    monkeypatch.setattr(
+        engine.round, "go_on", lambda size, *a: sizes.append(size) or go_on(size, *a)
+    )
+
     def beside(works: Sequence[Callable[[], None]]) -> AbstractContextManager[None]:
         if works:
             order.append("beside")
+            assert not sizes[-1].verifies, "what is settled depends on what is sampled"
         return type(backend).beside(backend, works)
 
     monkeypatch.setattr(backend, "beside", beside)
@@ -165,8 +173,8 @@ def test_drafters_may_catch_up_before_a_round_samples(
     assert watch.check() > 20
     early = [order[at + 1 : at + 3] for at, name in enumerate(order) if name == "beside"]
     assert len(early) > 10 and all(each == ["catch_up", "sample"] for each in early)
-    # Where drafts are verified, what is settled depends on what is sampled.
     assert order.count("catch_up") > len(early) + 10
+    assert sum(size.verifies and not {*size.proposers} & {*engine.round.drafters} for size in sizes)
 
 
 @needs_native
