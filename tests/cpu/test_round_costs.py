@@ -292,6 +292,18 @@ def test_one_poisoned_size_is_put_in_line(place: int, factor: float) -> None:
     assert 0.5 < believed / size_seconds(size) < 2.0
 
 
+def test_a_table_that_is_put_right_takes_with_it_what_was_learnt_against_it() -> None:
+    costs, spoilt = recorded(), RecordedSize(8, 24, 24, DRAFT)
+    place, shape = costs.sizes.index(spoilt), slice(1, -2)
+    for factor, kept in ((1.0, True), (1000.0, False), (1.0, True)):
+        costs.measured.seconds[place] *= factor
+        costs.beliefs.mean[:], costs._own[:] = 0.1, 0.2
+        costs.beliefs.mean[shape] = 0.0
+        costs._review(place)
+        assert costs.measured.seconds[place, 0] == pytest.approx(size_seconds(spoilt), rel=0.1)
+        assert (costs.beliefs.mean[0] == 0.1) == kept == bool(costs._own.all())
+
+
 def test_events_set_all_sizes_right() -> None:
     costs = recorded(dict.fromkeys(sizes(), 10.0))
     for _ in range(200):

@@ -113,7 +113,7 @@ MUTATIONS = (
         "speculation/recorded_costs.py",
         "            self.beliefs = first_beliefs()\n",
         "",
-        "test_recovery.py::test_a_table_of_costs_that_is_spoilt_is_right_again",
+        "test_round_costs.py",
     ),
     m(
         "speculation/recorded_costs.py",
