@@ -225,8 +225,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/round.py",
-        "settled = not size.verifies and not drafting and",
-        "settled = not drafting and",
+        "settled = not size.verifies and not self._drafting(size) and",
+        "settled = not self._drafting(size) and",
         "test_drafter_state.py::test_drafters_may_catch_up_before_a_round_samples",
     ),
     m(

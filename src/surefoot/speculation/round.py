@@ -112,8 +112,8 @@ class Round:
         }
         """Those of them whose offers cost the same however far they draft, or cannot be cut short:
         a tree's nodes are no steps."""
-        self.books = book_keeping(decoder.backend, state, controller, spans)
-        self.keeping_up = KeepingUp(decoder.backend, state, self.proposers, self.needs, controller)
+        self.books = book_keeping(self.backend, state, controller, spans)
+        self.keeping_up = KeepingUp(self.backend, state, self.proposers, self.needs, controller)
         """Whose state follows the texts."""
         self.scores = TokenScores(decoder, state, spans)
         self.replace_sampled: ReplaceSampled | None = None
@@ -224,7 +224,7 @@ class Round:
         masks = None
         if size.masked:
             masks = self.state.token_masks(layout.sample_slots, layout.first_sample)
-        sampled = sample_rows(logits, rows, self.state.params, size.kind, decoder.backend, masks)
+        sampled = sample_rows(logits, rows, self.state.params, size.kind, self.backend, masks)
         return sampled, None if size.logprobs is None else logits
 
     def rows_to_sample(
@@ -263,16 +263,19 @@ class Round:
         source, target = key_moves(paths, self.state.computed[spans.slots])
         tables = self.state.block_tables[spans.slots]
         for layer in self.kv:
-            self.decoder.backend.move_keys(layer, tables, source, target)
+            self.backend.move_keys(layer, tables, source, target)
         self.books.write_drafts(spans.slots, tokens[:, :-1])
         first = torch.arange(len(tokens), device=tokens.device) * tokens.shape[1]
         return paths, (replace(spans, drafts=paths.lengths), first, tokens.flatten())
 
+    def _drafting(self, size: Size) -> bool:
+        """Whether a drafter is to draft."""
+        return any(index in self.drafters for index in size.proposers)
+
     def _all_is_settled(self, size: Size) -> bool:
         """Whether drafters, which do no more than catch up, need not wait for what is sampled; and
         a device runs both at once."""
-        drafting = any(index in self.drafters for index in size.proposers)
-        settled = not size.verifies and not drafting and self.keeping_up.only_networks
+        settled = not size.verifies and not self._drafting(size) and self.keeping_up.only_networks
         return settled and size.catches_up and self.backend.runs_beside
 
     def settled(self, counts: torch.Tensor, rows: TargetRows) -> Commits:
@@ -289,7 +292,7 @@ class Round:
         commits, layout = self.settled(settled, rows), rows.layout
         if rows.tree_rows is not None and paths is not None:
             commits = self.books.follow_paths(commits, layout, *rows.tree_rows, paths)
-        drafting = any(index in self.drafters for index in size.proposers)
+        drafting = self._drafting(size)
         self.keeping_up.settled(commits, size.catches_up, drafting, trees=paths is not None)
 
     def propose(self, index: int, slots: torch.Tensor, size: Size, max_keys: int) -> Drafts:

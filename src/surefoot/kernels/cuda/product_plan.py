@@ -24,9 +24,8 @@ FEW_ROWS = (*range(1, 32), *range(65, 81))
 BLOCK = 64
 """Outputs that a program of ``triton.matmul`` computes."""
 WIDEST = {
-    **{(1, True): 256, (2, True): 192, (3, True): 160, (4, True): 128},
-    **{(2, False): 256, (3, False): 192},
-}
+    (1, True): 256, (2, True): 192, (3, True): 160, (4, True): 128, (2, False): 256, (3, False): 192
+}  # fmt: skip
 """Most rows of a weight's tile, by (groups, gated): what registers hold."""
 MOST_STAGES = 12
 ALIGNMENT = 1024
