@@ -1,7 +1,7 @@
-"""How attention over short spans is shared out, and partial results are added up, run by Triton's
-interpreter.
+"""How attention over short spans is shared out, run by Triton's interpreter.
 
-What computes the chunks is written in Gluon, which has no interpreter: tests/gpu hold it to torch.
+What computes the chunks and adds them up is written in Gluon, which has no interpreter: tests/gpu
+hold it to torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton_interpreter  # isort: skip
 from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
 from surefoot.kernels.triton import chunk_attention
 from surefoot.kernels.triton.chunk_attention import list_chunks, packed_heads
-from surefoot.kernels.triton.chunk_kernel import combine_chunks_kernel
+from surefoot.kernels.triton.chunk_kernel import BLOCKS
 from surefoot.kernels.triton.prompt_attention import BLOCK_N, CHUNK_KEYS
 from test_triton_prompts import masks_of
 from triton_interpreter import DEVICE
@@ -32,6 +32,8 @@ pytestmark = [
 SHAPE = AttentionShape(32, 8, 128, 1.0)
 THREES = AttentionShape(9, 3, 64, 1.0)
 """Three heads take the place of four."""
+KV_BLOCK = 64
+"""Keys of a block of the KV pool; two make a step."""
 TILE_ROWS = 16
 """Rows of a tile: 64 queries of four heads each."""
 
@@ -50,7 +52,9 @@ def batch_of(
         positions=keys,
         key_index=keys,
         row_slot=row_slot,
-        block_tables=torch.zeros((len(spans), 1), dtype=torch.int32, device=DEVICE),
+        block_tables=torch.randint(
+            1 << 20, (len(spans), longest // KV_BLOCK), dtype=torch.int32, device=DEVICE
+        ),
         span_start=torch.tensor([first for first, _ in spans], device=DEVICE).flip(0),
         max_keys=longest,
         mask=None if trees is None else masks_of(rows, trees),
@@ -90,7 +94,7 @@ def test_every_key_of_every_tile_is_worked_on_once(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk_attention, "programs_of", lambda *_: programs)
         batch = replace(batch_of(spans, 1 << 16, trees), both_ways=both_ways)
-        work = list_chunks(batch, shape)
+        work = list_chunks(batch, shape, KV_BLOCK)
     found = work.items.tolist()
     assert found[0][0] < len(found)
     items = found[1 : 1 + found[0][0]]
@@ -104,7 +108,13 @@ def test_every_key_of_every_tile_is_worked_on_once(
             sees = first + count - 1 if both_ways else first + at
             expected = [row + at, rows, sees, slot, first + count]
             assert all(item[:5] == expected and item[8] == first for item in own)
-            last = -(-(first + (count if both_ways else at + rows)) // BLOCK_N)
+            end = first + (count if both_ways else at + rows)
+            last = -(-end // BLOCK_N)
+            for item in own:
+                # Pages behind the last are that one once more.
+                pages = [min(2 * item[6] + page, (end - 1) // KV_BLOCK) for page in (0, 1)]
+                blocks = item[BLOCKS.value : BLOCKS.value + 2]
+                assert blocks == batch.block_tables[slot, pages].tolist()
             if row + at not in split:
                 assert [item[5:8] for item in own] == [[-1, 0, last]]
                 continue
@@ -129,56 +139,27 @@ def test_every_key_of_every_tile_is_worked_on_once(
 
 
 def test_one_long_text_is_shared_out_and_a_crowd_of_equals_is_not() -> None:
-    alone = list_chunks(batch_of([(8191, 1)], 8192), SHAPE)
+    alone = list_chunks(batch_of([(8191, 1)], 8192), SHAPE, KV_BLOCK)
     assert int(alone.items[0, 0]) == 16 and alone.tiles[0].tolist() == [0, 1, 0, 32]
-    crowd = list_chunks(batch_of([(767, 1)] * 32, 8192), SHAPE)
+    crowd = list_chunks(batch_of([(767, 1)] * 32, 8192), SHAPE, KV_BLOCK)
     assert int(crowd.items[0, 0]) == 32 and not crowd.tiles[:, 1].any()
-    longer = list_chunks(batch_of([(767, 1)] * 31 + [(20000, 1)], 40960), SHAPE)
+    longer = list_chunks(batch_of([(767, 1)] * 31 + [(20000, 1)], 40960), SHAPE, KV_BLOCK)
     assert longer.tiles[0].tolist()[3] == 79
     runs = longer.items[1 : 1 + int(longer.items[0, 0]), 0] == 31
     assert 12 <= int(runs.sum()) <= 18
-    assert list_chunks(batch_of([(767, 1)] * 128, 2560), SHAPE).parts == 0
+    assert list_chunks(batch_of([(767, 1)] * 128, 2560), SHAPE, KV_BLOCK).parts == 0
 
 
 def test_too_little_room_for_parts_splits_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_attention, "MOST_PARTS", 40)
-    work = list_chunks(batch_of([(8191, 1), (5000, 1), (8000, 1)], 8192), SHAPE)
+    work = list_chunks(batch_of([(8191, 1), (5000, 1), (8000, 1)], 8192), SHAPE, KV_BLOCK)
     assert work.parts == 40
     assert sum(tile[3] for tile in work.tiles.tolist() if tile[1]) <= 40
     monkeypatch.setattr(chunk_attention, "MOST_PARTS", 0)
-    work = list_chunks(batch_of([(8191, 1), (5000, 1), (8000, 1)], 8192), SHAPE)
+    work = list_chunks(batch_of([(8191, 1), (5000, 1), (8000, 1)], 8192), SHAPE, KV_BLOCK)
     assert work.parts == 0 and int(work.items[0, 0]) == 3 and not work.tiles[:, 1].any()
 
 
 def test_groups_are_padded_to_a_power_of_two() -> None:
     found = [packed_heads(AttentionShape(2 * n, 2, 64, 1.0)) for n in (1, 3, 4, 7, 12, 64, 65)]
     assert found == [(1, 1), (4, 3), (4, 4), (8, 7), (16, 12), (64, 64), (1, 1)]
-
-
-@pytest.mark.parametrize("used", [4, 3])
-@pytest.mark.parametrize("chunks", [1, 7, 8, 9, 20])
-def test_partial_results_are_added_up_in_ascending_order(chunks: int, used: int) -> None:
-    torch.manual_seed(chunks)
-    pack, units, part_rows, width, rows = 4, 2, 8, 16, 2
-    part = torch.randn(3 + chunks, units, part_rows, width, device=DEVICE)
-    best = 3 * torch.randn(3 + chunks, units, part_rows, device=DEVICE)
-    best[3 + chunks // 2] = float("-inf")  # A chunk of which nothing is seen.
-    total = torch.rand_like(best) + 0.5
-    part[3 + chunks // 2] = total[3 + chunks // 2] = 0.0
-    if chunks == 1:
-        best[3], part[3], total[3] = 1.0, 2.0, 4.0
-    sums = torch.stack((best, total), dim=-1).contiguous()
-    tiles = torch.tensor([[0, rows, 3, chunks], [2, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
-    out = torch.full((3, units * used, width), 7.0, device=DEVICE)
-    scale = 0.7
-    combine_chunks_kernel[(2 * part_rows // 4, units)](
-        part, sums, tiles, out, scale, units * used, pack, used, width, part_rows, 4, 8, False
-    )
-    own = slice(3, 3 + chunks)
-    weights = torch.exp2((best[own] - best[own].amax(dim=0)) * scale)
-    expected = (part[own] * weights[..., None]).sum(dim=0)
-    expected /= (total[own] * weights).sum(dim=0)[..., None]
-    for row in range(rows):
-        found = out[row].view(units, used, width)
-        torch.testing.assert_close(found, expected[:, row * pack : row * pack + used])
-    assert (out[2] == 7.0).all(), "no tile of its own"

@@ -23,6 +23,7 @@ from surefoot.kernels.triton.chunk_attention import (
     chunk_work_of,
     list_chunks,
 )
+from surefoot.kernels.triton.chunk_kernel import combine_chunks_kernel
 from surefoot.kernels.triton.launch import hopper
 from surefoot.kernels.triton.prompt_attention import CHUNK_KEYS, list_tiles, prompt_attention
 
@@ -115,18 +116,18 @@ def test_company_and_splits_change_no_bit(
     alone = batch_of([own], tables[:1], padding=0)
     count = own[1] + sum(n for _, n in others)
     q = torch.randn(count, shape.heads, shape.head_dim, dtype=torch.bfloat16)
-    work = list_chunks(alone, shape)
+    work = list_chunks(alone, shape, 16)
     assert int(work.tiles[0, 3]) > 1, "one request's keys are shared out"
     assert int(work.items[0, 0]) > 1
     expected = chunk_attention(q[: own[1]], kv, alone, shape, work)
     batch = batch_of([own, *others], tables)
-    work = list_chunks(batch, shape)
+    work = list_chunks(batch, shape, 16)
     q = torch.cat([q, q.new_zeros(3, *q.shape[1:])])
     found = chunk_attention(q, kv, batch, shape, work)
     assert torch.equal(found[: own[1]], expected), others
     # Nobody's keys are shared out where there is no room for parts.
     monkeypatch.setattr("surefoot.kernels.triton.chunk_attention.MOST_PARTS", 0)
-    whole = list_chunks(replace(batch, max_keys=1), shape)
+    whole = list_chunks(replace(batch, max_keys=1), shape, 16)
     assert whole.parts == 0
     found = chunk_attention(q, kv, batch, shape, whole)
     assert torch.equal(found[: own[1]], expected), others
@@ -145,7 +146,7 @@ def test_recorded_once_for_all_lengths() -> None:
     q = torch.randn(36, 32, 128, dtype=torch.bfloat16)
 
     def run() -> torch.Tensor:
-        return chunk_attention(q, kv, batch, shape, list_chunks(batch, shape))
+        return chunk_attention(q, kv, batch, shape, list_chunks(batch, shape, 16))
 
     run()
     torch.cuda.synchronize()
@@ -162,3 +163,32 @@ def test_recorded_once_for_all_lengths() -> None:
         graph.replay()
         assert torch.equal(captured, run())
         assert relative(captured, exact(q, kv, batch, shape)) < 6e-3
+
+
+@pytest.mark.parametrize("used", [4, 3])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7, 8, 9, 10, 20])
+def test_partial_results_are_added_up_in_ascending_order(chunks: int, used: int) -> None:
+    pack, units, part_rows, width, rows = 4, 2, 8, 64, 2
+    part = torch.randn(3 + chunks, units, part_rows, width)
+    best = 3 * torch.randn(3 + chunks, units, part_rows)
+    best[3 + chunks // 2] = float("-inf")  # A chunk of which nothing is seen.
+    total = torch.rand_like(best) + 0.5
+    part[3 + chunks // 2] = total[3 + chunks // 2] = 0.0
+    if chunks == 1:
+        best[3], part[3], total[3] = 1.0, 2.0, 4.0
+    sums = torch.stack((best, total), dim=-1).contiguous()
+    tiles = torch.tensor([[0, rows, 3, chunks], [2, 0, 0, 0]], dtype=torch.int32)
+    out = torch.full((3, units * used, width), 7.0)
+    scale = 0.7
+    combine_chunks_kernel[(2 * part_rows // 4, units)](
+        part, sums, tiles, out, scale, units * used, pack, used, width, part_rows, 4, 2, 8,
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    own = slice(3, 3 + chunks)
+    weights = torch.exp2((best[own] - best[own].amax(dim=0)) * scale)
+    expected = (part[own] * weights[..., None]).sum(dim=0)
+    expected /= (total[own] * weights).sum(dim=0)[..., None]
+    for row in range(rows):
+        found = out[row].view(units, used, width)
+        torch.testing.assert_close(found, expected[:, row * pack : row * pack + used])
+    assert (out[2] == 7.0).all(), "no tile of its own"

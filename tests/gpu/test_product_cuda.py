@@ -22,9 +22,11 @@ from surefoot.kernels.cuda.product_plan import (
     stage_bytes,
 )
 from surefoot.kernels.triton.backend import TritonBackend
+from surefoot.kernels.triton.drafting import TritonDrafting
 from surefoot.kernels.triton.large_plan import LargePlan
 from surefoot.kernels.triton.launch import processors, shared_memory
-from surefoot.kernels.triton.products import matmul
+from surefoot.kernels.triton.norm import rms_norm
+from surefoot.kernels.triton.products import TritonLinear, matmul
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,7 +92,7 @@ def test_its_bits_are_those_of_triton(shape: tuple[int, int, bool]) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_every_tile_gives_the_same_bits(gated: bool) -> None:
     shared = shared_memory(torch.device("cuda", 0)) - ALIGNMENT
-    for groups in (1, 2, 3, 4) if gated else (2, 3):
+    for groups in (1, 2, 3, 4):
         # One tile high, or two, of which the second is partly empty.
         rows = random.randint(64 * groups - 63, 128 * groups)
         x, weight = numbers(1000, 520, gated, rows)
@@ -99,6 +101,52 @@ def test_every_tile_gives_the_same_bits(gated: bool) -> None:
             stages = min(random.randint(2, 12), shared // stage_bytes(groups, tile))
             plan = ProductPlan(groups, tile, stages, gated)
             assert torch.equal(run(x, weight, plan), expected), plan
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if not shape[2]], ids=str)
+def test_the_largest_of_a_row_is_that_of_its_logits(shape: tuple[int, int, bool]) -> None:
+    outputs, inputs, _ = shape
+    for rows in (1, 16, 64, 65, 128, 192, 193, 384, 1024, random.randint(1, 1024)):
+        x, weight = numbers(outputs, inputs, False, rows)
+        # Equal logits, in one tile and in two.
+        weight[outputs // 2] = weight[1] = weight[0] = 3 * weight[2]
+        linear = TritonLinear(weight, None)
+        assert linear.largest_of_tiles(x) is not None
+        logits = by_triton(x, weight, False)
+        best, index = logits.max(dim=1)[0], linear.largest(x)
+        lowest = (logits == best[:, None]).int().argmax(dim=1)
+        assert torch.equal(index, lowest), rows
+        tokens, chances = torch.empty_like(index), torch.empty(rows)
+        ids = torch.randperm(outputs)
+        drafting = TritonDrafting(TritonBackend(torch.device("cuda", 0), torch.bfloat16))
+        norm, eps = torch.ones(inputs, dtype=torch.bfloat16), 1e-6
+        drafting.likeliest_by_head(norm, eps, linear, x, ids, tokens, chances)
+        logits = by_triton(rms_norm(x, norm, eps), weight, False).double()
+        assert torch.equal(tokens, ids[logits.argmax(dim=1)])
+        expected = logits.softmax(dim=1).max(dim=1)[0]
+        torch.testing.assert_close(chances.double(), expected, rtol=1e-4, atol=0.0)
+
+
+def test_every_tile_finds_the_largest() -> None:
+    shared = shared_memory(torch.device("cuda", 0)) - ALIGNMENT
+    for groups in (1, 2, 3, 4):
+        rows = random.randint(64 * groups - 63, 128 * groups)
+        x, weight = numbers(1000, 520, False, rows)
+        logits = by_triton(x, weight, False)
+        for tile in range(8, WIDEST[groups, False] + 1, 8):
+            stages = min(random.randint(2, 12), shared // stage_bytes(groups, tile))
+            plan = ProductPlan(groups, tile, stages, False, largest=True)
+            parts = -(-1000 // tile)
+            sums, totals = torch.full((2, rows, parts), torch.nan)
+            index = torch.full((rows, parts), -1, dtype=torch.int32)
+            multiply(x, weight, sums, plan, index, totals)
+            padded = torch.nn.functional.pad(logits, (0, parts * tile - 1000), value=-torch.inf)
+            padded = padded.view(rows, parts, tile)
+            best, where = padded.max(dim=2)
+            assert torch.equal(sums, best), plan
+            assert torch.equal(index, (where + tile * torch.arange(parts)).int()), plan
+            expected = (padded - best[..., None]).double().exp().sum(dim=2)
+            torch.testing.assert_close(totals.double(), expected, rtol=1e-4, atol=0.0)
 
 
 def test_gates_at_their_limits() -> None:

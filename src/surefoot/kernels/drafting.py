@@ -356,6 +356,20 @@ class Drafting(ABC):
         chosen = logits.gather(1, best.unsqueeze(1)).squeeze(1)
         chances.copy_((chosen - logits.logsumexp(dim=-1)).exp())
 
+    def likeliest_by_head(
+        self,
+        norm: torch.Tensor,
+        eps: float,
+        head: Any,
+        hidden: torch.Tensor,
+        ids: torch.Tensor | None,
+        tokens: torch.Tensor,
+        chances: torch.Tensor,
+    ) -> None:
+        """``likeliest`` of the logits that ``Backend.head`` has for ``hidden`` [B, width], which
+        need not be there as a whole."""
+        self.likeliest(self.backend.head(norm, eps, head, hidden), ids, tokens, chances)
+
     def draw(
         self,
         logits: torch.Tensor,

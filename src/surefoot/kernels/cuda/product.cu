@@ -9,8 +9,8 @@
 // An output's inputs are added up in order, 16 to a matrix instruction. So do matmul.py and
 // large_matmul.py with one share: results are theirs to the bit.
 //
-// Whoever compiles this puts before it GROUPS, TILE, STAGES (steps that the ring holds) and GATED,
-// and in place of the line MULTIPLY what depends on TILE (product.py).
+// Whoever compiles this puts before it GROUPS, TILE, STAGES (steps that the ring holds), GATED and
+// LARGEST, and in place of the line MULTIPLY what depends on TILE (product.py).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -115,12 +115,56 @@ __device__ __forceinline__ uint4 transpose(u32 a, u32 b, u32 c, u32 d, u32 lane)
                 : make_uint4(even_low, odd_low, first, second);
 }
 
+#if LARGEST
+// The largest of a row's sums in a tile, which output it is, the lowest of equals, and, if anybody
+// asks, the sum of all sums' exponentials, divided by its own.
+__device__ __forceinline__ void write_largest(const float* sums, float* y, int* indices,
+                                              float* totals, u32 row, u32 rows, u32 first,
+                                              u32 outputs, u32 lane) {
+    u32 tiles = (outputs + WIDTH - 1) / WIDTH, own = first + lane % 4 * 2;
+    u64 place = (u64)row * tiles + first / WIDTH;
+    float best = sums[0];
+    u32 index = own;
+#pragma unroll
+    for (u32 column = 0; column < WIDTH / 4; column++) {
+        float sum = sums[column / 2 * 4 + column % 2];
+        if (first + column / 2 * 8 < outputs && sum > best)
+            best = sum, index = own + column / 2 * 8 + column % 2;
+    }
+    // Four lanes share a row.
+#pragma unroll
+    for (u32 other = 1; other < 4; other *= 2) {
+        float more = __shfl_xor_sync(~0u, best, other);
+        u32 there = __shfl_xor_sync(~0u, index, other);
+        if (more > best || (more == best && there < index)) best = more, index = there;
+    }
+    if (row < rows && lane % 4 == 0) y[place] = best, indices[place] = index;
+    if (totals == nullptr) return;
+    float total = 0.0f;
+#pragma unroll
+    for (u32 column = 0; column < WIDTH / 4; column++) {
+        float power;
+        asm("ex2.approx.ftz.f32 %0, %1;"
+            : "=f"(power)
+            : "f"((sums[column / 2 * 4 + column % 2] - best) * 1.4426950408889634f));
+        if (first + column / 2 * 8 < outputs) total += power;
+    }
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    if (row < rows && lane % 4 == 0) totals[place] = total;
+}
+#endif
+
 // Write a lane's sums of a tile: of every 8 outputs two neighbours, in `row` and 8 rows below.
-__device__ __forceinline__ void write(const float (&sums)[TILE / 2], void* y, u32 row, u32 rows,
-                                      u32 first, u32 outputs, u32 lane) {
+__device__ __forceinline__ void write(const float (&sums)[TILE / 2], void* y, int* indices,
+                                      float* totals, u32 row, u32 rows, u32 first, u32 outputs,
+                                      u32 lane) {
 #pragma unroll
     for (u32 below = 0; below < 2; below++, row += 8) {
-#if GATED
+#if LARGEST
+        write_largest(&sums[below * 2], (float*)y, indices, totals, row, rows, first, outputs,
+                      lane);
+#elif GATED
         u32* out = (u32*)y + ((u64)row * outputs + first) / 2;
         // A pair is little for a store: of four blocks, each lane of a quad writes one.
 #pragma unroll
@@ -150,10 +194,11 @@ __device__ __forceinline__ void write(const float (&sums)[TILE / 2], void* y, u3
 }
 
 // x_map: boxes of STEP inputs of ROWS rows; w_map: of WIDTH rows. y [rows, outputs]: if GATED
-// SiLU(gate) * up of the weight's halves in bf16, else the sums. outputs, inputs: multiples of 8.
+// SiLU(gate) * up of the weight's halves in bf16, else the sums. If LARGEST: y, indices and, unless
+// null, totals [rows, tiles], as write_largest has them. outputs, inputs: multiples of 8.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 product_kernel(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-               void* y, u32 rows, u32 outputs, u32 inputs) {
+               void* y, int* indices, float* totals, u32 rows, u32 outputs, u32 inputs) {
     extern __shared__ unsigned char memory[];
     // The swizzle repeats every 1,024 bytes.
     u32 ring = ((u32)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
@@ -224,6 +269,6 @@ product_kernel(const __grid_constant__ TensorMap x_map, const __grid_constant__ 
             if (lane == 0) barrier_arrive(empty + 8 * stage);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
-        write(sums, y, row + warp % 4 * 16 + lane / 4, rows, first, outputs, lane);
+        write(sums, y, indices, totals, row + warp % 4 * 16 + lane / 4, rows, first, outputs, lane);
     }
 }

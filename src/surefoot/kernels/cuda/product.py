@@ -17,7 +17,7 @@ import torch
 
 from surefoot.kernels.cuda.product_plan import (
     GROUP,
-    MOST_GATED_ROWS,
+    MOST_MANY_ROWS,
     STEP,
     ProductPlan,
 )
@@ -60,7 +60,7 @@ def available(device: torch.device) -> bool:
         logger.warning(
             "rounds of up to %d rows are slower than they could be (%s): pip install cuda-bindings"
             " nvidia-cuda-nvrtc",
-            MOST_GATED_ROWS, error,
+            MOST_MANY_ROWS, error,
         )  # fmt: skip
         return False
     return True
@@ -74,6 +74,7 @@ def source(plan: ProductPlan) -> str:
         "TILE": plan.tile,
         "STAGES": plan.stages,
         "GATED": int(plan.gated),
+        "LARGEST": int(plan.largest),
     }
     multiply = MULTIPLY.format(
         count=count,
@@ -105,16 +106,27 @@ def compile_source(text: str) -> bytes:
     return code
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, plan: ProductPlan) -> None:
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    y: torch.Tensor,
+    plan: ProductPlan,
+    indices: torch.Tensor | None = None,
+    totals: torch.Tensor | None = None,
+) -> None:
     """``x`` [N, in] times ``weight`` [out, in], bf16, contiguous, ``in`` and ``out`` multiples of
     8, into ``y`` [N, out] fp32; if the plan is gated, SiLU(gate) * up of the weight's halves into
-    bf16 [N, out / 2]."""
+    bf16 [N, out / 2]. If it asks for the largest: those of each tile's outputs into ``y`` [N,
+    tiles] fp32, which outputs they are into ``indices``, int32, and the sums of the exponentials of
+    a tile's outputs less the largest into ``totals``, fp32, like it."""
     from cuda.bindings import driver
 
-    (rows, outputs), inputs = y.shape, x.shape[1]
+    rows, inputs = x.shape
+    outputs = weight.shape[0] // 2 if plan.gated else weight.shape[0]
     function = _function(plan, x.device)
     maps = [_tensor_map(x, GROUP * plan.groups), _tensor_map(weight, plan.width)]
-    values: list[Any] = [ctypes.c_uint64(y.data_ptr())]
+    results = [0 if each is None else each.data_ptr() for each in (y, indices, totals)]
+    values: list[Any] = [ctypes.c_uint64(place) for place in results]
     values += [ctypes.c_uint32(number) for number in (rows, outputs, inputs)]
     places = [int(each.getPtr()) for each in maps] + [ctypes.addressof(each) for each in values]
     parameters = (ctypes.c_void_p * len(places))(*places)

@@ -4,8 +4,9 @@ It is for weights whose blocks of 64 outputs leave multiprocessors idle in Trito
 gated outputs are 152 blocks, for 132 of them), and for those of more blocks than there are
 multiprocessors, since its steps run on from tile to tile. Of large weights it leaves fewer than 32
 rows, and 65 to 80, to Triton's kernels, and of logits up to 64 rows. Gated products of more than
-192 rows are its own up to 1,024, where cuBLAS is not quicker (``triton.cublas``); logits gain
-nothing there (docs/log.md).
+192 rows are its own up to 1,024, where cuBLAS is not quicker (``triton.cublas``). Logits gain
+nothing there (docs/log.md). Where it is only asked which of them are the largest, all numbers of
+rows up to 1,024 are its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ STEP = 64
 """Inputs of a step, as ``product.cu`` has it."""
 GROUP = 64
 """Rows of x that a warpgroup multiplies."""
-MOST_ROWS, MOST_GATED_ROWS = 192, 1024
+MOST_ROWS, MOST_MANY_ROWS = 192, 1024
+"""The latter of gated products and of largest sums."""
 LARGE = 2**25
 """Numbers of a weight that is large."""
 FEW_ROWS = (*range(1, 32), *range(65, 81))
@@ -24,7 +26,8 @@ FEW_ROWS = (*range(1, 32), *range(65, 81))
 BLOCK = 64
 """Outputs that a program of ``triton.matmul`` computes."""
 WIDEST = {
-    (1, True): 256, (2, True): 192, (3, True): 160, (4, True): 128, (2, False): 256, (3, False): 192
+    (1, True): 256, (2, True): 192, (3, True): 160, (4, True): 128,
+    (1, False): 256, (2, False): 256, (3, False): 192, (4, False): 128,
 }  # fmt: skip
 """Most rows of a weight's tile, by (groups, gated): what registers hold."""
 MOST_STAGES = 12
@@ -49,12 +52,14 @@ blocks."""
 @dataclass(frozen=True)
 class ProductPlan:
     """Tiles of 64 * ``groups`` rows of x by ``tile`` rows of the weight (of both halves together,
-    if ``gated``), and ``stages`` steps in flight."""
+    if ``gated``), and ``stages`` steps in flight. ``largest``: of the outputs of a tile it is only
+    asked which is the largest."""
 
     groups: int
     tile: int
     stages: int
     gated: bool
+    largest: bool = False
 
     @property
     def width(self) -> int:
@@ -76,20 +81,21 @@ def stage_bytes(groups: int, tile: int) -> int:
 
 
 def product_plan(
-    rows: int, outputs: int, inputs: int, gated: bool, sms: int, shared: int
+    rows: int, outputs: int, inputs: int, gated: bool, sms: int, shared: int, largest: bool = False
 ) -> ProductPlan | None:
     """The plan for ``rows`` of bf16, on ``sms`` multiprocessors of ``shared`` bytes of memory, or
-    None where Triton's kernels are as good. ``gated``: ``outputs`` are those after gating."""
-    if rows > (MOST_GATED_ROWS if gated else MOST_ROWS):
+    None where Triton's kernels are as good. ``gated``: ``outputs`` are those after gating;
+    ``largest`` as ``ProductPlan`` has it."""
+    if rows > (MOST_MANY_ROWS if gated or largest else MOST_ROWS):
         return None
     if outputs % 8 or inputs % 8:
         return None
     if rows > MOST_ROWS:
-        return _of_many_rows(rows, outputs, inputs, sms, shared)
+        return _of_many_rows(rows, outputs, inputs, gated, sms, shared, largest)
     groups, halves = -(-rows // GROUP), 2 if gated else 1
-    if (groups, gated) not in WIDEST:
+    if groups == 1 and not gated and not largest:
         return None
-    if rows in FEW_ROWS and halves * outputs * inputs > LARGE:
+    if rows in FEW_ROWS and halves * outputs * inputs > LARGE and not largest:
         return None
 
     def turns(width: int) -> int:
@@ -108,18 +114,19 @@ def product_plan(
         return None
     stages = min(MOST_STAGES, turns(width) * -(-inputs // STEP))
     stages = min(stages, (shared - ALIGNMENT) // stage_bytes(groups, tile))
-    return ProductPlan(groups, tile, stages, gated) if stages > 1 else None
+    return ProductPlan(groups, tile, stages, gated, largest) if stages > 1 else None
 
 
 def _of_many_rows(
-    rows: int, outputs: int, inputs: int, sms: int, shared: int
+    rows: int, outputs: int, inputs: int, gated: bool, sms: int, shared: int, largest: bool
 ) -> ProductPlan | None:
-    """The plan for gated products that multiplying limits, not reading the weight."""
+    """The plan for products that multiplying limits, not reading the weight."""
+    halves = 2 if gated else 1
 
     def cost(groups: int, tile: int) -> float:
         """Cycles of the multiprocessor that has most tiles."""
         height = GROUP * groups
-        tiles = -(-rows // height) * -(-outputs // (tile // 2))
+        tiles = -(-rows // height) * -(-outputs // (tile // halves))
         multiplying = height * tile * STEP / PRODUCTS_PER_CYCLE + WAIT_CYCLES / groups
         reading = (height + tile) * STEP * 2 / READ_PER_CYCLE
         step = max(multiplying, reading) + SLOWED * min(multiplying, reading)
@@ -127,12 +134,12 @@ def _of_many_rows(
 
     tiles = [
         (groups, tile)
-        for (groups, gated), widest in WIDEST.items()
-        for tile in range(16, widest + 1, 16)
-        if gated and groups > 1 and 2 * stage_bytes(groups, tile) <= shared - ALIGNMENT
+        for (groups, each), widest in WIDEST.items()
+        for tile in range(8 * halves, widest + 1, 8 * halves)
+        if each == gated and groups > 1 and 2 * stage_bytes(groups, tile) <= shared - ALIGNMENT
     ]
     if not tiles:
         return None
     groups, tile = min(tiles, key=lambda each: cost(*each))
     stages = min(MOST_STAGES, (shared - ALIGNMENT) // stage_bytes(groups, tile))
-    return ProductPlan(groups, tile, stages, True)
+    return ProductPlan(groups, tile, stages, gated, largest)

@@ -41,9 +41,12 @@ def final_argmax_kernel(value_ptr, index_ptr, out_ptr, parts, width, PADDED: tl.
     tl.store(out_ptr + row, found.to(tl.int64))
 
 
-def parts_of(rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for each part's maximum (float32) and its index (int32), [rows, parts]."""
-    size = (rows, cdiv(width, BLOCK))
+def parts_of(
+    rows: int, width: int, device: torch.device, block: int = BLOCK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the maximum (float32) of each ``block`` columns and its index (int32), [rows,
+    parts]."""
+    size = (rows, cdiv(width, block))
     return (
         torch.empty(size, dtype=torch.float32, device=device),
         torch.empty(size, dtype=torch.int32, device=device),

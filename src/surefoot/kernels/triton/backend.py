@@ -242,6 +242,11 @@ class TritonBackend(Backend):
     ) -> torch.Tensor:
         return linear.wide(rms_norm(x.contiguous(), norm, eps))
 
+    def greedy(
+        self, norm: torch.Tensor, eps: float, linear: TritonLinear, x: torch.Tensor
+    ) -> torch.Tensor:
+        return linear.largest(rms_norm(x.contiguous(), norm, eps))
+
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """[M, vocab] float32 or bf16 without NaN -> int64 [M]; ties go to the lowest index."""
         return argmax(logits)

@@ -16,7 +16,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch
 from surefoot.kernels.triton.attention import LOG2_E, trees_attended
-from surefoot.kernels.triton.chunk_kernel import chunk_kernel, combine_chunks_kernel
+from surefoot.kernels.triton.chunk_kernel import (
+    BLOCKS,
+    ENTRY,
+    chunk_kernel,
+    combine_chunks_kernel,
+)
 from surefoot.kernels.triton.launch import cdiv, hopper, jit, next_power_of_2, processors
 from surefoot.kernels.triton.pdl import await_inputs, pdl
 from surefoot.kernels.triton.prompt_attention import (
@@ -34,11 +39,15 @@ QUERY_ROWS = 64
 """Queries of a tile: rows times heads, which are padded to a power of two."""
 PER_PROCESSOR = {64: 2, 128: 1}
 """Programs that a multiprocessor's memory holds, by head_dim."""
-REGISTERS = {64: 128, 128: 136}
+REGISTERS = {64: 128, 128: 144}
 """Of a thread, at most: so many that none is spilt, and as few as these programs leave."""
-GROUPS = 8
-"""Programs that add up the partial results of a tile, where it has so many queries: each takes
-several of long spans, whose rows are seldom all there."""
+TOGETHER = 4
+"""Queries whose partial results one program adds up."""
+FEW_PARTS, MANY_PARTS = 4, 16
+"""Partial results of a query that are asked for at a time."""
+COMBINE_REGISTERS = 128
+"""Of a thread that adds them up. Where none is said, ptxas takes few, and has each wait for the one
+before."""
 MOST_PARTS = 2048
 PART_BYTES = 64 << 20
 """Partial results that there is room for, at most."""
@@ -51,11 +60,12 @@ class ChunkWork:
     """What all layers of a forward share."""
 
     items: torch.Tensor
-    """int32 [1 + n, 16], with room for all: first their number; then of each, the longest first:
+    """int32 [1 + n, ENTRY], with room for all: first their number; then of each, the longest first:
     flat row, rows, index of the last key that the first row sees (others see one more each, as far
     as the span goes), slot, index past the span's last key, which partial result it begins with
     (-1: none, it has all keys; -2: none, its rows see none of them), its first step of ``BLOCK_N``
-    keys and the one past its last, and the index of the span's first key."""
+    keys and the one past its last, and the index of the span's first key; from ``BLOCKS`` on, the
+    blocks of its first step's pages."""
     tiles: torch.Tensor
     """int32 [n, 4], of the tiles that are split: flat row, rows (0: no such tile), first partial
     result, and their number."""
@@ -66,16 +76,17 @@ class ChunkWork:
 
 
 @jit(
-    do_not_specialize=["spans", "programs", "units", "capacity", "splits"],
+    do_not_specialize=["table_stride", "spans", "programs", "units", "capacity", "splits"],
     do_not_specialize_on_alignment=[
         "first_row_ptr", "rows_ptr", "slot_ptr", "key_index_ptr", "mask_ptr"
     ],
 )  # fmt: skip
 def chunk_list_kernel(
-    first_row_ptr, rows_ptr, slot_ptr, key_index_ptr, mask_ptr, items_ptr, tiles_ptr, spans,
-    programs, units, capacity, splits,
+    first_row_ptr, rows_ptr, slot_ptr, key_index_ptr, mask_ptr, items_ptr, tiles_ptr, tables_ptr,
+    table_stride, spans, programs, units, capacity, splits,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, SPANS: tl.constexpr,
-    LARGE_SHARE: tl.constexpr, MASKED: tl.constexpr, BOTH_WAYS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, LARGE_SHARE: tl.constexpr, MASKED: tl.constexpr,
+    BOTH_WAYS: tl.constexpr, ENTRY: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program an item, and one a tile that is split; each works out its own place."""
     # Kernels behind this one may read the list before they wait: they start when it is there.
@@ -132,16 +143,24 @@ def chunk_list_kernel(
         part = tl.where(own_each > 1, part, -1)
         # A tile's last run may begin behind all that its rows see: it gives nothing.
         part = tl.where(low < steps, part, -2)
-        entry = items_ptr + 16 + place * 16
+        entry = items_ptr + ENTRY + place * ENTRY
         tl.store(entry, tl.sum(tl.where(own, firsts, 0), axis=0) + tile * ROWS)
         tl.store(entry + 1, count)
         tl.store(entry + 2, key)
-        tl.store(entry + 3, tl.load(slot_ptr + span).to(tl.int32))
+        slot = tl.load(slot_ptr + span).to(tl.int32)
+        tl.store(entry + 3, slot)
         tl.store(entry + 4, end)
         tl.store(entry + 5, part)
         tl.store(entry + 6, low)
         tl.store(entry + 7, tl.maximum(high, low + 1))
         tl.store(entry + 8, start)
+        # So that programs need not look their first pages up.
+        PAGE: tl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
+        PAGES: tl.constexpr = BLOCK_N // PAGE
+        step = tl.arange(0, PAGES)
+        page = tl.minimum(low * PAGES + step, (last - 1) // PAGE)
+        block = tl.load(tables_ptr + slot * table_stride + page * PAGE // BLOCK_SIZE)
+        tl.store(entry + BLOCKS + step, block)
 
     if number < splits:
         tiles = tl.where(split, needed, 0)
@@ -176,11 +195,11 @@ def programs_of(device: torch.device, shape: AttentionShape) -> int:
 def chunk_work_of(batch: FlatBatch, shape: AttentionShape, kv: torch.Tensor) -> ChunkWork | None:
     """What ``chunk_attention`` needs to know of a batch; None where only
     ``attention.span_attention`` can do it."""
-    return list_chunks(batch, shape) if fits(shape, kv) and hopper(kv.device) else None
+    return list_chunks(batch, shape, kv.shape[3]) if fits(shape, kv) and hopper(kv.device) else None
 
 
-def list_chunks(batch: FlatBatch, shape: AttentionShape) -> ChunkWork:
-    """The work of all spans but trees."""
+def list_chunks(batch: FlatBatch, shape: AttentionShape, block_size: int) -> ChunkWork:
+    """The work of all spans but trees; ``block_size``: keys of a block of the KV pool."""
     spans = span_table(batch)
     entries, rows = spans.rows.shape[0], batch.row_slot.shape[0]
     pack, used = packed_heads(shape)
@@ -199,13 +218,13 @@ def list_chunks(batch: FlatBatch, shape: AttentionShape) -> ChunkWork:
         # Runs are no shorter than 7/8 of half a share, and tiles no shorter than two of them.
         cuts = cdiv(16 * programs, 7 * units)
         splits = min(tiles, cdiv(8 * programs, 7 * units))
-    items = spans.rows.new_empty((1 + tiles + cuts, 16), dtype=torch.int32)
+    items = spans.rows.new_empty((1 + tiles + cuts, ENTRY.value), dtype=torch.int32)
     listed = spans.rows.new_empty((splits, 4), dtype=torch.int32)
     chunk_list_kernel[(tiles + cuts,)](
         spans.first_row, spans.rows, spans.slot, batch.key_index, batch.mask, items, listed,
-        entries, programs, units, parts, splits,
-        per_tile, CHUNK_KEYS, BLOCK_N, next_power_of_2(entries, 32), LARGE_SHARE,
-        batch.mask is not None and not batch.both_ways, batch.both_ways,
+        batch.block_tables, batch.block_tables.stride(0), entries, programs, units, parts, splits,
+        per_tile, CHUNK_KEYS, BLOCK_N, next_power_of_2(entries, 32), block_size, LARGE_SHARE,
+        batch.mask is not None and not batch.both_ways, batch.both_ways, ENTRY.value, BLOCKS.value,
         num_warps=1, **pdl(batch.key_index.device),
     )  # fmt: skip
     return ChunkWork(items, listed, part_rows, parts)
@@ -241,10 +260,10 @@ def chunk_attention(
         CHUNK_KEYS // BLOCK_N, STAGES, num_warps=4, maxnreg=REGISTERS[width], launch_pdl=True,
     )  # fmt: skip
     if work.parts:
-        together = max(1, work.part_rows // GROUPS)
+        together = min(TOGETHER, work.part_rows)
         combine_chunks_kernel[(len(work.tiles) * work.part_rows // together, units)](
             part, sums, work.tiles, out, shape.scale * LOG2_E,
-            shape.heads, pack, used, width, work.part_rows, together, 8,
-            num_warps=1 if together == 1 else 4, **pdl(q.device),
+            shape.heads, pack, used, width, work.part_rows, together, FEW_PARTS, MANY_PARTS,
+            num_warps=together, maxnreg=COMBINE_REGISTERS, launch_pdl=True,
         )  # fmt: skip
     return out

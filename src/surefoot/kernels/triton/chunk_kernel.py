@@ -10,27 +10,72 @@ work was shared out.
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from surefoot.kernels.triton import launch
-from surefoot.kernels.triton import pdl as launches
-from surefoot.kernels.triton.prompt_kernel import load_pages, load_queries
+from surefoot.kernels.triton.prompt_chunks import exp2, pivot_of
+from surefoot.kernels.triton.prompt_kernel import load_page, load_queries
 from surefoot.kernels.triton.prompt_softmax import attend_partition
 from surefoot.kernels.triton.warpgroups import ROWS, await_inputs, jit, release_next
+
+ENTRY = gl.constexpr(32)
+"""Numbers of an entry in the list, and of the list's head."""
+BLOCKS = gl.constexpr(16)
+"""Where an entry has the blocks of its first tile."""
 
 
 @jit
 def read_item(items_ptr, item):
     """The fields of a list's entry, as ``chunk_attention.ChunkWork`` has them."""
-    entry = items_ptr + 16 + item * 16
+    entry = items_ptr + ENTRY + item * ENTRY
     row, count = gl.load(entry), gl.load(entry + 1)
     key, slot = gl.load(entry + 2), gl.load(entry + 3)
     end, part = gl.load(entry + 4), gl.load(entry + 5)
     low, high = gl.load(entry + 6), gl.load(entry + 7)
     return row, count, key, slot, end, part, low, high, gl.load(entry + 8)
+
+
+@jit
+def first_blocks(items_ptr, item, PAGES: gl.constexpr):
+    """The blocks of an item's first tile."""
+    blocks = ()
+    for number in gl.static_range(PAGES):
+        place = items_ptr + ENTRY + item * ENTRY + BLOCKS + number
+        blocks = blocks + (gl.load(place),)  # noqa: RUF005
+    return blocks
+
+
+@jit
+def blocks_of(item, tile, tables_ptr, table_stride, PAGE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+              PAGES: gl.constexpr):  # fmt: skip
+    """The blocks of the pages of an item's ``tile``; in place of those beyond its last page, that
+    page's."""
+    row, count, key, slot, end, part, low, high, start = item
+    last_page = (gl.minimum(key + count, end) - 1) // PAGE
+    blocks = ()
+    for number in gl.static_range(PAGES):
+        page = gl.minimum(tile * PAGES + number, last_page)
+        place = tables_ptr + slot * table_stride + page * PAGE // BLOCK_SIZE
+        blocks = blocks + (gl.load(place),)  # noqa: RUF005
+    return blocks
+
+
+@jit
+def load_tile(
+    desc, blocks, kv_head, offset, tile, last_page, full, target,
+    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """A tile's keys (or values), from its ``blocks``."""
+    BLOCK_N: gl.constexpr = target.shape[0]
+    PAGE: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
+    mbarrier.expect(full, BLOCK_N * target.shape[1] * 2)
+    for number in gl.static_range(BLOCK_N // PAGE):
+        page = gl.minimum(tile * (BLOCK_N // PAGE) + number, last_page)
+        load_page(
+            desc, blocks[number], page, kv_head, offset, full, target.slice(number * PAGE, PAGE),
+            KV_HEADS, PAGE, BLOCK_SIZE,
+        )  # fmt: skip
 
 
 @jit
@@ -44,29 +89,30 @@ def load_partition(
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[1]
     PAGE: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
+    PAGES: gl.constexpr = BLOCK_N // PAGE
     UNITS: gl.constexpr = HEADS // USED
     field = gl.arange(0, 8, layout=gl.BlockedLayout([1], [32], [1], [0]))
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     # The list was made before the last product began, and so were all keys but the newest.
     items = gl.load(items_ptr) * UNITS
-    fields = read_item(items_ptr, program // UNITS)
+    own = read_item(items_ptr, program // UNITS)
+    blocks = first_blocks(items_ptr, program // UNITS, PAGES)
     item = program
     wave = 0
     step = 0
     number = 0
     while item < items:
-        row, count, key, slot, end, part, low, high, start = fields
+        row, count, key, slot, end, part, low, high, start = own
         unit = item % UNITS
         # To and fro: items get shorter along the list, and programs are to end together.
         wave += 1
         item = wave * programs + gl.where(wave % 2 == 0, program, programs - 1 - program)
-        fields = read_item(items_ptr, gl.minimum(item, items - 1) // UNITS)
+        following = read_item(items_ptr, gl.minimum(item, items - 1) // UNITS)
         info = gl.where(field == 0, row, 0) + gl.where(field == 1, count, 0)
         info += gl.where(field == 2, key, 0) + gl.where(field == 3, unit, 0)
         info += gl.where(field == 4, high, 0) + gl.where(field == 5, end, 0)
         info += gl.where(field == 6, low, 0) + gl.where(field == 7, part, 0)
-        pages = tables_ptr + slot * table_stride
         kv_head = unit * USED // (HEADS // KV_HEADS)
         last_page = (gl.minimum(key + count, end) - 1) // PAGE
         # Old keys may be on their way while the product before this kernel ends.
@@ -76,13 +122,13 @@ def load_partition(
             stage = step % STAGES
             phase = (step // STAGES) & 1
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            load_pages(
-                kv_desc, pages, kv_head, 0, tile, last_page,
+            load_tile(
+                kv_desc, blocks, kv_head, 0, tile, last_page,
                 k_full.index(stage), k_s.index(stage), KV_HEADS, BLOCK_SIZE,
             )  # fmt: skip
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            load_pages(
-                kv_desc, pages, kv_head, value_offset, tile, last_page,
+            load_tile(
+                kv_desc, blocks, kv_head, value_offset, tile, last_page,
                 v_full.index(stage), v_s.index(stage), KV_HEADS, BLOCK_SIZE,
             )  # fmt: skip
             if tile == low:
@@ -90,8 +136,12 @@ def load_partition(
                 load_queries(
                     q_desc, q_s, info_s, q_full, q_empty, 0, number, info, row, unit, PACK, USED
                 )
+            # A tile's blocks are read before its turn comes, while the one before waits for room.
+            blocks = blocks_of(own, tile + 1, tables_ptr, table_stride, PAGE, BLOCK_SIZE, PAGES)
             step += 1
         number += 1
+        own = following
+        blocks = blocks_of(own, own[6], tables_ptr, table_stride, PAGE, BLOCK_SIZE, PAGES)
     # Where all spans are trees, nobody has an item, and the kernel is not to end before theirs.
     await_inputs()
     mbarrier.wait(q_empty.index(0), (number & 1) ^ 1)
@@ -146,61 +196,81 @@ def chunk_kernel(
     ], [1], [40])  # fmt: skip
 
 
-@launch.jit
-def _exp2(x, ASM: tl.constexpr):
-    """As ``prompt_chunks.exp2``, for which the interpreter has no assembler."""
-    if not ASM:
-        return tl.exp2(x)
-    return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
+@jit
+def add_parts(
+    whole, whole_best, whole_total, base, chunks, place, used, step, part_ptr, sums_ptr, column,
+    scale, AT_ONCE: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """``AT_ONCE`` partial results of ``chunks`` from number ``base`` on join what those before them
+    add up to. All are asked for before the first is added."""
+    parts = ()
+    for number in gl.static_range(AT_ONCE):
+        there = used & (base + number < chunks)
+        at = place + (base + number) * step
+        best = gl.load(sums_ptr + 2 * at, mask=there, other=float("-inf"))
+        total = gl.load(sums_ptr + 2 * at + 1, mask=there, other=0.0)
+        values = part_ptr + at[:, None] * HEAD_DIM + column[None, :]
+        part = gl.load(values, mask=there[:, None], other=0.0)
+        parts = parts + ((best, total, part),)  # noqa: RUF005
+    for number in gl.static_range(AT_ONCE):
+        best, total, part = parts[number]
+        there = used & (base + number < chunks)
+        highest = gl.maximum(whole_best, best)
+        pivot = pivot_of(highest)
+        old = exp2((whole_best - pivot) * scale)
+        new = exp2((best - pivot) * scale)
+        merged = gl.fma(whole, gl.zeros_like(whole) + old[:, None], part * new[:, None])
+        # The first chunk is taken as it is.
+        merged = gl.where(base + number == 0, part, merged)
+        whole = gl.where(there[:, None], merged, whole)
+        whole_total = gl.where(there, gl.fma(whole_total, old, total * new), whole_total)
+        whole_best = gl.where(there, highest, whole_best)
+    return whole, whole_best, whole_total
 
 
-@launch.jit
+@gluon.jit
 def combine_chunks_kernel(
     part_ptr, sums_ptr, tiles_ptr, out_ptr, scale,
-    HEADS: tl.constexpr, PACK: tl.constexpr, USED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    MEMBERS: tl.constexpr, TOGETHER: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    HEADS: gl.constexpr, PACK: gl.constexpr, USED: gl.constexpr, HEAD_DIM: gl.constexpr,
+    MEMBERS: gl.constexpr, TOGETHER: gl.constexpr, FEW: gl.constexpr, MANY: gl.constexpr,
 ):  # fmt: skip
-    """Queries' partial results in ascending order, as ``prompt_chunks`` merges them; ``TOGETHER``
-    queries of a tile's ``MEMBERS`` in a program, ``AT_ONCE`` chunks on their way."""
-    launches.release_next(PDL)
-    groups: tl.constexpr = MEMBERS // TOGETHER
-    tile = tl.program_id(0) // groups
-    member = tl.program_id(0) % groups * TOGETHER + tl.arange(0, TOGETHER)
-    unit = tl.program_id(1)
-    units: tl.constexpr = HEADS // USED
-    row, count = tl.load(tiles_ptr + tile * 4), tl.load(tiles_ptr + tile * 4 + 1)
-    first, chunks = tl.load(tiles_ptr + tile * 4 + 2), tl.load(tiles_ptr + tile * 4 + 3)
-    launches.await_inputs(PDL)
-    if tl.program_id(0) % groups * TOGETHER >= count * PACK:
-        return
-    used = (member < count * PACK) & (member % PACK < USED)
-    column = tl.arange(0, HEAD_DIM)
-    place = (first.to(tl.int64) * units + unit) * MEMBERS + member
-    whole = tl.zeros([TOGETHER, HEAD_DIM], tl.float32)
-    whole_best = tl.full([TOGETHER], float("-inf"), tl.float32)
-    whole_total = tl.zeros([TOGETHER], tl.float32)
-    for base in range(0, chunks, AT_ONCE):
-        for step in tl.static_range(AT_ONCE):
-            there = used & (base + step < chunks)
-            at = place + (base + step) * (units * MEMBERS)
-            values = part_ptr + at[:, None] * HEAD_DIM + column[None, :]
-            part = tl.load(values, mask=there[:, None], other=0.0)
-            best = tl.load(sums_ptr + 2 * at, mask=there, other=float("-inf"))
-            total = tl.load(sums_ptr + 2 * at + 1, mask=there, other=0.0)
-            highest = tl.maximum(whole_best, best)
-            pivot = tl.where(highest == float("-inf"), 0.0, highest)
-            old = _exp2((whole_best - pivot) * scale, PDL)
-            new = _exp2((best - pivot) * scale, PDL)
-            merged = tl.fma(whole, tl.zeros_like(whole) + old[:, None], part * new[:, None])
-            # The first chunk is taken as it is.
-            merged = tl.where(base + step == 0, part, merged)
-            whole = tl.where(there[:, None], merged, whole)
-            whole_total = tl.where(there, tl.fma(whole_total, old, total * new), whole_total)
-            whole_best = tl.where(there, highest, whole_best)
-    share = 1.0 / tl.where(whole_total == 0.0, 1.0, whole_total)
-    head = unit * USED + member % PACK
-    target = ((row + member // PACK).to(tl.int64) * HEADS + head) * HEAD_DIM
-    result = (whole * share[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + target[:, None] + column[None, :], result, mask=used[:, None])
+    """Queries' partial results in ascending order, as ``prompt_chunks`` merges them. A program has
+    ``TOGETHER`` queries of a tile's ``MEMBERS``, a warp each. ``MANY`` chunks are on their way at a
+    time, or ``FEW`` where there are no more."""
+    release_next()
+    layout: gl.constexpr = gl.BlockedLayout([1, HEAD_DIM // 32], [1, 32], [TOGETHER, 1], [1, 0])
+    queries: gl.constexpr = gl.SliceLayout(1, layout)
+    groups: gl.constexpr = MEMBERS // TOGETHER
+    tile = gl.program_id(0) // groups
+    own = gl.program_id(0) % groups * TOGETHER
+    unit = gl.program_id(1)
+    units: gl.constexpr = HEADS // USED
+    row, count = gl.load(tiles_ptr + tile * 4), gl.load(tiles_ptr + tile * 4 + 1)
+    first, chunks = gl.load(tiles_ptr + tile * 4 + 2), gl.load(tiles_ptr + tile * 4 + 3)
+    await_inputs()
+    if own < count * PACK:
+        member = own + gl.arange(0, TOGETHER, layout=queries)
+        column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
+        used = (member < count * PACK) & (member % PACK < USED)
+        place = (first.to(gl.int64) * units + unit) * MEMBERS + member
+        step: gl.constexpr = units * MEMBERS
+        whole = gl.zeros([TOGETHER, HEAD_DIM], gl.float32, layout)
+        whole_best = gl.full([TOGETHER], float("-inf"), gl.float32, queries)
+        whole_total = gl.zeros([TOGETHER], gl.float32, queries)
+        base = 0
+        while chunks - base > FEW:
+            whole, whole_best, whole_total = add_parts(
+                whole, whole_best, whole_total, base, chunks, place, used, step, part_ptr, sums_ptr,
+                column, scale, MANY, HEAD_DIM,
+            )  # fmt: skip
+            base += MANY
+        if base < chunks:
+            whole, whole_best, whole_total = add_parts(
+                whole, whole_best, whole_total, base, chunks, place, used, step, part_ptr, sums_ptr,
+                column, scale, FEW, HEAD_DIM,
+            )  # fmt: skip
+        share = 1.0 / gl.where(whole_total == 0.0, 1.0, whole_total)
+        head = unit * USED + member % PACK
+        target = ((row + member // PACK).to(gl.int64) * HEADS + head) * HEAD_DIM
+        result = (whole * share[:, None]).to(out_ptr.dtype.element_ty)
+        gl.store(out_ptr + target[:, None] + column[None, :], result, mask=used[:, None])

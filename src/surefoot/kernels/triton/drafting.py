@@ -19,6 +19,7 @@ from surefoot.kernels.triton import blocks, picks
 from surefoot.kernels.triton.attend import attend_inputs, work_of
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.lookup import ngram_lookup
+from surefoot.kernels.triton.norm import rms_norm
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 from surefoot.kernels.triton.rope_kv import rope_and_write
 
@@ -205,6 +206,26 @@ class TritonDrafting(Drafting):
         x, hidden = backend.up_to_down(weights, x, normed, batch, kv, rope, work)
         x, normed = weights.down.added_normed(hidden, x, (norm, weights.eps))
         return x, head.wide(normed)
+
+    def likeliest_by_head(
+        self,
+        norm: torch.Tensor,
+        eps: float,
+        head: TritonLinear,
+        hidden: torch.Tensor,
+        ids: torch.Tensor | None,
+        tokens: torch.Tensor,
+        chances: torch.Tensor,
+    ) -> None:
+        normed = rms_norm(hidden.contiguous(), norm, eps)
+        found = head.largest_of_tiles(normed, totals=True)
+        if found is None:
+            self.likeliest(head.wide(normed), ids, tokens, chances)
+            return
+        values, index, totals = found
+        assert totals is not None
+        width = head.weight.shape[0]
+        picks.likeliest_of_parts(values, index, totals, width, ids, tokens, chances)
 
     def entry_inputs(
         self, weights: EntryWeights, tokens: torch.Tensor, features: torch.Tensor

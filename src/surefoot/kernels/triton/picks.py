@@ -84,10 +84,25 @@ def likeliest(
         logits, logits.stride(0), width, values, index, totals, PART,
         num_warps=4, **pdl(logits.device),
     )  # fmt: skip
-    final_likeliest_kernel[(rows,)](
-        values, index, totals, size[1], width, ids, tokens, tokens.stride(0),
-        chances, chances.stride(0), ids is not None, next_power_of_2(size[1]),
-        num_warps=1, **pdl(logits.device),
+    likeliest_of_parts(values, index, totals, width, ids, tokens, chances)
+
+
+def likeliest_of_parts(
+    values: torch.Tensor,
+    index: torch.Tensor,
+    totals: torch.Tensor,
+    width: int,
+    ids: torch.Tensor | None,
+    tokens: torch.Tensor,
+    chances: torch.Tensor,
+) -> None:
+    """``likeliest`` of rows of ``width`` logits, from the largest of each part of them, its index
+    and the sum of the part's exponentials less the largest, [B, parts] each."""
+    parts = values.shape[1]
+    final_likeliest_kernel[(len(values),)](
+        values, index, totals, parts, width, ids, tokens, tokens.stride(0),
+        chances, chances.stride(0), ids is not None, next_power_of_2(parts),
+        num_warps=1 if parts <= 128 else 4, **pdl(values.device),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from surefoot.kernels.cuda.product import available
 from surefoot.kernels.cuda.product import multiply as multiply_by_cuda
 from surefoot.kernels.cuda.product_plan import ProductPlan, product_plan
 from surefoot.kernels.triton.activation import silu_mul
+from surefoot.kernels.triton.argmax import argmax, parts_of, reduce_parts
 from surefoot.kernels.triton.cublas import CublasChoices, Key
 from surefoot.kernels.triton.large_matmul import multiply_many
 from surefoot.kernels.triton.large_plan import LargePlan, large_plan
@@ -127,7 +128,7 @@ class TritonLinear:
         product = linear(x, self.weight, self.bias)
         return silu_mul(product) if gated else product
 
-    def cuda_plan(self, x: torch.Tensor, gated: bool) -> ProductPlan | None:
+    def cuda_plan(self, x: torch.Tensor, gated: bool, largest: bool = False) -> ProductPlan | None:
         """How ``product.cu`` multiplies ``x``, if it shall. Nothing is added to its products."""
         if self.bias is not None or x.dtype != torch.bfloat16 or not available(x.device):
             return None
@@ -135,7 +136,7 @@ class TritonLinear:
         card = processors(x.device), shared_memory(x.device)
         if shares(outputs, inputs, gated, x.dtype.itemsize, *card) > 1 or not describable(x):
             return None
-        return product_plan(x.shape[0], outputs, inputs, gated, *card)
+        return product_plan(x.shape[0], outputs, inputs, gated, *card, largest)
 
     def by_cuda(self, x: torch.Tensor, gated: bool) -> torch.Tensor | None:
         """The product by ``product.cu``, gated in x's dtype or as float32 sums; None if it shall
@@ -147,6 +148,27 @@ class TritonLinear:
         y = x.new_empty((x.shape[0], outputs_of(self.weight, gated)), dtype=dtype)
         multiply_by_cuda(x, self.weight, y, plan)
         return y
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """The output of each row's largest sum, the lowest of equals: [N, in] -> int64 [N]."""
+        found = self.largest_of_tiles(x)
+        if found is None:
+            return argmax(self.wide(x))
+        return reduce_parts(found[0], found[1], self.weight.shape[0])
+
+    def largest_of_tiles(
+        self, x: torch.Tensor, totals: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+        """Each row's largest sum in every tile of outputs (float32), its output (int32) and, if
+        asked for ``totals``, the sum of the exponentials of all less the largest (float32), [N,
+        tiles] each; None where ``product.cu`` does not compute them."""
+        plan = self.cuda_plan(x, False, largest=True)
+        if plan is None:
+            return None
+        sums, indices = parts_of(x.shape[0], self.weight.shape[0], x.device, plan.width)
+        powers = torch.empty_like(sums) if totals else None
+        multiply_by_cuda(x, self.weight, sums, plan, indices, powers)
+        return sums, indices, powers
 
     def by_kernel(self, x: torch.Tensor, gated: bool, split_k: int) -> torch.Tensor:
         plan = self.plan(x, gated, split_k)

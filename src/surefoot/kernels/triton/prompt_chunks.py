@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
 
-from surefoot.kernels.triton.warpgroups import ROWS, jit
+from surefoot.kernels.triton.warpgroups import ROWS, jit, reinterpret
 
 
 @jit
@@ -76,7 +76,7 @@ def store_half(
     tiled: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, N], gl.bfloat16)
     rows: gl.constexpr = gl.SliceLayout(1, values.type.layout)
     values = values * gl.convert_layout(share, rows)[:, None]
-    stage_s = half_s._reinterpret(gl.bfloat16, [ROWS, N], tiled)
+    stage_s = reinterpret(half_s, gl.bfloat16, [ROWS, N], tiled)
     stage_s.store(values.to(gl.bfloat16))
     result = stage_s.load(layout)
     member = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))

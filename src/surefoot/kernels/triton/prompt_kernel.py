@@ -12,10 +12,27 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from surefoot.kernels.triton.prompt_softmax import attend_partition
-from surefoot.kernels.triton.warpgroups import ROWS, await_inputs, jit, release_next
+from surefoot.kernels.triton.warpgroups import (
+    ROWS,
+    await_inputs,
+    jit,
+    load_box,
+    reinterpret,
+    release_next,
+)
+
+
+@jit
+def load_page(
+    desc, block, page, kv_head, offset, full, target,
+    KV_HEADS: gl.constexpr, PAGE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """The keys (or values) of one page, which lies in ``block``."""
+    at = (block * KV_HEADS + kv_head) * BLOCK_SIZE + page * PAGE % BLOCK_SIZE
+    load_box(desc, [offset + at, 0], full, target)
 
 
 @jit
@@ -31,10 +48,10 @@ def load_pages(
     for number in gl.static_range(PAGES):
         page = gl.minimum(tile * PAGES + number, last_page)
         block = gl.load(page_ptr + page * PAGE // BLOCK_SIZE)
-        at = (block * KV_HEADS + kv_head) * BLOCK_SIZE + page * PAGE % BLOCK_SIZE
-        tma.async_copy_global_to_shared(
-            desc, [offset + at, 0], full, target.slice(number * PAGE, PAGE)
-        )
+        load_page(
+            desc, block, page, kv_head, offset, full, target.slice(number * PAGE, PAGE),
+            KV_HEADS, PAGE, BLOCK_SIZE,
+        )  # fmt: skip
 
 
 @jit
@@ -47,11 +64,12 @@ def load_queries(
     HEAD_DIM: gl.constexpr = q_s.shape[2]
     SPANNED: gl.constexpr = ROWS // PACK
     full = q_full.index(half)
-    target = q_s.index(half)._reinterpret(gl.bfloat16, [SPANNED, PACK, HEAD_DIM], desc.layout)
+    LAYOUT: gl.constexpr = desc.layout
+    target = reinterpret(q_s.index(half), gl.bfloat16, [SPANNED, PACK, HEAD_DIM], LAYOUT)
     mbarrier.wait(q_empty.index(half), (number & 1) ^ 1)
     info_s.index(half).store(info)
     mbarrier.expect(full, ROWS * HEAD_DIM * 2)
-    tma.async_copy_global_to_shared(desc, [row + half * SPANNED, unit * USED, 0], full, target)
+    load_box(desc, [row + half * SPANNED, unit * USED, 0], full, target)
 
 
 @jit

@@ -109,7 +109,7 @@ def rope_and_write(
     rows = qkv.shape[0]
     q = qkv.new_empty((rows, shape.heads, shape.head_dim))
     total = shape.heads + 2 * shape.kv_heads
-    tile = min(8, next_power_of_2(total))
+    tile = min(16, next_power_of_2(total))
     q_norm, k_norm = norms if norms is not None else (None, None)
     rope_kv_kernel[(rows, cdiv(total, tile))](
         qkv, qkv.stride(0), q_norm, k_norm, rope.cos, rope.sin, q, kv,
@@ -117,6 +117,6 @@ def rope_and_write(
         batch.block_tables, batch.block_tables.stride(0), kv.stride(0), eps,
         shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3],
         norms is not None, tile, next_power_of_2(shape.head_dim // 2),
-        num_warps=2, **pdl(qkv.device),
+        num_warps=max(1, tile // 4), **pdl(qkv.device),
     )  # fmt: skip
     return q

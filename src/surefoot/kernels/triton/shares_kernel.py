@@ -20,7 +20,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from surefoot.kernels.triton.warpgroups import ROWS, await_inputs, jit, release_next
+from surefoot.kernels.triton.warpgroups import (
+    ROWS,
+    await_inputs,
+    jit,
+    load_box,
+    reinterpret,
+    release_next,
+    store_box,
+)
 
 BLOCK_M = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)
@@ -59,12 +67,10 @@ def load_partition(
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(bar, (BLOCK_M + PART + REST) * BLOCK_K * 2)
-            tma.async_copy_global_to_shared(x_desc, [top, low], bar, x_s.index(stage))
-            tma.async_copy_global_to_shared(w_desc, [first, low], bar, w_s.index(stage))
+            load_box(x_desc, [top, low], bar, x_s.index(stage))
+            load_box(w_desc, [first, low], bar, w_s.index(stage))
             if REST:
-                tma.async_copy_global_to_shared(
-                    rest_desc, [first + PART, low], bar, rest_s.index(stage)
-                )
+                load_box(rest_desc, [first + PART, low], bar, rest_s.index(stage))
             step += 1
 
 
@@ -109,7 +115,7 @@ def steps_of(number, share, inputs):
 def put(desc, kept, sums, row, column):
     kept.store(sums.to(gl.bfloat16))
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [row, column], kept)
+    store_box(desc, [row, column], kept)
 
 
 @jit
@@ -146,7 +152,8 @@ def multiply_partition(
             else:
                 rest += more
         if WIDE:
-            both = kept_rest._reinterpret(gl.bfloat16, [2, ROWS, PART], y_desc.layout)
+            RESULT: gl.constexpr = y_desc.layout
+            both = reinterpret(kept_rest, gl.bfloat16, [2, ROWS, PART], RESULT)
             put(y_desc, both.index(0), total, top + half * ROWS, first)
             put(y_rest_desc, both.index(1), rest, top + half * ROWS, first + PART)
         else:

@@ -44,6 +44,8 @@ class Walk(ABC):
     """Picks the drafts of blocks."""
 
     reads_hidden = True
+    by_row = False
+    """Whether a row's likeliest token is that of its logits."""
 
     @abstractmethod
     def pick(
@@ -64,6 +66,7 @@ class RowByRow(Walk):
     """Rows that know nothing of each other's tokens (DFlash)."""
 
     reads_hidden = False
+    by_row = True
 
     def pick(
         self, picker: Picker, slots: torch.Tensor, current: torch.Tensor, parts: Iterator[Rows]

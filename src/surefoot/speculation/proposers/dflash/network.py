@@ -221,6 +221,13 @@ class DFlashNetwork(Network):
             logits = config.logit_cap * (logits / config.logit_cap).tanh()
         return logits
 
+    def likeliest(self, hidden: torch.Tensor, tokens: torch.Tensor, chances: torch.Tensor) -> None:
+        """The likeliest token of each of the rows [N, hidden], by the target's ids, into ``tokens``
+        int64 [N], its chance into ``chances`` float32 [N]; for bare logits."""
+        self.backend.drafting.likeliest_by_head(
+            self.norm, self.eps, self.head, hidden, self.target_ids, tokens, chances
+        )
+
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The hidden states as heads read them, after the final norm."""
         return self.backend.rms_norm(hidden, self.norm, self.eps)

@@ -127,20 +127,26 @@ class DFlashProposer(NetworkProposer):
         chances = torch.empty((depth, count), device=slots.device)
         places = live.keys[1 : depth + 1]
 
+        together = max(1, MOST_LOGIT_ROWS // count)
+        slices = [slice(at, min(at + together, depth)) for at in range(0, depth, together)]
+
         def parts() -> Iterator[Rows]:
-            together = max(1, MOST_LOGIT_ROWS // count)
-            for at in range(0, depth, together):
-                part = slice(at, min(at + together, depth))
+            for part in slices:
                 logits = network.logits(hidden[part].flatten(0, 1))
                 yield Rows(
-                    logits.view(part.stop - at, count, -1),
+                    logits.view(part.stop - part.start, count, -1),
                     None if normed is None else normed[part],
                     places[part],
                     tokens[part],
                     chances[part],
                 )
 
-        self.walk.pick(self.picker, slots, live.tokens, parts())
+        if self.walk.by_row and self.picker.stages == GREEDY and network.bare_logits:
+            for part in slices:
+                out = tokens[part].flatten(), chances[part].flatten()
+                network.likeliest(hidden[part].flatten(0, 1), *out)
+        else:
+            self.walk.pick(self.picker, slots, live.tokens, parts())
         if self.confidence is not None and normed is not None:
             before = torch.cat((live.tokens.unsqueeze(0), tokens[:-1]))
             chances = self.confidence(normed, before)
