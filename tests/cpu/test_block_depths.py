@@ -161,3 +161,17 @@ def test_a_bad_depth_between_two_good_ones_is_stepped_over(
     worlds[8].run(planner, 200)
     planner.weighing.best = (0,), 15
     assert worlds[after].run(planner, 60) > 0.97 * best_of(after)
+
+
+def test_a_good_depth_that_is_no_neighbour_is_gone_back_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 15 drafts, by bad luck, 7 are worse, and 5 better than both."""
+    monkeypatch.setattr(sys.modules[__name__], "TARGET", H100_TARGET)
+    monkeypatch.setattr(sys.modules[__name__], "BLOCK", H100_BLOCK)
+    planner, worlds = engines(32)
+    worlds[32].run(planner, 200)
+    good, weighing = planner.weighing.best, planner.weighing
+    depths = [action[1] for action in weighing.costs.actions(32)]
+    assert abs(depths.index(good[1]) - depths.index(15)) > 1
+    weighing.best = (0,), 15
+    worlds[32].run(planner, 25)
+    assert weighing.best == good

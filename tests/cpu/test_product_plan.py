@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 import triton_interpreter  # isort: skip  # noqa: F401
 
 from surefoot.kernels.cuda.product import KERNEL, source
-from surefoot.kernels.cuda.product_plan import WIDEST, ProductPlan, product_plan
+from surefoot.kernels.cuda.product_plan import WIDEST, ProductPlan, product_plan, shared_plan
 from surefoot.kernels.triton import products
 from surefoot.kernels.triton.matmul_plan import TUNED_ON
 from surefoot.kernels.triton.products import TritonLinear
@@ -71,6 +71,64 @@ def test_plans(rows: int, shape: tuple[int, int, bool], expected: ProductPlan | 
     assert product_plan(rows, *shape, *H200) == expected
 
 
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (1, ProductPlan(1, 232, 6, False, largest=True)),
+        (80, ProductPlan(2, 232, 5, False, largest=True)),
+        (192, ProductPlan(3, 192, 4, False, largest=True)),
+        (384, ProductPlan(3, 192, 4, False, largest=True)),
+        (1025, None),
+    ],
+)
+def test_the_largest_logits_are_found_for_all_rows(rows: int, expected: ProductPlan | None) -> None:
+    assert product_plan(rows, 151936, 2560, False, *H200, largest=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "expected"),
+    [
+        # Of large weights those that fill 129 to 192 rows, or 257 and more.
+        (128, (2560, 9728, 3), None),
+        (129, (2560, 9728, 3), ProductPlan(3, 72, 6, False, shares=3)),
+        (193, (2560, 9728, 3), None),
+        (384, (2560, 9728, 3), ProductPlan(3, 120, 5, False, shares=3)),
+        (320, (2560, 4096, 3), ProductPlan(3, 120, 5, False, shares=3)),
+        (321, (2560, 4096, 3), None),
+        (385, (2560, 9728, 3), None),
+        # SmolLM2's: all.
+        (1, (576, 1536, 6), ProductPlan(1, 32, 4, False, shares=6)),
+        (512, (576, 1536, 6), ProductPlan(4, 56, 4, False, shares=6)),
+        (513, (576, 1536, 6), None),
+        (128, (580, 1536, 6), None),
+    ],
+)
+def test_plans_of_shares(
+    rows: int, shape: tuple[int, int, int], expected: ProductPlan | None
+) -> None:
+    assert shared_plan(rows, *shape, *H200) == expected
+
+
+@given(
+    rows=st.integers(1, 520),
+    outputs=st.integers(1, 20_000).map(lambda n: 8 * n),
+    inputs=st.integers(1, 2_000).map(lambda n: 8 * n),
+    count=st.integers(2, 8),
+    sms=st.integers(1, 160),
+    shared=st.sampled_from([65_536, 101_376, 166_912, SHARED]),
+)
+def test_every_plan_of_shares_fits_the_multiprocessor(
+    rows: int, outputs: int, inputs: int, count: int, sms: int, shared: int
+) -> None:
+    plan = shared_plan(rows, outputs, inputs, count, sms, shared)
+    if plan is None:
+        return
+    down = -(-rows // (64 * plan.groups))
+    assert down * -(-outputs // plan.tile) * count <= sms, "one turn"
+    assert plan.tile % 8 == 0 and plan.tile <= WIDEST[plan.groups, False]
+    assert plan.shared_bytes <= shared and plan.threads <= 1024 and plan.stages >= 2
+
+
 def test_a_weight_of_one_wave_is_left_to_triton_unless_tiles_are_balanced_better() -> None:
     assert product_plan(128, 64 * 132, 2560, False, *H200) is None
     assert product_plan(128, 64 * 133, 2560, False, *H200) is not None
@@ -81,18 +139,19 @@ def test_a_weight_of_one_wave_is_left_to_triton_unless_tiles_are_balanced_better
     rows=st.one_of(st.integers(65, 192), st.integers(1, 1100)),
     outputs=st.integers(1, 20_000).map(lambda n: 8 * n),
     inputs=st.integers(1, 2_000).map(lambda n: 8 * n),
-    gated=st.booleans(),
+    kind=st.sampled_from(["logits", "gated", "largest"]),
     sms=st.integers(1, 160),
     shared=st.sampled_from([65_536, 101_376, 166_912, SHARED]),
 )
 def test_every_plan_fits_the_multiprocessor(
-    rows: int, outputs: int, inputs: int, gated: bool, sms: int, shared: int
+    rows: int, outputs: int, inputs: int, kind: str, sms: int, shared: int
 ) -> None:
-    plan = product_plan(rows, outputs, inputs, gated, sms, shared)
+    gated, largest = kind == "gated", kind == "largest"
+    plan = product_plan(rows, outputs, inputs, gated, sms, shared, largest)
     if plan is None:
         return
     assert rows > 64 * (plan.groups - 1)
-    assert rows <= 64 * plan.groups or (plan.gated and rows > 192)
+    assert rows <= 64 * plan.groups or ((plan.gated or plan.largest) and rows > 192)
     assert plan.tile % (16 if gated else 8) == 0 and plan.tile <= WIDEST[plan.groups, gated]
     # A box of a tensor copy has at most 256 rows.
     assert plan.width <= 256 and 64 * plan.groups <= 256

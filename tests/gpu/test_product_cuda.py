@@ -19,12 +19,15 @@ from surefoot.kernels.cuda.product_plan import (
     WIDEST,
     ProductPlan,
     product_plan,
+    shared_plan,
     stage_bytes,
 )
 from surefoot.kernels.triton.backend import TritonBackend
 from surefoot.kernels.triton.drafting import TritonDrafting
+from surefoot.kernels.triton.large_matmul import multiply_many
 from surefoot.kernels.triton.large_plan import LargePlan
 from surefoot.kernels.triton.launch import processors, shared_memory
+from surefoot.kernels.triton.matmul_plan import shares
 from surefoot.kernels.triton.norm import rms_norm
 from surefoot.kernels.triton.products import TritonLinear, matmul
 
@@ -147,6 +150,46 @@ def test_every_tile_finds_the_largest() -> None:
             assert torch.equal(index, (where + tile * torch.arange(parts)).int()), plan
             expected = (padded - best[..., None]).double().exp().sum(dim=2)
             torch.testing.assert_close(totals.double(), expected, rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("shape", [(2560, 9728), (4096, 4096), (576, 1536), (576, 576)], ids=str)
+def test_shares_are_those_of_triton(shape: tuple[int, int]) -> None:
+    outputs, inputs = shape
+    card = processors(torch.device("cuda", 0)), shared_memory(torch.device("cuda", 0))
+    count = shares(outputs, inputs, False, 2, *card)
+    assert count > 1
+    for rows in (1, 64, 65, 128, 129, 192, 256, 257, 320, 384, 512, random.randint(1, 512)):
+        x, weight = numbers(outputs, inputs, False, rows)
+        spread = LargePlan(64, 64, 64, count, spread=True)
+        expected = torch.empty(rows, outputs)
+        expected = multiply_many(x, weight, None, None, False, expected, spread)
+        assert expected is not None
+        plan = shared_plan(rows, outputs, inputs, count, *card)
+        found = TritonLinear(weight, None).shares_by_cuda(x)
+        assert (found is None) == (plan is None)
+        if plan is None:
+            plan = ProductPlan(-(-rows // 128), 64, 4, False, shares=count)
+            if plan.groups > 4:
+                continue
+            found = torch.full_like(expected, torch.nan)
+            multiply(x, weight, found, plan)
+        assert torch.equal(found, expected), rows
+
+
+def test_every_tile_gives_the_same_shares() -> None:
+    shared = shared_memory(torch.device("cuda", 0)) - ALIGNMENT
+    for groups in (1, 2, 3, 4):
+        rows = random.randint(64 * groups - 63, 128 * groups)
+        # The last share is shorter, and ends within a step.
+        x, weight = numbers(1000, 1400, False, rows)
+        spread = LargePlan(64, 64, 64, 3, spread=True)
+        expected = multiply_many(x, weight, None, None, False, torch.empty(rows, 1000), spread)
+        assert expected is not None
+        for tile in range(8, WIDEST[groups, False] + 1, 8):
+            stages = min(random.randint(2, 12), shared // stage_bytes(groups, tile))
+            found = torch.full_like(expected, torch.nan)
+            multiply(x, weight, found, ProductPlan(groups, tile, stages, False, shares=3))
+            assert torch.equal(found, expected), (groups, tile, stages)
 
 
 def test_gates_at_their_limits() -> None:

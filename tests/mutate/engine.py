@@ -357,8 +357,8 @@ MUTATIONS = (
     ),
     m(
         "kernels/cuda/product_plan.py",
-        "        if gated and groups > 1 and 2 * stage_bytes(groups, tile) <= shared - ALIGNMENT",
-        "        if gated and groups > 1",
+        "        if each == gated and groups > 1 and 2 * stage_bytes(groups, tile) <= shared - ALIGNMENT",
+        "        if each == gated and groups > 1",
         "test_product_plan.py",
     ),
     m(

@@ -134,7 +134,7 @@ class Weighing:
             self.best = NOTHING
             return
         if self.best not in actions:
-            self.best = max(actions, key=lambda action: self._promise_of(action).rate)
+            self.best = self._first_of(actions)
         if is_other_load(situation.requests, self._weighed_for):
             self._leaving = 1 < situation.requests < self._weighed_for
             self._weighed_for = situation.requests
@@ -150,6 +150,15 @@ class Weighing:
         other = self._other(actions, (self._turn - 1) // _WEIGH_EVERY)
         self._promises[other] = self.promise(situation, other, plain)
         self._prefer(other, situation, plain)
+        first = self._first_of([action for action in actions if action[0] == self.best[0]])
+        if self._better(first, self.best):
+            # Weighed a while ago. The neighbours in depth of a bad choice may all be worse than it.
+            self._promises[first] = self.promise(situation, first, plain)
+            self._prefer(first, situation, plain)
+
+    def _first_of(self, actions: Sequence[Action]) -> Action:
+        """What promised most when it was weighed last."""
+        return max(actions, key=lambda action: self._promise_of(action).rate)
 
     def _prefer(self, other: Action, situation: Situation, plain: float) -> None:
         """Take another action than the best so far, if it promises enough more."""
@@ -199,8 +208,7 @@ class Weighing:
             self._promises[action] = self.promise(situation, action, plain)
         del self._unweighed[:count]
         if not self._unweighed:
-            other = max(actions, key=lambda action: self._promise_of(action).rate)
-            self._prefer(other, situation, plain)
+            self._prefer(self._first_of(actions), situation, plain)
 
     def _better(self, other: Action, than: Action) -> bool:
         """Whether ``other`` promises enough more."""
@@ -218,8 +226,7 @@ class Weighing:
             if chosen != self.best[0]:
                 same = (chosen, self.best[1])
                 others = [action for action in actions if action[0] == chosen]
-                best = max(others, key=lambda action: self._promise_of(action).rate)
-                near.append(same if same in others else best)
+                near.append(same if same in others else self._first_of(others))
         return near[turn % len(near)]
 
     def _promise_of(self, action: Action) -> Promise:

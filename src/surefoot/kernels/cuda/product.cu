@@ -6,11 +6,11 @@
 // so that the tiles fill all multiprocessors about equally; blocks of a Triton kernel are powers of
 // two.
 //
-// An output's inputs are added up in order, 16 to a matrix instruction. So do matmul.py and
-// large_matmul.py with one share: results are theirs to the bit.
+// An output's inputs are added up in order, 16 to a matrix instruction, those of each share by
+// themselves. So do matmul.py and large_matmul.py: results are theirs to the bit.
 //
-// Whoever compiles this puts before it GROUPS, TILE, STAGES (steps that the ring holds), GATED and
-// LARGEST, and in place of the line MULTIPLY what depends on TILE (product.py).
+// Whoever compiles this puts before it GROUPS, TILE, STAGES (steps that the ring holds), GATED,
+// LARGEST and SHARES, and in place of the line MULTIPLY what depends on TILE (product.py).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -195,10 +195,12 @@ __device__ __forceinline__ void write(const float (&sums)[TILE / 2], void* y, in
 
 // x_map: boxes of STEP inputs of ROWS rows; w_map: of WIDTH rows. y [rows, outputs]: if GATED
 // SiLU(gate) * up of the weight's halves in bf16, else the sums. If LARGEST: y, indices and, unless
-// null, totals [rows, tiles], as write_largest has them. outputs, inputs: multiples of 8.
+// null, totals [rows, tiles], as write_largest has them. If there are several SHARES of so many
+// inputs, y [SHARES, rows, outputs] are their sums. outputs, inputs: multiples of 8; share: of STEP.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 product_kernel(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-               void* y, int* indices, float* totals, u32 rows, u32 outputs, u32 inputs) {
+               void* y, int* indices, float* totals, u32 rows, u32 outputs, u32 inputs,
+               u32 share) {
     extern __shared__ unsigned char memory[];
     // The swizzle repeats every 1,024 bytes.
     u32 ring = ((u32)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
@@ -207,6 +209,7 @@ product_kernel(const __grid_constant__ TensorMap x_map, const __grid_constant__ 
     u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     // Tiles of the same outputs are neighbours: the weight is read from memory once.
     u32 down = (rows + ROWS - 1) / ROWS, tiles = down * ((outputs + WIDTH - 1) / WIDTH);
+    if (SHARES == 1) share = inputs;
 
     if (threadIdx.x == 0) {
         for (u32 stage = 0; stage < STAGES; stage++) {
@@ -221,18 +224,19 @@ product_kernel(const __grid_constant__ TensorMap x_map, const __grid_constant__ 
     if (warp == 4 * GROUPS) {
         if (lane != 0) return;
         // Weights are older than the kernel ahead: their first steps need not wait for its end.
-        u32 ahead = 0;
-        for (; ahead < STAGES && ahead * STEP < inputs; ahead++) {
+        u32 ahead = 0, start = blockIdx.x / tiles * share;
+        for (; ahead < STAGES && ahead * STEP < min(share, inputs - start); ahead++) {
             u32 place = ring + ahead * STAGE_BYTES, bar = full + 8 * ahead;
             barrier_expect(bar, STAGE_BYTES);
-            load_weight(place + X_BYTES, &w_map, ahead * STEP, blockIdx.x / down * WIDTH, outputs,
-                        bar);
+            load_weight(place + X_BYTES, &w_map, start + ahead * STEP,
+                        blockIdx.x % tiles / down * WIDTH, outputs, bar);
         }
         asm volatile("griddepcontrol.wait;" ::: "memory");
         u32 stage = 0, parity = 1;
-        for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            u32 first = tile / down * WIDTH, row = tile % down * ROWS;
-            for (u32 low = 0; low < inputs; low += STEP) {
+        for (u32 unit = blockIdx.x; unit < tiles * SHARES; unit += gridDim.x) {
+            u32 tile = unit % tiles, first = tile / down * WIDTH, row = tile % down * ROWS;
+            u32 low = unit / tiles * share, high = min(low + share, inputs);
+            for (; low < high; low += STEP) {
                 u32 place = ring + stage * STAGE_BYTES, bar = full + 8 * stage;
                 if (ahead > 0) {
                     ahead--;
@@ -252,16 +256,18 @@ product_kernel(const __grid_constant__ TensorMap x_map, const __grid_constant__ 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     u32 stage = 0, parity = 0, group = warp / 4;
     u64 x = rows_descriptor(ring + group * 64 * STEP * 2), w = rows_descriptor(ring + X_BYTES);
-    for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    for (u32 unit = blockIdx.x; unit < tiles * SHARES; unit += gridDim.x) {
+        u32 tile = unit % tiles, number = unit / tiles;
         u32 first = tile / down * WIDTH, row = tile % down * ROWS + group * 64;
+        u32 start = number * share, high = min(start + share, inputs);
         float sums[TILE / 2];
-        for (u32 low = 0; low < inputs; low += STEP) {
+        for (u32 low = start; low < high; low += STEP) {
             barrier_wait(full + 8 * stage, parity);
             u64 step = stage * (u64)(STAGE_BYTES / 16);
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
             for (u32 part = 0; part < 4; part++)
-                multiply(sums, x + step + 2 * part, w + step + 2 * part, low > 0 || part > 0);
+                multiply(sums, x + step + 2 * part, w + step + 2 * part, low > start || part > 0);
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             // Meanwhile other warpgroups multiply. If it waited for the step before only, ptxas
             // would have some plans wait for every instruction.
@@ -269,6 +275,8 @@ product_kernel(const __grid_constant__ TensorMap x_map, const __grid_constant__ 
             if (lane == 0) barrier_arrive(empty + 8 * stage);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
-        write(sums, y, indices, totals, row + warp % 4 * 16 + lane / 4, rows, first, outputs, lane);
+        void* own = SHARES == 1 ? y : (float*)y + (u64)number * rows * outputs;
+        write(sums, own, indices, totals, row + warp % 4 * 16 + lane / 4, rows, first, outputs,
+              lane);
     }
 }

@@ -18,6 +18,7 @@ import torch
 from surefoot.kernels.cuda.product_plan import (
     GROUP,
     MOST_MANY_ROWS,
+    SHARE_UNIT,
     STEP,
     ProductPlan,
 )
@@ -75,6 +76,7 @@ def source(plan: ProductPlan) -> str:
         "STAGES": plan.stages,
         "GATED": int(plan.gated),
         "LARGEST": int(plan.largest),
+        "SHARES": plan.shares,
     }
     multiply = MULTIPLY.format(
         count=count,
@@ -118,7 +120,8 @@ def multiply(
     8, into ``y`` [N, out] fp32; if the plan is gated, SiLU(gate) * up of the weight's halves into
     bf16 [N, out / 2]. If it asks for the largest: those of each tile's outputs into ``y`` [N,
     tiles] fp32, which outputs they are into ``indices``, int32, and the sums of the exponentials of
-    a tile's outputs less the largest into ``totals``, fp32, like it."""
+    a tile's outputs less the largest into ``totals``, fp32, like it. If the inputs have shares:
+    their sums into ``y`` fp32 [shares, N, out]."""
     from cuda.bindings import driver
 
     rows, inputs = x.shape
@@ -127,11 +130,12 @@ def multiply(
     maps = [_tensor_map(x, GROUP * plan.groups), _tensor_map(weight, plan.width)]
     results = [0 if each is None else each.data_ptr() for each in (y, indices, totals)]
     values: list[Any] = [ctypes.c_uint64(place) for place in results]
-    values += [ctypes.c_uint32(number) for number in (rows, outputs, inputs)]
+    share = cdiv(cdiv(inputs, SHARE_UNIT), plan.shares) * SHARE_UNIT
+    values += [ctypes.c_uint32(number) for number in (rows, outputs, inputs, share)]
     places = [int(each.getPtr()) for each in maps] + [ctypes.addressof(each) for each in values]
     parameters = (ctypes.c_void_p * len(places))(*places)
     config = driver.CUlaunchConfig()
-    tiles = cdiv(rows, GROUP * plan.groups) * cdiv(outputs, plan.width)
+    tiles = cdiv(rows, GROUP * plan.groups) * cdiv(outputs, plan.width) * plan.shares
     config.gridDimX = min(tiles, processors(x.device))
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
     config.blockDimX, config.sharedMemBytes = plan.threads, plan.shared_bytes

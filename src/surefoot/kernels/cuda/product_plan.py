@@ -6,7 +6,7 @@ multiprocessors, since its steps run on from tile to tile. Of large weights it l
 rows, and 65 to 80, to Triton's kernels, and of logits up to 64 rows. Gated products of more than
 192 rows are its own up to 1,024, where cuBLAS is not quicker (``triton.cublas``). Logits gain
 nothing there (docs/log.md). Where it is only asked which of them are the largest, all numbers of
-rows up to 1,024 are its own.
+rows up to 1,024 are its own. Of products in shares it computes those that ``shared_plan`` says.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ STEP = 64
 """Inputs of a step, as ``product.cu`` has it."""
 GROUP = 64
 """Rows of x that a warpgroup multiplies."""
+SHARE_UNIT = 256
+"""A share of the inputs is a multiple of this, as ``triton.matmul`` has it."""
 MOST_ROWS, MOST_MANY_ROWS = 192, 1024
 """The latter of gated products and of largest sums."""
 LARGE = 2**25
@@ -33,6 +35,11 @@ WIDEST = {
 MOST_STAGES = 12
 ALIGNMENT = 1024
 """Bytes that the ring's place in shared memory is a multiple of."""
+SMALL = 2**20
+"""Numbers of a weight that is small."""
+LONG_SHARE = 2048
+"""Inputs of a share: of shorter ones of large weights it leaves more than 320 rows to Triton."""
+LEAST_TILE = 32
 # Of products that multiplying limits; fitted to times on an H200 (docs/log.md).
 PRODUCTS_PER_CYCLE = 1843
 """Multiplications and additions of a multiprocessor's tensor cores: 2,048 at best."""
@@ -53,13 +60,14 @@ blocks."""
 class ProductPlan:
     """Tiles of 64 * ``groups`` rows of x by ``tile`` rows of the weight (of both halves together,
     if ``gated``), and ``stages`` steps in flight. ``largest``: of the outputs of a tile it is only
-    asked which is the largest."""
+    asked which is the largest. ``shares``: of the inputs, whose sums are results of their own."""
 
     groups: int
     tile: int
     stages: int
     gated: bool
     largest: bool = False
+    shares: int = 1
 
     @property
     def width(self) -> int:
@@ -143,3 +151,30 @@ def _of_many_rows(
     groups, tile = min(tiles, key=lambda each: cost(*each))
     stages = min(MOST_STAGES, (shared - ALIGNMENT) // stage_bytes(groups, tile))
     return ProductPlan(groups, tile, stages, gated, largest)
+
+
+def shared_plan(
+    rows: int, outputs: int, inputs: int, shares: int, sms: int, shared: int
+) -> ProductPlan | None:
+    """The plan for the sums of ``shares`` of the inputs, each a program's own, in one turn; None
+    where Triton's kernels are as good, or have no room for less than that. (Times of several
+    models' shapes on an H200: docs/log.md.)"""
+    share = -(-inputs // (SHARE_UNIT * shares)) * SHARE_UNIT
+    if outputs * inputs > SMALL:
+        most = 384 if share > LONG_SHARE else 320
+        if not (128 < rows <= 192 or 256 < rows <= most):
+            return None
+    if rows > 512 or outputs % 8 or inputs % 8:
+        return None
+    down = 1 if rows <= 192 else 2
+    groups = -(-rows // (GROUP * down))
+    across = sms // (down * shares)
+    if not across:
+        return None
+    tile = max(LEAST_TILE, -(-outputs // (8 * across)) * 8)
+    # Fewer multiprocessors, which read the rows less often.
+    tile += 8 * (down == 1 and groups > 1)
+    stages = min(MOST_STAGES, -(-share // STEP), (shared - ALIGNMENT) // stage_bytes(groups, tile))
+    if tile > WIDEST[groups, False] or stages < 2:
+        return None
+    return ProductPlan(groups, tile, stages, False, shares=shares)

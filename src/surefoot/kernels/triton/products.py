@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from surefoot.kernels.cuda.product import available
 from surefoot.kernels.cuda.product import multiply as multiply_by_cuda
-from surefoot.kernels.cuda.product_plan import ProductPlan, product_plan
+from surefoot.kernels.cuda.product_plan import ProductPlan, product_plan, shared_plan
 from surefoot.kernels.triton.activation import silu_mul
 from surefoot.kernels.triton.argmax import argmax, parts_of, reduce_parts
 from surefoot.kernels.triton.cublas import CublasChoices, Key
@@ -149,6 +149,21 @@ class TritonLinear:
         multiply_by_cuda(x, self.weight, y, plan)
         return y
 
+    def shares_by_cuda(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The sums of the product's shares by ``product.cu``, without bias, float32 [shares, N,
+        out]; None if it shall not compute them."""
+        if x.dtype != torch.bfloat16 or not available(x.device) or not describable(x):
+            return None
+        outputs, inputs = self.weight.shape
+        card = processors(x.device), shared_memory(x.device)
+        count = shares(outputs, inputs, False, x.dtype.itemsize, *card)
+        plan = shared_plan(x.shape[0], outputs, inputs, count, *card) if count > 1 else None
+        if plan is None:
+            return None
+        sums = torch.empty((count, x.shape[0], outputs), dtype=torch.float32, device=x.device)
+        multiply_by_cuda(x, self.weight, sums, plan)
+        return sums
+
     def largest(self, x: torch.Tensor) -> torch.Tensor:
         """The output of each row's largest sum, the lowest of equals: [N, in] -> int64 [N]."""
         found = self.largest_of_tiles(x)
@@ -194,6 +209,9 @@ class TritonLinear:
         """``added`` and its RMSNorm, [N, out] each."""
         if self.choices.takes(self.key(False, 0), x, self.weight):
             return add_rms_norm(self.by_cublas(x, False), residual, *norm)
+        part = self.shares_by_cuda(x)
+        if part is not None:
+            return sum_add_rms_norm(part, self.bias, residual, *norm)
         y = torch.empty_like(residual)
         part = multiply(x, self.weight, self.bias, None, False, y, self.plan(x))
         if part is None:
