@@ -1,5 +1,5 @@
-"""Compiles the kernels in Gluon for Hopper, without a GPU. A program of its own, for what is defined
-while Triton interprets does not compile (``test_gluon.py``)."""
+"""Compiles the kernels in Gluon for Hopper, without a GPU (``test_gluon.py``). A program of its own:
+what is defined while Triton interprets does not compile."""
 
 from __future__ import annotations
 

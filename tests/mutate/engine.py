@@ -357,8 +357,8 @@ MUTATIONS = (
     ),
     m(
         "kernels/cuda/product_plan.py",
-        "        if each == gated and groups > 1 and 2 * stage_bytes(groups, tile) <= shared - ALIGNMENT",
-        "        if each == gated and groups > 1",
+        "        if 2 * stage_bytes(groups, tile) <= shared - ALIGNMENT",
+        "        if 2 * stage_bytes(groups, tile) <= 2 * shared",
         "test_product_plan.py",
     ),
     m(

@@ -143,8 +143,9 @@ def _of_many_rows(
     tiles = [
         (groups, tile)
         for (groups, each), widest in WIDEST.items()
+        if each == gated and groups > 1
         for tile in range(8 * halves, widest + 1, 8 * halves)
-        if each == gated and groups > 1 and 2 * stage_bytes(groups, tile) <= shared - ALIGNMENT
+        if 2 * stage_bytes(groups, tile) <= shared - ALIGNMENT
     ]
     if not tiles:
         return None
