@@ -1,5 +1,7 @@
-"""Compiles the kernels in Gluon for Hopper, without a GPU (``test_gluon.py``). A program of its own:
-what is defined while Triton interprets does not compile."""
+"""Compiles the kernels in Gluon for Hopper, without a GPU (``test_gluon.py``).
+
+A program of its own: what is defined while Triton interprets does not compile.
+"""
 
 from __future__ import annotations
 

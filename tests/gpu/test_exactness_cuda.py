@@ -53,4 +53,5 @@ def test_any_scenario_gives_the_plain_text(monkeypatch: pytest.MonkeyPatch) -> N
     print(seen, cpu.tally, sep="\n")
     cpu.tally.check()
     assert seen["recorded"] > 100 and seen["called"] > 100
-    assert seen["verified"] > seen["accepted"] > 50
+    # How many are worth a row, a planner decides that measures times.
+    assert seen["verified"] > seen["accepted"] > 20

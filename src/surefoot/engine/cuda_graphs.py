@@ -48,8 +48,10 @@ class Recording(NamedTuple):
     target: torch.cuda.CUDAGraph
     rest: torch.cuda.CUDAGraph
 
-    def replay(self) -> None:
+    def replay(self, between: Callable[[], None] | None = None) -> None:
         self.target.replay()
+        if between is not None:
+            between()
         self.rest.replay()
 
 
@@ -100,8 +102,8 @@ class RecordedRounds(PaddedRounds):
 
     def run(self, size: Size, keys: int, reads: PromptReads | None) -> PromptScores:
         if size.prompt_logprobs is not None:
-            return self.round(size, keys, reads)
-        self.graphs[self._next or size].replay()
+            return super().run(size, keys, reads)
+        self.graphs[self._next or size].replay(self.await_reader)
         return PromptScores([], [])
 
     def ready(self, size: Size) -> None:

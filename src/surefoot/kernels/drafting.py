@@ -365,10 +365,13 @@ class Drafting(ABC):
         ids: torch.Tensor | None,
         tokens: torch.Tensor,
         chances: torch.Tensor,
+        most: int,
     ) -> None:
-        """``likeliest`` of the logits that ``Backend.head`` has for ``hidden`` [B, width], which
-        need not be there as a whole."""
-        self.likeliest(self.backend.head(norm, eps, head, hidden), ids, tokens, chances)
+        """``likeliest`` of the logits that ``Backend.head`` has for ``hidden`` [B, width], of which
+        there are ``most`` rows at a time, or none."""
+        parts = (each.split(most) for each in (hidden, tokens, chances))
+        for rows, *out in zip(*parts, strict=True):
+            self.likeliest(self.backend.head(norm, eps, head, rows), ids, out[0], out[1])
 
     def draw(
         self,

@@ -216,11 +216,11 @@ class TritonDrafting(Drafting):
         ids: torch.Tensor | None,
         tokens: torch.Tensor,
         chances: torch.Tensor,
+        most: int,
     ) -> None:
-        normed = rms_norm(hidden.contiguous(), norm, eps)
-        found = head.largest_of_tiles(normed, totals=True)
+        found = head.largest_of_tiles(rms_norm(hidden.contiguous(), norm, eps), totals=True)
         if found is None:
-            self.likeliest(head.wide(normed), ids, tokens, chances)
+            super().likeliest_by_head(norm, eps, head, hidden, ids, tokens, chances, most)
             return
         values, index, totals = found
         assert totals is not None

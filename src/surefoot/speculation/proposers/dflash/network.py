@@ -221,12 +221,15 @@ class DFlashNetwork(Network):
             logits = config.logit_cap * (logits / config.logit_cap).tanh()
         return logits
 
-    def likeliest(self, hidden: torch.Tensor, tokens: torch.Tensor, chances: torch.Tensor) -> None:
-        """The likeliest token of each of the rows [N, hidden], by the target's ids, into ``tokens``
-        int64 [N], its chance into ``chances`` float32 [N]; for bare logits."""
+    def likeliest(self, hidden: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest token of each of the rows [N, hidden], by the target's ids, int64 [N], and
+        its chance, float32 [N]; for bare logits, of which there are ``most`` rows at a time."""
+        tokens = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+        chances = torch.empty(len(hidden), device=hidden.device)
         self.backend.drafting.likeliest_by_head(
-            self.norm, self.eps, self.head, hidden, self.target_ids, tokens, chances
+            self.norm, self.eps, self.head, hidden, self.target_ids, tokens, chances, most
         )
+        return tokens, chances
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The hidden states as heads read them, after the final norm."""

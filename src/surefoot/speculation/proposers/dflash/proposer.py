@@ -119,7 +119,12 @@ class DFlashProposer(NetworkProposer):
         batch = self.pools.block(live, rows, network.config.mask_token_id)
         hidden = network.step(None, batch, self.pools.kv).view(count, rows, -1)
         first = network.config.first_row
-        hidden = hidden[:, first : first + depth].transpose(0, 1).contiguous()
+        hidden = hidden[:, first : first + depth]
+        alone = self.walk.by_row and self.confidence is None and network.bare_logits
+        if alone and self.picker.stages == GREEDY:
+            tokens, chances = network.likeliest(hidden.flatten(0, 1), MOST_LOGIT_ROWS)
+            return Drafts(tokens.view(count, -1), self.whole(depth, count), chances.view(count, -1))
+        hidden = hidden.transpose(0, 1).contiguous()
         normed = None
         if self.walk.reads_hidden or self.confidence is not None:
             normed = network.normed(hidden.flatten(0, 1)).view_as(hidden)
@@ -127,26 +132,20 @@ class DFlashProposer(NetworkProposer):
         chances = torch.empty((depth, count), device=slots.device)
         places = live.keys[1 : depth + 1]
 
-        together = max(1, MOST_LOGIT_ROWS // count)
-        slices = [slice(at, min(at + together, depth)) for at in range(0, depth, together)]
-
         def parts() -> Iterator[Rows]:
-            for part in slices:
+            together = max(1, MOST_LOGIT_ROWS // count)
+            for at in range(0, depth, together):
+                part = slice(at, min(at + together, depth))
                 logits = network.logits(hidden[part].flatten(0, 1))
                 yield Rows(
-                    logits.view(part.stop - part.start, count, -1),
+                    logits.view(part.stop - at, count, -1),
                     None if normed is None else normed[part],
                     places[part],
                     tokens[part],
                     chances[part],
                 )
 
-        if self.walk.by_row and self.picker.stages == GREEDY and network.bare_logits:
-            for part in slices:
-                out = tokens[part].flatten(), chances[part].flatten()
-                network.likeliest(hidden[part].flatten(0, 1), *out)
-        else:
-            self.walk.pick(self.picker, slots, live.tokens, parts())
+        self.walk.pick(self.picker, slots, live.tokens, parts())
         if self.confidence is not None and normed is not None:
             before = torch.cat((live.tokens.unsqueeze(0), tokens[:-1]))
             chances = self.confidence(normed, before)
