@@ -96,6 +96,8 @@ def test_the_largest_logits_are_found_for_all_rows(rows: int, expected: ProductP
         (320, (2560, 4096, 3), ProductPlan(3, 120, 5, False, shares=3)),
         (321, (2560, 4096, 3), None),
         (385, (2560, 9728, 3), None),
+        # One turn would take tiles that registers do not hold.
+        (160, (12800, 4096, 3), None),
         # SmolLM2's: all.
         (1, (576, 1536, 6), ProductPlan(1, 32, 4, False, shares=6)),
         (512, (576, 1536, 6), ProductPlan(4, 56, 4, False, shares=6)),

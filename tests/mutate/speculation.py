@@ -452,6 +452,19 @@ MUTATIONS = (
     # --- who proposes -----------------------------------------------------------------------------
     m(
         "speculation/weighing.py",
+        "        if self._better(first, self.best):",
+        "        if first is None:",
+        "test_block_depths.py",
+    ),
+    m(
+        "speculation/weighing.py",
+        "            self._promises[first] = self.promise(situation, first, plain)\n",
+        "            pass\n",
+        "test_block_depths.py",
+        "test_planner.py",
+    ),
+    m(
+        "speculation/weighing.py",
         "return self._promises[other].rate > self.margin * self._promise_of(than).rate",
         "return self._promises[other].rate < self.margin * self._promise_of(than).rate",
         "test_planner.py::test_repetition_is_used",
