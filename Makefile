@@ -28,7 +28,7 @@ test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/cpu
 
 # Clients of the server that want other versions of packages than the tests do.
-test-clients: $(CLIENTS)/.installed
+test-clients: $(VENV)/.installed-dev $(CLIENTS)/.installed
 	$(CLIENTS)/bin/python -m pytest -q tests/clients
 
 # The Triton kernels on an NVIDIA GPU: compiling them keeps several processes busy.
@@ -89,7 +89,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 # Whatever it does not bring along comes from the other environment, and Surefoot from this tree.
-$(CLIENTS)/.installed: tests/clients/requirements.txt $(VENV)/.installed-dev
+$(CLIENTS)/.installed: tests/clients/requirements.txt $(VENV)/.created
 	@echo "Installing clients (once)"
 	@$(BIN)/python -m venv --clear $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps \

@@ -242,17 +242,24 @@ class Fixed:
     world: World
 
     def __post_init__(self) -> None:
-        self.last: Action = ((), 0)
+        self._known: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def device(self, requests: int, offered: int) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of drafts, and what the device takes for them."""
+        if (requests, offered) not in self._known:
+            world = self.world
+            some = np.unique([*np.linspace(0, offered, 65).astype(int).tolist(), *world.stairs])
+            some = some[some <= offered]
+            times = np.array([world.device(requests, 0, self.action, n) for n in some])
+            self._known[requests, offered] = some, times
+        return self._known[requests, offered]
 
     def decide(self, situation: Situation) -> Decision:
         drafts, world = 0, self.world
         if world.hand is not None and world.hand[0].any():
             chances = world.hand[0]
-            offered = int(np.count_nonzero(chances))
-            some = np.unique([*np.linspace(0, offered, 65).astype(int).tolist(), *world.stairs])
-            some = some[some <= offered]
+            some, times = self.device(situation.requests, int(np.count_nonzero(chances)))
             host = world.host(situation.requests, int((chances[:, 0] > 0).sum()), 0)
-            times = np.array([world.device(situation.requests, 0, self.action, n) for n in some])
             times = np.maximum(times, host) if world.overlap else times + host
             drafts = int(some[best_drafts(chances, some, times).at])
         return Decision(drafts, *self.action)

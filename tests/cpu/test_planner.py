@@ -149,6 +149,7 @@ def share(
     def rate(action: Action) -> float:
         fixed = world()
         same = Fixed(action, fixed)
+        # Over the same stretch of the texts as the planner.
         fixed.run(same, 500)
         return fixed.run(same, rounds)
 
