@@ -17,7 +17,9 @@ from harness import Job, run_jobs
 
 pytestmark = pytest.mark.gpu
 ON_DEVICE = False
-SCENARIOS = 16
+SCENARIOS = 24
+"""A planner that measures times decides how many drafts are verified: of 16, now and then too few.
+"""
 seen = {"recorded": 0, "called": 0, "verified": 0, "accepted": 0}
 
 
@@ -53,5 +55,4 @@ def test_any_scenario_gives_the_plain_text(monkeypatch: pytest.MonkeyPatch) -> N
     print(seen, cpu.tally, sep="\n")
     cpu.tally.check()
     assert seen["recorded"] > 100 and seen["called"] > 100
-    # How many are worth a row, a planner decides that measures times.
-    assert seen["verified"] > seen["accepted"] > 20
+    assert seen["verified"] > seen["accepted"] > 50

@@ -419,8 +419,8 @@ MUTATIONS = (
     ),
     m(
         "kernels/triton/products.py",
-        "        if self.bias is not None or x.dtype != torch.bfloat16 or not available(x.device):",
-        "        if x.dtype != torch.bfloat16 or not available(x.device):",
+        "        if self.bias is not None or not cuda_takes(x):",
+        "        if not cuda_takes(x):",
         "test_product_plan.py",
     ),
 )

@@ -18,11 +18,11 @@ import torch
 from surefoot.kernels.cuda.product_plan import (
     GROUP,
     MOST_MANY_ROWS,
-    SHARE_UNIT,
     STEP,
     ProductPlan,
 )
 from surefoot.kernels.triton.launch import cdiv, hopper, processors
+from surefoot.kernels.triton.matmul_plan import share_length
 
 KERNEL = "product_kernel"
 SOURCE = Path(__file__).parent / "product.cu"
@@ -130,8 +130,8 @@ def multiply(
     maps = [_tensor_map(x, GROUP * plan.groups), _tensor_map(weight, plan.width)]
     results = [0 if each is None else each.data_ptr() for each in (y, indices, totals)]
     values: list[Any] = [ctypes.c_uint64(place) for place in results]
-    share = cdiv(cdiv(inputs, SHARE_UNIT), plan.shares) * SHARE_UNIT
-    values += [ctypes.c_uint32(number) for number in (rows, outputs, inputs, share)]
+    sizes = rows, outputs, inputs, share_length(inputs, plan.shares)
+    values += [ctypes.c_uint32(size) for size in sizes]
     places = [int(each.getPtr()) for each in maps] + [ctypes.addressof(each) for each in values]
     parameters = (ctypes.c_void_p * len(places))(*places)
     config = driver.CUlaunchConfig()

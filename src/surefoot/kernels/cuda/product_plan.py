@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from surefoot.kernels.triton.matmul_plan import share_length
+
 STEP = 64
 """Inputs of a step, as ``product.cu`` has it."""
 GROUP = 64
 """Rows of x that a warpgroup multiplies."""
-SHARE_UNIT = 256
-"""A share of the inputs is a multiple of this, as ``triton.matmul`` has it."""
 MOST_ROWS, MOST_MANY_ROWS = 192, 1024
 """The latter of gated products and of largest sums."""
 LARGE = 2**25
@@ -157,10 +157,10 @@ def _of_many_rows(
 def shared_plan(
     rows: int, outputs: int, inputs: int, shares: int, sms: int, shared: int
 ) -> ProductPlan | None:
-    """The plan for the sums of ``shares`` of the inputs, each a program's own, in one turn; None
-    where Triton's kernels are as good, or have no room for less than that. (Times of several
-    models' shapes on an H200: docs/log.md.)"""
-    share = -(-inputs // (SHARE_UNIT * shares)) * SHARE_UNIT
+    """The plan for the sums of ``shares`` of the inputs, each a program's own; None where Triton's
+    kernels are as good, or there are more of them than multiprocessors. (Times of several models'
+    shapes on an H200: docs/log.md.)"""
+    share = share_length(inputs, shares)
     if outputs * inputs > SMALL:
         most = 384 if share > LONG_SHARE else 320
         if not (128 < rows <= 192 or 256 < rows <= most):

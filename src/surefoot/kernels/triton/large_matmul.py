@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from surefoot.kernels.triton.large_plan import LargePlan
 from surefoot.kernels.triton.launch import cdiv, jit, processors
 from surefoot.kernels.triton.matmul import SHARE_UNIT, describable, outputs_of, put, tile
+from surefoot.kernels.triton.matmul_plan import share_length
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 from surefoot.kernels.triton.shares_kernel import shares_kernel
 from surefoot.kernels.triton.warpgroups import ROWS
@@ -117,7 +118,7 @@ def multiply_shares(
     """``y`` = x @ W^T by ``shares_kernel``, all bf16, on Hopper; rows of 16 bytes' multiples."""
     rows, inputs = x.shape
     outputs, tile_rows = weight.shape[0], ROWS.value
-    share = cdiv(cdiv(inputs, SHARE_UNIT.value), plan.split_k) * SHARE_UNIT.value
+    share = share_length(inputs, plan.split_k)
     second = plan.more or 16
     results = NVMMASharedLayout(min(128, 2 * second), 16, 2)
     describe = Described.from_tensor

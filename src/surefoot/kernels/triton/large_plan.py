@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from surefoot.kernels.triton.matmul import SHARE_UNIT
+from surefoot.kernels.triton.matmul_plan import share_length
 
 # Fitted to times on an H200, in cycles of 1.755 GHz; tests/cpu/test_large_plan.py holds the rule to
 # them.
@@ -146,7 +146,7 @@ def cost(
     step *= AHEAD if plan.ahead else TWO_PARTS if plan.more else 1.0
     share, adding = inputs, 0
     if plan.spread:
-        share = -(-inputs // (SHARE_UNIT.value * plan.split_k)) * SHARE_UNIT.value
+        share = share_length(inputs, plan.split_k)
     elif plan.ahead:
         adding = plan.split_k * AHEAD_SHARE_CYCLES
     elif plan.split_k > 1:

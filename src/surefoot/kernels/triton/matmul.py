@@ -15,13 +15,13 @@ import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from surefoot.kernels.triton import matmul_plan
 from surefoot.kernels.triton.activation import silu_times
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS, MatmulPlan, row_tiles
 from surefoot.kernels.triton.pdl import await_inputs, pdl, prefetch, release_next
 
-SHARE_UNIT = tl.constexpr(256)
-"""A share of the inputs is a multiple of this, and this one of every ``block_k``."""
+SHARE_UNIT = tl.constexpr(matmul_plan.SHARE_UNIT)
 
 
 @jit

@@ -11,6 +11,8 @@ MAX_ROWS = 128
 BLOCK_N = 64
 SHORTEST_SHARE = 256
 """Inputs."""
+SHARE_UNIT = 256
+"""A share of the inputs is a multiple of this, and this one of every ``block_k``."""
 PREFETCH = 512
 """Inputs of a weight row; between 256 and 1024 it hardly mattered (docs/log.md)."""
 
@@ -96,6 +98,11 @@ def shares(outputs: int, inputs: int, gated: bool, itemsize: int, sms: int, shar
     if gated or itemsize == 4:
         return 1
     return max(1, min(8, sms // -(-outputs // BLOCK_N), -(-inputs // SHORTEST_SHARE)))
+
+
+def share_length(inputs: int, count: int) -> int:
+    """Inputs of each of ``count`` shares but the last, which may be shorter, or empty."""
+    return -(-inputs // (SHARE_UNIT * count)) * SHARE_UNIT
 
 
 def plan_for(

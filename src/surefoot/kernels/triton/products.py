@@ -93,6 +93,11 @@ def plan_of(
     return large_plan(x.shape[0], outputs, x.shape[1], gated, *card, split_k, ahead)
 
 
+def cuda_takes(x: torch.Tensor) -> bool:
+    """Whether ``product.cu`` can multiply ``x`` at all."""
+    return x.dtype == torch.bfloat16 and available(x.device) and describable(x)
+
+
 @dataclass(frozen=True)
 class TritonLinear:
     """``weight`` [out, in], ``bias`` [out] or None, in the backend's dtype, and the backend's
@@ -130,11 +135,11 @@ class TritonLinear:
 
     def cuda_plan(self, x: torch.Tensor, gated: bool, largest: bool = False) -> ProductPlan | None:
         """How ``product.cu`` multiplies ``x``, if it shall. Nothing is added to its products."""
-        if self.bias is not None or x.dtype != torch.bfloat16 or not available(x.device):
+        if self.bias is not None or not cuda_takes(x):
             return None
         outputs, inputs = outputs_of(self.weight, gated), x.shape[1]
         card = processors(x.device), shared_memory(x.device)
-        if shares(outputs, inputs, gated, x.dtype.itemsize, *card) > 1 or not describable(x):
+        if shares(outputs, inputs, gated, x.dtype.itemsize, *card) > 1:
             return None
         return product_plan(x.shape[0], outputs, inputs, gated, *card, largest)
 
@@ -152,7 +157,7 @@ class TritonLinear:
     def shares_by_cuda(self, x: torch.Tensor) -> torch.Tensor | None:
         """The sums of the product's shares by ``product.cu``, without bias, float32 [shares, N,
         out]; None if it shall not compute them."""
-        if x.dtype != torch.bfloat16 or not available(x.device) or not describable(x):
+        if not cuda_takes(x):
             return None
         outputs, inputs = self.weight.shape
         card = processors(x.device), shared_memory(x.device)

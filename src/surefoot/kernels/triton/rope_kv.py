@@ -117,6 +117,7 @@ def rope_and_write(
         batch.block_tables, batch.block_tables.stride(0), kv.stride(0), eps,
         shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3],
         norms is not None, tile, next_power_of_2(shape.head_dim // 2),
+        # Fewer heads to a warp would add up their squares in another order.
         num_warps=max(1, tile // 4), **pdl(qkv.device),
     )  # fmt: skip
     return q
