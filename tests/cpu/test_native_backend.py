@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from surefoot.cache import DIGEST_BYTES
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import (
     AttentionShape,
@@ -656,7 +657,7 @@ def test_damaged_libraries_are_compiled_again(
             "truncated": whole[:middle],
             "hole": whole[:2000] + bytes(len(whole) - 4000) + whole[-2000:],
             "one bit": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
-            "no digest": whole[: -build.DIGEST_BYTES],
+            "no digest": whole[:-DIGEST_BYTES],
         }[damage]
     )
     assert not build.is_whole(entry)

@@ -18,6 +18,7 @@ from cache_harness import HUB_VARIABLES, SUFFIX, convert, own_cache, quantized_m
 from surefoot.cache import size_in_words
 from surefoot.cli.main import app
 from surefoot.errors import SurefootError
+from surefoot.kernels.cuda.machine_code import current_sources
 from surefoot.models.loading import load_checkpoint, prune, stored_entries
 from surefoot.models.loading.embedded import EMBEDDED
 from surefoot.models.loading.hub import hub_cache_for, hub_caches
@@ -106,6 +107,15 @@ def test_libraries_of_other_machines(root: Path, monkeypatch: pytest.MonkeyPatch
     assert useless()[current] is None and useless()[other.name] is not None
     assert {item.path for item in prune()} == {other, stale}
     assert not other.exists() and not stale.exists() and fresh.exists()
+
+
+def test_machine_code_of_other_sources(root: Path) -> None:
+    current = write(root / "cuda" / f"{current_sources()}-{'1' * 24}.cubin")
+    other = write(root / "cuda" / f"{'2' * 16}-{'1' * 24}.cubin")
+    write(root / "cuda" / "mine.cubin")
+    assert useless()[current.name] is None and useless()[other.name] is not None
+    assert [item.path for item in prune()] == [other]
+    assert current.exists() and not other.exists()
 
 
 def test_a_wheel_put_there_by_hand_goes_by_its_name_only(root: Path) -> None:

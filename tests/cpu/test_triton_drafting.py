@@ -14,10 +14,13 @@ import triton_interpreter  # isort: skip
 
 from live_inputs import BLOCK, BLOCKS, LENGTH, SLOTS, live_inputs
 from surefoot.bench.synthetic import ALWAYS, conditional_thresholds, tokens_at
+from surefoot.kernels.backend import AttentionShape, RopeTable
 from surefoot.kernels.batch import FlatBatch
-from surefoot.kernels.drafter_parts import EntryWeights, LiveRows
+from surefoot.kernels.drafter_parts import ContextWeights, EntryWeights, FeatureWeights, LiveRows
+from surefoot.kernels.drafting import Drafting
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.triton.acceptance import tokens_at as kernel
+from surefoot.kernels.triton.backend import TritonBackend
 from surefoot.kernels.triton.drafting import TritonDrafting
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling.params import SamplingStages, SlotParams
@@ -134,6 +137,46 @@ def test_block_rows() -> None:
         for name, tensor in expected._asdict().items():
             assert torch.equal(getattr(found, name), tensor), name
         assert expected.tokens.view(3, rows)[:, 0].tolist() == live.tokens.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normed", [False, True])
+def test_write_features(normed: bool, dtype: torch.dtype) -> None:
+    """Rows of padding and of slots that are not served write nothing; positions end early."""
+    torch.manual_seed(6)
+    layers, rows, inputs, hidden = 3, 7, 24, 16
+    shape = AttentionShape(4, 2, 8, 1.0)
+    backend = TritonBackend(DEVICE, dtype)
+    norms = [torch.randn(8).to(dtype) if normed else None for _ in range(layers)]
+    context = ContextWeights(
+        backend.pack_linear([torch.randn(2 * 8, hidden) for _ in range(2 * layers)]),
+        norms, 1e-3, shape,
+    )  # fmt: skip
+    weights = FeatureWeights(
+        backend.pack_linear([torch.randn(hidden, inputs)]), torch.randn(hidden).to(dtype), context
+    )
+    one = torch.zeros(rows, dtype=torch.int64)
+    batch = FlatBatch(
+        tokens=one,
+        positions=one,
+        key_index=torch.tensor([3, 4, 5, 9, 0, 0, 1]),
+        row_slot=torch.tensor([1, 1, 1, 0, -1, 2, 2]),
+        block_tables=torch.tensor([[3, 4, 5], [1, 6, 0], [2, 0, 0]], dtype=torch.int32),
+        span_start=torch.zeros(3, dtype=torch.int64),
+        max_keys=12,
+    )
+    angles = torch.randn(6, 4)
+    rope = RopeTable(angles.cos(), angles.sin())
+    features = torch.randn(rows, inputs).to(dtype)
+    for served in (None, torch.tensor([True, True, False])):
+        pools = [backend.allocate_kv(layers, 7, 4, shape) for _ in range(2)]
+        parts = weights, features, batch, served, 4
+        TritonDrafting(backend).write_features(*parts, pools[0], rope)
+        Drafting.write_features(TritonDrafting(backend), *parts, pools[1], rope)
+        for found, expected in zip(*pools, strict=True):
+            assert torch.equal(found, expected) and expected.any()
+        written = torch.stack(pools[0]).abs().sum(dim=(0, 1, 3, 5)) > 0
+        assert written[:, [1, 2]].any() and written[2].any() == (served is None)
 
 
 @pytest.mark.parametrize("taps", [1, 2, 3])

@@ -66,6 +66,27 @@ def test_norms_and_gating_equal_their_twins(dtype: torch.dtype) -> None:
     close(activation.silu_mul(packed), ops.silu_mul(packed))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_of_some_rows_of_each_block(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    blocks, weight = torch.randn(4, 5, 48).to(dtype), torch.randn(48).to(dtype)
+    expected = ops.rms_norm(blocks[:, 1:4].flatten(0, 1), weight, 1e-3)
+    close(norm.rms_norm(blocks[:, 1:4], weight, 1e-3), expected)
+
+
+def test_a_sum_is_kept_in_a_second_place() -> None:
+    torch.manual_seed(3)
+    x, residual, weight = torch.randn(3, 48), torch.randn(3, 48), torch.randn(48)
+    for shares in (None, torch.stack((x, torch.zeros(3, 48)))):
+        places = torch.full((3, 144), 7.0)
+        if shares is None:
+            found = norm.add_rms_norm(x, residual, weight, 1e-3, places[:, 48:96])
+        else:
+            found = norm.sum_add_rms_norm(shares, None, residual, weight, 1e-3, places[:, 48:96])
+        assert torch.equal(places[:, 48:96], found[0])
+        assert (places[:, :48] == 7).all() and (places[:, 96:] == 7).all()
+
+
 # --- products -----------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ def compiled_while_serving(proposer: str) -> list[str]:
     in a new process: one that has served before has them all."""
     from triton import knobs
 
-    from surefoot.kernels.cuda import product
+    from surefoot.kernels.cuda import machine_code
     from surefoot.kernels.triton.backend import TritonBackend
 
     config = tiny_config(
@@ -54,7 +54,7 @@ def compiled_while_serving(proposer: str) -> list[str]:
         ),
     )
     names: list[str] = []
-    begun = product.compiled.cache_info().misses
+    begun = machine_code.compiled.cache_info().misses
     knobs.compilation.listener = lambda **event: names.append(event["src"].name)
     chance = random.Random(0)
     for wave in range(12):
@@ -70,7 +70,7 @@ def compiled_while_serving(proposer: str) -> list[str]:
         while engine.has_work:
             engine.step()
     assert engine.stats.rounds == engine.stats.replays > 0
-    return names + ["product.cu"] * (product.compiled.cache_info().misses - begun)
+    return names + ["product.cu"] * (machine_code.compiled.cache_info().misses - begun)
 
 
 @pytest.mark.parametrize("proposer", ["ngram", "eagle3=dummy", "dflash=dummy"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +34,12 @@ class ContextWeights:
     """By layer, as ``pack_norm`` gave them."""
     eps: float
     shape: AttentionShape
+
+    @functools.cached_property
+    def stacked_norms(self) -> torch.Tensor | None:
+        """``k_norms`` [layers, head_dim]; None where there are none."""
+        norms = [norm for norm in self.k_norms if norm is not None]
+        return torch.stack(norms) if norms else None
 
 
 @dataclass(frozen=True)

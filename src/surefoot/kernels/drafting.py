@@ -367,9 +367,9 @@ class Drafting(ABC):
         chances: torch.Tensor,
         most: int,
     ) -> None:
-        """``likeliest`` of the logits that ``Backend.head`` has for ``hidden`` [B, width], of which
-        there are ``most`` rows at a time, or none."""
-        parts = (each.split(most) for each in (hidden, tokens, chances))
+        """``likeliest`` of the logits that ``Backend.head`` has for ``hidden`` [B, n, width], of
+        whose B * n rows there are ``most`` at a time, or none."""
+        parts = (each.split(most) for each in (hidden.flatten(0, 1), tokens, chances))
         for rows, *out in zip(*parts, strict=True):
             self.likeliest(self.backend.head(norm, eps, head, rows), ids, out[0], out[1])
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from surefoot.cache import USE_ANOTHER, cache_root, replacing
+from surefoot.cache import USE_ANOTHER, cache_root, read_checked, write_checked
 from surefoot.kernels.cpu.processor import processor_lines
 
 SOURCES = Path(__file__).parent
@@ -37,7 +37,6 @@ FLAGS = [
     "-fno-math-errno",
 ]
 TIMEOUT_S = 300
-DIGEST_BYTES = 32
 
 logger = logging.getLogger(__name__)
 
@@ -132,12 +131,7 @@ def _sources() -> list[Path]:
 
 def is_whole(library: Path) -> bool:
     """Whether the file is a library as it was compiled, by its SHA-256."""
-    try:
-        content = library.read_bytes()
-    except OSError:
-        return False
-    image, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
-    return hashlib.sha256(image).digest() == digest
+    return read_checked(library) is not None
 
 
 def _library() -> ctypes.CDLL:
@@ -150,11 +144,8 @@ def _library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="surefoot-") as folder:
         built = Path(folder) / library.name
         _compile([compiler, *_flags()], built)
-        image = built.read_bytes()
         try:
-            library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with replacing(library, len(image) + DIGEST_BYTES) as target:
-                target.write(image + hashlib.sha256(image).digest())
+            write_checked(library, built.read_bytes())
         except OSError as error:
             logger.warning(
                 "the compiled kernels cannot be kept in %s (%s), so every start compiles them "

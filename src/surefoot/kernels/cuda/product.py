@@ -1,8 +1,8 @@
 """The product of ``product.cu``, for weights and numbers of rows that Triton's blocks, powers of
 two, do not fit well (``product_plan``).
 
-NVRTC compiles it at first use, in 0.1 to 0.5 s for a plan, and the driver launches it: both through
-NVIDIA's ``cuda.bindings``, which torch's builds for CUDA bring along.
+NVRTC compiles it at first use (``machine_code``), and the driver launches it: both through NVIDIA's
+``cuda.bindings``, which torch's builds for CUDA bring along.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from surefoot.kernels.cuda.machine_code import checked, compiled, nvrtc_version
 from surefoot.kernels.cuda.product_plan import (
     GROUP,
     MOST_MANY_ROWS,
@@ -25,23 +25,6 @@ from surefoot.kernels.triton.launch import cdiv, hopper, processors
 from surefoot.kernels.triton.matmul_plan import share_length
 
 KERNEL = "product_kernel"
-SOURCE = Path(__file__).parent / "product.cu"
-MULTIPLY = """
-// Add a step of 16 inputs to the sums, or begin them with it.
-__device__ __forceinline__ void multiply(float (&sums)[{count}], u64 x, u64 weight, bool add) {{
-    asm volatile(
-        "{{\\n"
-        ".reg .pred add;\\n"
-        "setp.ne.b32 add, %{flag}, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n{tile}k16.f32.bf16.bf16 {{{names}}},"
-        " %{x}, %{weight}, add, 1, 1, 0, 0;\\n"
-        "}}" : {sums} : "l"(x), "l"(weight), "r"((int)add));
-}}
-
-__device__ __forceinline__ void await_products(float (&sums)[{count}]) {{
-    asm volatile("wgmma.wait_group.sync.aligned 0;" : {sums} :: "memory");
-}}
-"""
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +36,8 @@ def available(device: torch.device) -> bool:
     if not hopper(device):
         return False
     try:
-        from cuda.bindings import nvrtc
-
         # Libraries are found at the first call.
-        _checked(nvrtc.nvrtcVersion())
+        nvrtc_version()
     except (ImportError, OSError, RuntimeError) as error:
         logger.warning(
             "rounds of up to %d rows are slower than they could be (%s): pip install cuda-bindings"
@@ -65,47 +46,6 @@ def available(device: torch.device) -> bool:
         )  # fmt: skip
         return False
     return True
-
-
-def source(plan: ProductPlan) -> str:
-    """``product.cu`` for ``plan``."""
-    count = plan.tile // 2
-    defines = {
-        "GROUPS": plan.groups,
-        "TILE": plan.tile,
-        "STAGES": plan.stages,
-        "GATED": int(plan.gated),
-        "LARGEST": int(plan.largest),
-        "SHARES": plan.shares,
-    }
-    multiply = MULTIPLY.format(
-        count=count,
-        x=count,
-        weight=count + 1,
-        flag=count + 2,
-        tile=plan.tile,
-        names=", ".join(f"%{index}" for index in range(count)),
-        sums=", ".join(f'"+f"(sums[{index}])' for index in range(count)),
-    )
-    lines = [f"#define {name} {value}" for name, value in defines.items()]
-    return "\n".join([*lines, SOURCE.read_text().replace("// MULTIPLY\n", multiply)])
-
-
-def compile_source(text: str) -> bytes:
-    """Machine code for Hopper. RuntimeError with the compiler's messages."""
-    from cuda.bindings import nvrtc
-
-    program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), b"product.cu", 0, [], []))
-    options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
-    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    if int(error) != 0:
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(log.decode())
-    code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-    _checked(nvrtc.nvrtcGetCUBIN(program, code))
-    _checked(nvrtc.nvrtcDestroyProgram(program))
-    return code
 
 
 def multiply(
@@ -145,7 +85,7 @@ def multiply(
     early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     early.value.programmaticStreamSerializationAllowed = 1
     config.attrs, config.numAttrs = [early], 1
-    _checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(parameters), 0))
+    checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(parameters), 0))
 
 
 @functools.cache
@@ -153,17 +93,11 @@ def _function(plan: ProductPlan, device: torch.device) -> Any:
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
-        module = _checked(driver.cuModuleLoadData(compiled(plan)))
-        function = _checked(driver.cuModuleGetFunction(module, KERNEL.encode()))
+        module = checked(driver.cuModuleLoadData(compiled(plan)))
+        function = checked(driver.cuModuleGetFunction(module, KERNEL.encode()))
         largest = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(function, largest, plan.shared_bytes))
+        checked(driver.cuFuncSetAttribute(function, largest, plan.shared_bytes))
     return function
-
-
-@functools.cache
-def compiled(plan: ProductPlan) -> bytes:
-    """Machine code for ``plan``."""
-    return compile_source(source(plan))
 
 
 def _tensor_map(matrix: torch.Tensor, box_rows: int) -> Any:
@@ -172,7 +106,7 @@ def _tensor_map(matrix: torch.Tensor, box_rows: int) -> Any:
 
     rows, inputs = matrix.shape
     wide, word = driver.cuuint64_t, driver.cuuint32_t
-    return _checked(
+    return checked(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             2,
@@ -187,10 +121,3 @@ def _tensor_map(matrix: torch.Tensor, box_rows: int) -> Any:
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
-
-
-def _checked(result: tuple[Any, ...]) -> Any:
-    error, *values = result
-    if int(error) != 0:
-        raise RuntimeError(f"CUDA: {error!r}")
-    return values[0] if values else None

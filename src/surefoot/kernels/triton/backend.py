@@ -104,12 +104,12 @@ class TritonBackend(Backend):
     def allocate_kv(
         self, layers: int, blocks: int, block_size: int, shape: AttentionShape
     ) -> list[torch.Tensor]:
-        """[2, blocks, kv_heads, block_size, head_dim] per layer (``rope_kv`` says why).
-        ValueError for an odd head_dim or one above 256."""
+        """[2, blocks, kv_heads, block_size, head_dim] per layer (``rope_kv`` says why), one behind
+        the other. ValueError for an odd head_dim or one above 256."""
         if shape.head_dim % 2 or shape.head_dim > 256:
             raise ValueError(f"head_dim {shape.head_dim} is not an even number up to 256")
-        size = (2, blocks, shape.kv_heads, block_size, shape.head_dim)
-        return [torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(layers)]
+        size = (layers, 2, blocks, shape.kv_heads, block_size, shape.head_dim)
+        return list(torch.zeros(size, dtype=self.dtype, device=self.device))
 
     def smallest_block(self, shape: AttentionShape) -> int:
         return SMALLEST_BLOCK if hopper(self.device) and takes_heads(shape, self.dtype) else 1
@@ -160,31 +160,29 @@ class TritonBackend(Backend):
         outputs: OutputRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As the base class, but the end of a layer is one kernel with the norm of the next."""
-        features: dict[int, torch.Tensor] = {}
         x = x.to(self.dtype).contiguous()
         if not weights:
             return super().layers(weights, x, batch, kv, rope, capture, outputs)
+        width = x.shape[1]
+        features = x.new_empty((len(x), len(capture) * width))
+        kept = {at: features[:, i * width : (i + 1) * width] for i, at in enumerate(capture)}
+        if 0 in kept:
+            kept[0].copy_(x)
         normed = rms_norm(x, weights[0].input_norm, weights[0].eps)
         # Layers are alike.
         work = work_of(batch, weights[0].shape, kv[0])
         for index, (layer, following) in enumerate(pairwise(weights)):
-            if index in capture:
-                features[index] = x
             x, hidden = self.up_to_down(layer, x, normed, batch, kv[index], rope, work)
             norm = following.input_norm, following.eps
-            x, normed = layer.down.added_normed(hidden, x, norm)
+            x, normed = layer.down.added_normed(hidden, x, norm, kept.get(index + 1))
         last = len(weights) - 1
-        if last in capture:
-            features[last] = x
-        captured = last + 1 in capture
-        early = None if captured else outputs
+        output = kept.get(last + 1)
+        early = outputs if output is None else None
         x = self.finish(weights[last], x, normed, batch, kv[last], rope, early, work)
-        if captured:
-            features[last + 1] = x
+        if output is not None:
+            output.copy_(x)
             x = x if outputs is None else x[outputs.index]
-        if not capture:
-            return x, x.new_empty((len(batch.tokens), 0))
-        return x, torch.cat([features[index] for index in capture], dim=1)
+        return x, features
 
     def finish(
         self,

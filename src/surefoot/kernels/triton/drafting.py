@@ -6,6 +6,7 @@ batches is read behind a product or ``entry_inputs_kernel``, when it is complete
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import torch
 import triton.language as tl
 
 from surefoot.kernels.batch import FlatBatch
-from surefoot.kernels.drafter_parts import EntryWeights, LiveRows, Scratch
+from surefoot.kernels.drafter_parts import EntryWeights, FeatureWeights, LiveRows, Scratch
 from surefoot.kernels.drafting import Drafting
 from surefoot.kernels.triton import blocks, picks
 from surefoot.kernels.triton.attend import attend_inputs, work_of
@@ -21,7 +22,7 @@ from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.lookup import ngram_lookup
 from surefoot.kernels.triton.norm import rms_norm
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
-from surefoot.kernels.triton.rope_kv import rope_and_write
+from surefoot.kernels.triton.rope_kv import rope_and_write, write_context
 
 if TYPE_CHECKING:
     from surefoot.kernels.backend import AttentionShape, LayerWeights, RopeTable
@@ -166,6 +167,24 @@ class TritonDrafting(Drafting):
         norms = None if k_norm is None else (k_norm, k_norm)
         rope_and_write(projected, kv, batch, replace(shape, heads=0), rope, norms, eps)
 
+    def write_features(
+        self,
+        weights: FeatureWeights,
+        features: torch.Tensor,
+        batch: FlatBatch,
+        served: torch.Tensor | None,
+        last_position: int,
+        kv: Sequence[torch.Tensor],
+        rope: RopeTable,
+        settled: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        context = weights.context
+        fused = rms_norm(weights.fuse(features.contiguous()), weights.norm, context.eps)
+        write_context(
+            context.kv(fused), kv, batch, last_position, context.shape, rope,
+            context.stacked_norms, context.eps, served,
+        )  # fmt: skip
+
     def attention(
         self,
         weights: LayerWeights,
@@ -218,7 +237,7 @@ class TritonDrafting(Drafting):
         chances: torch.Tensor,
         most: int,
     ) -> None:
-        found = head.largest_of_tiles(rms_norm(hidden.contiguous(), norm, eps), totals=True)
+        found = head.largest_of_tiles(rms_norm(hidden, norm, eps), totals=True)
         if found is None:
             super().likeliest_by_head(norm, eps, head, hidden, ids, tokens, chances, most)
             return

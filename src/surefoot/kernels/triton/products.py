@@ -209,19 +209,24 @@ class TritonLinear:
         return matmul(x, self.weight, self.bias, residual, plan=self.plan(x))
 
     def added_normed(
-        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: Norm,
+        kept: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``added`` and its RMSNorm, [N, out] each."""
+        """``added`` and its RMSNorm, [N, out] each. ``kept``: a second place for the former, whose
+        rows may be strided."""
         if self.choices.takes(self.key(False, 0), x, self.weight):
-            return add_rms_norm(self.by_cublas(x, False), residual, *norm)
+            return add_rms_norm(self.by_cublas(x, False), residual, *norm, kept)
         part = self.shares_by_cuda(x)
         if part is not None:
-            return sum_add_rms_norm(part, self.bias, residual, *norm)
+            return sum_add_rms_norm(part, self.bias, residual, *norm, kept)
         y = torch.empty_like(residual)
         part = multiply(x, self.weight, self.bias, None, False, y, self.plan(x))
         if part is None:
-            return add_rms_norm(y, residual, *norm)
-        return sum_add_rms_norm(part, self.bias, residual, *norm)
+            return add_rms_norm(y, residual, *norm, kept)
+        return sum_add_rms_norm(part, self.bias, residual, *norm, kept)
 
     def wide(self, x: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
         """The product as float32, not rounded to the backend's dtype on the way, plus ``added``,

@@ -10,6 +10,9 @@ Twin: ``TorchBackend.layer``'s norm, rope and write.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 import triton.language as tl
 
@@ -27,15 +30,21 @@ def rotate(low, high, cos, sin):
 
 @jit
 def rope_kv_kernel(
-    qkv_ptr, row_stride, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr,
-    position_ptr, key_index_ptr, row_slot_ptr, tables_ptr, table_stride, value_offset, eps,
+    qkv_ptr, row_stride, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, kv_ptr, pool_stride,
+    position_ptr, last_position, key_index_ptr, row_slot_ptr, served_ptr,
+    tables_ptr, table_stride, value_offset, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, SERVED: tl.constexpr, TILE: tl.constexpr,
+    HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Program (row, heads, layer)."""
     release_next(PDL)
     row = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(2).to(tl.int64)
     slot = tl.load(row_slot_ptr + row)
+    if SERVED:
+        serves = tl.load(served_ptr + slot, mask=slot >= 0, other=0).to(tl.int32)
+        slot = tl.where(serves != 0, slot, -1)
     half: tl.constexpr = HEAD_DIM // 2
     total: tl.constexpr = HEADS + 2 * KV_HEADS
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
@@ -48,6 +57,7 @@ def rope_kv_kernel(
     # Everything but the product's result is older than the product (see ``pdl``).
     known = (column < half)[None, :]
     position = tl.load(position_ptr + row, mask=slot >= 0, other=0)
+    position = tl.minimum(position, last_position)
     rotary = position * half + column[None, :]
     cos = tl.load(cos_ptr + rotary, mask=known, other=1.0)
     sin = tl.load(sin_ptr + rotary, mask=known, other=0.0)
@@ -55,6 +65,7 @@ def rope_kv_kernel(
     page = tables_ptr + slot * table_stride + key // BLOCK_SIZE
     block = tl.load(page, mask=slot >= 0, other=0).to(tl.int64)
     if NORM:
+        k_norm_ptr += layer * HEAD_DIM
         low_q = tl.load(q_norm_ptr + column[None, :], mask=known, other=0.0).to(tl.float32)
         low_k = tl.load(k_norm_ptr + column[None, :], mask=known, other=0.0).to(tl.float32)
         high_q = tl.load(q_norm_ptr + half + column[None, :], mask=known, other=0.0)
@@ -64,7 +75,13 @@ def rope_kv_kernel(
     if slot < 0:
         return
 
-    source = qkv_ptr + row * row_stride + head[:, None] * HEAD_DIM + column[None, :]
+    source = (
+        qkv_ptr
+        + row * row_stride
+        + layer * total * HEAD_DIM
+        + head[:, None] * HEAD_DIM
+        + column[None, :]
+    )
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     if NORM:
@@ -85,7 +102,7 @@ def rope_kv_kernel(
 
     kv_head = tl.where(is_value, head[:, None] - HEADS - KV_HEADS, head[:, None] - HEADS)
     place = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD_DIM
-    place = place + tl.where(is_value, value_offset, 0) + column[None, :]
+    place = place + tl.where(is_value, value_offset, 0) + layer * pool_stride + column[None, :]
     tl.store(kv_ptr + place, rotated_first, mask=inside & ~is_query)
     tl.store(kv_ptr + place + half, rotated_second, mask=inside & ~is_query)
 
@@ -106,18 +123,60 @@ def rope_and_write(
     as above, of the same dtype. Returns [N, heads, head_dim]; padding rows write nothing, and their
     queries are unspecified.
     """
-    rows = qkv.shape[0]
-    q = qkv.new_empty((rows, shape.heads, shape.head_dim))
-    total = shape.heads + 2 * shape.kv_heads
+    q = qkv.new_empty((len(qkv), shape.heads, shape.head_dim))
+    last = rope.cos.shape[0] - 1
+    _launch(qkv, [kv], batch, batch.positions, last, shape, rope, norms, eps, None, q)
+    return q
+
+
+def write_context(
+    projected: torch.Tensor,
+    pools: Sequence[torch.Tensor],
+    batch: FlatBatch,
+    last_position: int,
+    shape: AttentionShape,
+    rope: RopeTable,
+    k_norms: torch.Tensor | None,
+    eps: float,
+    served: torch.Tensor | None,
+) -> None:
+    """``rope_and_write`` of keys and values alone, for several layers at once: ``projected`` [N,
+    layers * 2 * kv_heads * head_dim], keys before values, layer by layer; ``pools`` as
+    ``allocate_kv`` gave them; ``k_norms`` [layers, head_dim]. Of the rows of slots that are
+    ``served`` (bool [slots]; None: all), turned by their key indices, by ``last_position`` at most.
+    """
+    norms = None if k_norms is None else (k_norms, k_norms)
+    shape = replace(shape, heads=0)
+    nothing = projected.new_empty(0)
+    _launch(
+        projected, pools, batch, batch.key_index, last_position, shape, rope, norms, eps, served,
+        nothing,
+    )  # fmt: skip
+
+
+def _launch(
+    qkv: torch.Tensor,
+    pools: Sequence[torch.Tensor],
+    batch: FlatBatch,
+    positions: torch.Tensor,
+    last_position: int,
+    shape: AttentionShape,
+    rope: RopeTable,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    served: torch.Tensor | None,
+    q: torch.Tensor,
+) -> None:
+    total, kv = shape.heads + 2 * shape.kv_heads, pools[0]
     tile = min(16, next_power_of_2(total))
     q_norm, k_norm = norms if norms is not None else (None, None)
-    rope_kv_kernel[(rows, cdiv(total, tile))](
-        qkv, qkv.stride(0), q_norm, k_norm, rope.cos, rope.sin, q, kv,
-        batch.positions, batch.key_index, batch.row_slot,
+    apart = 0 if len(pools) == 1 else (pools[1].data_ptr() - kv.data_ptr()) // kv.itemsize
+    rope_kv_kernel[(len(qkv), cdiv(total, tile), len(pools))](
+        qkv, qkv.stride(0), q_norm, k_norm, rope.cos, rope.sin, q, kv, apart,
+        positions, last_position, batch.key_index, batch.row_slot, served,
         batch.block_tables, batch.block_tables.stride(0), kv.stride(0), eps,
         shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3],
-        norms is not None, tile, next_power_of_2(shape.head_dim // 2),
+        norms is not None, served is not None, tile, next_power_of_2(shape.head_dim // 2),
         # Fewer heads to a warp would add up their squares in another order.
         num_warps=max(1, tile // 4), **pdl(qkv.device),
     )  # fmt: skip
-    return q

@@ -25,12 +25,14 @@ from surefoot.cache import (
 )
 from surefoot.errors import SurefootError
 from surefoot.kernels.cpu.build import current_library
+from surefoot.kernels.cuda.machine_code import current_sources
 from surefoot.models.loading.converted import read_origin
 from surefoot.models.loading.embedded import EMBEDDED
 from surefoot.models.loading.hub import hub_caches, repository_name
 
 CONVERTED = re.compile(r".+-[0-9a-f]{24}\.safetensors")
 LIBRARY = re.compile(r"native-[0-9a-f]{24}\.so")
+CUBIN = re.compile(r"[0-9a-f]{16}-[0-9a-f]{24}\.cubin")
 TRITON_KERNEL = re.compile(r"[A-Z2-7]{52}")
 
 
@@ -74,6 +76,7 @@ def stored_entries() -> list[Entry]:
         "hub": _repositories,
         "converted": _converted,
         "native": _libraries,
+        "cuda": _cuda_kernels,
         "triton": _triton_kernels,
     }
     root = cache_root()
@@ -204,6 +207,14 @@ def _libraries(items: list[Path]) -> Iterator[Entry]:
             yield Entry("kernels", path.name, size_of(path), path, useless=useless)
         elif path.name.startswith("build-"):  # Earlier versions compiled there.
             yield _unfinished(path, unchanged_for_long(path))
+
+
+def _cuda_kernels(items: list[Path]) -> Iterator[Entry]:
+    for path in items:
+        if CUBIN.fullmatch(path.name):
+            other = not path.name.startswith(current_sources())
+            useless = "for other sources" if other else None
+            yield Entry("kernels", path.name, size_of(path), path, useless=useless)
 
 
 def _triton_kernels(items: list[Path]) -> Iterator[Entry]:

@@ -82,6 +82,7 @@ class DFlashNetwork(Network):
             for each in set(config.layers)
         }
         """By kind of layer and rows of a block."""
+        self._repeated: dict[tuple[Visibility, int, int], torch.Tensor] = {}
         kinds = itertools.groupby(enumerate(config.layers), key=lambda item: item[1])
         self._runs = [(kind, [index for index, _ in members]) for kind, members in kinds]
 
@@ -165,11 +166,18 @@ class DFlashNetwork(Network):
             else:
                 oldest = batch.key_index - (kind.window - 1)
             oldest = oldest.clamp(min=self.first_key)
-        mask = self._masks[kind][rows].repeat(blocks)
+        mask = self._repeated_mask(kind, rows, blocks)
         return replace(
             batch, mask=mask, oldest=oldest, all_masked=True,
             both_ways=not kind.causal and oldest is None,
         )  # fmt: skip
+
+    def _repeated_mask(self, kind: Visibility, rows: int, blocks: int) -> torch.Tensor:
+        """For so many blocks; kept, for rounds come in few sizes."""
+        found = self._repeated.get((kind, rows, blocks))
+        if found is None:
+            found = self._repeated[kind, rows, blocks] = self._masks[kind][rows].repeat(blocks)
+        return found
 
     def _convolved(
         self, index: int, x: torch.Tensor, batch: FlatBatch, pool: Any, rows: int
@@ -222,13 +230,14 @@ class DFlashNetwork(Network):
         return logits
 
     def likeliest(self, hidden: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The likeliest token of each of the rows [N, hidden], by the target's ids, int64 [N], and
-        its chance, float32 [N]; for bare logits, of which there are ``most`` rows at a time."""
-        tokens = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
-        chances = torch.empty(len(hidden), device=hidden.device)
+        """The likeliest token of each of the rows [B, n, hidden], by the target's ids, int64 [B,
+        n], and its chance, float32 [B, n]; for bare logits, ``most`` rows of them at a time."""
+        tokens = torch.empty(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        chances = torch.empty(hidden.shape[:2], device=hidden.device)
         self.backend.drafting.likeliest_by_head(
-            self.norm, self.eps, self.head, hidden, self.target_ids, tokens, chances, most
-        )
+            self.norm, self.eps, self.head, hidden, self.target_ids,
+            tokens.view(-1), chances.view(-1), most,
+        )  # fmt: skip
         return tokens, chances
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:

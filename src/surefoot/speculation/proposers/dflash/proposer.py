@@ -122,8 +122,8 @@ class DFlashProposer(NetworkProposer):
         hidden = hidden[:, first : first + depth]
         alone = self.walk.by_row and self.confidence is None and network.bare_logits
         if alone and self.picker.stages == GREEDY:
-            tokens, chances = network.likeliest(hidden.flatten(0, 1), MOST_LOGIT_ROWS)
-            return Drafts(tokens.view(count, -1), self.whole(depth, count), chances.view(count, -1))
+            tokens, chances = network.likeliest(hidden, MOST_LOGIT_ROWS)
+            return Drafts(tokens, self.whole(depth, count), chances)
         hidden = hidden.transpose(0, 1).contiguous()
         normed = None
         if self.walk.reads_hidden or self.confidence is not None:
