@@ -206,6 +206,25 @@ def test_what_is_usual_is_known_at_once_and_for_as_many_requests() -> None:
     assert paid == pytest.approx([0.0] * 4)
 
 
+def test_what_is_usual_is_not_taken_from_rounds_with_prompts() -> None:
+    """Their time is that of prompts, a multiple of what is asked for, and noisy. A dear trial does
+    not seem to gain something behind them, nor beside them."""
+    budget, trial = Budget(), Trial(False, (1,), (0,))
+    accounts = Accounts(budget)
+    paid: list[float] = []
+    budget.pay = lambda trial, lost, believed: paid.append(lost)  # type: ignore[method-assign]
+    # Plain rounds of 1 s, drafts that take half of one more and gain 0.5; prompts of 20 s.
+    rounds = [(None, 20.0, 26.0), (None, 20.0, 17.0), (trial, 20.0, 25.0)]
+    rounds += [(None, 0.0, 1.5), (None, 20.0, 26.0), (trial, 0.0, 4.5), (trial, 20.0, 17.0)]
+    for tried, prompts, took in rounds:
+        believed = prompts + (1.5 if tried is None else 4.5)
+        expected = Expectation(believed, prompts + 1.5, 1.0, prompts, tried, (trial,), 1.5)
+        now = replace(situation(NEVER), requests=8, prompt_rows=int(prompts))
+        landed = Landed(took, None, 8, 4, 8)
+        accounts.landed(Decision(8, *LOOK, False, expected), now, landed, took, 0.01)
+    assert paid == pytest.approx([3.0] * 3)
+
+
 @pytest.mark.parametrize(("restrained", "rounds"), [(False, 6), (True, 12)])
 def test_trials_take_turns(restrained: bool, rounds: int) -> None:
     """What was tried longest ago is next, some rounds after any other of its kind; more while

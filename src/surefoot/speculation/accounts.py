@@ -45,6 +45,8 @@ class Accounts:
         plain rounds."""
         self._known = self._requests = 0
         """How many of them there were, and for how many requests the first was."""
+        self._guessed = True
+        """Whether all of them ran prompts."""
 
     def landed(
         self,
@@ -73,18 +75,21 @@ class Accounts:
     ) -> None:
         """Time earns credit for trials; what they lose is taken off it. Where the measured time
         does not contradict what was believed, that is less noisy; where it does, it is no longer
-        than noise explains: hiccups of the machine are not the trial's."""
+        than noise explains: hiccups of the machine are not the trial's. Prompts take so much longer
+        than the rest of a round that beside them the measured time tells nothing of it."""
         plain = expected.plain_seconds
         if not expected.trials or plain <= 0:
             return
         believed = (expected.seconds - expected.prompt_seconds) / plain
-        noise = _UNLIKELY * noise * expected.seconds
-        if seconds > expected.seconds - noise:
+        noise, beside = _UNLIKELY * noise * expected.seconds, expected.prompt_seconds > 0
+        if beside:
+            seconds = expected.seconds
+        elif seconds > expected.seconds - noise:
             seconds = min(max(seconds - noise, expected.seconds), expected.seconds + noise)
         took = max(0.0, (seconds - expected.prompt_seconds) / plain)
         self.budget.earn(expected.trials, took)
         if expected.trial is None:
-            self._learn_usual(requests, 1.0 + accepted, took)
+            self._learn_usual(requests, 1.0 + accepted, took, beside)
         elif expected.trial.verify:
             # Paid in full, whatever it gives: drafts that are believed to be unfair to somebody
             # must not pay for themselves.
@@ -95,11 +100,15 @@ class Accounts:
             lost, to_lose = took - (1.0 + accepted) * usual, believed - expected.tokens * usual
             self.budget.pay(expected.trial, lost, to_lose)
 
-    def _learn_usual(self, requests: int, tokens: float, rounds: float) -> None:
+    def _learn_usual(self, requests: int, tokens: float, rounds: float, beside: bool) -> None:
         """A round that tried nothing gave each request so many tokens in the time of so many plain
-        rounds."""
+        rounds. ``beside``: it ran prompts, so that this is a guess."""
         if is_other_load(requests, self._requests):
-            self._known, self._requests = 0, requests
+            self._known, self._requests, self._guessed = 0, requests, True
+        if beside and not self._guessed:
+            return
+        if self._guessed and not beside:
+            self._known, self._guessed = 0, False
         self._known += 1
         weight = max(_USUAL, 1 / self._known)
         self._usual_tokens += weight * (tokens - self._usual_tokens)
