@@ -387,8 +387,8 @@ MUTATIONS = (
     ),
     m(
         "kernels/drafting.py",
-        "        parts = (each.split(most) for each in (hidden, tokens, chances))",
-        "        parts = ([each[:most]] for each in (hidden, tokens, chances))",
+        "        parts = (each.split(most) for each in (hidden.flatten(0, 1), tokens, chances))",
+        "        parts = ([each[:most]] for each in (hidden.flatten(0, 1), tokens, chances))",
         "test_dflash_drafter.py",
     ),
     m(

@@ -107,6 +107,8 @@ class Planner:
         self.held = Held()
         self._harmless = NOTHING
         """The best action of those that slow nobody, while only such are taken."""
+        self._unweighed = 0
+        """Rounds since actions were weighed."""
 
     @property
     def costs(self) -> RoundCosts:
@@ -139,9 +141,12 @@ class Planner:
         self._at_hand.read(situation)
         actions = self.weighing.allowed(situation)
         plain, prompts = self.weighing.plain_seconds(situation)
-        self.weighing.weigh(situation, actions, plain, rounds)
         chances = self._at_hand.chances(situation, self._last.action)
         owed = self.fairness.owed(situation.slots, plain, prompts, rounds)
+        self._unweighed += rounds
+        if not self._only_waits(actions):
+            self.weighing.weigh(situation, actions, plain, self._unweighed)
+            self._unweighed = 0
         case = _Case(situation, actions, chances, owed, plain)
         best = self._best(case)
         trials = self._trials.beside(self.weighing.best, actions)
@@ -160,6 +165,12 @@ class Planner:
             overlap, choice = self.weighing.overlap, len(actions) > 1
             self.held.grant(situation, self._last, host, overlap, choice)
         return self._last
+
+    def _only_waits(self, actions: tuple[Action, ...]) -> bool:
+        """Whether nobody proposes until everybody is ahead again, whatever may be best then: the
+        device is not to wait for the host to find that out."""
+        waits = self.fairness.restraint.holds and self._harmless == NOTHING
+        return waits and self.weighing.best in actions
 
     def _beside_other_prompts(self, situation: Situation) -> Decision:
         """The last decision, that nobody proposes, with what is expected of this round."""
