@@ -153,6 +153,8 @@ def check_scenario(
         texts = tuple((*request.prompt, *request.output) for request in expected)
         options = {**options, "proposer_options": {"oracle": {"texts": texts}}}
     engine = make_engine(decoder, ahead, **options)
+    if ahead and options["max_num_seqs"] % 2:
+        engine.loop.depth += 1
     actual = run_jobs(engine, work)
     for job, want, got in zip(work, expected, actual, strict=True):
         compare(backend, job, want, got)
@@ -241,7 +243,7 @@ def test_any_scenario_gives_the_plain_text_native(seeds: settings) -> None:
 @patient
 @BOTH
 def test_any_scenario_gives_the_plain_text_launched_ahead(seeds: settings) -> None:
-    """Rounds are launched before the one before is read, as on a GPU."""
+    """Rounds are launched before one or two of those before are read, as on a GPU."""
     check_scenarios(half(seeds), lambda scenario: check_scenario("torch", scenario, ahead=True))
 
 

@@ -165,6 +165,32 @@ def test_a_prompt_finds_the_blocks_of_one_that_is_still_in_flight() -> None:
     assert first.output == again.output
 
 
+@pytest.mark.parametrize(
+    ("ahead", "part", "grammar", "most"),
+    [(True, 0.2, False, 2), (True, 0.9, False, 3), (True, 0.9, True, 2), (False, 0.9, False, 1)],
+)
+def test_more_rounds_are_in_flight_where_the_host_is_busy(
+    ahead: bool, part: float, grammar: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not beside a request that needs the host between its rounds."""
+    engine = make_engine(tiny_decoder(), ahead, max_num_seqs=4)
+    monkeypatch.setattr(engine.loop.clock, "compare", lambda host, seconds: None)
+    engine.loop.clock.part = part
+    monkeypatch.setattr(type(engine.loop.gathering), "needs_host", property(lambda own: grammar))
+    requests = [add(engine, name, 3) for name in ("a", "bc")]
+    flights = []
+    land = engine.loop.land
+    monkeypatch.setattr(
+        engine.loop, "land", lambda: (flights.append(len(engine.loop.flights)), land())[1]
+    )
+    while engine.has_work:
+        engine.step()
+    assert max(flights) == most
+    assert len(requests[0].output) == len(requests[1].output) == GREEDY.max_tokens
+    # None is launched in vain, however many are in flight.
+    assert engine.stats.rounds == GREEDY.max_tokens
+
+
 def test_choices_of_a_prompt_share_a_seed_that_no_other_has() -> None:
     engine, params = make_engine(tiny_decoder()), SamplingParams(n=2)
     first = engine.make_request("first", [3], params)

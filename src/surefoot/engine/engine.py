@@ -237,7 +237,7 @@ class Engine(Restored):
         step has returned."""
         loop = self.loop
         try:
-            while len(loop.flights) < loop.depth and loop.launch():
+            while len(loop.flights) < loop.in_flight and loop.launch():
                 pass
             if not loop.flights:
                 return []

@@ -51,6 +51,11 @@ class Gathering:
         self._batch: Batch | None = None
         """Of the free ones, once it was needed."""
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether somebody decodes under a grammar."""
+        return bool(self._synchronous)
+
     def forget(self) -> None:
         """Some request is in another state than it was."""
         self._changes = -1

@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from surefoot.speculation.host_costs import HostSample
 
+_RECENT = 0.05
+"""Weight of a round in the running average of the host's part."""
+
 
 class HostClock:
     """Times the host between two reports, with everything that keeps it from launching the next
@@ -20,6 +23,8 @@ class HostClock:
         """When the last report was there; None: there is nothing to be learnt of this time."""
         self._left_out = 0.0
         self._work: HostSample | None = None
+        self.part = 0.0
+        """Of late rounds' time, what the host needed for them, on average; 1: all of it."""
 
     def interrupt(self) -> None:
         """What happens until the next report tells nothing."""
@@ -36,6 +41,11 @@ class HostClock:
         if since is None or work is None:
             return None
         return replace(work, seconds=time.perf_counter() - since - left_out)
+
+    def compare(self, host: HostSample | None, device_seconds: float | None) -> None:
+        """What the host and the device took for a round, as far as it is known."""
+        if host is not None and device_seconds:
+            self.part += _RECENT * (min(host.seconds / device_seconds, 1.0) - self.part)
 
     def report_came(self) -> None:
         """The wait is over."""

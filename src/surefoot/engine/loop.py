@@ -2,9 +2,11 @@
 
 On a GPU up to two rounds are in flight: the host lets requests in, reserves KV for the longest
 spans that can result, picks the size of the round, launches it, and only then reads the report of
-the round before. It learns of ends one round late; the device has known at once. On a CPU one round
-is in flight, and everything else is the same. A request whose next token needs the host (it has a
-grammar) joins a round when the report of its last one has been read; its neighbours do not wait.
+the round before. It learns of ends one round late; the device has known at once. Where the host
+needs much of a round's time, there are three: a hiccup of the host, of which there are many, would
+otherwise leave the device idle. On a CPU one round is in flight, and everything else is the same. A
+request whose next token needs the host (it has a grammar) joins a round when the report of its last
+one has been read; its neighbours do not wait.
 """
 
 from __future__ import annotations
@@ -38,6 +40,10 @@ from surefoot.speculation.round import Round
 from surefoot.speculation.scoring import PromptReads
 from surefoot.speculation.size import Size
 
+PRESSED = 0.3
+"""Part of the rounds' time that the host needs, on average, from which on one more is in flight. It
+needs two or three times as long for some."""
+
 
 @dataclass(eq=False)
 class Flight:
@@ -56,7 +62,7 @@ class Flight:
 
 
 class Loop:
-    """Keeps up to ``depth`` rounds launched."""
+    """Keeps up to ``in_flight`` rounds launched."""
 
     def __init__(
         self,
@@ -69,7 +75,7 @@ class Loop:
         most_rows: int,
         depth: int,
     ) -> None:
-        """``most_rows``: rows of a round before drafts."""
+        """``most_rows``: rows of a round before drafts. ``depth``: rounds in flight, usually."""
         self.round = round_
         self.rounds = rounds
         self.scheduler = scheduler
@@ -97,6 +103,13 @@ class Loop:
         )  # fmt: skip
         self._batch_set: Batch | None = None
         self._changes = scheduler.changes
+
+    @property
+    def in_flight(self) -> int:
+        """Rounds that are to be in flight now."""
+        # Whoever needs the host would sit out one more of them.
+        more = self.depth > 1 and self.clock.part > PRESSED and not self.gathering.needs_host
+        return self.depth + more
 
     def _admit(self, requests: Sequence[Request]) -> None:
         """Requests, new or resumed, enter their slots."""
@@ -271,6 +284,7 @@ class Loop:
             accepted=landing.accepted,
             drafting=len(landing.drafting),
         )
+        self.clock.compare(host, outcome.device_seconds)
         ends, proposing = len(landing.ended), bool(flight.decision.proposers)
         requests = flight.situation.requests
         self.clock.read(HostSample(requests, outcome.drafting, ends, 0.0, proposing))
