@@ -24,7 +24,7 @@ from surefoot.train.dflash.options import DFlashTrainOptions, DSparkTrainOptions
 from surefoot.train.dflash.recipe import DFlashRecipe
 from surefoot.train.loss import Teacher
 from test_train_loss import toy
-from train_harness import batch_of, tiny_target, trainer_of, write_documents
+from train_harness import batch_of, check_work, tiny_target, trainer_of, write_documents
 
 DOCUMENTS = [(1, 12), (37, 12), (5, 3)]
 KINDS: dict[str, Any] = {
@@ -309,3 +309,8 @@ def test_it_learns_64_sequences_by_heart(tmp_path: Path) -> None:
     # Its objective is the text itself.
     right = drafted.tokens[rows, 0] == batch.ids.numpy()[rows + 2]
     assert len(documents) == 64 and right.mean() > 0.95
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_work_of_a_step_is_that_of_its_products(kind: str, tmp_path: Path) -> None:
+    check_work(recipe_of(tmp_path, kind))

@@ -24,10 +24,12 @@ from surefoot.speculation.proposers.eagle3.checkpoint import open_checkpoint
 from surefoot.speculation.proposers.eagle3.config import read_config
 from surefoot.speculation.proposers.eagle3.drafter import Eagle3Drafter
 from surefoot.train.corpus import Corpus
+from surefoot.train.curves import Curves
 from surefoot.train.eagle3.options import Eagle3TrainOptions
 from surefoot.train.eagle3.recipe import Eagle3Recipe
+from surefoot.train.meter import Meter
 from surefoot.train.parallel import Workers
-from surefoot.train.run import EngineCheck, Trained
+from surefoot.train.run import EngineCheck, Trained, speeds
 from surefoot.train.shards import SETTINGS
 from surefoot.train.target import Target
 from test_train_eagle3 import STEPS, chain
@@ -35,6 +37,7 @@ from tiny_models import tiny_hf_model, tiny_weights
 from train_harness import (
     DOCUMENTS,
     SHORT,
+    check_work,
     recipe_of,
     tiny_target,
     trainer_of,
@@ -99,6 +102,30 @@ def test_a_run_of_so_many_minutes_ends_with_its_learning_rate(
         Eagle3TrainOptions(duration=1.0, steps=3)
     with pytest.raises(SurefootError, match="one process"):
         trainer_of(trainer.recipe, tmp_path / "two", Workers(0, 2))
+
+
+@pytest.mark.parametrize("train_head", [False, True])
+def test_the_work_of_a_step_is_that_of_its_products(tmp_path: Path, train_head: bool) -> None:
+    check_work(recipe_of(tmp_path, DOCUMENTS, **SHORT, train_head=train_head))
+
+
+def test_speeds_are_in_the_curves_and_the_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What part of the device's operations they are is known on a GPU only."""
+    monkeypatch.setattr("surefoot.train.trainer._LOG_EVERY", 1)
+    recipe = recipe_of(tmp_path / "data", DOCUMENTS, **SHORT)
+    trainer_of(recipe, tmp_path / "run").run()
+    curves = Curves(tmp_path / "run", 10**9)
+    entries = [entry for entry in curves.entries if "tflops" in entry]
+    assert len(entries) == 6 and all(entry["tflops"] > 0 for entry in entries)
+    assert {entry["share_of_arithmetic"] for entry in entries} == {None}
+    assert set(speeds(curves)) == {"tokens_per_s", "tflops"}
+    monkeypatch.setattr("surefoot.train.meter.most_operations", lambda device: 1e12)
+    meter = Meter(torch.device("cpu"), (recipe.network.work,), 0)
+    recipe.network.work.product(10, 1000, True)
+    told = meter.speeds(100)
+    assert told["share_of_arithmetic"] == told["tflops"] and told["tokens_per_s"]
 
 
 def test_a_run_begins_with_the_weights_of_a_drafter(tmp_path: Path) -> None:

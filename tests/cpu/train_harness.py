@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from harness import random_weights, tiny_config
 from surefoot.kernels.backend import Backend
@@ -71,3 +72,16 @@ def trainer_of(recipe: Recipe, folder: Path, workers: Workers | None = None) -> 
     folder.mkdir(parents=True, exist_ok=True)
     own, quiet = workers or Workers(), lambda *_: None
     return Trainer(recipe, folder, own, quiet, quiet)
+
+
+def check_work(recipe: Recipe) -> None:
+    """A step's work is what torch counts of products, forwards and backwards."""
+    batch = recipe.corpus.batch(range(3), "cpu")
+    works = recipe.target.work, recipe.network.work
+    before = sum(work.operations for work in works)
+    with FlopCounterMode(display=False) as counter:
+        loss, _ = recipe.loss(batch, 1.0, 0)
+        loss.backward()
+    found = counter.get_flop_counts()["Global"]
+    products = found[torch.ops.aten.mm] + found.get(torch.ops.aten.addmm, 0)
+    assert sum(work.operations for work in works) - before == products > 0

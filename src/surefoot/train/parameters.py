@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear, rms_norm
 
+from surefoot.train.meter import Work
+
 _SPREAD = 0.02
 
 
@@ -25,6 +27,7 @@ class Parameters(nn.Module):
         """Norms begin at 1, biases at 0, everything else normally distributed around 0."""
         super().__init__()
         self.compute, self.eps = compute, eps
+        self.work = Work()
         generator = torch.Generator().manual_seed(seed)
         for name, shape in shapes.items():
             if name.endswith("norm.weight") or "_norm." in name:
@@ -50,7 +53,13 @@ class Parameters(nn.Module):
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         # Cast at every use, so that the gradients of several uses add up in float32.
         bias = getattr(self, f"{name}.bias".replace(".", "/"), None)
-        weight = self.weight(f"{name}.weight").to(self.compute)
+        own = self.weight(f"{name}.weight")
+        learns = torch.is_grad_enabled()
+        rows = x.shape[:-1].numel()
+        self.work.product(
+            rows, own.numel(), learns and x.requires_grad, learns and own.requires_grad
+        )
+        weight = own.to(self.compute)
         return linear(x, weight, None if bias is None else bias.to(self.compute))
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from surefoot.train.corpus import Batch, Corpus
 from surefoot.train.options import TrainOptions
+from surefoot.train.parameters import Parameters
 from surefoot.train.target import Target
 
 
@@ -38,7 +38,7 @@ class Drafted:
 class Recipe(ABC):
     """A kind's constructor makes ``network``, whose float32 parameters are trained."""
 
-    network: nn.Module
+    network: Parameters
     depth: int
     """Columns of ``Drafted``."""
 

@@ -138,7 +138,6 @@ def _facts(
     made: Sequence[Mapping[str, Any]],
     curves: Curves,
 ) -> dict[str, Any]:
-    speeds = [entry["tokens_per_s"] for entry in curves.entries if "tokens_per_s" in entry]
     corpus = recipe.corpus
     return {
         "kind": kind,
@@ -163,11 +162,20 @@ def _facts(
             "steps": outcome.steps,
             "weights_of_step": outcome.best_step,
             "seconds": round(outcome.seconds, 1),
-            "tokens_per_s": float(np.median(speeds)) if speeds else None,
+            **speeds(curves),
             "texts": "; ".join(dict.fromkeys(map(_origin, made))),
             **{name: value for name, value in asdict(options).items() if value is not None},
         },
     }
+
+
+def speeds(curves: Curves) -> dict[str, float]:
+    """Medians of what ``Meter.speeds`` told, and the most memory."""
+    found = {name: curves.of(name)[1] for name in ("tokens_per_s", "tflops", "share_of_arithmetic")}
+    known = {name: [v for v in values if v is not None] for name, values in found.items()}
+    medians = {name: float(np.median(values)) for name, values in known.items() if values}
+    memory = [value for value in curves.of("peak_gb")[1] if value is not None]
+    return {**medians, "peak_gb": max(memory)} if memory else medians
 
 
 def _origin(made: Mapping[str, Any]) -> str:

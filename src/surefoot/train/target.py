@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,9 +13,10 @@ from surefoot.config import EngineConfig
 from surefoot.engine.build import choose_backend
 from surefoot.kernels.backend import FlatBatch, SpanTable, Weight
 from surefoot.models.config import ModelConfig
-from surefoot.models.decoder import Decoder
+from surefoot.models.decoder import Decoder, expected_shapes
 from surefoot.models.loading import load_checkpoint
 from surefoot.train.corpus import Batch, put
+from surefoot.train.meter import Work
 
 _BLOCK = 16
 _ROWS = 8192
@@ -38,6 +40,11 @@ class Target:
         self._weights = weights
         self._kv: list[object] = []
         self._blocks = 0
+        self.work = Work()
+        shapes = expected_shapes(decoder.config).items()
+        matrices = [shape for name, shape in shapes if ".layers." in name and len(shape) == 2]
+        self._numbers = sum(map(math.prod, matrices))
+        """Of the matrices of all layers."""
 
     @property
     def config(self) -> ModelConfig:
@@ -55,6 +62,7 @@ class Target:
     @torch.no_grad()
     def forward(self, batch: Batch, captured: Sequence[int]) -> Forward:
         """Run all documents from their first token. ``captured`` as in ``Decoder.forward``."""
+        self.work.product(len(batch), self._numbers)
         results = [
             self.decoder.forward(flat, self._kv, captured) for flat in self._flat_batches(batch)
         ]
@@ -69,6 +77,7 @@ class Target:
     def logits(self, before_norm: torch.Tensor) -> torch.Tensor:
         """Rows of ``Forward.before_norm`` [M, hidden] -> float32 logits [M, vocab], those that
         the engine samples from."""
+        self.work.product(len(before_norm), self.config.vocab_size * self.config.hidden_size)
         return self.decoder.logits(before_norm)
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ from surefoot.errors import SurefootError
 from surefoot.train.corpus import Corpus, Plan
 from surefoot.train.curves import Curves
 from surefoot.train.measure import measure, score
+from surefoot.train.meter import Meter
 from surefoot.train.parallel import Workers
 from surefoot.train.recipe import Recipe
 from surefoot.train.saving import BEST, STATE, read, save
@@ -41,31 +42,6 @@ class Outcome:
     tokens: int
     seconds: float
     results: dict[str, Any]
-
-
-class _Meter:
-    """Adds up on the device what steps report, and takes the time."""
-
-    def __init__(self, device: torch.device, tokens: int) -> None:
-        self.totals = torch.zeros(3, device=device)
-        """Loss, rows judged, rows that agreed with the target."""
-        self.steps = 0
-        self.start(tokens)
-
-    def start(self, tokens: int) -> None:
-        self.tokens, self.time = tokens, time.monotonic()
-
-    def speed(self, tokens: int) -> float:
-        """Tokens a second since the start."""
-        return (tokens - self.tokens) / max(time.monotonic() - self.time, 1e-9)
-
-    def read(self) -> tuple[float, float]:
-        """Mean loss of a step and share of the rows that agreed; waits for the device."""
-        loss, rows, agreed = self.totals.tolist()
-        found = loss / max(1, self.steps), agreed / max(1.0, rows)
-        self.totals.zero_()
-        self.steps = 0
-        return found
 
 
 class Trainer:
@@ -126,7 +102,8 @@ class Trainer:
         if self.options.init_from is not None and self.step == 0:
             # They may be better than what comes of them.
             self._measure(curves)
-        meter = _Meter(self.device, self.tokens)
+        works = self.recipe.target.work, self.recipe.network.work
+        meter = Meter(self.device, works, self.tokens)
         for packs in self.plan.steps(self.step, self.steps if self.limit is None else sys.maxsize):
             rate = self._set_rate()
             norm = self._step(packs, meter)
@@ -150,7 +127,7 @@ class Trainer:
         results = self._take_best() if complete and self.workers.first else {}
         return Outcome(complete, self.step, self.best_step, self.tokens, self.seconds, results)
 
-    def _step(self, packs: Sequence[Sequence[int]], meter: _Meter) -> torch.Tensor:
+    def _step(self, packs: Sequence[Sequence[int]], meter: Meter) -> torch.Tensor:
         """One step of the optimizer; returns the gradients' norm."""
         meter.totals += self._train(packs)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, _CLIP)
@@ -169,7 +146,7 @@ class Trainer:
         """How much of the run is over, 1 at its end."""
         return self.step / self.steps if self.limit is None else self.seconds / self.limit
 
-    def _log(self, curves: Curves | None, meter: _Meter, rate: float, norm: float) -> None:
+    def _log(self, curves: Curves | None, meter: Meter, rate: float, norm: float) -> None:
         self.workers.add_up([meter.totals])
         loss, agreement = meter.read()
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -183,8 +160,7 @@ class Trainer:
             "agreement": agreement,
             "learning_rate": rate,
             "gradient_norm": norm,
-            "tokens_per_s": meter.speed(self.tokens),
-            "peak_gb": self._peak(),
+            **meter.speeds(self.tokens),
         }
         if curves is not None:
             curves.add(entry)
@@ -278,9 +254,3 @@ class Trainer:
 
     def _agree(self, late: bool) -> bool:
         return late if self.workers.count == 1 else self.workers.agree(late, self.device)
-
-    def _peak(self) -> float | None:
-        """GB of the GPU's memory that were in use at most."""
-        if self.device.type != "cuda":
-            return None
-        return torch.cuda.max_memory_allocated(self.device) / 1e9

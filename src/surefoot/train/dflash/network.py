@@ -95,7 +95,7 @@ class DFlashTraining(Parameters):
     def confidence(self, hidden: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
         """Logits float32 [R] that a draft is accepted if those before it are."""
         inputs = hidden if before is None else torch.cat((hidden, before), dim=1)
-        name = "confidence_head.proj"
-        return linear(
-            inputs.float(), self.weight(f"{name}.weight"), self.weight(f"{name}.bias")
-        ).squeeze(1)
+        name, learns = "confidence_head.proj", torch.is_grad_enabled()
+        weight = self.weight(f"{name}.weight")
+        self.work.product(len(inputs), weight.numel(), learns, learns)
+        return linear(inputs.float(), weight, self.weight(f"{name}.bias")).squeeze(1)

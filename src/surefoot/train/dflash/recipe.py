@@ -98,8 +98,12 @@ class DFlashRecipe(Recipe):
         rows, teacher, chosen = self._rows(batch, anchors, self.learnt(batch, anchors))
         weights = (share[chosen[0]] * self.decay[chosen[1]] / divisor).astype(np.float32)
         weight = self._put(weights)
+        after, work = self._after(), self.network.work
+        work.product(len(rows.places), self.head.numel(), True)
+        if after is not None:
+            work.product(len(rows.places), after.numel(), True, True)
         loss, overlap, counts = block_loss(
-            rows, self.head, self._after(), teacher, weight, Objective(*self.options.objective)
+            rows, self.head, after, teacher, weight, Objective(*self.options.objective)
         )
         if self.config.confidence:
             logits = self.network.confidence(rows.hidden, rows.before)

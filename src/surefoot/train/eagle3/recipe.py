@@ -94,9 +94,11 @@ class Eagle3Recipe(Recipe):
             picked.append(hidden[step].index_select(0, self._put(chosen)))
             rows.append(place[chosen + 1 + step])
             weights.append(weight[chosen] * self.options.step_weight**step)
+        head = self.network.head
+        self.network.work.product(sum(map(len, picked)), head.numel(), True, head.requires_grad)
         loss, counts = soft_cross_entropy(
             torch.cat(picked),
-            self.network.head,
+            head,
             teacher,
             self._put(np.concatenate(rows)),
             self._put(np.concatenate(weights).astype(np.float32)),
