@@ -4,6 +4,7 @@ The mends hold for Triton 3.6 to 3.9, whichever torch brings: with numpy 2.4 the
 no loop bounds, bf16 is truncated where a GPU rounds to even, ``tl.dot`` multiplies the bits of bf16
 numbers, and a comparison of scalars becomes a block of integers, which 3.9 refuses as a mask. And
 numpy's products of floats sum in an order that depends on the matrices' sizes, on some processors.
+What it works out again for each of millions of tensors, from their types alone, is kept.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 ON_GPU = torch.cuda.is_available()
@@ -24,6 +26,10 @@ patch_tensor: Any = interpreter._patch_lang_tensor
 launch: Any = interpreter.GridExecutor.__call__
 make_dot, make_splat = Builder.create_dot, Builder.create_splat
 convert: Any = interpreter._convert_float
+find_dtype: Any = interpreter._get_np_dtype
+make_tensor: Any = tl.tensor.__init__
+change_element: Any = tl.block_type.with_element_ty
+broadcast: Any = TritonSemantic.broadcast_impl_value
 
 
 def _to_float(data: np.ndarray) -> np.ndarray:
@@ -77,9 +83,51 @@ def _launch(self: Any, *args: Any, **kwargs: Any) -> None:
     launch(self, *args, **kwargs)
 
 
+numpy_types: dict[str, np.dtype] = {}
+# Of tensors, by the names of their types: shapes and whatever else follows from these.
+attributes: dict[str, dict[str, Any]] = {}
+block_types: dict[tuple[str, str], Any] = {}
+
+
+def _get_np_dtype(of: Any) -> np.dtype:
+    name = of.scalar.name
+    if name not in numpy_types:
+        numpy_types[name] = find_dtype(of)
+    return numpy_types[name]
+
+
+def _make_tensor(self: Any, handle: Any, of: Any) -> None:
+    known = attributes.get(of.name)
+    if known is None:
+        make_tensor(self, handle, of)
+        own = ("handle", "type")
+        attributes[of.name] = {name: it for name, it in vars(self).items() if name not in own}
+    else:
+        vars(self).update(known, handle=handle, type=of)
+
+
+def _with_element_ty(self: Any, scalar: Any) -> Any:
+    key = self.name, scalar.name
+    if key not in block_types:
+        block_types[key] = change_element(self, scalar)
+    return block_types[key]
+
+
+def _broadcast(self: Any, left: Any, right: Any) -> Any:
+    return (left, right) if left.type.name == right.type.name else broadcast(self, left, right)
+
+
 interpreter._convert_float = _convert
+interpreter._get_np_dtype = _get_np_dtype
 interpreter._patch_lang_tensor = _patch_tensor
 Builder.create_dot = _dot
 Builder.create_splat = _splat
 interpreter.InterpretedFunction.__call__ = _call_device_function
 interpreter.GridExecutor.__call__ = _launch
+# What follows is the compiler's, too.
+if not ON_GPU:
+    tl.tensor.__init__ = _make_tensor
+    tl.block_type.with_element_ty = _with_element_ty
+    TritonSemantic.broadcast_impl_value = _broadcast
+    # The interpreter's types are the language's.
+    tl.block_type.to_ir = lambda self, builder: self
