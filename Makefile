@@ -6,7 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 TORCH_PIN := $(VENV)/torch.txt
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet \
+# Most of what is installed is never imported: Python compiles the rest when it is.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --quiet --quiet \
 	--constraint constraints-cpu.txt --constraint $(TORCH_PIN)
 PYTHON ?=
 TORCH ?=
@@ -19,12 +20,14 @@ export OMP_WAIT_POLICY ?= passive
 # A Python with a CUDA build of torch, triton and pytest-xdist.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test test-clients test-gpu coverage lint format clean FORCE
+.PHONY: demo test test-cpu test-clients test-gpu coverage lint format clean FORCE
 
 demo: $(VENV)/.installed
 	@$(BIN)/surefoot bench --show-drafts --no-json $(DEMO)
 
-test: lint
+test: lint test-cpu
+
+test-cpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/cpu
 
 # Clients of the server that want other versions of packages than the tests do.
@@ -92,8 +95,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 $(CLIENTS)/.installed: tests/clients/requirements.txt $(VENV)/.created
 	@echo "Installing clients (once)"
 	@$(BIN)/python -m venv --clear $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps \
-	  --requirement $<
+	@$(CLIENTS)/bin/python -m pip install --no-compile --quiet --quiet \
+	  --disable-pip-version-check --no-deps --requirement $<
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $(CLIENTS)/others.pth
 	@echo '$(CURDIR)/src' >> $(CLIENTS)/others.pth
 	@mv $(CLIENTS)/others.pth $(CLIENTS)/lib/python3.*/site-packages/
