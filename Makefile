@@ -20,14 +20,13 @@ export OMP_WAIT_POLICY ?= passive
 # A Python with a CUDA build of torch, triton and pytest-xdist.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test test-cpu test-clients test-gpu coverage lint format clean FORCE
+.PHONY: demo test test-clients test-gpu coverage lint format clean FORCE
 
 demo: $(VENV)/.installed
 	@$(BIN)/surefoot bench --show-drafts --no-json $(DEMO)
 
-test: lint test-cpu
-
-test-cpu: $(VENV)/.installed-dev
+# LINTED=yes: they ran already.
+test: $(if $(LINTED),,lint) $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/cpu
 
 # Clients of the server that want other versions of packages than the tests do.
