@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -51,17 +52,19 @@ def test_it_runs_from_one_report_to_the_next_wait(still: Time) -> None:
     assert clock.wait_begins() == HostSample(4, 0, 0, 0.5, False)
 
 
-def test_the_host_s_part_of_rounds_follows_slowly() -> None:
+def test_what_the_host_has_to_spare_follows_slowly() -> None:
     clock = HostClock()
     for host, device in ((0.5, None), (None, 1.0), (0.5, 0.0)):
         clock.compare(None if host is None else replace(PLAIN, seconds=host), device)
-    assert clock.part == 0.0
+    assert clock.spare == math.inf
+    clock.compare(replace(PLAIN, seconds=1.0), 5.0)
+    assert clock.spare == pytest.approx(4.0)
     for _ in range(100):
         clock.compare(replace(PLAIN, seconds=0.5), 1.0)
-    assert clock.part == pytest.approx(0.5, abs=0.01)
+    assert clock.spare == pytest.approx(0.5, abs=0.03)
     # However long the host paused once.
     clock.compare(replace(PLAIN, seconds=1000.0), 1.0)
-    assert clock.part == pytest.approx(0.525, abs=0.01)
+    assert clock.spare == pytest.approx(0.475, abs=0.03)
 
 
 def test_what_is_interrupted_tells_nothing(still: Time) -> None:

@@ -166,16 +166,16 @@ def test_a_prompt_finds_the_blocks_of_one_that_is_still_in_flight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ahead", "part", "grammar", "most"),
-    [(True, 0.2, False, 2), (True, 0.9, False, 3), (True, 0.9, True, 2), (False, 0.9, False, 1)],
+    ("ahead", "spare", "grammar", "most"),
+    [(True, 2e-3, False, 2), (True, 5e-4, False, 3), (True, 5e-4, True, 2), (False, 0, False, 1)],
 )
 def test_more_rounds_are_in_flight_where_the_host_is_busy(
-    ahead: bool, part: float, grammar: bool, most: int, monkeypatch: pytest.MonkeyPatch
+    ahead: bool, spare: float, grammar: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But not beside a request that needs the host between its rounds."""
     engine = make_engine(tiny_decoder(), ahead, max_num_seqs=4)
     monkeypatch.setattr(engine.loop.clock, "compare", lambda host, seconds: None)
-    engine.loop.clock.part = part
+    engine.loop.clock.spare = spare
     monkeypatch.setattr(type(engine.loop.gathering), "needs_host", property(lambda own: grammar))
     requests = [add(engine, name, 3) for name in ("a", "bc")]
     flights = []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
 from surefoot.speculation.host_costs import HostSample
 
 _RECENT = 0.05
-"""Weight of a round in the running average of the host's part."""
+"""Weight of a round in the running average of what the host has to spare."""
 
 
 class HostClock:
@@ -23,8 +24,8 @@ class HostClock:
         """When the last report was there; None: there is nothing to be learnt of this time."""
         self._left_out = 0.0
         self._work: HostSample | None = None
-        self.part = 0.0
-        """Of late rounds' time, what the host needed for them, on average; 1: all of it."""
+        self.spare = math.inf
+        """Seconds by which late rounds took the device longer than the host, on average."""
 
     def interrupt(self) -> None:
         """What happens until the next report tells nothing."""
@@ -44,8 +45,12 @@ class HostClock:
 
     def compare(self, host: HostSample | None, device_seconds: float | None) -> None:
         """What the host and the device took for a round, as far as it is known."""
-        if host is not None and device_seconds:
-            self.part += _RECENT * (min(host.seconds / device_seconds, 1.0) - self.part)
+        if host is None or not device_seconds:
+            return
+        spare = max(device_seconds - host.seconds, 0.0)
+        if math.isinf(self.spare):
+            self.spare = spare
+        self.spare += _RECENT * (spare - self.spare)
 
     def report_came(self) -> None:
         """The wait is over."""

@@ -2,9 +2,9 @@
 
 On a GPU up to two rounds are in flight: the host lets requests in, reserves KV for the longest
 spans that can result, picks the size of the round, launches it, and only then reads the report of
-the round before. It learns of ends one round late; the device has known at once. Where the host
-needs much of a round's time, there are three: a hiccup of the host, of which there are many, would
-otherwise leave the device idle. On a CPU one round is in flight, and everything else is the same. A
+the round before. It learns of ends one round late; the device has known at once. Where rounds are
+so short that the host has next to no time to spare, there are three: its hiccups would otherwise
+leave the device idle. On a CPU one round is in flight, and everything else is the same. A
 request whose next token needs the host (it has a grammar) joins a round when the report of its last
 one has been read; its neighbours do not wait.
 """
@@ -40,9 +40,9 @@ from surefoot.speculation.round import Round
 from surefoot.speculation.scoring import PromptReads
 from surefoot.speculation.size import Size
 
-PRESSED = 0.3
-"""Part of the rounds' time that the host needs, on average, from which on one more is in flight. It
-needs two or three times as long for some."""
+HICCUP = 0.001
+"""Seconds that the host takes longer for some rounds than for most. Where it has less to spare, one
+more is in flight."""
 
 
 @dataclass(eq=False)
@@ -108,7 +108,7 @@ class Loop:
     def in_flight(self) -> int:
         """Rounds that are to be in flight now."""
         # Whoever needs the host would sit out one more of them.
-        more = self.depth > 1 and self.clock.part > PRESSED and not self.gathering.needs_host
+        more = self.depth > 1 and self.clock.spare < HICCUP and not self.gathering.needs_host
         return self.depth + more
 
     def _admit(self, requests: Sequence[Request]) -> None:
