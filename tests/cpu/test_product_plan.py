@@ -20,7 +20,8 @@ pytest.importorskip("triton")
 
 import triton_interpreter  # isort: skip  # noqa: F401
 
-from surefoot.kernels.cuda.product import KERNEL, source
+from surefoot.kernels.cuda.machine_code import source
+from surefoot.kernels.cuda.product import KERNEL
 from surefoot.kernels.cuda.product_plan import WIDEST, ProductPlan, product_plan, shared_plan
 from surefoot.kernels.triton import products
 from surefoot.kernels.triton.matmul_plan import TUNED_ON
