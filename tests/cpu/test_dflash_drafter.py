@@ -121,13 +121,15 @@ def test_rows_that_say_the_same_draft_other_tokens_under_penalties(tmp_path: Pat
 def test_the_likeliest_of_a_head_are_those_of_its_logits(backend: str, most: int) -> None:
     """However many rows of logits there may be at a time."""
     used, width, vocab = backend_of(backend), 32, 97
-    hidden, weight = torch.randn(5, width), torch.randn(vocab, width)
+    # Rows of blocks, without the first of each.
+    hidden, weight = torch.randn(3, 3, width)[:, 1:], torch.randn(vocab, width)
     norm, ids = torch.rand(width) + 0.5, torch.randperm(1000)[:vocab]
-    tokens, chances = torch.full((5,), -1), torch.full((5,), torch.nan)
+    tokens, chances = torch.full((6,), -1), torch.full((6,), torch.nan)
     used.drafting.likeliest_by_head(
         used.pack_norm(norm), 1e-6, used.pack_linear([weight]), hidden, ids, tokens, chances, most
     )
-    normed = hidden * norm * hidden.square().mean(dim=1, keepdim=True).add(1e-6).rsqrt()
+    rows = hidden.flatten(0, 1)
+    normed = rows * norm * rows.square().mean(dim=1, keepdim=True).add(1e-6).rsqrt()
     expected, column = (normed @ weight.T).softmax(dim=1).max(dim=1)
     assert tokens.tolist() == ids[column].tolist()
     torch.testing.assert_close(chances, expected, rtol=1e-4, atol=0.0)

@@ -15,7 +15,7 @@ from surefoot.engine import reserving
 from surefoot.engine.batch import Batch, Wishes, group
 from surefoot.engine.landing import Landing, read_report
 from surefoot.engine.reserving import AHEAD, Reservations
-from surefoot.engine.rounds import Report
+from surefoot.engine.reports import Report
 from surefoot.engine.stats import Drafting
 from surefoot.kv.block_pool import chain_hash
 from surefoot.kv.transaction import KVManager

@@ -21,7 +21,7 @@ from surefoot.certify.parity import Progress, base_jobs
 from surefoot.certify.sizes import Size
 from surefoot.certify.subject import Subject
 from surefoot.engine.engine import Engine
-from surefoot.engine.rounds import Report
+from surefoot.engine.reports import Report
 from surefoot.request import Request, SpeculationParams
 from surefoot.speculation import registry
 from surefoot.speculation.decisions import Decision, Situation

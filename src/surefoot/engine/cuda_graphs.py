@@ -17,7 +17,8 @@ import torch
 
 from surefoot.engine.batch import Batch
 from surefoot.engine.capture import capture
-from surefoot.engine.rounds import PaddedRounds, Report
+from surefoot.engine.reports import Report
+from surefoot.engine.rounds import PaddedRounds
 from surefoot.engine.stand_ins import stand_in
 from surefoot.speculation.decisions import Decision
 from surefoot.speculation.recorded_costs import RecordedSize

@@ -16,7 +16,7 @@ from surefoot.speculation.books import ReportColumns
 
 if TYPE_CHECKING:
     from surefoot.engine.batch import Batch
-    from surefoot.engine.rounds import Report
+    from surefoot.engine.reports import Report
     from surefoot.speculation.decisions import Decision
     from surefoot.speculation.size import Size
 

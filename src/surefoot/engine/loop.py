@@ -23,8 +23,9 @@ from surefoot.engine.gathering import Gathering, missing
 from surefoot.engine.host_clock import HostClock
 from surefoot.engine.landing import Landing, read_prompt_scores, read_report
 from surefoot.engine.reported import ReportedOffers
+from surefoot.engine.reports import Report
 from surefoot.engine.reserving import Reach, Reservations
-from surefoot.engine.rounds import Report, Rounds
+from surefoot.engine.rounds import Rounds
 from surefoot.engine.scheduler import Scheduler
 from surefoot.engine.structured import GrammarMasks
 from surefoot.kernels.upload import upload

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from surefoot.engine.batch import Batch
-from surefoot.engine.rounds import Report
+from surefoot.engine.reports import Report
 from surefoot.speculation.books import ReportColumns
 
 

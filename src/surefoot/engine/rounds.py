@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import torch
 
 from surefoot.engine.batch import Batch
+from surefoot.engine.reports import PinnedReport, Report
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.decisions import Decision
 from surefoot.speculation.recorded_costs import RecordedCosts
@@ -29,24 +29,6 @@ CHUNKS_KEPT = 64
 """How often the longest chunk is asked for before it is worked out anew."""
 FEW_SCORED = 4
 """Requests with logprobs that recorded rounds have room for, unless there are more."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a launched round will have told the host."""
-
-    rows: np.ndarray
-    """int32 [spans, columns]: ``speculation.books.ReportColumns``."""
-    scores: torch.Tensor | None
-    """int32 [scored, n, columns] as ``kernels.logprobs`` has them, where the round's size asks for
-    logprobs."""
-    prompt_scores: PromptScores
-    """Of prompts, where such were wanted."""
-    wait: Callable[[], None]
-    """Returns when all is there; raises what the device raises."""
-    seconds: Callable[[], float | None]
-    """What the round took on the device, once it is there, but for catching up on earlier ones;
-    None: nobody measured it."""
 
 
 class Rounds:
@@ -69,10 +51,10 @@ class Rounds:
         self.apart_seconds = 0.0
         """Of the last launch: the round itself, where it is called, or recording it. The rest is
         the host's work for every round."""
-        self._copies: list[_PinnedReport] = []
+        self._copies: list[PinnedReport] = []
         if self._on_gpu:
             reader = torch.cuda.Stream(self.device)
-            self._copies = [_PinnedReport(round_, reader) for _ in range(4)]
+            self._copies = [PinnedReport(round_, reader) for _ in range(4)]
         self._turn = 0
         self._copied: torch.cuda.Event | None = None
         """When the last report has been copied."""
@@ -162,42 +144,6 @@ class Rounds:
 
     def forget(self) -> None:
         """What rounds do has changed: record them anew."""
-
-
-class _PinnedReport:
-    """Where the report of one round in flight goes. The next round begins meanwhile, and its first
-    part leaves the report alone: a pause for a copy would be a hundredth of a small model's round.
-    """
-
-    def __init__(self, round_: Round, reader: torch.cuda.Stream) -> None:
-        self.round = round_
-        self.reader = reader
-        self.rows = torch.zeros_like(round_.books.report, device="cpu").pin_memory()
-        self._seen = self.rows.numpy()
-        self.scores: torch.Tensor | None = None
-        """Made when first needed."""
-        self.begun, self.ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.copied = torch.cuda.Event()
-
-    def take(self, size: Size, prompt_scores: PromptScores) -> Report:
-        self.reader.wait_event(self.ended)
-        with torch.cuda.stream(self.reader):
-            rows = self.rows[: size.spans]
-            rows.copy_(self.round.books.report[: size.spans], non_blocking=True)
-            scores = self.round.scores.part(size)
-            if scores is not None:
-                if self.scores is None:
-                    count = self.round.scores.table.numel()
-                    self.scores = torch.zeros(count, dtype=torch.int32).pin_memory()
-                # Dense on both sides: one copy, not one for every row.
-                target = self.scores[: scores.numel()].view(scores.shape)
-                scores = target.copy_(scores.contiguous(), non_blocking=True)
-            self.copied.record()
-        seen, wait = self._seen[: size.spans], self.copied.synchronize
-        return Report(seen, scores, prompt_scores, wait, self.seconds)
-
-    def seconds(self) -> float:
-        return self.begun.elapsed_time(self.ended) / 1000
 
 
 def _nothing() -> None:
