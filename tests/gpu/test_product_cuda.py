@@ -123,7 +123,7 @@ def test_the_largest_of_a_row_is_that_of_its_logits(shape: tuple[int, int, bool]
         ids = torch.randperm(outputs)
         drafting = TritonDrafting(TritonBackend(torch.device("cuda", 0), torch.bfloat16))
         norm, eps = torch.ones(inputs, dtype=torch.bfloat16), 1e-6
-        drafting.likeliest_by_head(norm, eps, linear, x, ids, tokens, chances, 64)
+        drafting.likeliest_by_head(norm, eps, linear, x.unsqueeze(1), ids, tokens, chances, 64)
         logits = by_triton(rms_norm(x, norm, eps), weight, False).double()
         assert torch.equal(tokens, ids[logits.argmax(dim=1)])
         expected = logits.softmax(dim=1).max(dim=1)[0]
