@@ -142,9 +142,39 @@ MUTATIONS = (
     ),
     m(
         "engine/batch.py",
-        "        ending = min(self.ending, len(self.chunks) - 1)",
-        "        ending = self.ending",
+        "return replace(self, chunks=tuple(chunks), ending=min(self.ending, whole))",
+        "return replace(self, chunks=tuple(chunks), ending=self.ending)",
         "test_landing.py",
+    ),
+    m(
+        "engine/batch.py",
+        "            taken = min(cut, chunks[place] - 1)",
+        "            taken = min(cut, chunks[place] - 1) if place == len(chunks) - 1 else 0",
+        "test_landing.py",
+    ),
+    m(
+        "engine/loop.py",
+        "self.clock.spare < HICCUP and not self.gathering.needs_host",
+        "self.clock.spare < HICCUP",
+        "test_loop.py",
+    ),
+    m(
+        "engine/loop.py",
+        "        return self.depth + more",
+        "        return self.depth",
+        "test_loop.py",
+    ),
+    m(
+        "kernels/cuda/machine_code.py",
+        """    made_by = f"{text}\\0{version}\\0{OPTIONS}".encode()""",
+        """    made_by = f"{text}\\0{OPTIONS}".encode()""",
+        "test_machine_code.py",
+    ),
+    m(
+        "cache.py",
+        "    return content if hashlib.sha256(content).digest() == digest else None",
+        "    return content",
+        "test_machine_code.py",
     ),
     m(
         "engine/loop.py",

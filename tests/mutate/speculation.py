@@ -849,4 +849,28 @@ MUTATIONS = (
         "own = cls(stages, speculation, frozenset(), logprobs, masked)",
         "test_upkeep_engine.py",
     ),
+    m(
+        "speculation/accounts.py",
+        "        if beside and not self._guessed:",
+        "        if False:",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/accounts.py",
+        "        if self._guessed and not beside:",
+        "        if False:",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "        return waits and self.weighing.best in actions",
+        "        return False",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "        self._unweighed += rounds",
+        "        self._unweighed = rounds",
+        "test_decisions.py",
+    ),
 )

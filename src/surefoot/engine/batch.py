@@ -162,16 +162,21 @@ class Batch:
         return self.prompt_rows + self.decoding
 
     def beside(self, drafts: int, most: int) -> Batch:
-        """With the last prompt chunk so much shorter that known tokens and ``drafts`` are no more
-        than ``most`` rows: rounds larger than that are padded, and what it loses comes with the
+        """With the last prompt chunks so much shorter that known tokens and ``drafts`` are no more
+        than ``most`` rows: rounds larger than that are padded, and what they lose comes with the
         next one. An eighth of the prompts' rows at most is put off so."""
-        allowed = min(self.prompt_rows // 8, self.chunks[-1] - 1) if self.chunks else 0
-        cut = min(self.rows + drafts - most, allowed)
+        cut = min(self.rows + drafts - most, self.prompt_rows // 8)
         if cut <= 0:
             return self
-        # A chunk that does not reach the end of its prompt is the last one.
-        ending = min(self.ending, len(self.chunks) - 1)
-        return replace(self, chunks=(*self.chunks[:-1], self.chunks[-1] - cut), ending=ending)
+        chunks, whole = list(self.chunks), len(self.chunks)
+        for place in reversed(range(whole)):
+            taken = min(cut, chunks[place] - 1)
+            if taken > 0:
+                chunks[place], cut, whole = chunks[place] - taken, cut - taken, place
+        if whole == len(chunks):
+            return self
+        # Chunks that do not reach the end of their prompts are the last ones.
+        return replace(self, chunks=tuple(chunks), ending=min(self.ending, whole))
 
     @property
     def quota(self) -> list[int]:
