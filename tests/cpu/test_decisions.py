@@ -213,46 +213,19 @@ def test_what_is_usual_is_not_taken_from_rounds_with_prompts() -> None:
     accounts = Accounts(budget)
     paid: list[float] = []
     budget.pay = lambda trial, lost, believed: paid.append(lost)  # type: ignore[method-assign]
-    # Plain rounds of 1 s, drafts that take half of one more and gain 0.5; prompts of 20 s.
+    # Plain rounds of 1 s, drafts that take half of one more and gain 0.5. Beside prompts of 20 s
+    # they seem to take 3 more, and what is measured is something else again.
     rounds = [(None, 20.0, 26.0), (None, 20.0, 17.0), (trial, 20.0, 25.0)]
     rounds += [(None, 0.0, 1.5), (None, 20.0, 26.0), (trial, 0.0, 4.5), (trial, 20.0, 17.0)]
     for tried, prompts, took in rounds:
-        believed = prompts + (1.5 if tried is None else 4.5)
-        expected = Expectation(believed, prompts + 1.5, 1.0, prompts, tried, (trial,), 1.5)
+        usual = 4.0 if prompts else 1.5
+        believed = prompts + (usual if tried is None else 4.5)
+        expected = Expectation(believed, prompts + usual, 1.0, prompts, tried, (trial,), 1.5)
         now = replace(situation(NEVER), requests=8, prompt_rows=int(prompts))
         landed = Landed(took, None, 8, 4, 8)
         accounts.landed(Decision(8, *LOOK, False, expected), now, landed, took, 0.01)
-    assert paid == pytest.approx([3.0] * 3)
-
-
-def test_while_nobody_may_be_slowed_nothing_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is found, nobody proposes; afterwards all rounds since then count."""
-    planner = planner_of(GivenCosts([LOOK], 0.1))
-    slots = np.arange(8)
-    planner.admit(slots, np.full(8, 256))
-    now = situation(*[NEVER] * 8, slots=slots)
-    play(planner, now, 20)
-    weighed: list[int] = []
-    weigh = planner.weighing.weigh
-
-    def watch(now: Situation, actions: Any, plain: float, rounds: int = 1) -> None:
-        weighed.append(rounds)
-        weigh(now, actions, plain, rounds)
-
-    monkeypatch.setattr(planner.weighing, "weigh", watch)
-    restraint = planner.fairness.restraint
-    monkeypatch.setattr(restraint, "passed", lambda *args: None)
-    restraint.holds, planner._harmless = True, NOTHING
-    waiting = play(planner, now, 40)
-    assert not weighed and all(d.action == NOTHING or d.explores for d in waiting)
-    restraint.holds = False
-    play(planner, now, 20)
-    assert weighed[0] > 20
-    # Where somebody else may propose, who is best is a question.
-    restraint.holds, planner._harmless = True, LOOK
-    weighed.clear()
-    play(planner, now, 40)
-    assert weighed
+    # The first has nothing else to go by.
+    assert paid == pytest.approx([0.5, 3.0, 3.0])
 
 
 @pytest.mark.parametrize(("restrained", "rounds"), [(False, 6), (True, 12)])
