@@ -4,9 +4,9 @@ On a GPU up to two rounds are in flight: the host lets requests in, reserves KV 
 spans that can result, picks the size of the round, launches it, and only then reads the report of
 the round before. It learns of ends one round late; the device has known at once. Where rounds are
 so short that the host has next to no time to spare, there are three: its hiccups would otherwise
-leave the device idle. On a CPU one round is in flight, and everything else is the same. A
-request whose next token needs the host (it has a grammar) joins a round when the report of its last
-one has been read; its neighbours do not wait.
+leave the device idle. On a CPU one round is in flight, and everything else is the same. A request
+whose next token needs the host (it has a grammar) joins a round when the report of its last one has
+been read; its neighbours do not wait.
 """
 
 from __future__ import annotations

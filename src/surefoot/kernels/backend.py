@@ -199,9 +199,8 @@ class Backend(ABC):
         [M, hidden] of the rows ``outputs``, and [N, captured * hidden]: for each index in
         ``capture`` the residual stream entering that block (one past the last: leaving it, of all
         rows), side by side. A backend may fuse the end of a block with the start of the next."""
-        last, width = len(weights) - 1, x.shape[1]
-        features = x.new_empty((len(x), len(capture) * width))
-        places = {index: features[:, at * width :][:, :width] for at, index in enumerate(capture)}
+        last = len(weights) - 1
+        features, places = feature_places(x, capture)
         # What the last block makes of other rows nobody reads.
         early = None if last + 1 in places else outputs
         for index, block in enumerate(weights):
@@ -247,3 +246,13 @@ class Backend(ABC):
         """Penalties, bias and masked ends: float32 logits [M, vocab] -> a changed copy, as
         ``sampling/sampler.py`` says it in torch. None where the device has no kernel for it."""
         return None
+
+
+def feature_places(
+    x: torch.Tensor, capture: Sequence[int]
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Room for what ``Backend.layers`` captures of ``x`` [N, width]: [N, captured * width], and by
+    layer the columns that are its own."""
+    width = x.shape[1]
+    features = x.new_empty((len(x), len(capture) * width))
+    return features, {at: features[:, i * width :][:, :width] for i, at in enumerate(capture)}

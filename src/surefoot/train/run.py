@@ -171,11 +171,11 @@ def _facts(
 
 def speeds(curves: Curves) -> dict[str, float]:
     """Medians of what ``Meter.speeds`` told, and the most memory."""
-    found = {name: curves.of(name)[1] for name in ("tokens_per_s", "tflops", "share_of_arithmetic")}
-    known = {name: [v for v in values if v is not None] for name, values in found.items()}
-    medians = {name: float(np.median(values)) for name, values in known.items() if values}
-    memory = [value for value in curves.of("peak_gb")[1] if value is not None]
-    return {**medians, "peak_gb": max(memory)} if memory else medians
+    found: dict[str, float] = {}
+    for name in ("tokens_per_s", "tflops", "share_of_arithmetic", "peak_gb"):
+        if values := [value for value in curves.of(name)[1] if value is not None]:
+            found[name] = max(values) if name == "peak_gb" else float(np.median(values))
+    return found
 
 
 def _origin(made: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from surefoot.kernels.backend import (
     OutputRows,
     RopeTable,
     Weight,
+    feature_places,
 )
 from surefoot.kernels.quant import QuantTensor
 from surefoot.kernels.triton.argmax import argmax
@@ -163,9 +164,7 @@ class TritonBackend(Backend):
         x = x.to(self.dtype).contiguous()
         if not weights:
             return super().layers(weights, x, batch, kv, rope, capture, outputs)
-        width = x.shape[1]
-        features = x.new_empty((len(x), len(capture) * width))
-        kept = {at: features[:, i * width : (i + 1) * width] for i, at in enumerate(capture)}
+        features, kept = feature_places(x, capture)
         if 0 in kept:
             kept[0].copy_(x)
         normed = rms_norm(x, weights[0].input_norm, weights[0].eps)
