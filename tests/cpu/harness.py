@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from surefoot.config import EngineConfig
+from surefoot.engine.chunks import ChunkLimits
 from surefoot.engine.engine import Engine
 from surefoot.kernels.backend import Backend, FlatBatch
 from surefoot.kernels.cpu.build import native_unavailable
@@ -76,6 +77,17 @@ def tiny_decoder(backend: str = "torch") -> Decoder:
     config = tiny_config()
     chosen = TorchBackend("cpu", torch.float32) if backend == "torch" else native_backend()
     return Decoder(config, random_weights(config), chosen)
+
+
+class AtMost(ChunkLimits):
+    """Lets prompts have as many rows as it was told."""
+
+    def __init__(self, rows: Callable[[int], int]) -> None:
+        """``rows``: requests that decode -> the most rows beside them."""
+        self.rows = rows
+
+    def longest(self, decoding: int) -> int:
+        return self.rows(decoding)
 
 
 class Oracle(Proposer):

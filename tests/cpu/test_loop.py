@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness import Job, make_engine, run_alone, run_jobs, tiny_decoder
+from harness import AtMost, Job, make_engine, run_alone, run_jobs, tiny_decoder
 from surefoot.engine.batch import Batch
+from surefoot.engine.chunks import ChunkLimits
 from surefoot.engine.engine import Engine
-from surefoot.engine.rounds import CHUNKS_KEPT
 from surefoot.kernels.batch import FlatBatch
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.decisions import Situation
@@ -57,7 +57,7 @@ def test_chunks_are_as_long_as_running_requests_can_bear() -> None:
     engine = make_engine(
         tiny_decoder(), max_num_batched_tokens=8, max_num_seqs=4, enable_prefix_caching=False
     )
-    engine.rounds.chunk_limit = lambda decoding: 4 - decoding
+    engine.loop.gathering.limits = AtMost(lambda decoding: 4 - decoding)
     seen = watch_spans(engine)
     # Nobody waits for the next token beside the first prompt.
     add(engine, "a", 8)
@@ -71,27 +71,39 @@ def test_chunks_are_as_long_as_running_requests_can_bear() -> None:
     assert [spans["c"] for spans in seen[2:]] == [2, 2, 2, 1]
 
 
-def test_the_longest_chunk_follows_costs_though_it_is_not_always_looked_up() -> None:
-    """For each number of requests that decode, and anew after a while."""
-    rounds = make_engine(tiny_decoder()).rounds
-    asked: list[int] = []
+def test_limits_are_told_of_all_prompts_that_could_run() -> None:
+    """The rest of those that do, and those that wait for nothing but a round: three have slots, of
+    which one is the second choice of another's prompt."""
+    asked: list[tuple[int, int]] = []
 
-    def limit(decoding: int) -> int:
-        asked.append(decoding)
-        return 100 * len(asked)
+    class Watching(ChunkLimits):
+        def short(self, decoding: int, pending: int) -> int:
+            asked.append((decoding, pending))
+            return 4
 
-    rounds.chunk_limit = limit
-    assert [rounds.longest_chunk(count) for count in (3, 3, 5, 3)] == [100, 100, 200, 100]
-    for _ in range(CHUNKS_KEPT):
-        rounds.longest_chunk(3)
-    assert rounds.longest_chunk(3) == 300 and asked == [3, 5, 3]
+    engine = make_engine(
+        tiny_decoder(), max_num_batched_tokens=16, max_num_seqs=5, enable_prefix_caching=False
+    )
+    engine.loop.gathering.limits = Watching()
+    add(engine, "a", 5)
+    engine.step()
+    add(engine, "b", 11)
+    engine.step()
+    assert asked == [(1, 11), (1, 11)], "before b is let in, and behind"
+    asked.clear()
+    first = add(engine, "c", 7)
+    add(engine, "d", 9).leader = first
+    add(engine, "e", 10)
+    add(engine, "f", 13)
+    engine.step()
+    assert asked[0] == (1, 7 + 7 + 10)
 
 
 def test_chunks_whose_logprobs_are_wanted_are_shorter_beside_running_requests() -> None:
     engine = make_engine(
         tiny_decoder(), max_num_batched_tokens=8, max_num_seqs=4, enable_prefix_caching=False
     )
-    engine.rounds.chunk_limit = lambda decoding: 5
+    engine.loop.gathering.limits = AtMost(lambda decoding: 5)
     seen = watch_spans(engine)
     scored = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, prompt_logprobs=1)
     add(engine, "a", 8, scored)
@@ -110,8 +122,8 @@ def test_chunks_far_from_their_prompts_beginning_are_shorter_beside_running_requ
     engine = make_engine(
         tiny_decoder(), max_num_batched_tokens=20, max_num_seqs=4, enable_prefix_caching=False
     )
-    engine.rounds.chunk_limit = lambda decoding: 8
-    engine.loop.gathering.rows_per_key = 0.125
+    engine.loop.gathering.limits = limits = AtMost(lambda decoding: 8)
+    limits.rows_per_key = 0.125
     seen, loads = watch_spans(engine), []
     situation = engine.loop._situation
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from surefoot.engine import recording
-from surefoot.engine.recording import MOST_ROWS_PER_KEY, _longest_chunk, _rows_per_key
+from surefoot.engine.recording import MOST_ROWS_PER_KEY, _rows_per_key
 from surefoot.speculation.beliefs import Beliefs, in_line
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action
@@ -528,22 +528,6 @@ def test_the_host_is_believed_as_it_is_now(factor: float) -> None:
     for drafting in (0, 256):
         want = factor * host_seconds(512, drafting, 0)
         assert costs.seconds(512, drafting, drafting > 0) == pytest.approx(want, rel=0.15)
-
-
-def test_prompt_chunks_are_as_short_as_a_cpu_allows_and_as_long_as_others_can_wait() -> None:
-    """6 ms, and 0.2 ms a row: 1,024 rows fit into 0.25 s and 192 into 0.04 s more than without, of
-    whose pace 112 are read at 0.91."""
-    planner = cast(Any, SimpleNamespace(costs=ExactCosts([1, 4096], [0.0062, 0.006 + 0.8192])))
-    assert _longest_chunk(planner, True, 0) == 1024
-    assert _longest_chunk(planner, False, 0) == 112
-
-
-def test_on_a_slow_cpu_prompts_do_not_wait_for_ever_nor_others_for_them() -> None:
-    """1 ms a row: of 40 rows that fit 24 have 0.9 of the pace. At 5 ms not even 16 fit."""
-    planner = cast(Any, SimpleNamespace(costs=ExactCosts([1, 4096], [0.007, 0.006 + 4.096])))
-    assert _longest_chunk(planner, False, 0) == 24
-    planner = cast(Any, SimpleNamespace(costs=ExactCosts([1, 4096], [0.015, 0.010 + 20.48])))
-    assert _longest_chunk(planner, False, 0) == 16
 
 
 @pytest.mark.parametrize("slope", [0.0, -1e-5])

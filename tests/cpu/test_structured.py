@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from harness import (
     VOCAB,
+    AtMost,
     Job,
     fresh_logits,
     make_engine,
@@ -289,7 +290,7 @@ def test_what_a_grammar_forces_has_kv_behind_a_prompts_last_row() -> None:
         max_draft_tokens=6,
         kv_blocks=40,
     )
-    engine.rounds.chunk_limit = lambda decoding: 3
+    engine.loop.gathering.limits = AtMost(lambda decoding: 3)
     _, got = run_jobs(engine, [first, second])
     assert text_of(got.output[:-1]) == b"abcabcabcabc" and got.stats.accepted
 

@@ -20,9 +20,39 @@ MUTATIONS = (
     ),
     m(
         "engine/gathering.py",
-        "return max(1, min(self.most_rows - count, self.longest_chunk(count)))",
+        "return max(1, min(self.most_rows - count, short))",
         "return max(1, self.most_rows - count)",
         "test_loop.py",
+    ),
+    m(
+        "engine/gathering.py",
+        "sum(map(missing, self._prompts)) + self.scheduler.due_rows()",
+        "sum(map(missing, self._prompts))",
+        "test_loop.py::test_limits_are_told_of_all_prompts_that_could_run",
+    ),
+    m(
+        "engine/scheduler.py",
+        "for request in due if request.leader is None)",
+        "for request in due)",
+        "test_loop.py::test_limits_are_told_of_all_prompts_that_could_run",
+    ),
+    m(
+        "engine/scheduler.py",
+        "due = itertools.islice(self.waiting, len(self._free_slots))",
+        "due = self.waiting",
+        "test_loop.py::test_limits_are_told_of_all_prompts_that_could_run",
+    ),
+    m(
+        "engine/chunks.py",
+        "self.recorded and pending * FEW <= self.most_rows",
+        "self.recorded",
+        "test_chunks.py",
+    ),
+    m(
+        "engine/chunks.py",
+        "max(fitting, -(-pending // PATIENCE))",
+        "fitting",
+        "test_chunks.py",
     ),
     m(
         "engine/gathering.py",

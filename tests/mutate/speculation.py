@@ -476,10 +476,10 @@ MUTATIONS = (
         "test_planner.py::test_a_drafter_that_is_recorded_with_others_only_drafts_with_few_of_them",
     ),
     m(
-        "engine/rounds.py",
-        "            self._chunks.clear()\n",
+        "engine/chunks.py",
+        "            self._longest.clear()\n",
         "",
-        "test_loop.py::test_the_longest_chunk_follows_costs_though_it_is_not_always_looked_up",
+        "test_chunks.py::test_the_longest_chunk_follows_costs_though_it_is_not_always_looked_up",
     ),
     m(
         "sampling/params.py",

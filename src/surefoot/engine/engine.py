@@ -110,13 +110,13 @@ class Engine(Restored):
             prepare(self.round)
         self.stats = EngineStats()
         before = self._taken.reserved()
-        self.rounds, self.planner = prepare_rounds(self.round, config, self.kv, ahead)
+        self.rounds, self.planner, limits = prepare_rounds(self.round, config, self.kv, ahead)
         if self.memory is not None:
             held = self._taken.reserved() - before
             self.memory = count_recorded(self.memory, self.rounds, held)
         self.loop = Loop(
             self.round, self.rounds, self.scheduler, self.kv, self.planner, self.hosts,
-            config.max_num_batched_tokens, depth=2 if ahead else 1,
+            limits, config.max_num_batched_tokens, depth=2 if ahead else 1,
         )  # fmt: skip
 
     def _load_proposers(self, chosen: Sequence[tuple[type[Proposer], Any]]) -> list[Proposer]:

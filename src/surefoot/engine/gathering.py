@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from surefoot.engine.batch import Batch, Group, Wishes, group, join
+from surefoot.engine.chunks import ChunkLimits
 from surefoot.engine.scheduler import Scheduler
 from surefoot.kv.transaction import KVManager
 from surefoot.request import Request
@@ -25,21 +26,18 @@ class Gathering:
         names: Mapping[int, str],
         max_drafts: int,
         most_rows: int,
-        longest_chunk: Callable[[int], int],
-        rows_per_key: float,
+        limits: ChunkLimits,
         admit: Callable[[Sequence[Request]], None],
     ) -> None:
         """``names`` of the proposers that may offer, by index; it may lose some. ``max_drafts`` of
-        a request, ``most_rows``: known rows of a round. ``longest_chunk``: requests that decode ->
-        the most rows of prompts beside them, at a prompt's beginning; ``rows_per_key``: what each
-        token before it makes such a row take longer, in rows. ``admit`` is told who was let in."""
+        a request, ``most_rows``: known rows of a round. ``limits`` of prompts' rows beside requests
+        that decode. ``admit`` is told who was let in."""
         self.scheduler = scheduler
         self.kv = kv
         self.names = names
         self.max_drafts = max_drafts
         self.most_rows = most_rows
-        self.longest_chunk = longest_chunk
-        self.rows_per_key = rows_per_key
+        self.limits = limits
         self.admit = admit
         self._changes = -1
         """The scheduler's count of changes that the next four are of; -1: none."""
@@ -143,13 +141,18 @@ class Gathering:
     def _weight(self, request: Request) -> float:
         """Rows at the beginning of a prompt that take as long as the request's next one."""
         scores = request.params.prompt_logprobs is not None and not request.prompt_scored
-        return 1.0 + self.rows_per_key * request.computed + (SCORED_ROWS if scores else 0.0)
+        return 1.0 + self.limits.rows_per_key * request.computed + (SCORED_ROWS if scores else 0.0)
 
     def _prompt_room(self, count: int) -> int:
         """The most rows of prompt chunks in the next round, in which so many decode."""
         if not count:
             return self.most_rows
-        return max(1, min(self.most_rows - count, self.longest_chunk(count)))
+        short = self.limits.short(count, self._pending())
+        return max(1, min(self.most_rows - count, short))
+
+    def _pending(self) -> int:
+        """Rows of prompts that wait for nothing but rounds."""
+        return sum(map(missing, self._prompts)) + self.scheduler.due_rows()
 
 
 def missing(request: Request) -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from surefoot.engine.batch import Batch, slots_of
+from surefoot.engine.chunks import ChunkLimits
 from surefoot.engine.gathering import Gathering, missing
 from surefoot.engine.host_clock import HostClock
 from surefoot.engine.landing import Landing, read_prompt_scores, read_report
@@ -73,10 +74,12 @@ class Loop:
         kv: KVManager,
         planner: Planner | FixedPlanner,
         hosts: HostOffers,
+        limits: ChunkLimits,
         most_rows: int,
         depth: int,
     ) -> None:
-        """``most_rows``: rows of a round before drafts. ``depth``: rounds in flight, usually."""
+        """``limits`` of prompts beside others. ``most_rows``: rows of a round before drafts.
+        ``depth``: rounds in flight, usually."""
         self.round = round_
         self.rounds = rounds
         self.scheduler = scheduler
@@ -100,7 +103,7 @@ class Loop:
         self.names = (*self.controller.names, *hosts.names)
         self.gathering = Gathering(
             scheduler, kv, self.controller.active, state.max_drafts, most_rows,
-            rounds.longest_chunk, rounds.rows_per_key, self._admit,
+            limits, self._admit,
         )  # fmt: skip
         self._batch_set: Batch | None = None
         self._changes = scheduler.changes

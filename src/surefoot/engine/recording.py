@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 from surefoot.config import EngineConfig
+from surefoot.engine.chunks import ChunkLimits, TimedLimits
 from surefoot.engine.memory import MemoryPlan
 from surefoot.engine.rounds import PaddedRounds, Rounds
 from surefoot.engine.sampling_times import time_sampling_called
@@ -22,46 +21,34 @@ from surefoot.speculation.planner import Planner
 from surefoot.speculation.round import Round
 from surefoot.speculation.size import GREEDY
 
-LONGEST_STALL, STALLED_ROUNDS = 0.25, 4.0
-"""Seconds that a recorded round with a prompt chunk may take while others decode, or so many plain
-ones, where these take longer."""
-CALLED_STALL = 0.04
-"""Seconds that a prompt chunk may add to a round that is called with just its rows: there little
-is lost by short ones."""
 MOST_ROWS_PER_KEY = 1 / 128
 """Several times what a small model needs (SmolLM2: 1/1000): what a busy machine makes of it at the
 start stays believed, and must not leave prompts at a row a round."""
-NEARLY = 0.9
-"""Where rounds are called with just their rows, the shortest chunk is taken that reads prompts at
-this part of the longest one's pace, since all others wait for it: a CPU is busy with 64 rows, where
-a GPU needs thousands."""
 OtherCosts = Mapping[SamplingStages, RoundCosts]
 """By kind of sampling, where that is not to take the likeliest tokens."""
-CHUNKS = tuple(16 * 2 ** (step // 4) * (4 + step % 4) // 4 for step in range(45))
-"""Rows of the longest prompt chunks that are considered: 16 at least, for a prompt must end."""
 
 
 def prepare_rounds(
     round_: Round, config: EngineConfig, kv: KVManager, ahead: bool
-) -> tuple[Rounds, Planner | FixedPlanner]:
-    """How an engine launches its rounds, and who sizes them. ``ahead``: in few sizes, recorded on a
-    GPU."""
+) -> tuple[Rounds, Planner | FixedPlanner, ChunkLimits]:
+    """How an engine launches its rounds, who sizes them, and how long prompts' chunks are.
+    ``ahead``: in few sizes, recorded on a GPU."""
     width = round_.state.max_drafts
     blocks, most = kv.pool.num_blocks, config.max_num_batched_tokens
     rounds = _padded(round_, most) if ahead else Rounds(round_)
     if config.draft_policy == "fixed":
-        return rounds, FixedPlanner(width, exact=not ahead)
+        return rounds, FixedPlanner(width, exact=not ahead), ChunkLimits()
+    rows_per_key = 0.0
     if isinstance(rounds, PaddedRounds):
         costs, others = _measure_padded(rounds, blocks)
     else:
         exact, others = _measure_called(round_, config, blocks, most)
-        rounds.rows_per_key = _rows_per_key(round_, exact, blocks, config.calibration_seconds / 4)
+        rows_per_key = _rows_per_key(round_, exact, blocks, config.calibration_seconds / 4)
         costs = exact
     planner = Planner(
         costs, HostCosts(), width, tuple(round_.drafters), overlap=ahead, others=others
     )
-    rounds.chunk_limit = partial(_longest_chunk, planner, rounds.recorded)
-    return rounds, planner
+    return rounds, planner, TimedLimits(lambda: planner.costs, rounds.recorded, most, rows_per_key)
 
 
 def _padded(round_: Round, most: int) -> PaddedRounds:
@@ -128,22 +115,6 @@ def _proposing(round_: Round, measured: dict[int, ProposingTimes]) -> dict[int, 
             call,
         )
     return found
-
-
-def _longest_chunk(planner: Planner, recorded: bool, decoding: int) -> int:
-    """Rows of a prompt chunk beside so many requests that decode, at most. ``recorded``: whether
-    rounds are recorded."""
-
-    def seconds(prompt_rows: int) -> float:
-        return float(planner.costs.table(decoding, prompt_rows, NOTHING, 0, 1024.0)[1][0])
-
-    plain = seconds(0)
-    most = max(LONGEST_STALL, STALLED_ROUNDS * plain) if recorded else CALLED_STALL + plain
-    fits = CHUNKS[: max(1, bisect.bisect_right(CHUNKS, most, key=seconds))]
-    if recorded:
-        return fits[-1]
-    least = NEARLY * fits[-1] / seconds(fits[-1])
-    return next(rows for rows in fits if rows / seconds(rows) >= least)
 
 
 def count_recorded(plan: MemoryPlan, rounds: Rounds, held: int) -> MemoryPlan:

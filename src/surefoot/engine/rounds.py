@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -25,8 +25,6 @@ MANY_BLOCK_ROWS = 64
 """Rows from which on the time of a block's pass depends on their number."""
 PROMPT_DRAFTS = 8
 """Drafts of a request, on average, that rounds with prompts have room for."""
-CHUNKS_KEPT = 64
-"""How often the longest chunk is asked for before it is worked out anew."""
 FEW_SCORED = 4
 """Requests with logprobs that recorded rounds have room for, unless there are more."""
 
@@ -40,14 +38,6 @@ class Rounds:
         self.round = round_
         self.device = round_.state.device
         self.width = round_.state.max_drafts
-        self.chunk_limit: Callable[[int], int] | None = None
-        """Requests that decode -> the most rows of prompt chunks beside them."""
-        self._chunks: dict[int, int] = {}
-        """What ``chunk_limit`` said of late, and how often it was asked for since."""
-        self._chunks_asked = 0
-        self.rows_per_key = 0.0
-        """What a token before it makes a prompt's row take longer, in rows; 0: it was not
-        measured."""
         self.apart_seconds = 0.0
         """Of the last launch: the round itself, where it is called, or recording it. The rest is
         the host's work for every round."""
@@ -62,20 +52,6 @@ class Rounds:
     @property
     def _on_gpu(self) -> bool:
         return self.device.type == "cuda"
-
-    def longest_chunk(self, decoding: int) -> int:
-        """The most rows of prompt chunks in a round in which so many requests decode, at a
-        prompt's beginning."""
-        if self.chunk_limit is None:
-            return 1 << 40
-        # It looks up a dozen costs, which change slowly.
-        self._chunks_asked += 1
-        if self._chunks_asked > CHUNKS_KEPT:
-            self._chunks_asked = 0
-            self._chunks.clear()
-        if decoding not in self._chunks:
-            self._chunks[decoding] = self.chunk_limit(decoding)
-        return self._chunks[decoding]
 
     def size(self, batch: Batch, decision: Decision, context: float) -> Size:
         """The size of a round of ``batch``, whose texts have ``context`` tokens each."""

@@ -7,6 +7,7 @@ when there is room again; it is never an error for the user.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,11 @@ class Scheduler:
             self.changes += 1
             self.running.sort(key=self._rank)
         return admitted
+
+    def due_rows(self) -> int:
+        """Rows of the waiting prompts for which there are slots."""
+        due = itertools.islice(self.waiting, len(self._free_slots))
+        return sum(request.length for request in due if request.leader is None)
 
     def preempt(self) -> Request:
         """The last running request in order goes back to the queue and gives up its blocks."""
