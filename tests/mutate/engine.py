@@ -26,20 +26,20 @@ MUTATIONS = (
     ),
     m(
         "engine/gathering.py",
-        "sum(map(missing, self._prompts)) + self.scheduler.due_rows()",
+        "sum(map(missing, self._prompts)) + self.scheduler.due_rows(self.most_rows)",
         "sum(map(missing, self._prompts))",
         "test_loop.py::test_limits_are_told_of_all_prompts_that_could_run",
     ),
     m(
         "engine/scheduler.py",
-        "for request in due if request.leader is None)",
-        "for request in due)",
+        "rows += request.length if request.leader is None else 0",
+        "rows += request.length",
         "test_loop.py::test_limits_are_told_of_all_prompts_that_could_run",
     ),
     m(
         "engine/scheduler.py",
-        "due = itertools.islice(self.waiting, len(self._free_slots))",
-        "due = self.waiting",
+        "for request in itertools.islice(self.waiting, len(self._free_slots)):",
+        "for request in self.waiting:",
         "test_loop.py::test_limits_are_told_of_all_prompts_that_could_run",
     ),
     m(

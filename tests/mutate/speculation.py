@@ -476,6 +476,18 @@ MUTATIONS = (
         "test_planner.py::test_a_drafter_that_is_recorded_with_others_only_drafts_with_few_of_them",
     ),
     m(
+        "speculation/weighing.py",
+        "late = np.where(device - host < HICCUP, spread / _LESS_LATE, spread)",
+        "late = np.where(device - host < HICCUP, spread, spread)",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/weighing.py",
+        "late = np.where(device - host < HICCUP, spread / _LESS_LATE, spread)",
+        "late = np.where(device - host < HICCUP, spread / _LESS_LATE, spread / _LESS_LATE)",
+        "test_decisions.py",
+    ),
+    m(
         "engine/chunks.py",
         "            self._longest.clear()\n",
         "",

@@ -151,8 +151,8 @@ class Gathering:
         return max(1, min(self.most_rows - count, short))
 
     def _pending(self) -> int:
-        """Rows of prompts that wait for nothing but rounds."""
-        return sum(map(missing, self._prompts)) + self.scheduler.due_rows()
+        """Rows of prompts that wait for nothing but rounds, as far as one round goes."""
+        return sum(map(missing, self._prompts)) + self.scheduler.due_rows(self.most_rows)
 
 
 def missing(request: Request) -> int:

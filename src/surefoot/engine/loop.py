@@ -34,17 +34,13 @@ from surefoot.kv.transaction import KVManager
 from surefoot.request import Request
 from surefoot.speculation.decisions import Decision, Landed, Situation
 from surefoot.speculation.fixed import FixedPlanner
-from surefoot.speculation.host_costs import HostSample
+from surefoot.speculation.host_costs import HICCUP, HostSample
 from surefoot.speculation.host_offers import HostOffers
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.proposer import blamed
 from surefoot.speculation.round import Round
 from surefoot.speculation.scoring import PromptReads
 from surefoot.speculation.size import Size
-
-HICCUP = 0.001
-"""Seconds that the host takes longer for some rounds than for most. Where it has less to spare, one
-more is in flight."""
 
 
 @dataclass(eq=False)

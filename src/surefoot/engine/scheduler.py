@@ -98,10 +98,15 @@ class Scheduler:
             self.running.sort(key=self._rank)
         return admitted
 
-    def due_rows(self) -> int:
-        """Rows of the waiting prompts for which there are slots."""
-        due = itertools.islice(self.waiting, len(self._free_slots))
-        return sum(request.length for request in due if request.leader is None)
+    def due_rows(self, most: int) -> int:
+        """Rows of the waiting prompts for which there are slots; it stops counting at ``most``."""
+        rows = 0
+        for request in itertools.islice(self.waiting, len(self._free_slots)):
+            # Second choices find the first one's prompt in the prefix cache.
+            rows += request.length if request.leader is None else 0
+            if rows >= most:
+                break
+        return rows
 
     def preempt(self) -> Request:
         """The last running request in order goes back to the queue and gives up its blocks."""

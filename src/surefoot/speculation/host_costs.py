@@ -10,6 +10,9 @@ import numpy as np
 
 from surefoot.speculation.beliefs import SURPRISING, Beliefs
 
+HICCUP = 0.001
+"""Seconds that the host takes longer for some rounds than for most. Where it has less to spare, one
+more is in flight."""
 _GUESS = [2e-4, 1e-4, 1e-6, 4e-6, 2e-5]
 """Seconds for a round, for one in which anybody proposes, a request, one that drafts, and one that
 ends; without any measurement."""
