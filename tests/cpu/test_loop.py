@@ -82,7 +82,7 @@ def test_limits_are_told_of_all_prompts_that_could_run() -> None:
             return 4
 
     engine = make_engine(
-        tiny_decoder(), max_num_batched_tokens=16, max_num_seqs=5, enable_prefix_caching=False
+        tiny_decoder(), max_num_batched_tokens=64, max_num_seqs=5, enable_prefix_caching=False
     )
     engine.loop.gathering.limits = Watching()
     add(engine, "a", 5)
@@ -95,6 +95,8 @@ def test_limits_are_told_of_all_prompts_that_could_run() -> None:
     add(engine, "d", 9).leader = first
     add(engine, "e", 10)
     add(engine, "f", 13)
+    # Whoever asks does not wait for a long queue to be counted.
+    assert engine.scheduler.due_rows(7) == 7 and engine.scheduler.due_rows(64) == 17
     engine.step()
     assert asked[0] == (1, 7 + 7 + 10)
 
