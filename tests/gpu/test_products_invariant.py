@@ -68,7 +68,33 @@ def hold(run: Operation, width: int, dtype: torch.dtype, most: int = 4096) -> No
             if first <= row < first + count:
                 for part, expected in zip(found, alone[row], strict=True):
                     same = torch.equal(part[row - first], expected[0])
-                    assert same, (count, row - first)
+                    assert same, _difference(run, x, row, first, count, found, alone[row])
+
+
+def _difference(
+    run: Operation,
+    x: torch.Tensor,
+    row: int,
+    first: int,
+    count: int,
+    found: tuple[torch.Tensor, ...],
+    alone: tuple[torch.Tensor, ...],
+) -> str:
+    """What is known of one that may not happen again: in which of the results, how large, and which
+    side another try confirms."""
+    lines = [f"row {row - first} of {count}"]
+    others = run(x[first : first + count].clone()), run(x[row : row + 1].clone())
+    for index, (part, single, *again) in enumerate(zip(found, alone, *others, strict=True)):
+        here = part[row - first]
+        apart = (here.float() - single[0].float()).abs()
+        lines.append(
+            f"result {index}: {int((apart > 0).sum())} of {apart.numel()} numbers differ, by"
+            f" {float(apart.max()):.3g} at most; again among others"
+            f" {'the same' if torch.equal(again[0][row - first], here) else 'another'}, alone"
+            f" {'the same' if torch.equal(again[1], single) else 'another'}; of all rows"
+            f" {int((again[0] != part).any(dim=-1).sum())} are others"
+        )
+    return "; ".join(lines)
 
 
 def packed(backend: TritonBackend, outputs: int, inputs: int, bias: bool = False) -> TritonLinear:
