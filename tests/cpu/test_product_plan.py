@@ -21,10 +21,10 @@ pytest.importorskip("triton")
 import triton_interpreter  # isort: skip  # noqa: F401
 
 from surefoot.kernels.cuda.machine_code import source
-from surefoot.kernels.cuda.product import KERNEL
+from surefoot.kernels.cuda.product import KERNEL, multiply
 from surefoot.kernels.cuda.product_plan import WIDEST, ProductPlan, product_plan, shared_plan
 from surefoot.kernels.triton import products
-from surefoot.kernels.triton.matmul_plan import TUNED_ON
+from surefoot.kernels.triton.matmul_plan import TUNED_ON, share_length, shares
 from surefoot.kernels.triton.products import TritonLinear
 
 H200 = TUNED_ON
@@ -104,6 +104,8 @@ def test_the_largest_logits_are_found_for_all_rows(rows: int, expected: ProductP
         (512, (576, 1536, 6), ProductPlan(4, 56, 4, False, shares=6)),
         (513, (576, 1536, 6), None),
         (128, (580, 1536, 6), None),
+        # Seven have all inputs.
+        (160, (896, 4864, 8), None),
     ],
 )
 def test_plans_of_shares(
@@ -128,8 +130,39 @@ def test_every_plan_of_shares_fits_the_multiprocessor(
         return
     down = -(-rows // (64 * plan.groups))
     assert down * -(-outputs // plan.tile) * count <= sms, "one turn"
+    assert (count - 1) * share_length(inputs, count) < inputs, "none is empty"
     assert plan.tile % 8 == 0 and plan.tile <= WIDEST[plan.groups, False]
     assert plan.shared_bytes <= shared and plan.threads <= 1024 and plan.stages >= 2
+
+
+@given(
+    outputs=st.integers(1, 20_000).map(lambda n: 8 * n),
+    inputs=st.integers(1, 20_000).map(lambda n: 8 * n),
+    sms=st.integers(1, 160),
+)
+def test_no_share_is_empty(outputs: int, inputs: int, sms: int) -> None:
+    """The number of shares and their length are of each other."""
+    count = shares(outputs, inputs, False, 2, sms, SHARED)
+    length = share_length(inputs, count)
+    assert (count - 1) * length < inputs <= count * length
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        # o and down of Qwen2.5-0.5B, Qwen3-0.6B and SmolLM2-360M.
+        ((896, 896), 4), ((896, 4864), 7), ((1024, 2048), 8), ((1024, 3072), 6), ((960, 2560), 5),
+    ],
+)  # fmt: skip
+def test_shares_of_small_models(shape: tuple[int, int], expected: int) -> None:
+    assert shares(*shape, False, 2, *H200) == expected
+
+
+def test_an_empty_share_is_refused() -> None:
+    x, weight = torch.zeros(192, 4864), torch.zeros(896, 4864)
+    plan = ProductPlan(3, 64, 7, False, shares=8)
+    with pytest.raises(ValueError, match="8 shares of 4864 inputs: the last one is empty"):
+        multiply(x, weight, torch.zeros(8, 192, 896), plan)
 
 
 def test_a_weight_of_one_wave_is_left_to_triton_unless_tiles_are_balanced_better() -> None:

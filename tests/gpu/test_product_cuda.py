@@ -152,7 +152,11 @@ def test_every_tile_finds_the_largest() -> None:
             torch.testing.assert_close(totals.double(), expected, rtol=1e-4, atol=0.0)
 
 
-@pytest.mark.parametrize("shape", [(2560, 9728), (4096, 4096), (576, 1536), (576, 576)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(2560, 9728), (4096, 4096), (576, 1536), (576, 576), (896, 4864), (1024, 3072), (960, 2560)],
+    ids=str,
+)
 def test_shares_are_those_of_triton(shape: tuple[int, int]) -> None:
     outputs, inputs = shape
     card = processors(torch.device("cuda", 0)), shared_memory(torch.device("cuda", 0))

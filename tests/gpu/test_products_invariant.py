@@ -42,6 +42,7 @@ MODELS = {
     "Qwen3-4B": Model(2560, 9728, 32, 8, 128, 151936, True),
     "SmolLM2-135M": Model(576, 1536, 9, 3, 64, 49152, False),
     "biased": Model(896, 4864, 14, 2, 64, 4096, False, bias=True),
+    "Qwen3-0.6B": Model(1024, 3072, 16, 8, 128, 4096, True),
 }
 Operation = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 cases = pytest.mark.parametrize(
@@ -51,7 +52,7 @@ cases = pytest.mark.parametrize(
 
 def row_counts(most: int) -> list[int]:
     """Borders of kernels and plans, and what chance brings."""
-    fixed = (2, 16, 17, 64, 80, 128, 129, 192, 256, 512, 1024, 4096)
+    fixed = (2, 16, 17, 64, 80, 128, 129, 192, 256, 320, 512, 1024, 4096)
     drawn = [random.randint(1, most) for _ in range(CHOSEN)]
     return sorted({count for count in (*fixed, *drawn) if count <= most})
 
@@ -62,7 +63,9 @@ def hold(run: Operation, width: int, dtype: torch.dtype, most: int = 4096) -> No
     rows = {0, *(random.randrange(most) for _ in range(CHOSEN))}
     alone = {row: run(x[row : row + 1].clone()) for row in rows}
     for count in row_counts(most):
-        first = random.randint(0, most - count)
+        # With one of the rows, at least, wherever it lies among the others.
+        chosen = random.choice(sorted(rows)) - random.randrange(count)
+        first = min(max(chosen, 0), most - count)
         found = run(x[first : first + count].clone())
         for row in rows:
             if first <= row < first + count:

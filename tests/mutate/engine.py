@@ -398,6 +398,24 @@ MUTATIONS = (
     ),
     # --- products in CUDA C++ ---------------------------------------------------------------------
     m(
+        "kernels/triton/matmul_plan.py",
+        "    return -(-inputs // share_length(inputs, count))\n",
+        "    return count\n",
+        "test_product_plan.py",
+    ),
+    m(
+        "kernels/cuda/product_plan.py",
+        " or inputs <= share * (shares - 1)",
+        "",
+        "test_product_plan.py",
+    ),
+    m(
+        "kernels/cuda/product.py",
+        "    if inputs <= share * (plan.shares - 1):\n",
+        "    if inputs < share * (plan.shares - 1):\n        pass\n    if inputs < 0:\n",
+        "test_product_plan.py",
+    ),
+    m(
         "kernels/cuda/product_plan.py",
         "    if not balanced and (gated or turns(BLOCK) == 1):",
         "    if not balanced and gated:",

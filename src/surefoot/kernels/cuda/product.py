@@ -61,16 +61,20 @@ def multiply(
     bf16 [N, out / 2]. If it asks for the largest: those of each tile's outputs into ``y`` [N,
     tiles] fp32, which outputs they are into ``indices``, int32, and the sums of the exponentials of
     a tile's outputs less the largest into ``totals``, fp32, like it. If the inputs have shares:
-    their sums into ``y`` fp32 [shares, N, out]."""
+    their sums into ``y`` fp32 [shares, N, out]; ValueError if one of them is empty."""
+    rows, inputs = x.shape
+    share = share_length(inputs, plan.shares)
+    if inputs <= share * (plan.shares - 1):
+        # Its program would wait for nothing, and write what its registers happen to hold.
+        raise ValueError(f"{plan.shares} shares of {inputs} inputs: the last one is empty")
     from cuda.bindings import driver
 
-    rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if plan.gated else weight.shape[0]
     function = _function(plan, x.device)
     maps = [_tensor_map(x, GROUP * plan.groups), _tensor_map(weight, plan.width)]
     results = [0 if each is None else each.data_ptr() for each in (y, indices, totals)]
     values: list[Any] = [ctypes.c_uint64(place) for place in results]
-    sizes = rows, outputs, inputs, share_length(inputs, plan.shares)
+    sizes = rows, outputs, inputs, share
     values += [ctypes.c_uint32(size) for size in sizes]
     places = [int(each.getPtr()) for each in maps] + [ctypes.addressof(each) for each in values]
     parameters = (ctypes.c_void_p * len(places))(*places)

@@ -158,14 +158,14 @@ def shared_plan(
     rows: int, outputs: int, inputs: int, shares: int, sms: int, shared: int
 ) -> ProductPlan | None:
     """The plan for the sums of ``shares`` of the inputs, each a program's own; None where Triton's
-    kernels are as good, or there are more of them than multiprocessors. (Times of several models'
-    shapes on an H200: docs/log.md.)"""
+    kernels are as good, there are more of them than multiprocessors, or one of them is empty.
+    (Times of several models' shapes on an H200: docs/log.md.)"""
     share = share_length(inputs, shares)
     if outputs * inputs > SMALL:
         most = 384 if share > LONG_SHARE else 320
         if not (128 < rows <= 192 or 256 < rows <= most):
             return None
-    if rows > 512 or outputs % 8 or inputs % 8:
+    if rows > 512 or outputs % 8 or inputs % 8 or inputs <= share * (shares - 1):
         return None
     down = 1 if rows <= 192 else 2
     groups = -(-rows // (GROUP * down))

@@ -91,17 +91,21 @@ def rows_bucket(rows: int) -> int:
 def shares(outputs: int, inputs: int, gated: bool, itemsize: int, sms: int, shared: int) -> int:
     """The number of shares of the inputs whose sums make up an output, for any number of rows:
     then a row's product is the same to the bit whoever shares the batch. Few rows need shares where
-    blocks of outputs leave multiprocessors idle. Arguments as ``plan_for``'s."""
+    blocks of outputs leave multiprocessors idle. None of them is empty. Arguments as
+    ``plan_for``'s."""
     key = (16, outputs, inputs, gated)
     if itemsize == 2 and (sms, shared) == TUNED_ON and key in TUNED:
         return TUNED[key].split_k
     if gated or itemsize == 4:
         return 1
-    return max(1, min(8, sms // -(-outputs // BLOCK_N), -(-inputs // SHORTEST_SHARE)))
+    count = max(1, min(8, sms // -(-outputs // BLOCK_N), -(-inputs // SHORTEST_SHARE)))
+    # Shares are multiples of a unit: of 4,864 inputs seven of the eight have all.
+    return -(-inputs // share_length(inputs, count))
 
 
 def share_length(inputs: int, count: int) -> int:
-    """Inputs of each of ``count`` shares but the last, which may be shorter, or empty."""
+    """Inputs of each of ``count`` shares but the last, which may be shorter. (For a ``count`` that
+    is not of ``shares`` the last ones may be empty.)"""
     return -(-inputs // (SHARE_UNIT * count)) * SHARE_UNIT
 
 
