@@ -228,6 +228,36 @@ def test_what_is_usual_is_not_taken_from_rounds_with_prompts() -> None:
     assert paid == pytest.approx([0.5, 3.0, 3.0])
 
 
+def test_while_nobody_may_be_slowed_nothing_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is found, nobody proposes; afterwards all rounds since then count."""
+    planner = planner_of(GivenCosts([LOOK], 0.1))
+    slots = np.arange(8)
+    planner.admit(slots, np.full(8, 256))
+    now = situation(*[NEVER] * 8, slots=slots)
+    play(planner, now, 20)
+    weighed: list[int] = []
+    weigh = planner.weighing.weigh
+
+    def watch(now: Situation, actions: Any, plain: float, rounds: int = 1) -> None:
+        weighed.append(rounds)
+        weigh(now, actions, plain, rounds)
+
+    monkeypatch.setattr(planner.weighing, "weigh", watch)
+    restraint = planner.fairness.restraint
+    monkeypatch.setattr(restraint, "passed", lambda *args: None)
+    restraint.holds, planner._harmless = True, NOTHING
+    waiting = play(planner, now, 40)
+    assert not weighed and all(d.action == NOTHING or d.explores for d in waiting)
+    restraint.holds = False
+    play(planner, now, 20)
+    assert weighed[0] > 20
+    # Where somebody else may propose, who is best is a question.
+    restraint.holds, planner._harmless = True, LOOK
+    weighed.clear()
+    play(planner, now, 40)
+    assert weighed
+
+
 @pytest.mark.parametrize(("restrained", "rounds"), [(False, 6), (True, 12)])
 def test_trials_take_turns(restrained: bool, rounds: int) -> None:
     """What was tried longest ago is next, some rounds after any other of its kind; more while
