@@ -399,20 +399,20 @@ MUTATIONS = (
     # --- products in CUDA C++ ---------------------------------------------------------------------
     m(
         "kernels/triton/matmul_plan.py",
-        "    return -(-inputs // share_length(inputs, count))\n",
+        "    return filled_shares(inputs, count)\n",
         "    return count\n",
         "test_product_plan.py",
     ),
     m(
         "kernels/cuda/product_plan.py",
-        " or inputs <= share * (shares - 1)",
+        " or filled_shares(inputs, shares) < shares",
         "",
         "test_product_plan.py",
     ),
     m(
         "kernels/cuda/product.py",
-        "    if inputs <= share * (plan.shares - 1):\n",
-        "    if inputs < share * (plan.shares - 1):\n        pass\n    if inputs < 0:\n",
+        "    if filled_shares(inputs, plan.shares) < plan.shares:\n",
+        "    if filled_shares(inputs, plan.shares) < plan.shares - 1:\n",
         "test_product_plan.py",
     ),
     m(

@@ -102,7 +102,6 @@ class TimedLimits(ChunkLimits):
     def _bearable(self, decoding: int) -> int:
         plain = self._seconds(decoding, 0)
         most = max(LONGEST_STALL, STALLED_ROUNDS * plain) if self.recorded else CALLED_STALL + plain
-
         fits = self._within(decoding, most)
         if self.recorded:
             return fits[-1]

@@ -22,7 +22,7 @@ from surefoot.kernels.cuda.product_plan import (
     ProductPlan,
 )
 from surefoot.kernels.triton.launch import cdiv, hopper, processors
-from surefoot.kernels.triton.matmul_plan import share_length
+from surefoot.kernels.triton.matmul_plan import filled_shares, share_length
 
 KERNEL = "product_kernel"
 
@@ -63,8 +63,7 @@ def multiply(
     a tile's outputs less the largest into ``totals``, fp32, like it. If the inputs have shares:
     their sums into ``y`` fp32 [shares, N, out]; ValueError if one of them is empty."""
     rows, inputs = x.shape
-    share = share_length(inputs, plan.shares)
-    if inputs <= share * (plan.shares - 1):
+    if filled_shares(inputs, plan.shares) < plan.shares:
         # Its program would wait for nothing, and write what its registers happen to hold.
         raise ValueError(f"{plan.shares} shares of {inputs} inputs: the last one is empty")
     from cuda.bindings import driver
@@ -74,7 +73,7 @@ def multiply(
     maps = [_tensor_map(x, GROUP * plan.groups), _tensor_map(weight, plan.width)]
     results = [0 if each is None else each.data_ptr() for each in (y, indices, totals)]
     values: list[Any] = [ctypes.c_uint64(place) for place in results]
-    sizes = rows, outputs, inputs, share
+    sizes = rows, outputs, inputs, share_length(inputs, plan.shares)
     values += [ctypes.c_uint32(size) for size in sizes]
     places = [int(each.getPtr()) for each in maps] + [ctypes.addressof(each) for each in values]
     parameters = (ctypes.c_void_p * len(places))(*places)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from surefoot.kernels.triton.matmul_plan import share_length
+from surefoot.kernels.triton.matmul_plan import filled_shares, share_length
 
 STEP = 64
 """Inputs of a step, as ``product.cu`` has it."""
@@ -165,7 +165,7 @@ def shared_plan(
         most = 384 if share > LONG_SHARE else 320
         if not (128 < rows <= 192 or 256 < rows <= most):
             return None
-    if rows > 512 or outputs % 8 or inputs % 8 or inputs <= share * (shares - 1):
+    if rows > 512 or outputs % 8 or inputs % 8 or filled_shares(inputs, shares) < shares:
         return None
     down = 1 if rows <= 192 else 2
     groups = -(-rows // (GROUP * down))

@@ -99,14 +99,19 @@ def shares(outputs: int, inputs: int, gated: bool, itemsize: int, sms: int, shar
     if gated or itemsize == 4:
         return 1
     count = max(1, min(8, sms // -(-outputs // BLOCK_N), -(-inputs // SHORTEST_SHARE)))
-    # Shares are multiples of a unit: of 4,864 inputs seven of the eight have all.
-    return -(-inputs // share_length(inputs, count))
+    return filled_shares(inputs, count)
 
 
 def share_length(inputs: int, count: int) -> int:
-    """Inputs of each of ``count`` shares but the last, which may be shorter. (For a ``count`` that
-    is not of ``shares`` the last ones may be empty.)"""
+    """Inputs of each of ``count`` shares but the last, which may be shorter, or, with those before
+    it, empty: see ``filled_shares``."""
     return -(-inputs // (SHARE_UNIT * count)) * SHARE_UNIT
+
+
+def filled_shares(inputs: int, count: int) -> int:
+    """How many of ``count`` shares have inputs; so many are as long as these. Lengths are multiples
+    of a unit: of 4,864 inputs seven of eight shares have all."""
+    return -(-inputs // share_length(inputs, count))
 
 
 def plan_for(
