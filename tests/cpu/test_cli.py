@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from surefoot.bench.prompts import BenchPrompt
@@ -51,9 +53,22 @@ def test_help_is_quick() -> None:
     pytest.fail(f"the best of five took {best:.2f} s")
 
 
-@pytest.mark.parametrize("verb", ["generate", "chat", "bench", "models", "doctor"])
-def test_every_verb_has_help(verb: str) -> None:
+VERBS = ["generate", "chat", "bench", "certify", "serve", "doctor", "models", "train"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_that_begins_as_in_the_list(verb: str) -> None:
     assert run(verb, "--help").exit_code == 0
+    command: Any = typer.main.get_command(app)
+    assert command.list_commands(typer.Context(command)) == VERBS
+    listed = command.commands[verb]
+    _, itself, _ = command.resolve_command(typer.Context(command), [verb])
+    assert cleandoc(itself.help).split("\n\n")[0].split() == listed.help.split()
+
+
+def test_a_verb_that_does_not_exist_is_named_with_one_that_does() -> None:
+    result = run("genrate")
+    assert result.exit_code == 2 and "Did you mean 'generate'?" in result.output
 
 
 USAGE_ERRORS = [

@@ -39,9 +39,8 @@ def only(name: str) -> str:
 
 def parse(arguments: list[str]) -> dict[str, Any]:
     """What ``surefoot ARGUMENTS`` would run with; fails for what it does not know."""
-    command = typer.main.get_command(app)
-    name, *rest = arguments
-    verb = command.commands[name]  # type: ignore[attr-defined]
+    command: Any = typer.main.get_command(app)
+    name, verb, rest = command.resolve_command(typer.Context(command), arguments)
     return verb.make_context(name, rest).params
 
 

@@ -130,6 +130,9 @@ def test_proposers_are_named_in_their_own_file_only() -> None:
             assert found is None, f"{path} names {proposer}"
 
 
+VERBS = ("generate", "chat", "bench", "certify", "serve", "doctor", "models", "train")
+
+
 def loads_without(module: str, absent: tuple[str, ...]) -> None:
     """Import ``module`` in a fresh interpreter where ``absent`` cannot be imported."""
     blocks = "".join(f"sys.modules[{name!r}] = None; " for name in absent)
@@ -152,6 +155,11 @@ def test_bookkeeping_needs_no_torch(module: str) -> None:
     loads_without(module, ("torch",))
 
 
-def test_command_line_starts_without_heavy_packages() -> None:
+@pytest.mark.parametrize("module", ["main", *VERBS])
+def test_command_line_starts_without_heavy_packages(module: str) -> None:
     heavy = ("torch", "numpy", "transformers", "tokenizers", "huggingface_hub", "rich.progress")
-    loads_without("surefoot.cli.main", heavy)
+    loads_without(f"surefoot.cli.{module}", heavy)
+
+
+def test_a_list_of_the_verbs_imports_none() -> None:
+    loads_without("surefoot.cli.main", tuple(f"surefoot.cli.{verb}" for verb in VERBS))

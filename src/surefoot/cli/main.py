@@ -4,30 +4,68 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from surefoot.cli import bench, certify, chat, doctor, generate, models, serve, train
 from surefoot.cli.terminal import prepare_libraries, show_log
 from surefoot.cli.verb import INTERRUPTED
 from surefoot.cli.version import version_line
 
+_HELP = "LLM inference whose speculative decoding is exact and never slower."
+
+# What each verb's own help begins with, so that a list of them imports none.
+_SUMMARIES = {
+    "generate": "Complete a prompt; the text streams to the terminal.",
+    "chat": "Talk to a model. Ctrl-C stops an answer, /help lists the commands.",
+    "bench": "Measure how much faster speculation is, and check that the text stays the same.",
+    "certify": "Check that speculation is lossless for a model, proposers, dtype and backend.",
+    "serve": "Serve a model over HTTP, as OpenAI does.",
+    "doctor": "Check what Surefoot needs on this machine, and say what to do where something is "
+    "missing.",
+    "models": "List, fetch and inspect models; prune the cache.",
+    "train": "Train drafters for a model: first `data`, then a kind of drafter.",
+}
+
+
+class _Verbs(TyperGroup):
+    """Imports a verb's module, which is named like it, when the verb is used.
+
+    The module has a function of that name, or ``app`` with verbs of its own.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for name, summary in _SUMMARIES.items():
+            self.add_command(TyperCommand(name, help=summary))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The verb itself, with its options, in place of its name and summary."""
+        _, listed, rest = super().resolve_command(ctx, args)
+        name = listed.name if listed else None
+        return name, name and _imported(name), rest
+
+
+def _imported(name: str) -> Any:
+    module = import_module(f"surefoot.cli.{name}")
+    verbs = typer.Typer(add_completion=False)
+    if app := getattr(module, "app", None):
+        verbs.add_typer(app, name=name)
+    else:
+        verbs.command(name)(getattr(module, name))
+    return typer.main.get_group(verbs).commands[name]
+
+
 app = typer.Typer(
     name="surefoot",
-    help="LLM inference whose speculative decoding is exact and never slower.",
+    cls=_Verbs,
+    help=_HELP,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("bench")(bench.bench)
-app.command("certify")(certify.certify)
-app.command("serve")(serve.serve)
-app.command("doctor")(doctor.doctor)
-app.add_typer(models.app, name="models")
-app.add_typer(train.app, name="train")
 
 
 def _print_version(wanted: bool) -> None:
@@ -45,7 +83,6 @@ def surefoot(
         ),
     ] = False,
 ) -> None:
-    """LLM inference whose speculative decoding is exact and never slower."""
     prepare_libraries()
     show_log()
 
