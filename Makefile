@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 TORCH_PIN := $(VENV)/torch.txt
-# Most of what is installed is never imported: Python compiles the rest when it is.
+# Most of what is installed is never imported: Python compiles the rest when it first is.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --quiet --quiet \
 	--constraint constraints-cpu.txt --constraint $(TORCH_PIN)
 PYTHON ?=
@@ -14,6 +14,8 @@ TORCH ?=
 DEMO ?=
 # Keeps pyright from asking the network for a newer self.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+# What one process compiled of Python the next need not, also where a container forbids to keep it.
+unexport PYTHONDONTWRITEBYTECODE
 # Threads that wait sleep: tests and their neighbours share the cores.
 export OMP_WAIT_POLICY ?= passive
 
