@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -71,20 +73,29 @@ class Texts:
         self._move(luck)
         chances = np.zeros((requests, self.width), dtype=np.float32)
         whose = np.zeros(requests, dtype=np.int64)
-        steps = 1 + np.arange(self.width)
         proposers, depth = action
         if self.drafter in proposers:
             own = self.spread * (2 * luck[2, :, None] - 1) + np.asarray(self.chances[: self.width])
-            chances[:] = np.cumprod(np.clip(own, 0.01, 0.99), axis=1) * (steps <= depth)
+            own = np.minimum(np.maximum(own, 0.01), 0.99)
+            np.cumprod(own, axis=1, out=own)
+            chances[:, :depth] = own[:, :depth]
             whose[:] = self.drafter
         if self.lookup in proposers:
-            found = np.where(self.state, self.chance, 0.05)
             some = self.state | (luck[3] < self.idle_offers)
-            own = (found[:, None] ** steps) * some[:, None]
-            better = own.sum(axis=1) > chances.sum(axis=1)
-            chances[better] = own[better]
-            whose[better] = self.lookup
+            if some.any():
+                known = np.where(self.state, 1, 0) + some
+                own = self._found[known]
+                better = own.sum(axis=1) > chances.sum(axis=1)
+                chances[better] = own[better]
+                whose[better] = self.lookup
         return chances, whose
+
+    @cached_property
+    def _found(self) -> np.ndarray:
+        """[3, width]: chances of a lookup's drafts where it offers none, for a text that does not
+        repeat, and for one that does."""
+        steps = 1 + np.arange(self.width)
+        return np.stack([np.zeros(self.width), 0.05**steps, self.chance**steps])
 
 
 @dataclass
@@ -221,14 +232,15 @@ class World:
         new = self.texts.offers(requests, decision.action, self.text_rng)
         drafting |= new[0][:, 0] > 0
         self.hand = new if decision.proposers else None
-        factor = self.busy * np.exp(rng.normal(0, self.noise))
+        factor = self.busy * math.exp(rng.normal(0, self.noise))
         factor *= 10 if rng.random() < self.hiccups else 1
         device = self.device(requests, self.prompt_rows, decision.action, decision.drafts) * factor
-        host = self.host(requests, int(drafting.sum()), 0) * np.exp(rng.normal(0, 0.1))
+        count = int(np.count_nonzero(drafting))
+        host = self.host(requests, count, 0) * math.exp(rng.normal(0, 0.1))
         self.seconds += max(device, host) if self.overlap else device + host
         self.verified += verified
         self.looked += bool(decision.proposers)
-        count, proposing = int(drafting.sum()), bool(decision.proposers)
+        proposing = bool(decision.proposers)
         sample = None if self.prompt_rows else HostSample(requests, count, 0, host, proposing)
         landed = Landed(device, sample, verified, gained, count)
         return landed, new

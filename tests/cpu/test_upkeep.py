@@ -64,7 +64,8 @@ class Traffic:
 
     def run(self, rounds: int) -> float:
         """The share of served requests in so many rounds."""
-        before, batch = self.served, None
+        before, batch, share = self.served, None, 0.0
+        kind = kind_of(SamplingStages.of((self.params,)))
         for _ in range(rounds):
             ended = [each for each, left in self.running.items() if not left]
             for each in ended:
@@ -75,13 +76,14 @@ class Traffic:
                 self.admitted.append(bool(new.drafters))
                 self.running[new] = self.random.randint(1, 2 * self.length)
                 batch = None
-            batch = batch or tuple(self.running)
-            share = sum(bool(each.drafters) for each in batch) / len(batch)
+            if batch is None:
+                batch = tuple(self.running)
+                share = sum(bool(each.drafters) for each in batch) / len(batch)
             gain = self.gain()
             # Drafts take as long for few requests as for many.
             pays = share * (1.5 + gain) + (1.0 - share) > 1.5
             decision = drafting(share * (1.5 + gain) + 1.0 - share - 1.5) if pays else PLAIN
-            self.upkeep.launched(batch, decision, kind_of(SamplingStages.of((self.params,))))
+            self.upkeep.launched(batch, decision, kind)
             self.served += share
             self.running = {each: left - 1 for each, left in self.running.items()}
         return (self.served - before) / rounds

@@ -45,6 +45,8 @@ class SamplingStages:
     def together(cls, stages: Iterable[SamplingStages]) -> SamplingStages:
         """Those of rounds that need all of these."""
         every = list(stages)
+        if len(every) == 1:
+            return every[0]
         return cls(
             noise=any(each.noise for each in every),
             penalties=any(each.penalties for each in every),
