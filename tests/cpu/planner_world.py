@@ -156,6 +156,11 @@ class World:
     busy: float = 1.0
     """How many times slower the machine is now."""
     prompt_rows: int = 0
+    prompts: int = 0
+    """That these are of; each takes the host ``prompt_host`` seconds."""
+    prompt_host: float = 0.0
+    prompt_share: float = 1.0
+    """How many of the rounds carry them."""
     stairs: tuple[int, ...] = ()
     """Numbers of drafts at which the device's time rises, beside others."""
     seed: int = 0
@@ -190,18 +195,23 @@ class World:
             grown[:count] = chances[:count]
             chances = grown
             whose = np.resize(whose, self.requests)
+        beside = self.prompt_rows and (
+            self.prompt_share == 1.0 or self.rng.random() < self.prompt_share
+        )
+        rows, prompts = (self.prompt_rows, self.prompts) if beside else (0, 0)
         situation = Situation(
             self.requests,
-            self.prompt_rows,
+            rows,
             chances,
             whose,
             self.proposers,
             self.texts.width,
             100.0,
             slots=np.arange(self.requests),
+            prompts=prompts,
         )
         decision = planner.decide(situation)
-        self.flights.append((decision, situation, *self._execute(decision)))
+        self.flights.append((decision, situation, *self._execute(decision, rows, prompts)))
         if len(self.flights) >= self.in_flight:
             decision, situation, landed, report = self.flights.popleft()
             planner.landed(decision, situation, landed)
@@ -209,7 +219,9 @@ class World:
         self.rounds += 1
         return decision
 
-    def _execute(self, decision: Decision) -> tuple[Landed, tuple[np.ndarray, np.ndarray]]:
+    def _execute(
+        self, decision: Decision, rows: int, prompts: int
+    ) -> tuple[Landed, tuple[np.ndarray, np.ndarray]]:
         requests, rng = self.requests, self.rng
         verified, drafting = 0, np.zeros(requests, dtype=bool)
         gains = np.zeros(requests)
@@ -234,14 +246,15 @@ class World:
         self.hand = new if decision.proposers else None
         factor = self.busy * math.exp(rng.normal(0, self.noise))
         factor *= 10 if rng.random() < self.hiccups else 1
-        device = self.device(requests, self.prompt_rows, decision.action, decision.drafts) * factor
+        device = self.device(requests, rows, decision.action, decision.drafts) * factor
         count = int(np.count_nonzero(drafting))
-        host = self.host(requests, count, 0) * math.exp(rng.normal(0, 0.1))
+        host = self.host(requests, count, 0) + self.prompt_host * prompts
+        host *= math.exp(rng.normal(0, 0.1))
         self.seconds += max(device, host) if self.overlap else device + host
         self.verified += verified
         self.looked += bool(decision.proposers)
         proposing = bool(decision.proposers)
-        sample = None if self.prompt_rows else HostSample(requests, count, 0, host, proposing)
+        sample = HostSample(requests, count, 0, host, proposing, prompts)
         landed = Landed(device, sample, verified, gained, count)
         return landed, new
 

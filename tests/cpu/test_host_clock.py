@@ -44,7 +44,9 @@ def test_it_runs_from_one_report_to_the_next_wait(still: Time) -> None:
     clock.read(HostSample(4, 3, 2, 0.0, True))
     still.now += 0.25
     clock.leave_out(0.125)
-    assert clock.wait_begins() == HostSample(4, 3, 2, 0.125, True)
+    clock.launched(3)
+    clock.launched(2)
+    assert clock.wait_begins() == HostSample(4, 3, 2, 0.125, True, prompts=5)
     still.now += 9.0
     clock.report_came()
     clock.read(PLAIN)
@@ -65,6 +67,9 @@ def test_what_the_host_has_to_spare_follows_slowly() -> None:
     # However long the host paused once.
     clock.compare(replace(PLAIN, seconds=1000.0), 1.0)
     assert clock.spare == pytest.approx(0.475, abs=0.03)
+    before = clock.spare
+    clock.compare(replace(PLAIN, seconds=1.0, prompts=1), 1.0)
+    assert clock.spare == before
 
 
 def test_what_is_interrupted_tells_nothing(still: Time) -> None:
@@ -112,7 +117,7 @@ def test_the_callers_time_between_steps_is_the_hosts(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_prompts_and_idle_times_tell_nothing_of_the_host(
+def test_prompts_are_told_apart_and_idle_times_tell_nothing_of_the_host(
     ahead: bool, still: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(tiny_decoder(), ahead, max_num_seqs=2)
@@ -121,7 +126,7 @@ def test_prompts_and_idle_times_tell_nothing_of_the_host(
     for step in range(200):
         if step == 20:
             add(engine, "b")
-        # Letting somebody in, and launching prompts, takes as long as it takes.
+        # Letting somebody in takes as long as it takes.
         still.now += 1000.0 if engine.scheduler.waiting else 0.25
         engine.step()
         if step == 100:
@@ -129,7 +134,9 @@ def test_prompts_and_idle_times_tell_nothing_of_the_host(
             # Nobody asks for anything; then comes a prompt of which all is cached.
             still.now += 3600.0
             add(engine, "again")
-    assert_quarters(found)
+    beside = [each for each in found if each.prompts]
+    assert [(each.requests, each.prompts, round(each.seconds)) for each in beside] == [(1, 1, 1000)]
+    assert_quarters([each for each in found if not each.prompts])
 
 
 def test_running_a_called_round_is_no_work_of_the_hosts(

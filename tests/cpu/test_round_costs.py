@@ -518,6 +518,28 @@ def test_a_few_late_rounds_are_not_another_machine() -> None:
     assert drafting() == pytest.approx(before, rel=0.1)
 
 
+def test_what_prompts_cost_the_host_is_told_apart() -> None:
+    costs, chance = HostCosts(samples()), np.random.default_rng(0)
+    for _ in range(400):
+        prompts = int(chance.poisson(0.7))
+        seconds = (host_seconds(64, 64, 0) + 8e-4 * prompts) * math.exp(chance.normal(0, 0.1))
+        costs.observe(HostSample(64, 64, 0, seconds, True, prompts))
+    alone = costs.seconds(64, 64, True)
+    assert alone == pytest.approx(host_seconds(64, 64, 0), rel=0.1)
+    assert costs.seconds(64, 64, True, 2) - alone == pytest.approx(16e-4, rel=0.15)
+
+
+def test_a_crowd_of_prompts_is_not_another_machine() -> None:
+    """For half a minute every round lets somebody in, and takes the host ten times as long."""
+    costs = HostCosts(samples())
+    drafting = costs.seconds(64, 64, True) - costs.seconds(64, 0, False)
+    for _ in range(200):
+        costs.observe(HostSample(64, 0, 0, 10 * host_seconds(64, 0, 0), False, 4))
+    assert costs.seconds(64, 0, False) < 1.5 * host_seconds(64, 0, 0)
+    now = costs.seconds(64, 64, True) - costs.seconds(64, 0, False)
+    assert now == pytest.approx(drafting, rel=0.1)
+
+
 @pytest.mark.parametrize("factor", [10.0, 0.1])
 def test_the_host_is_believed_as_it_is_now(factor: float) -> None:
     costs = HostCosts(samples())

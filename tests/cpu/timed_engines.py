@@ -172,8 +172,8 @@ class TimedEngine:
             self.tokens += situation.requests + int(outcome.accepted)
             self.verified += outcome.verified
             self.rounds += 1
-            sample = HostSample(requests, drafting, ends, host, bool(decision.proposers))
-            sample = None if situation.prompt_rows else sample
+            proposing = bool(decision.proposers)
+            sample = HostSample(requests, drafting, ends, host, proposing, situation.prompts)
             landed(decision, situation, replace(outcome, host=sample))
 
         rounds.launch = timed  # type: ignore[method-assign]

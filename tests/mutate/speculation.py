@@ -141,9 +141,39 @@ MUTATIONS = (
     ),
     m(
         "engine/loop.py",
-        "        if batch.chunks:\n            self.clock.interrupt()",
-        "        if False:\n            self.clock.interrupt()",
+        "self.clock.launched(len(batch.chunks))",
+        "self.clock.launched(0)",
         "test_host_clock.py",
+    ),
+    m(
+        "speculation/host_costs.py",
+        "if not sample.prompts and self._follow_machine(sample):",
+        "if self._follow_machine(sample):",
+        "test_round_costs.py",
+    ),
+    m(
+        "speculation/host_costs.py",
+        "_UNCERTAIN = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0]",
+        "_UNCERTAIN = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]",
+        "test_round_costs.py",
+    ),
+    m(
+        "engine/host_clock.py",
+        "if host is None or host.prompts or not device_seconds:",
+        "if host is None or not device_seconds:",
+        "test_host_clock.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "beside = situation.prompt_rows, situation.prompts",
+        "beside = situation.prompt_rows, 0",
+        "test_planner_prompts.py",
+    ),
+    m(
+        "speculation/weighing.py",
+        "self.expected(seconds, self.host_seconds(s, action, prompts))",
+        "self.expected(seconds, self.host_seconds(s, action, 0))",
+        "test_planner_prompts.py",
     ),
     m(
         "engine/cuda_graphs.py",

@@ -15,14 +15,15 @@ _RECENT = 0.05
 class HostClock:
     """Times the host between two reports, with everything that keeps it from launching the next
     round: reading the report, handing tokens out, what the engine's caller does between two steps,
-    deciding and launching. Waiting for the device is left out, and so is what tells nothing of
-    later rounds: those with prompts, recording, and the time before a request came to an idle
+    letting requests in, deciding and launching. Waiting for the device is left out, and so is what
+    tells nothing of later rounds: recording, and the time before a request came to an idle
     engine."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         """When the last report was there; None: there is nothing to be learnt of this time."""
         self._left_out = 0.0
+        self._prompts = 0
         self._work: HostSample | None = None
         self.spare = math.inf
         """Seconds by which late rounds took the device longer than the host, on average."""
@@ -30,6 +31,10 @@ class HostClock:
     def interrupt(self) -> None:
         """What happens until the next report tells nothing."""
         self._since = None
+
+    def launched(self, prompts: int) -> None:
+        """A round was launched that computes some of so many prompts."""
+        self._prompts += prompts
 
     def leave_out(self, seconds: float) -> None:
         """So much of the time was no work of the host's, or will not come again."""
@@ -41,11 +46,13 @@ class HostClock:
         self._since = self._work = None
         if since is None or work is None:
             return None
-        return replace(work, seconds=time.perf_counter() - since - left_out)
+        seconds = time.perf_counter() - since - left_out
+        return replace(work, seconds=seconds, prompts=self._prompts)
 
     def compare(self, host: HostSample | None, device_seconds: float | None) -> None:
-        """What the host and the device took for a round, as far as it is known."""
-        if host is None or not device_seconds:
+        """What the host and the device took for a round, as far as it is known. Prompts are let in
+        now and then, and a round that waits for that is none of those that wait all the time."""
+        if host is None or host.prompts or not device_seconds:
             return
         spare = max(device_seconds - host.seconds, 0.0)
         if math.isinf(self.spare):
@@ -54,7 +61,7 @@ class HostClock:
 
     def report_came(self) -> None:
         """The wait is over."""
-        self._since, self._left_out = time.perf_counter(), 0.0
+        self._since, self._left_out, self._prompts = time.perf_counter(), 0.0, 0
 
     def read(self, work: HostSample) -> None:
         """What the report told gives the host so much to do, in seconds that are yet to pass."""

@@ -195,9 +195,8 @@ class Loop:
         if reads is not None:
             widths = (request.params.prompt_logprobs or 0 for request in requests)
             size = replace(size, prompt_logprobs=max(widths))
-        if batch.chunks:
-            self.clock.interrupt()
         report = self.rounds.launch(size, reach.keys, reads)
+        self.clock.launched(len(batch.chunks))
         self.clock.leave_out(self.rounds.apart_seconds)
         self._count_chunks(batch)
         self.reservations.launched(batch, reach)
@@ -252,6 +251,7 @@ class Loop:
             context=self.reservations.mean_length(batch),
             kind=batch.kind,
             slots=batch.sampling_slots,
+            prompts=len(batch.chunks),
         )
 
     # --- landing ------------------------------------------------------------------------------

@@ -85,6 +85,8 @@ class Situation:
     """The sampling of the round, as rounds are recorded for it: what costs are told apart by."""
     slots: np.ndarray | None = None
     """int64 [requests]: by which the planner knows who was how fast; None: it is not to know."""
+    prompts: int = 0
+    """Prompts that ``prompt_rows`` are of."""
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from surefoot.speculation.beliefs import SURPRISING, Beliefs
 HICCUP = 0.001
 """Seconds that the host takes longer for some rounds than for most. Where it has less to spare, one
 more is in flight."""
-_GUESS = [2e-4, 1e-4, 1e-6, 4e-6, 2e-5]
-"""Seconds for a round, for one in which anybody proposes, a request, one that drafts, and one that
-ends; without any measurement."""
-_UNCERTAIN = 1.0
-"""Standard deviation of each part, in guesses."""
+_GUESS = [2e-4, 1e-4, 1e-6, 4e-6, 2e-5, 1e-4]
+"""Seconds for a round, for one in which anybody proposes, a request, one that drafts, one that
+ends, and a prompt that the next round computes some of; without any measurement."""
+_UNCERTAIN = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0]
+"""Standard deviation of each part, in guesses. What a prompt takes depends on its length, and on
+what else its arrival brings with it."""
 _FAR, _IN_A_ROW = 3.0, 24
 """So many rounds, one after the other, that took so many times as long as believed, or were as much
 shorter: the machine is another one now, and all parts are changed alike."""
@@ -43,12 +44,14 @@ class HostSample:
     seconds: float
     proposing: bool
     """Whether somebody was to propose: the planner then has more to weigh, found or not."""
+    prompts: int = 0
+    """Of which the launched round computes some."""
 
 
 class HostCosts:
-    """Seconds = h0 + h1 * (anybody proposes) + h2 * requests + h3 * drafting requests + h4 * ends,
-    all above 0. Proposing costs more than each one's drafts: without a part of its own, what rounds
-    of one request tell of it would count 64 times with 64.
+    """Seconds = h0 + h1 * (anybody proposes) + h2 * requests + h3 * drafting requests + h4 * ends +
+    h5 * prompts, all above 0. Proposing costs more than each one's drafts: without a part of its
+    own, what rounds of one request tell of it would count 64 times with 64.
 
     What is learnt is how many times its guess each part is: a round's time is a sum of these. (Of
     their logarithms it is none: where rounds without proposers turned out to take a quarter, those
@@ -79,7 +82,7 @@ class HostCosts:
     def _start(self) -> None:
         self._coefficients = self._guess
         count = len(self._guess)
-        covariance, drift = np.eye(count) * _UNCERTAIN**2, np.full(count, _DRIFT)
+        covariance, drift = np.diag(np.square(_UNCERTAIN)), np.full(count, _DRIFT)
         mean = np.zeros(count)
         self._beliefs = Beliefs(mean, covariance, drift, _FIRST_NOISE, parts=slice(None))
 
@@ -88,11 +91,12 @@ class HostCosts:
         """Relative deviation of a round's time from what is believed."""
         return self._beliefs.noise
 
-    def seconds(self, requests: int, drafting: float, proposing: bool) -> float:
+    def seconds(self, requests: int, drafting: float, proposing: bool, prompts: int = 0) -> float:
         """Of a round with as many ends as usual."""
-        whole, any_proposer, request, draft, end = self._coefficients
+        whole, any_proposer, request, draft, end, prompt = self._coefficients
         drafts = any_proposer * proposing + draft * drafting
-        return whole + requests * (request + end * self._ends / self._requests) + drafts
+        ends = end * self._ends / self._requests
+        return whole + requests * (request + ends) + drafts + prompt * prompts
 
     def observe(self, sample: HostSample) -> None:
         """A round took the host so long."""
@@ -101,7 +105,8 @@ class HostCosts:
         self._ends += _ENDS_WEIGHT * (sample.ends - self._ends)
         self._requests += _ENDS_WEIGHT * (sample.requests - self._requests)
         self._rounds += 1
-        if self._follow_machine(sample):
+        # A crowd of prompts is not another machine.
+        if not sample.prompts and self._follow_machine(sample):
             return
         if not self._known or self._rounds % _EVERY == 0:
             self._known = self._learn(sample)
@@ -141,7 +146,8 @@ def _ratio(off: float) -> float:
 
 
 def _counts(sample: HostSample) -> tuple[int, ...]:
-    return 1, int(sample.proposing), sample.requests, sample.drafting, sample.ends
+    proposing = int(sample.proposing)
+    return 1, proposing, sample.requests, sample.drafting, sample.ends, sample.prompts
 
 
 def _sum(parts: Sequence[float], counts: Sequence[int]) -> float:

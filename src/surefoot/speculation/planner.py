@@ -161,7 +161,7 @@ class Planner:
         # Another action finds nothing on offer yet, or what the one before it has left.
         lasts = action == last.action and bool(plan.drafts) == bool(action[0])
         if charged is None and lasts:
-            host = self.weighing.host_seconds(situation, action)
+            host = self.weighing.host_seconds(situation, action, situation.prompts)
             overlap, choice = self.weighing.overlap, len(actions) > 1
             self.held.grant(situation, self._last, host, overlap, choice)
         return self._last
@@ -242,7 +242,8 @@ class Planner:
         nothing = np.zeros(max(1, situation.requests))
         if not offered and action == NOTHING:
             return _Plan(0, owed.plain, nothing)
-        drafts, seconds = self.weighing.table(situation, action, offered, situation.prompt_rows)
+        beside = situation.prompt_rows, situation.prompts
+        drafts, seconds = self.weighing.table(situation, action, offered, *beside)
         if chances is None or not offered:
             return _Plan(0, float(seconds[0]), nothing)
         fair = owed.prompts, owed.plain, owed.ahead
@@ -268,10 +269,12 @@ class Planner:
             return
         proposing = bool(decision.proposers)
         s = situation
-        host_seconds = self.host.seconds(s.requests, outcome.drafting, proposing)
+        host_seconds = self.host.seconds(s.requests, outcome.drafting, proposing, s.prompts)
         if outcome.host is not None:
             self.host.observe(outcome.host)
-            host_seconds = outcome.host.seconds
+            # Prompts that were launched meanwhile are not this round's.
+            if not s.prompts and not outcome.host.prompts:
+                host_seconds = outcome.host.seconds
         if outcome.device_seconds is None:
             return
         familiar, like = self._familiar, (s.kind, s.requests, decision.action, decision.drafts)

@@ -86,14 +86,11 @@ class Weighing:
 
     def plain_seconds(self, situation: Situation) -> tuple[float, float]:
         """Seconds of a round without drafts, proposers and prompts, and what prompts add."""
-        s = situation
-        host = self.host.seconds(s.requests, 0.0, False)
-        device = self.costs.table(s.requests, 0, NOTHING, 0, s.context)[1]
-        alone = float(self.expected(device, host)[0])
-        if not s.prompt_rows:
+        alone = float(self.table(situation, NOTHING, 0)[1][0])
+        if not situation.prompt_rows:
             return alone, 0.0
-        device = self.costs.table(s.requests, s.prompt_rows, NOTHING, 0, s.context)[1]
-        return alone, float(self.expected(device, host)[0]) - alone
+        rows, prompts = situation.prompt_rows, situation.prompts
+        return alone, float(self.table(situation, NOTHING, 0, rows, prompts)[1][0]) - alone
 
     def together(self, device: float, host: float) -> float:
         """Seconds of a round that took the device and the host so long."""
@@ -113,17 +110,22 @@ class Weighing:
         return np.maximum(device, host) + late * np.interp(apart, *_LATE)
 
     def table(
-        self, situation: Situation, action: Action, most: int, prompt_rows: int
+        self,
+        situation: Situation,
+        action: Action,
+        most: int,
+        prompt_rows: int = 0,
+        prompts: int = 0,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As of ``RoundCosts``, the host included."""
+        """As of ``RoundCosts``, the host included. ``prompts`` that ``prompt_rows`` are of."""
         s = situation
         drafts, seconds = self.costs.table(s.requests, prompt_rows, action, most, s.context)
-        return drafts, self.expected(seconds, self.host_seconds(s, action))
+        return drafts, self.expected(seconds, self.host_seconds(s, action, prompts))
 
-    def host_seconds(self, situation: Situation, action: Action) -> float:
-        """Of the host, for a round that proposes so."""
-        drafting = situation.requests * self.offers.share(action[0])
-        return self.host.seconds(situation.requests, drafting, bool(action[0]))
+    def host_seconds(self, situation: Situation, action: Action, prompts: int) -> float:
+        """Of the host, for a round that proposes so beside so many prompts."""
+        drafting = situation.requests * self.offers.share(action[0]) if action[0] else 0.0
+        return self.host.seconds(situation.requests, drafting, bool(action[0]), prompts)
 
     @property
     def margin(self) -> float:
@@ -182,7 +184,8 @@ class Weighing:
         most. ``plain``: seconds of a round without drafts and proposers, prompts included."""
 
         def seconds(action: Action) -> float:
-            return float(self.table(situation, action, 0, situation.prompt_rows)[1][0])
+            beside = situation.prompt_rows, situation.prompts
+            return float(self.table(situation, action, 0, *beside)[1][0])
 
         fair = [action for action in actions if MIN_PACE * seconds(action) <= plain]
         return max(fair, key=lambda action: self._promise_of(action).rate, default=NOTHING)
@@ -244,7 +247,7 @@ class Weighing:
         if action == NOTHING:
             return PLAIN
         requests = situation.requests
-        drafts, seconds = self.table(situation, action, requests * self.offers.width, 0)
+        drafts, seconds = self.table(situation, action, requests * self.offers.width)
         tokens, seconds = self.offers.promise(
             requests, *action, drafts, seconds, self.margin, lately
         )
