@@ -83,7 +83,7 @@ class Texts:
         if self.lookup in proposers:
             some = self.state | (luck[3] < self.idle_offers)
             if some.any():
-                known = np.where(self.state, 1, 0) + some
+                known = self.state.astype(np.int64) + some
                 own = self._found[known]
                 better = own.sum(axis=1) > chances.sum(axis=1)
                 chances[better] = own[better]

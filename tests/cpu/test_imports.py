@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
+from surefoot.cli.main import app
 from surefoot.speculation import registry
 
 SOURCES = Path(__file__).parents[2] / "src" / "surefoot"
@@ -130,7 +132,7 @@ def test_proposers_are_named_in_their_own_file_only() -> None:
             assert found is None, f"{path} names {proposer}"
 
 
-VERBS = ("generate", "chat", "bench", "certify", "serve", "doctor", "models", "train")
+VERBS = tuple(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
 def loads_without(module: str, absent: tuple[str, ...]) -> None:

@@ -530,7 +530,7 @@ def test_what_prompts_cost_the_host_is_told_apart() -> None:
 
 
 def test_a_crowd_of_prompts_is_not_another_machine() -> None:
-    """For half a minute every round lets somebody in, and takes the host ten times as long."""
+    """Round after round lets somebody in, and takes the host ten times as long."""
     costs = HostCosts(samples())
     drafting = costs.seconds(64, 64, True) - costs.seconds(64, 0, False)
     for _ in range(200):

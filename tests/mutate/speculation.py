@@ -164,15 +164,16 @@ MUTATIONS = (
         "test_host_clock.py",
     ),
     m(
-        "speculation/planner.py",
-        "beside = situation.prompt_rows, situation.prompts",
-        "beside = situation.prompt_rows, 0",
+        "speculation/weighing.py",
+        "prompts = 0 if alone else s.prompts",
+        "prompts = 0",
         "test_planner_prompts.py",
     ),
     m(
         "speculation/weighing.py",
-        "self.expected(seconds, self.host_seconds(s, action, prompts))",
-        "self.expected(seconds, self.host_seconds(s, action, 0))",
+        "rows = 0 if alone else s.prompt_rows",
+        "rows = s.prompt_rows",
+        "test_decisions.py",
         "test_planner_prompts.py",
     ),
     m(

@@ -14,8 +14,6 @@ from surefoot.cli.terminal import prepare_libraries, show_log
 from surefoot.cli.verb import INTERRUPTED
 from surefoot.cli.version import version_line
 
-_HELP = "LLM inference whose speculative decoding is exact and never slower."
-
 # What each verb's own help begins with, so that a list of them imports none.
 _SUMMARIES = {
     "generate": "Complete a prompt; the text streams to the terminal.",
@@ -61,7 +59,7 @@ def _imported(name: str) -> Any:
 app = typer.Typer(
     name="surefoot",
     cls=_Verbs,
-    help=_HELP,
+    help="LLM inference whose speculative decoding is exact and never slower.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

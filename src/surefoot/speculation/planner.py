@@ -161,7 +161,7 @@ class Planner:
         # Another action finds nothing on offer yet, or what the one before it has left.
         lasts = action == last.action and bool(plan.drafts) == bool(action[0])
         if charged is None and lasts:
-            host = self.weighing.host_seconds(situation, action, situation.prompts)
+            host = self.weighing.host_seconds(situation, action)
             overlap, choice = self.weighing.overlap, len(actions) > 1
             self.held.grant(situation, self._last, host, overlap, choice)
         return self._last
@@ -242,8 +242,7 @@ class Planner:
         nothing = np.zeros(max(1, situation.requests))
         if not offered and action == NOTHING:
             return _Plan(0, owed.plain, nothing)
-        beside = situation.prompt_rows, situation.prompts
-        drafts, seconds = self.weighing.table(situation, action, offered, *beside)
+        drafts, seconds = self.weighing.table(situation, action, offered)
         if chances is None or not offered:
             return _Plan(0, float(seconds[0]), nothing)
         fair = owed.prompts, owed.plain, owed.ahead

@@ -86,11 +86,10 @@ class Weighing:
 
     def plain_seconds(self, situation: Situation) -> tuple[float, float]:
         """Seconds of a round without drafts, proposers and prompts, and what prompts add."""
-        alone = float(self.table(situation, NOTHING, 0)[1][0])
+        alone = float(self.table(situation, NOTHING, 0, alone=True)[1][0])
         if not situation.prompt_rows:
             return alone, 0.0
-        rows, prompts = situation.prompt_rows, situation.prompts
-        return alone, float(self.table(situation, NOTHING, 0, rows, prompts)[1][0]) - alone
+        return alone, float(self.table(situation, NOTHING, 0)[1][0]) - alone
 
     def together(self, device: float, host: float) -> float:
         """Seconds of a round that took the device and the host so long."""
@@ -110,22 +109,20 @@ class Weighing:
         return np.maximum(device, host) + late * np.interp(apart, *_LATE)
 
     def table(
-        self,
-        situation: Situation,
-        action: Action,
-        most: int,
-        prompt_rows: int = 0,
-        prompts: int = 0,
+        self, situation: Situation, action: Action, most: int, alone: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As of ``RoundCosts``, the host included. ``prompts`` that ``prompt_rows`` are of."""
+        """As of ``RoundCosts``, the host included; ``alone``: as if there were no prompts."""
         s = situation
-        drafts, seconds = self.costs.table(s.requests, prompt_rows, action, most, s.context)
-        return drafts, self.expected(seconds, self.host_seconds(s, action, prompts))
+        rows = 0 if alone else s.prompt_rows
+        drafts, seconds = self.costs.table(s.requests, rows, action, most, s.context)
+        return drafts, self.expected(seconds, self.host_seconds(s, action, alone))
 
-    def host_seconds(self, situation: Situation, action: Action, prompts: int) -> float:
-        """Of the host, for a round that proposes so beside so many prompts."""
-        drafting = situation.requests * self.offers.share(action[0]) if action[0] else 0.0
-        return self.host.seconds(situation.requests, drafting, bool(action[0]), prompts)
+    def host_seconds(self, situation: Situation, action: Action, alone: bool = False) -> float:
+        """Of the host, for a round that proposes so; ``alone`` as in ``table``."""
+        s = situation
+        drafting = s.requests * self.offers.share(action[0])
+        prompts = 0 if alone else s.prompts
+        return self.host.seconds(s.requests, drafting, bool(action[0]), prompts)
 
     @property
     def margin(self) -> float:
@@ -184,8 +181,7 @@ class Weighing:
         most. ``plain``: seconds of a round without drafts and proposers, prompts included."""
 
         def seconds(action: Action) -> float:
-            beside = situation.prompt_rows, situation.prompts
-            return float(self.table(situation, action, 0, *beside)[1][0])
+            return float(self.table(situation, action, 0)[1][0])
 
         fair = [action for action in actions if MIN_PACE * seconds(action) <= plain]
         return max(fair, key=lambda action: self._promise_of(action).rate, default=NOTHING)
@@ -247,7 +243,8 @@ class Weighing:
         if action == NOTHING:
             return PLAIN
         requests = situation.requests
-        drafts, seconds = self.table(situation, action, requests * self.offers.width)
+        most = requests * self.offers.width
+        drafts, seconds = self.table(situation, action, most, alone=True)
         tokens, seconds = self.offers.promise(
             requests, *action, drafts, seconds, self.margin, lately
         )
