@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -286,31 +288,63 @@ def test_a_proposer_that_calls_its_engine_is_refused(
     assert llm.generate(PROMPTS[1], params(1))[0].outputs[0].text == alone(llm, 1)[1]
 
 
-def test_threads_share_an_engine(llm: LLM) -> None:
+def test_threads_share_an_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [alone(llm, place) for place in range(3)]
-    rounds = llm.engine.stats.rounds
+    rounds, take = llm.engine.stats.rounds, llm._turns.take
     found: list[Any] = []
-    start = threading.Barrier(3)
+    everybody, thread = threading.Barrier(3, timeout=60), threading.local()
+
+    def first_together(work: Callable[[], Any]) -> Any:
+        """A thread goes on from its first turn when the requests of all three are there."""
+        result = take(work)
+        if thread.first:
+            thread.first = False
+            everybody.wait()
+        return result
 
     def generate(place: int) -> None:
-        start.wait()
         for _ in range(2):
+            thread.first = True
             output = llm.generate(PROMPTS[place], params(place, stop="@@@"))[0].outputs[0]
             found.append((place, (output.token_ids, output.text, output.finish_reason)))
 
     def stream(place: int) -> None:
-        start.wait()
         for _ in range(2):
+            thread.first = True
             found.append((place, whole(list(llm.stream(PROMPTS[place], params(place))))))
 
-    works = [(generate, 0), (stream, 1), (stream, 2)]
-    threads = [threading.Thread(target=work, args=(place,)) for work, place in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    monkeypatch.setattr(llm._turns, "take", first_together)
+    together([lambda: generate(0), lambda: stream(1), lambda: stream(2)])
     assert len(found) == 6
     for place, got in found:
         assert got == wanted[place]
     # One batch for all of them.
     assert llm.engine.stats.rounds - rounds < 4 * 40
+
+
+def test_nobody_has_two_turns_while_another_waits(llm: LLM) -> None:
+    """One that streams a long text takes its next turn microseconds after the last one, sooner
+    than another thread can wake up."""
+    turns, order = llm._turns, list[int]()
+    give_up = time.monotonic() + 10
+
+    def caller(place: int) -> None:
+        def turn() -> None:
+            order.append(place)
+            while not turns._next.locked() and len(order) < 30 and time.monotonic() < give_up:
+                time.sleep(1e-4)
+
+        while len(order) < 30:
+            turns.take(turn)
+
+    together([lambda place=place: caller(place) for place in range(3)])
+    assert len(order) >= 30
+    assert all(one != following for one, following in pairwise(order[:30]))
+
+
+def together(works: Sequence[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -31,6 +31,12 @@ MUTATIONS = (
         "test_loop.py::test_limits_are_told_of_all_prompts_that_could_run",
     ),
     m(
+        "engine/turns.py",
+        "            with self._next:\n",
+        "            if True:\n",
+        "test_turns.py::test_nobody_has_two_turns_while_another_waits",
+    ),
+    m(
         "engine/scheduler.py",
         "rows += request.length if request.leader is None else 0",
         "rows += request.length",
