@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 import triton_interpreter  # isort: skip
 
 from harness import Job, make_engine, random_weights, run_jobs, tiny_config
+from surefoot.engine.chunks import ChunkLimits
 from surefoot.engine.engine import Engine
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
@@ -74,7 +75,11 @@ def test_decisions_are_those_of_the_torch_path(
 ) -> None:
     work = [job for job in jobs(6) if job.speculation.method in ("auto", "off", *names)]
     engines = [build(way, proposers=names, draft_policy=policy) for way in (False, True)]
-    # The planner of one decides for both: measured times differ.
+    # The planner of one decides for both, and how long chunks are and how many rounds are in
+    # flight is fixed: measured times differ.
+    for engine in engines:
+        engine.loop.gathering.limits = ChunkLimits()
+        monkeypatch.setattr(engine.loop.clock, "compare", lambda host, seconds: None)
     decisions: list[Any] = []
     decide = engines[0].loop.planner.decide
     monkeypatch.setattr(
