@@ -403,6 +403,26 @@ def test_a_proposer_that_was_switched_off_is_not_asked(name: str) -> None:
     assert asked == [0] and books.controller.allowed[:, 0].tolist() == [True, False]
 
 
+@pytest.mark.parametrize("proposers", [0, 2])
+@pytest.mark.parametrize("name", ["torch", *OTHERS.args[1]])
+def test_nothing_stays_on_offer_where_nobody_proposes(name: str, proposers: int) -> None:
+    """What proposers on the host entered, neither, whether there are others on the device or not:
+    a later round would verify it against masks that were not made for it."""
+    books = make_books(name, (False,) * proposers)
+    offers, slots = books.offers, torch.tensor([2, 0])
+    offers.lengths.fill_(K)
+    offers.chances.fill_(0.5)
+    one, none = torch.ones_like(slots), torch.zeros_like(slots)
+    verdict = RoundVerdict(slots.new_full((2, K + 1), 3), none, one, none, none, slots)
+    books.finish(
+        slots, Size(2, 2, 2, SamplingStages(), ()), none, verdict, lambda *_: pytest.fail("asked")
+    )
+    left = [int(slot not in (0, 2)) for slot in range(SLOTS)]
+    assert offers.lengths[:SLOTS].tolist() == [K * each for each in left]
+    assert offers.chances[:SLOTS].tolist() == [[each * 0.5] * K for each in left]
+    assert books.report[:2, books.columns.OFFERED].tolist() == [0, 0]
+
+
 @needs_triton
 @pytest.mark.parametrize("trees", [(False,), (True,)])
 def test_what_all_requests_teach_does_not_depend_on_their_order(trees: tuple[bool, ...]) -> None:

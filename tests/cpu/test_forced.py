@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from harness import (
     Job,
     make_engine,
+    native_backend,
     needs_native,
     random_weights,
     run_jobs,
@@ -266,6 +269,39 @@ def test_who_has_no_time_left_goes_without(monkeypatch: pytest.MonkeyPatch) -> N
     got = run_jobs(engine, [Job((3, 4, 5), params_of(seed)) for seed in range(3)])
     assert [each.output for each in got] == [plain(params_of(seed)).output for seed in range(3)]
     assert all(each.stats.offered for each in got)
+
+
+@pytest.mark.parametrize(
+    ("backend", "ahead"), [("torch", True), pytest.param("native", False, marks=needs_native)]
+)
+@pytest.mark.parametrize("proposers", [("grammar",), ("ngram", "grammar")])
+def test_who_has_an_offer_now_and_none_in_the_next_round_gets_the_same_text(
+    backend: str, ahead: bool, proposers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine, where the time for offers is over for some requests in some rounds."""
+    tokenizer: Any = Letters(*WORDS)
+    config = tiny_config(vocab_size=tokenizer.vocab_size)
+    chosen = TorchBackend("cpu", torch.float32) if backend == "torch" else native_backend()
+    decoder = Decoder(config, random_weights(config), chosen)
+
+    def texts(**options: Any) -> list[list[int]]:
+        engine = make_engine(decoder, draft_policy="fixed", **options)
+        engine.grammars = Grammars(tokenizer, config.vocab_size, ENDS)
+        wanted = [{"temperature": float(seed), "seed": seed, "max_tokens": 40} for seed in (0, 1)]
+        jobs = [Job((3, 4), params_with({"json": SCHEMA}, **each)) for each in wanted]
+        return [request.output for request in run_jobs(engine, jobs)]
+
+    plainly = texts(max_draft_tokens=0)
+    for seed in range(30):
+        dice, clock = random.Random(seed), [0.0]
+
+        def now(dice: random.Random = dice, clock: list[float] = clock) -> float:
+            clock[0] += dice.choice((0.0, 0.0, 2e-3))
+            return clock[0]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_structured, "time", SimpleNamespace(perf_counter=now))
+            assert texts(proposers=proposers, ahead=ahead) == plainly, seed
 
 
 def test_what_was_offered_for_a_round_that_was_not_launched_stays(

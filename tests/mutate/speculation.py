@@ -643,6 +643,12 @@ MUTATIONS = (
     ),
     m(
         "speculation/torch_books.py",
+        "        elif state.max_drafts:\n            # Offers",
+        "        elif state.max_drafts and self.controller.names:\n            # Offers",
+        "test_books.py::test_nothing_stays_on_offer_where_nobody_proposes",
+    ),
+    m(
+        "speculation/torch_books.py",
         "            offers.clear(slots)",
         "            pass",
         "test_books.py",

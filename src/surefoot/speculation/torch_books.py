@@ -101,7 +101,7 @@ class TorchBooks(BookKeeping):
         whose = offers.proposer[slots]
         if proposing:
             self._choose(verdict.going)
-        elif state.max_drafts and self.controller.names:
+        elif state.max_drafts:
             # Offers of earlier rounds do not follow these tokens.
             self.controller.lengths.index_fill_(1, slots, 0)
             offers.clear(slots)
