@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from surefoot.config import EngineConfig
+from surefoot.engine import host_clock
+from surefoot.engine import rounds as engine_rounds
+from surefoot.engine import structured as engine_structured
 from surefoot.engine.chunks import ChunkLimits
 from surefoot.engine.engine import Engine
 from surefoot.kernels.backend import Backend, FlatBatch
@@ -28,7 +34,7 @@ from surefoot.sampling.sampler import (
     filtered_scores,
     mask_ends,
 )
-from surefoot.speculation import registry
+from surefoot.speculation import keeping_up, registry
 from surefoot.speculation.proposer import Drafts, Needs, Proposer
 
 VOCAB = 48
@@ -158,6 +164,30 @@ class Job:
 def make_engine(decoder: Decoder, ahead: bool | None = None, **options: Any) -> Engine:
     values: dict[str, Any] = dict(kv_blocks=80, block_size=4, calibration_seconds=0.02)
     return Engine(decoder, EngineConfig(**{**values, **options}), ahead)
+
+
+TIMED = host_clock, engine_rounds, engine_structured, keeping_up
+"""What decides by the times it measures while requests run."""
+
+
+@contextmanager
+def irregular_clock(seed: int | None) -> Iterator[None]:
+    """Meanwhile times are drawn, from nothing to a tenth of a second: as on a machine that does
+    something else now and then. None: as they are."""
+    if seed is None:
+        yield
+        return
+    dice, now = random.Random(seed), 0.0
+
+    def tick() -> float:
+        nonlocal now
+        now += dice.choice((0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-3, 1e-1))
+        return now
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in TIMED:
+            patch.setattr(module, "time", SimpleNamespace(perf_counter=tick))
+        yield
 
 
 def run_jobs(engine: Engine, jobs: Sequence[Job], max_steps: int = 4000) -> list[Request]:

@@ -21,6 +21,7 @@ from harness import (
     VOCAB,
     Job,
     first_difference,
+    irregular_clock,
     make_engine,
     needs_native,
     run_alone,
@@ -129,6 +130,7 @@ def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[str, Any]]:
         "draft_policy": draw(st.sampled_from(["auto", "fixed", "fixed"])),
         "proposers": ("ngram", "oracle", "saboteur") if drafts else (),
         "calibration_seconds": 0.0,
+        "clock": draw(st.one_of(st.none(), st.integers(0, 99))),
     }
     if drafts == 0:
         for job in work:
@@ -152,10 +154,12 @@ def check_scenario(
     if options["proposers"]:
         texts = tuple((*request.prompt, *request.output) for request in expected)
         options = {**options, "proposer_options": {"oracle": {"texts": texts}}}
-    engine = make_engine(decoder, ahead, **options)
+    clock = options["clock"]
+    engine = make_engine(decoder, ahead, **{k: v for k, v in options.items() if k != "clock"})
     if ahead and options["max_num_seqs"] % 2:
         engine.loop.depth += 1
-    actual = run_jobs(engine, work)
+    with irregular_clock(clock):
+        actual = run_jobs(engine, work)
     for job, want, got in zip(work, expected, actual, strict=True):
         compare(backend, job, want, got)
 

@@ -22,6 +22,7 @@ from harness import (
     AtMost,
     Job,
     fresh_logits,
+    irregular_clock,
     make_engine,
     needs_native,
     run_jobs,
@@ -121,9 +122,14 @@ def check_forced(state: GrammarState, language: Language, output: list[int]) -> 
         assert tokens, (text, common)
 
 
+EVERYBODY = "ngram", "oracle", "saboteur", "meddler", "grammar"
+LOADED = EVERYBODY, EVERYBODY, ("meddler", "grammar"), ("ngram", "grammar"), ("grammar",)
+
+
 @st.composite
 def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[int, Language], dict[str, Any]]:
     jobs, wanted = [], {}
+    loaded = draw(st.sampled_from(LOADED))
     for seed in range(draw(st.integers(2, 5))):
         values: dict[str, Any] = {
             "seed": seed,
@@ -151,19 +157,7 @@ def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[int, Language], dict[str
             params = params_with(options, **values)
         else:
             params = SamplingParams(**values)
-        methods = [
-            "auto",
-            "auto",
-            "grammar",
-            "grammar",
-            "ngram",
-            "oracle",
-            "saboteur",
-            "meddler",
-            "meddler",
-            "meddler",
-            "off",
-        ]
+        methods = ["auto", "auto", *loaded, *loaded, "off"]
         method = draw(st.sampled_from(methods))
         jobs.append(
             Job(
@@ -185,7 +179,8 @@ def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[int, Language], dict[str
         "draft_policy": draw(st.sampled_from(["auto", "fixed", "fixed"])),
         "calibration_seconds": 0.0,
         "ahead": draw(st.booleans()),
-        "proposers": ("ngram", "oracle", "saboteur", "meddler", "grammar"),
+        "proposers": loaded,
+        "clock": draw(st.one_of(st.none(), st.integers(0, 99))),
     }  # fmt: skip
 
 
@@ -209,13 +204,14 @@ def check(backend: str, scenario: Any) -> None:
     if backend == "native":
         # Rounds that are launched ahead are the torch twins of a GPU's.
         options = {**options, "ahead": None}
-    engine = structured_engine(
-        tiny_decoder(backend),
-        **options,
-        proposer_options={"oracle": texts, "meddler": texts},
-    )
+    knowing = {name: texts for name in ("oracle", "meddler") if name in options["proposers"]}
+    options = {**options, "proposer_options": knowing}
+    clock = options.pop("clock")
+    engine = structured_engine(tiny_decoder(backend), **options)
     watch_drafts(engine, wanted)
-    for job, want, got in zip(jobs, plain, run_jobs(engine, jobs), strict=True):
+    with irregular_clock(clock):
+        done = run_jobs(engine, jobs)
+    for job, want, got in zip(jobs, plain, done, strict=True):
         cancelled = got.finish_reason is FinishReason.ABORT and job.cancel is not None
         count = len(got.output)
         assert got.output == (want.output[:count] if cancelled else want.output)
