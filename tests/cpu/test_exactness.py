@@ -130,7 +130,6 @@ def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[str, Any]]:
         "draft_policy": draw(st.sampled_from(["auto", "fixed", "fixed"])),
         "proposers": ("ngram", "oracle", "saboteur") if drafts else (),
         "calibration_seconds": 0.0,
-        "clock": draw(st.one_of(st.none(), st.integers(0, 99))),
     }
     if drafts == 0:
         for job in work:
@@ -143,19 +142,25 @@ def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[str, Any]]:
     return work, options
 
 
+clocks = st.one_of(st.none(), st.integers(0, 99))
+
+
 def check_scenario(
-    backend: str, scenario: tuple[list[Job], dict[str, Any]], ahead: bool = False
+    backend: str,
+    scenario: tuple[list[Job], dict[str, Any]],
+    clock: int | None,
+    ahead: bool = False,
 ) -> None:
+    """``clock`` as of ``irregular_clock``."""
     work, options = scenario
     # What is printed when this one fails.
-    note("\n".join(map(str, [*work, options])))
+    note("\n".join(map(str, [*work, options, clock])))
     decoder = tiny_decoder(backend)
     expected = [run_alone(decoder, job) for job in work]
     if options["proposers"]:
         texts = tuple((*request.prompt, *request.output) for request in expected)
         options = {**options, "proposer_options": {"oracle": {"texts": texts}}}
-    clock = options["clock"]
-    engine = make_engine(decoder, ahead, **{k: v for k, v in options.items() if k != "clock"})
+    engine = make_engine(decoder, ahead, **options)
     if ahead and options["max_num_seqs"] % 2:
         engine.loop.depth += 1
     with irregular_clock(clock):
@@ -220,9 +225,9 @@ patient = pytest.mark.timeout(900)
 BOTH = pytest.mark.parametrize("seeds", [fixed, fresh], ids=["fixed", "fresh"])
 
 
-def check_scenarios(seeds: settings, check: Callable[[Any], None]) -> None:
+def check_scenarios(seeds: settings, check: Callable[[Any, int | None], None]) -> None:
     """Of scenarios drawn as ``seeds`` says."""
-    seeds(given(scenarios())(check))()
+    seeds(given(scenarios(), clocks)(lambda scenario, clock: check(scenario, clock)))()
     assert tally.tokens > 5 * seeds.max_examples
 
 
@@ -234,21 +239,21 @@ def half(seeds: settings) -> settings:
 @patient
 @BOTH
 def test_any_scenario_gives_the_plain_text_torch(seeds: settings) -> None:
-    check_scenarios(half(seeds), lambda scenario: check_scenario("torch", scenario))
+    check_scenarios(half(seeds), lambda *drawn: check_scenario("torch", *drawn))
 
 
 @needs_native
 @patient
 @BOTH
 def test_any_scenario_gives_the_plain_text_native(seeds: settings) -> None:
-    check_scenarios(seeds, lambda scenario: check_scenario("native", scenario))
+    check_scenarios(seeds, lambda *drawn: check_scenario("native", *drawn))
 
 
 @patient
 @BOTH
 def test_any_scenario_gives_the_plain_text_launched_ahead(seeds: settings) -> None:
     """Rounds are launched before one or two of those before are read, as on a GPU."""
-    check_scenarios(half(seeds), lambda scenario: check_scenario("torch", scenario, ahead=True))
+    check_scenarios(half(seeds), lambda *drawn: check_scenario("torch", *drawn, ahead=True))
 
 
 def test_too_many_ties_would_be_noticed() -> None:

@@ -122,6 +122,7 @@ def check_forced(state: GrammarState, language: Language, output: list[int]) -> 
         assert tokens, (text, common)
 
 
+clocks = st.one_of(st.none(), st.integers(0, 99))
 EVERYBODY = "ngram", "oracle", "saboteur", "meddler", "grammar"
 LOADED = EVERYBODY, EVERYBODY, ("meddler", "grammar"), ("ngram", "grammar"), ("grammar",)
 
@@ -180,7 +181,6 @@ def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[int, Language], dict[str
         "calibration_seconds": 0.0,
         "ahead": draw(st.booleans()),
         "proposers": loaded,
-        "clock": draw(st.one_of(st.none(), st.integers(0, 99))),
     }  # fmt: skip
 
 
@@ -197,7 +197,8 @@ def plain_run(backend: str, job: Job) -> Request:
 OFF = SpeculationParams("off")
 
 
-def check(backend: str, scenario: Any) -> None:
+def check(backend: str, scenario: Any, clock: int | None) -> None:
+    """``clock`` as of ``irregular_clock``."""
     jobs, wanted, options = scenario
     plain = [plain_run(backend, job) for job in jobs]
     texts = {"texts": tuple((*request.prompt, *request.output) for request in plain)}
@@ -206,7 +207,6 @@ def check(backend: str, scenario: Any) -> None:
         options = {**options, "ahead": None}
     knowing = {name: texts for name in ("oracle", "meddler") if name in options["proposers"]}
     options = {**options, "proposer_options": knowing}
-    clock = options.pop("clock")
     engine = structured_engine(tiny_decoder(backend), **options)
     watch_drafts(engine, wanted)
     with irregular_clock(clock):
@@ -237,16 +237,16 @@ def check_text(request: Request, language: Language | None) -> None:
 
 
 @settings(several, max_examples=25)
-@given(scenarios())
-def test_texts_are_plain_decodings_and_fit_torch(scenario: Any) -> None:
-    check("torch", scenario)
+@given(scenarios(), clocks)
+def test_texts_are_plain_decodings_and_fit_torch(scenario: Any, clock: int | None) -> None:
+    check("torch", scenario, clock)
 
 
 @needs_native
 @settings(several, max_examples=40)
-@given(scenarios())
-def test_texts_are_plain_decodings_and_fit_native(scenario: Any) -> None:
-    check("native", scenario)
+@given(scenarios(), clocks)
+def test_texts_are_plain_decodings_and_fit_native(scenario: Any, clock: int | None) -> None:
+    check("native", scenario, clock)
 
 
 def test_right_drafts_are_accepted_and_wrong_ones_cut() -> None:
