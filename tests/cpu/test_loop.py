@@ -15,7 +15,7 @@ from surefoot.engine.chunks import ChunkLimits
 from surefoot.engine.engine import Engine
 from surefoot.kernels.batch import FlatBatch
 from surefoot.request import SamplingParams, SpeculationParams
-from surefoot.speculation.decisions import Situation
+from surefoot.speculation.decisions import Decision, Situation
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -269,3 +269,38 @@ def test_every_key_lies_in_a_block_of_its_request(seed: int, ahead: bool) -> Non
             assert request.output == alone
         else:
             assert request.output == alone[: len(request.output)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_offers_are_read_of_rounds_that_left_some(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is on offer is what the last report says, and nothing after a round in which nobody
+    proposed, whatever an earlier one said."""
+    engine = make_engine(tiny_decoder(), ahead, proposers=("ngram",), max_num_seqs=2)
+    loop, read, told, most = engine.loop, list[bool](), list[bool](), [0]
+    dice, landed, note = random.Random(3), loop.planner.landed, loop._reported.note
+
+    def decide(situation: Situation) -> Decision:
+        if told:
+            assert (situation.chances is not None) == told[-1]
+        if situation.chances is not None and told[-1]:
+            lengths = engine.round.books.offers.lengths[situation.slots].numpy()
+            most.append(int(lengths.max()))
+            # In a round that is launched ahead the device is further than what was read.
+            assert ahead or ((situation.chances > 0).sum(axis=1) == lengths).all()
+        return Decision(0, (0,), 4) if dice.random() < 0.5 else Decision(0, (), 0)
+
+    def tell(decision: Decision, *rest: Any) -> None:
+        told.append(bool(decision.proposers))
+        landed(decision, *rest)
+
+    monkeypatch.setattr(loop.planner, "decide", decide)
+    monkeypatch.setattr(loop.planner, "landed", tell)
+    monkeypatch.setattr(loop._reported, "note", lambda *a: (read.append(True), note(*a))[1])
+    for place in range(2):
+        prompt = (3, 4, 5 + place) * 4
+        engine.add(engine.make_request(f"r{place}", prompt, GREEDY))
+    while engine.has_work:
+        engine.step()
+    assert 3 < len(read) == sum(told) < len(told) - 3 and max(most) > 1

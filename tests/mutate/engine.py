@@ -31,6 +31,18 @@ MUTATIONS = (
         "test_loop.py::test_limits_are_told_of_all_prompts_that_could_run",
     ),
     m(
+        "engine/loop.py",
+        "self._offered = bool(flight.decision.proposers) or group.masked",
+        "self._offered = True",
+        "test_loop.py::test_offers_are_read_of_rounds_that_left_some",
+    ),
+    m(
+        "engine/loop.py",
+        "self._reported.of(batch) if self._offered else (None, None)",
+        "self._reported.of(batch)",
+        "test_loop.py::test_offers_are_read_of_rounds_that_left_some",
+    ),
+    m(
         "engine/turns.py",
         "            with self._next:\n",
         "            if True:\n",

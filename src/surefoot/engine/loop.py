@@ -95,6 +95,8 @@ class Loop:
         trees = any(self.controller.trees)
         self.reservations = Reservations(kv, state, state.max_drafts if trees else 0)
         self._reported = ReportedOffers(state.slots, state.max_drafts, round_.books.columns)
+        self._offered = False
+        """Whether the round whose report was read last may have left offers."""
         self._grammars = GrammarMasks(round_.books.offers, self.controller, self._reported, hosts)
         self.names = (*self.controller.names, *hosts.names)
         self.gathering = Gathering(
@@ -239,7 +241,7 @@ class Loop:
                 self.gathering.forget()
 
     def _situation(self, batch: Batch) -> Situation:
-        chances, whose = self._reported.of(batch)
+        chances, whose = self._reported.of(batch) if self._offered else (None, None)
         return Situation(
             requests=batch.samples,
             prompt_rows=batch.prompt_rows if self.rounds.recorded else batch.prompt_load,
@@ -295,12 +297,15 @@ class Loop:
         return landing
 
     def _note_offers(self, flight: Flight, slots: np.ndarray) -> None:
-        if not flight.batch.group.proposers:
+        group = flight.batch.group
+        # A crowd's is long to read, and while drafts do not pay most rounds leave none.
+        self._offered = bool(flight.decision.proposers) or group.masked
+        if not group.proposers or not self._offered:
             return
         known = self._reported.note(flight.report, slots)
-        if not flight.batch.group.masked:
+        if not group.masked:
             return
-        requests, columns = flight.batch.group.requests, self.round.books.columns
+        requests, columns = group.requests, self.round.books.columns
         for place in np.flatnonzero(known):
             if requests[place].grammar is not None:
                 row = flight.report.rows[place].tolist()
