@@ -83,6 +83,8 @@ def main() -> int:
         for each in MUTATIONS
         if not options.words or any(word in f"{each.file} {each.old}" for word in options.words)
     ]
+    if not chosen:
+        parser.error(f"words: no mutation's file or text has {' or '.join(options.words)}")
     if options.list:
         print(*chosen, sep="\n")
         return 0
