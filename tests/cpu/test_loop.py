@@ -285,16 +285,19 @@ def test_offers_are_read_of_rounds_that_left_some(
         if told:
             assert (situation.chances is not None) == told[-1]
         if situation.chances is not None and told[-1]:
-            lengths = engine.round.books.offers.lengths[situation.slots].numpy()
+            lengths = (situation.chances > 0).sum(axis=1)
             most.append(int(lengths.max()))
             # In a round that is launched ahead the device is further than what was read.
-            assert ahead or ((situation.chances > 0).sum(axis=1) == lengths).all()
+            on_device = engine.round.books.offers.lengths[situation.slots].numpy()
+            assert ahead or (on_device == lengths).all()
         return Decision(0, (0,), 4) if dice.random() < 0.5 else Decision(0, (), 0)
 
     def tell(decision: Decision, *rest: Any) -> None:
         told.append(bool(decision.proposers))
         landed(decision, *rest)
 
+    # How many rounds are in flight would depend on the time that they take.
+    monkeypatch.setattr(loop.clock, "compare", lambda host, seconds: None)
     monkeypatch.setattr(loop.planner, "decide", decide)
     monkeypatch.setattr(loop.planner, "landed", tell)
     monkeypatch.setattr(loop._reported, "note", lambda *a: (read.append(True), note(*a))[1])

@@ -70,8 +70,9 @@ def read_report(
     first: list[list[int]] = rows[:, first_token : first_token + 1].tolist()
     of_each = zip(requests, leases, counts, ends, first, verified, offered, offerers, strict=True)
     offerer: int
+    running, progress = Status.RUNNING, landing.progress
     for index, (request, lease, count, end, token, drafts, offers, offerer) in enumerate(of_each):
-        if not count or request.status is not Status.RUNNING:
+        if not count or request.status is not running:
             continue
         if drafts:
             told: list[int] = rows[index, : first_token + 1 + longest].tolist()
@@ -95,9 +96,9 @@ def read_report(
             item = _add_hosted(item, names, *count_on_host)
             if not drafts and not offers:
                 landing.drafting.append(item)
-        if index in scores and request.params.logprobs is not None:
+        if scores and index in scores and request.params.logprobs is not None:
             request.logprobs += unpack(scores[index], item.tokens, request.params.logprobs)
-        landing.progress.append(item)
+        progress.append(item)
         if end:
             landing.ended.append((item, end))
     return landing
