@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import settings
 
 from surefoot.errors import SurefootError
 from surefoot.models.loading import Checkpoint, load_checkpoint
+
+# How long an example takes is the machine's business: a busy one is no failure.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")
