@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from surefoot.config import EngineConfig
 from surefoot.engine import host_clock
@@ -168,6 +169,10 @@ def make_engine(decoder: Decoder, ahead: bool | None = None, **options: Any) -> 
 
 TIMED = host_clock, engine_rounds, engine_structured, keeping_up
 """What decides by the times it measures while requests run."""
+
+
+clocks = st.one_of(st.none(), st.integers(0, 99))
+"""Seeds of ``irregular_clock``."""
 
 
 @contextmanager

@@ -214,7 +214,7 @@ def cut(text: str, sizes: list[int]) -> list[str]:
     swap=st.booleans(),
     sizes=sizes,
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_answers_are_read_as_they_were_written(
     form: str, thought: str | None, turns: Any, swap: bool, sizes: list[int]
 ) -> None:
@@ -236,7 +236,7 @@ PIECES += [" ", "\n", "x", ";", "<", '"id": ', '{"arguments": {']
     inside=st.booleans(),
     sizes=sizes,
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_nothing_depends_on_the_cuts_or_is_lost(
     form: str, pieces: list[str], inside: bool, sizes: list[int]
 ) -> None:

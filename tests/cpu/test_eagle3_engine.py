@@ -242,7 +242,6 @@ def test_near_the_drafters_context_drafts_end_and_service_goes_on(tmp_path: Any)
 def some(examples: int) -> settings:
     return settings(
         max_examples=examples,
-        deadline=None,
         derandomize=True,
         phases=[Phase.generate],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -20,6 +20,7 @@ from harness import (
     TIE,
     VOCAB,
     Job,
+    clocks,
     first_difference,
     irregular_clock,
     make_engine,
@@ -142,9 +143,6 @@ def scenarios(draw: st.DrawFn) -> tuple[list[Job], dict[str, Any]]:
     return work, options
 
 
-clocks = st.one_of(st.none(), st.integers(0, 99))
-
-
 def check_scenario(
     backend: str,
     scenario: tuple[list[Job], dict[str, Any]],
@@ -208,7 +206,6 @@ def check_logprobs(want: Request, got: Request, compared: int, params: SamplingP
 
 fixed = settings(
     max_examples=200,
-    deadline=None,
     derandomize=True,
     phases=[Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -112,7 +112,7 @@ def cases(draw: st.DrawFn) -> tuple[list[list[float]], list[float]]:
     return rows, list(itertools.accumulate(steps, initial=1.0))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     cases(),
     st.sets(st.integers(1, 3 * K), max_size=4),

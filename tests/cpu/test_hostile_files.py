@@ -137,7 +137,7 @@ ROPE_KEYS += ["mscale_all_dim", "attention_factor", "original_max_position_embed
 ROPE_KEYS += ["low_freq_factor", "high_freq_factor", "partial_rotary_factor"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_any_value_of_any_key(data: st.DataObject, folder: Path) -> None:
     """A config of random values is read, with finite rotary tables, or refused by name."""
@@ -158,7 +158,7 @@ def test_any_value_of_any_key(data: st.DataObject, folder: Path) -> None:
             check_tensors(config, {})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_any_value_of_other_files(data: st.DataObject, tmp_path_factory: Any) -> None:
     folder = write_tokenizer(tmp_path_factory.mktemp("model"))
@@ -330,7 +330,7 @@ def test_odd_frequency_factors(value: float, small: Any, tmp_path: Path) -> None
     assert "rope_freqs.weight holds" in refusal(lambda: read_gguf(path))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(at=st.integers(0, 1 << 20), bits=st.integers(1, 255))
 def test_any_byte_of_a_gguf_header(at: int, bits: int, small: Any, tmp_path_factory: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "header.gguf"

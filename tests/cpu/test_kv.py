@@ -310,4 +310,4 @@ class Transactions(RuleBasedStateMachine):
 
 
 TestTransactions = Transactions.TestCase
-TestTransactions.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestTransactions.settings = settings(max_examples=150, stateful_step_count=30)

@@ -57,7 +57,7 @@ def told(landing: Landing) -> list[Any]:
     return [got, [(item.request.request_id, end) for item, end in landing.ended]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 5), st.booleans())
 def test_rounds_without_drafts_land_as_any_other(data: Any, count: int, caching: bool) -> None:
     """A report with logprobs takes the general way, one without drafts the short one."""
@@ -248,7 +248,7 @@ def test_drafts_are_given_up_before_anybody_is_preempted() -> None:
     assert not engine.stats.preemptions and requests[1].stats.verified
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_requests_that_come_together_enter_as_one_by_one(data: Any) -> None:
     device, vocab = torch.device("cpu"), 50

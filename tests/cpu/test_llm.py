@@ -297,9 +297,7 @@ def test_max_tokens_is_clamped_only_when_not_given(tmp_path: Path) -> None:
         llm.generate([5] * 20, SamplingParams(max_tokens=13))
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_text_does_not_depend_on_how_tokens_are_grouped(llm: LLM, data: Any) -> None:
     vocabulary = llm.tokenizer.vocab_size

@@ -242,7 +242,7 @@ def check_writes(engine: Engine) -> None:
     engine.round.forward = checked  # type: ignore[method-assign]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10**6), st.booleans())
 def test_every_key_lies_in_a_block_of_its_request(seed: int, ahead: bool) -> None:
     dice = random.Random(seed)

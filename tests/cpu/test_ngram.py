@@ -52,7 +52,6 @@ def by_loop(text: list[int], min_ngram: int, max_ngram: int, window: int) -> lis
 
 @settings(
     max_examples=400,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(

@@ -26,7 +26,7 @@ SIZES += [
 ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sets(st.sampled_from(SIZES)),
     st.integers(1, 8),

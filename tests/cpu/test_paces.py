@@ -86,7 +86,7 @@ def test_who_never_drafts_lends_what_it_is_ahead() -> None:
     assert got[still].min() > MIN_PACE - 0.01 and got[~still].mean() > 1.2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.5, 2.0)), min_size=1, max_size=200),
     st.integers(1, 1000),

@@ -162,7 +162,7 @@ parameter_sets = st.fixed_dictionaries(
 
 
 @each_backend
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sets=st.lists(parameter_sets, min_size=1, max_size=4), seed=st.integers(0, 10**9))
 def test_rows_of_a_mixed_batch_equal_the_plain_recomputation(
     backend: Backend | None, sets: Any, seed: int
@@ -275,7 +275,7 @@ def test_greedy_acceptance_equals_the_golden_cases() -> None:
         assert sampled[row, : accepted[row] + 1].tolist() == case["committed"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_acceptance_and_cut_equal_a_loop(data: Any) -> None:
     batch, width = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 5))

@@ -106,7 +106,7 @@ def test_a_request_that_does_not_fit_waits_instead_of_pushing_others_out() -> No
     assert running.preemptions == late.preemptions == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     waves=st.lists(
         st.lists(st.tuples(st.integers(-1, 1), st.integers(1, 6)), max_size=4),
@@ -295,7 +295,7 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(worlds())
 def test_every_request_ends_whole_and_in_bounded_time(world: dict[str, Any]) -> None:
     dice = random.Random(world["seed"])

@@ -80,7 +80,7 @@ UNKNOWN: dict[str, Callable[[], Tokenizer]] = {
 
 
 @pytest.mark.parametrize("kind", KNOWN)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(parts=st.lists(st.sampled_from([*"aaaab \t\x08é\u0301e🙂\u1f82", "<|end|>"])))
 def test_no_text_has_fewer_tokens_than_its_length_says(kind: str, parts: list[str]) -> None:
     backend, text = KNOWN[kind](), "".join(parts)

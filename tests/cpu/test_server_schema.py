@@ -60,7 +60,6 @@ def test_no_request_breaks_the_server(server: Server) -> None:
             count = EXAMPLES if operation.method == "post" else 3
             settings(
                 max_examples=count,
-                deadline=None,
                 derandomize=True,
                 database=None,
                 suppress_health_check=every_check,

@@ -77,7 +77,7 @@ PARTS = ["<|im_start|>", END_TEXT, LONGER, "<think>", "<|im_", "end|>", "im", " 
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(parts=st.lists(st.sampled_from(PARTS), max_size=6))
 def test_a_message_has_no_special_tokens(kind: str, parts: list[str]) -> None:
     tokenizer, text = TOKENIZERS[kind], "".join(parts)

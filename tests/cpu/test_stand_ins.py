@@ -41,7 +41,7 @@ MORE = {(): [()], (0,): [(0,), (0, 1)], (1,): [(1,), (0, 1)], (0, 1): [(0, 1)]}
 FURTHER = {0: [0], 3: [3, 5], 5: [5]}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(SIZES, st.lists(SIZES, max_size=30), st.data())
 def test_a_stand_in_does_the_same_with_more_room(
     size: Size, recorded: list[Size], data: Any

@@ -21,6 +21,7 @@ from harness import (
     VOCAB,
     AtMost,
     Job,
+    clocks,
     fresh_logits,
     irregular_clock,
     make_engine,
@@ -55,7 +56,6 @@ TIE = 1e-4
 WORDS = -(-VOCAB // 32)
 several = settings(
     max_examples=60,
-    deadline=None,
     derandomize=True,
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -122,7 +122,6 @@ def check_forced(state: GrammarState, language: Language, output: list[int]) -> 
         assert tokens, (text, common)
 
 
-clocks = st.one_of(st.none(), st.integers(0, 99))
 EVERYBODY = "ngram", "oracle", "saboteur", "meddler", "grammar"
 LOADED = EVERYBODY, EVERYBODY, ("meddler", "grammar"), ("ngram", "grammar"), ("grammar",)
 

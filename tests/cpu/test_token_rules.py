@@ -24,7 +24,7 @@ def allowed_in(bits: np.ndarray) -> list[set[int]]:
     return [set(np.flatnonzero(row).tolist()) for row in flags]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     words=st.lists(sequences, max_size=5),
     allowed=st.none() | st.sets(tokens, min_size=1),

@@ -375,7 +375,7 @@ def by_score(text: str) -> list[str]:
 
 
 @given(text=st.text("the cab x", max_size=25))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_sentencepiece_merges(text: str) -> None:
     pieces, scores, _ = sentencepiece_vocabulary()
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
@@ -417,7 +417,7 @@ def test_smollm2_encodings(smollm2: Any) -> None:
 
 
 @given(text=TEXT)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_smollm2_is_the_published_tokenizer(smollm2: Any, text: str) -> None:
     """Cut as by the ``Digits`` and ``ByteLevel`` steps of the published tokenizer.json."""
     tokenizer = smollm2.tokenizer
@@ -444,7 +444,7 @@ def joined(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
 
 @given(text=TEXT, noise=st.lists(st.integers(0, 600), max_size=12), skip=st.booleans())
 @example(text="🦶", noise=[0, 131, 1], skip=True)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_byte_level_stream(smollm2: Any, text: str, noise: list[int], skip: bool) -> None:
     tokenizer = smollm2.tokenizer
     ids = tokenizer.encode(text)
@@ -469,7 +469,7 @@ def spm(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @given(text=TEXT, noise=st.lists(st.integers(0, 279), max_size=12), skip=st.booleans())
 @example(text="  the cat", noise=[1, 3 + 0xE2, 3 + 0x82, 3 + 0xAC, 3 + 0xFF, 265], skip=False)
 @example(text="", noise=[262, 262, 262], skip=True)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_sentencepiece_stream(spm: Tokenizer, text: str, noise: list[int], skip: bool) -> None:
     ids = spm.encode(text)
     for sequence in (ids, ids + noise, noise + ids, ids[1:] + noise[:2] + ids[:-1]):

@@ -167,7 +167,7 @@ PIECES += ["<|python_tag|>", "paint", "[ARGS]", BLUE, RED, '{"name": "paint", "a
         st.tuples(st.sampled_from([*PIECES, *range(1, 6)]), st.booleans()), min_size=1, max_size=6
     ),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_what_is_allowed_is_read_as_calls_that_fit(
     template: str, special: bool, many: bool, pieces: Any
 ) -> None:

@@ -177,7 +177,7 @@ class FakeEngine:
         return run_calls(cast(Any, self), calls, settings, OFF, self.clock, self.sleep)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=20),
     at_once=st.integers(1, 6),

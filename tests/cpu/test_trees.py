@@ -187,7 +187,6 @@ def test_a_tree_of_63_nodes() -> None:
 def some(examples: int) -> settings:
     return settings(
         max_examples=examples,
-        deadline=None,
         derandomize=True,
         phases=[Phase.generate],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

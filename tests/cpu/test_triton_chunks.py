@@ -76,7 +76,7 @@ STEP = CHUNK_KEYS // BLOCK_N
 
 
 @pytest.mark.parametrize("shape", [SHAPE, THREES], ids=str)
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     spans=st.lists(st.tuples(FIRST, ROWS), min_size=1, max_size=9),
     trees=st.none() | st.lists(st.booleans(), min_size=9, max_size=9),

@@ -68,7 +68,7 @@ SPANS = st.lists(
 
 
 @pytest.mark.parametrize("shape", [GROUPED, AttentionShape(9, 3, 64, 1.0)])
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(spans=SPANS, trees=st.none() | st.lists(st.booleans(), min_size=9, max_size=9))
 def test_every_tile_is_listed_once_and_long_ones_come_first(
     shape: AttentionShape, spans: list[tuple[int, int]], trees: list[bool] | None

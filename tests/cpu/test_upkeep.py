@@ -316,7 +316,7 @@ def test_the_kind_is_that_of_the_rounds_that_a_request_joins() -> None:
     assert set(upkeep.records) == {(4, DRAWN_KIND), (4, KIND)}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(
         st.tuples(

@@ -45,7 +45,6 @@ def test_any_scenario_gives_the_plain_text(monkeypatch: pytest.MonkeyPatch) -> N
     register_twins(monkeypatch)
     quick = settings(
         max_examples=SCENARIOS,
-        deadline=None,
         database=None,
         derandomize=True,
         phases=[Phase.generate],

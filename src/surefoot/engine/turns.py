@@ -23,6 +23,7 @@ class Turns:
         self.engine = engine
         self._lock = threading.Lock()
         self._next = threading.Lock()
+        """Of whoever waits for the other one, and of nobody longer."""
         self._holder: int | None = None
         self._cancelled: deque[Request] = deque()
 
