@@ -52,10 +52,10 @@ def run_counting(
     step = engine.step
 
     def counting() -> list[Any]:
-        before = engine.stats.rounds_by_kind
+        before = dict(engine.stats.kinds)
         progress = step()
-        now = engine.stats.rounds_by_kind
-        [kind] = [kind for kind in now if now[kind] != before.get(kind, 0)] or [IDLE]
+        now = engine.stats.kinds
+        [kind] = [kind for kind in now if now[kind] != before.get(kind)] or [IDLE]
         for item in progress:
             texts[item.request.request_id] = item.request.output
             for place in range(item.drafting.verified):

@@ -135,7 +135,7 @@ class FakeEngine:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.most = 0
-        self.stats = SimpleNamespace(preemptions=0, rounds_by_kind={"even": 0, "odd": 0})
+        self.stats = SimpleNamespace(preemptions=0, kinds={"even": (0, 0.0), "odd": (0, 0.0)})
 
     def clock(self) -> float:
         return self.now
@@ -159,9 +159,10 @@ class FakeEngine:
         while self.waiting and len(self.running) < self.slots:
             self.running.append(self.waiting.pop(0))
         self.now += self.step_seconds
-        kinds = dict(self.stats.rounds_by_kind)
-        kinds["odd" if sum(kinds.values()) % 2 else "even"] += 1
-        self.stats.rounds_by_kind = kinds
+        kinds = self.stats.kinds
+        kind = "odd" if sum(count for count, _ in kinds.values()) % 2 else "even"
+        rounds, seconds = kinds[kind]
+        kinds[kind] = rounds + 1, seconds + self.step_seconds / 4
         progress = []
         for request in list(self.running):
             request.output.append(7)
@@ -237,16 +238,20 @@ def test_rounds_are_told_apart_by_kind_with_their_time() -> None:
     assert found == {"even": (2, 5.0), "odd": (1, 2.0), IDLE: (0, 0.5)}
     assert shares(clock.kinds)["odd"]["share"] == pytest.approx(1 / 3)
     assert shares(clock.kinds)["even"]["time_share"] == pytest.approx(5 / 7.5)
+    on_device = {kind: entry.device_seconds for kind, entry in clock.kinds.items()}
+    assert on_device == {"even": 1.25, "odd": 0.5, IDLE: 0.0}
 
     def two_at_once() -> list[Any]:
         engine.now += 3.0
-        engine.stats.rounds_by_kind = {"even": 3, "odd": 2, "other": 1}
+        engine.stats.kinds = {"even": (3, 2.0), "odd": (2, 1.5), "other": (1, 0.25)}
         return []
 
     engine.step = two_at_once  # type: ignore[method-assign]
     clock.step()
     found = {kind: (entry.rounds, entry.seconds) for kind, entry in clock.kinds.items()}
     assert found == {"even": (3, 6.0), "odd": (2, 3.0), "other": (1, 1.0), IDLE: (0, 0.5)}
+    on_device = {kind: entry.device_seconds for kind, entry in clock.kinds.items()}
+    assert on_device == {"even": 2.0, "odd": 1.5, "other": 0.25, IDLE: 0.0}
 
 
 def test_ratios_are_taken_pass_by_pass() -> None:

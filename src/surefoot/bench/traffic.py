@@ -22,6 +22,8 @@ from surefoot.request import Request, SamplingParams, SpeculationParams
 
 IDLE = "no round"
 """The kind of a step that ran none."""
+NONE = 0, 0.0
+"""Rounds, and seconds on the device."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,12 @@ class DraftCounts:
 
 @dataclass
 class KindOfRounds:
-    """How many rounds of a kind there were, and the seconds of the steps that read them: with
-    rounds launched ahead, from one to the next."""
+    """How many rounds of a kind there were, the seconds of the steps that read them (with rounds
+    launched ahead, from one to the next), and the seconds that the device was at work for them."""
 
     rounds: int = 0
     seconds: float = 0.0
+    device_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,23 +90,25 @@ class RoundClock:
         self.engine = engine
         self.clock = clock
         self.kinds: dict[str, KindOfRounds] = {}
-        self._counted = engine.stats.rounds_by_kind
+        self._counted = dict(engine.stats.kinds)
 
     def step(self) -> list[Progress]:
         """``Engine.step``. A step that ran rounds of several kinds took the same for each round."""
         begun = self.clock()
         progress = self.engine.step()
         seconds = self.clock() - begun
-        before, now = self._counted, self.engine.stats.rounds_by_kind
-        new = {kind: count - before.get(kind, 0) for kind, count in now.items()}
-        total, self._counted = sum(new.values()), now
+        before, now = self._counted, dict(self.engine.stats.kinds)
+        total = sum(count - before.get(kind, NONE)[0] for kind, (count, _) in now.items())
+        self._counted = now
         if not total:
             self.kinds.setdefault(IDLE, KindOfRounds()).seconds += seconds
-        for kind, count in new.items():
+        for kind, (rounds, device_seconds) in now.items():
+            count = rounds - before.get(kind, NONE)[0]
             if count:
                 entry = self.kinds.setdefault(kind, KindOfRounds())
                 entry.rounds += count
                 entry.seconds += seconds * count / total
+                entry.device_seconds += device_seconds - before.get(kind, NONE)[1]
         return progress
 
 

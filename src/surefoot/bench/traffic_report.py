@@ -55,6 +55,7 @@ def rounds_of(runs: Sequence[Run]) -> dict[str, KindOfRounds]:
             total = found.setdefault(kind, KindOfRounds())
             total.rounds += entry.rounds
             total.seconds += entry.seconds
+            total.device_seconds += entry.device_seconds
     return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
 
 
@@ -113,22 +114,29 @@ def rounds_table(results: Results) -> Table | None:
     table = _table()
     for heading in ("mode", "rounds"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("share", "of the\ntime", "ms\neach"):
+    for heading in ("share", "of the\ntime", "ms\neach", "on the\ndevice"):
         table.add_column(heading, justify="right", no_wrap=True)
     for mode, runs in results.items():
         kinds = rounds_of(runs)
         for kind, entry in shares(kinds).items():
-            each = kinds[kind].seconds / max(1, kinds[kind].rounds)
             name = mode_name(mode) if kind == next(iter(kinds)) else ""
             table.add_row(
                 name, kind, f"{entry['share']:.1%}", f"{entry['time_share']:.1%}",
-                f"{1000 * each:.2f}" if kinds[kind].rounds else "",
+                *_each(kinds[kind]),
             )  # fmt: skip
     return table
 
 
+def _each(kind: KindOfRounds) -> tuple[str, str]:
+    """Milliseconds of a round, by the clock and of the device's work."""
+    if not kind.rounds:
+        return "", ""
+    by_clock, at_work = kind.seconds / kind.rounds, kind.device_seconds / kind.rounds
+    return f"{1000 * by_clock:.2f}", f"{1000 * at_work:.2f}"
+
+
 def shares(kinds: Mapping[str, KindOfRounds]) -> dict[str, dict[str, float]]:
-    """By kind: its rounds and seconds, and their shares of all."""
+    """By kind: its rounds and seconds, and their shares of all rounds and of the time."""
     rounds = sum(entry.rounds for entry in kinds.values()) or 1
     seconds = sum(entry.seconds for entry in kinds.values()) or 1.0
     return {

@@ -56,11 +56,6 @@ class EngineStats:
     """(Rounds, seconds on the device) of rounds with prompt chunks and without, with drafts and
     without."""
 
-    @property
-    def rounds_by_kind(self) -> dict[str, int]:
-        """How many rounds of each kind there were, by its name."""
-        return {kind: count for kind, (count, _) in self.kinds.items()}
-
     def count_admissions(self, loop: Loop) -> None:
         """Requests were let in, or sent back to the queue."""
         for prompt, cached in loop.admitted:
