@@ -205,6 +205,15 @@ def test_a_good_drafter_is_used_as_far_as_it_pays(requests: int) -> None:
     assert best > 0.985 and plain > 1.15
 
 
+def test_what_held_for_a_crowd_holds_for_nobody_who_is_alone() -> None:
+    """It left while nobody might be slowed, and proposing would have slowed somebody."""
+    gpu = Gpu(middling, 1, DRAFTING)
+    planner = gpu.planner()
+    planner.fairness.restraint.begin()
+    best, plain = share(lambda: gpu.world(Texts(lookup=None, drafter=DRAFTER)), planner, DRAFTING)
+    assert best > 0.985 and plain > 1.15
+
+
 @pytest.mark.parametrize(("repeating", "least"), [(0.5, 2.0), (1.0, 3.0)])
 def test_repetition_is_used(repeating: float, least: float) -> None:
     best, plain = share(lambda: cpu(Texts(repeating=repeating)), cpu_planner(), [LOOK])

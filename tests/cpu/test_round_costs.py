@@ -529,6 +529,18 @@ def test_what_prompts_cost_the_host_is_told_apart() -> None:
     assert costs.seconds(64, 64, True, 2) - alone == pytest.approx(16e-4, rel=0.15)
 
 
+def test_prompts_that_come_together_cost_the_host_little_more_than_one() -> None:
+    """Most of what is seen beside single prompts is for that there are any."""
+    costs, chance = HostCosts(samples()), np.random.default_rng(0)
+    for number in range(600):
+        count = number % 3
+        seconds = (3e-4 + 5e-5 + (2.5e-3 + 6e-5 * count) * bool(count)) * chance.normal(1, 0.1)
+        costs.observe(HostSample(32, 0, 0, seconds, False, count))
+    some, plain = costs.seconds(32, 0, False, 2), costs.seconds(32, 0, False)
+    assert 2e-3 < some - plain < 3.2e-3
+    assert costs.seconds(32, 0, False, 120) < 3 * some
+
+
 def test_a_crowd_of_prompts_is_not_another_machine() -> None:
     """Round after round lets somebody in, and takes the host ten times as long."""
     costs = HostCosts(samples())

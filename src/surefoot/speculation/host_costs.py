@@ -13,12 +13,14 @@ from surefoot.speculation.beliefs import SURPRISING, Beliefs
 HICCUP = 0.001
 """Seconds that the host takes longer for some rounds than for most. Where it has less to spare, one
 more is in flight."""
-_GUESS = [2e-4, 1e-4, 1e-6, 4e-6, 2e-5, 1e-4]
+_GUESS = [2e-4, 1e-4, 1e-6, 4e-6, 2e-5, 3e-4, 5e-5]
 """Seconds for a round, for one in which anybody proposes, a request, one that drafts, one that
-ends, and a prompt that the next round computes some of; without any measurement."""
-_UNCERTAIN = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0]
-"""Standard deviation of each part, in guesses. What a prompt takes depends on its length, and on
-what else its arrival brings with it."""
+ends, for that the next round computes prompts at all, and for each of them; without any
+measurement."""
+_UNCERTAIN = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0, 4.0]
+"""Standard deviation of each part, in guesses. What prompts take depends on their length, and on
+what else their arrival brings with it: mostly for however many, or what is seen of one or two would
+make a hundred that come together a hundred times as dear."""
 _FAR, _IN_A_ROW = 3.0, 24
 """So many rounds, one after the other, that took so many times as long as believed, or were as much
 shorter: the machine is another one now, and all parts are changed alike."""
@@ -50,8 +52,8 @@ class HostSample:
 
 class HostCosts:
     """Seconds = h0 + h1 * (anybody proposes) + h2 * requests + h3 * drafting requests + h4 * ends +
-    h5 * prompts, all above 0. Proposing costs more than each one's drafts: without a part of its
-    own, what rounds of one request tell of it would count 64 times with 64.
+    h5 * (any prompts) + h6 * prompts, all above 0. Proposing costs more than each one's drafts:
+    without a part of its own, what rounds of one request tell of it would count 64 times with 64.
 
     What is learnt is how many times its guess each part is: a round's time is a sum of these. (Of
     their logarithms it is none: where rounds without proposers turned out to take a quarter, those
@@ -93,10 +95,11 @@ class HostCosts:
 
     def seconds(self, requests: int, drafting: float, proposing: bool, prompts: int = 0) -> float:
         """Of a round with as many ends as usual."""
-        whole, any_proposer, request, draft, end, prompt = self._coefficients
+        whole, any_proposer, request, draft, end, any_prompt, prompt = self._coefficients
         drafts = any_proposer * proposing + draft * drafting
         ends = end * self._ends / self._requests
-        return whole + requests * (request + ends) + drafts + prompt * prompts
+        arrived = any_prompt + prompt * prompts if prompts else 0.0
+        return whole + requests * (request + ends) + drafts + arrived
 
     def observe(self, sample: HostSample) -> None:
         """A round took the host so long."""
@@ -146,8 +149,9 @@ def _ratio(off: float) -> float:
 
 
 def _counts(sample: HostSample) -> tuple[int, ...]:
-    proposing = int(sample.proposing)
-    return 1, proposing, sample.requests, sample.drafting, sample.ends, sample.prompts
+    prompts = sample.prompts
+    proposing, arrived = int(sample.proposing), int(prompts > 0)
+    return 1, proposing, sample.requests, sample.drafting, sample.ends, arrived, prompts
 
 
 def _sum(parts: Sequence[float], counts: Sequence[int]) -> float:

@@ -144,7 +144,7 @@ class Planner:
         chances = self._at_hand.chances(situation, self._last.action)
         owed = self.fairness.owed(situation.slots, plain, prompts, rounds)
         self._unweighed += rounds
-        if not self._only_waits(actions):
+        if not self._only_waits(situation, actions):
             self.weighing.weigh(situation, actions, plain, self._unweighed)
             self._unweighed = 0
         case = _Case(situation, actions, chances, owed, plain)
@@ -166,10 +166,15 @@ class Planner:
             self.held.grant(situation, self._last, host, overlap, choice)
         return self._last
 
-    def _only_waits(self, actions: tuple[Action, ...]) -> bool:
+    def _restrained(self, situation: Situation) -> bool:
+        """Whether nobody may be slowed now. Whoever is alone is slowed by nobody, and what held for
+        a crowd ends with it."""
+        return situation.requests > 1 and self.fairness.restraint.holds
+
+    def _only_waits(self, situation: Situation, actions: tuple[Action, ...]) -> bool:
         """Whether nobody proposes until everybody is ahead again, whatever may be best then: the
         device is not to wait for the host to find that out."""
-        waits = self.fairness.restraint.holds and self._harmless == NOTHING
+        waits = self._restrained(situation) and self._harmless == NOTHING
         return waits and self.weighing.best in actions
 
     def _beside_other_prompts(self, situation: Situation) -> Decision:
@@ -187,11 +192,11 @@ class Planner:
     def _best(self, case: _Case) -> tuple[Action, _Plan]:
         """What is best for all together, if it is fair to each; else, and for some rounds, the best
         of what slows nobody."""
-        situation, owed, alone = case.situation, case.owed, case.situation.requests < 2
-        if alone or not self.fairness.restraint.holds:
+        situation, owed = case.situation, case.owed
+        if not self._restrained(situation):
             action = self._possible(situation, self.weighing.best)
             plan = self._verify(case, action)
-            if alone or owed.fair(plan.seconds, plan.gains):
+            if situation.requests < 2 or owed.fair(plan.seconds, plan.gains):
                 return action, plan
             self.fairness.restraint.begin()
             self._harmless = self.weighing.harmless(situation, case.actions, owed.plain)
@@ -215,7 +220,7 @@ class Planner:
                 return tried, self._verify(case, tried, beyond=0), more, plan.seconds
             return tried, plan, trial, plan.seconds
         able = [trial for trial in trials if spare or not trial.verify]
-        trial = self.budget.next(able, rounds, self.fairness.restraint.holds)
+        trial = self.budget.next(able, rounds, self._restrained(case.situation))
         if trial is None:
             return action, plan, None, plan.seconds
         if trial.verify:
