@@ -22,7 +22,7 @@ from surefoot.speculation.decisions import (
     Promise,
     Situation,
 )
-from surefoot.speculation.exploring import Budget, Trial
+from surefoot.speculation.exploring import Budget, Trial, rounds_apart
 from surefoot.speculation.host_costs import HostCosts, HostSample
 from surefoot.speculation.offers import OfferMemory
 from surefoot.speculation.planner import Planner
@@ -182,12 +182,28 @@ def test_credit_is_saved_up_and_owed_within_bounds() -> None:
 
 
 def test_what_is_known_to_be_dear_is_tried_as_rarely() -> None:
-    """Ten plain rounds for two in which somebody else proposes: half of a thousandth part of the
-    time each, and what may be spent and owed at first."""
+    """Ten plain rounds for two in which somebody else proposes: half a percent of the time, as
+    there is nothing else to try, and what may be spent and owed at first."""
     planner = planner_of(GivenCosts([LOOK], 0.0, proposing=5.0))
     decisions = play(planner, situation(NEVER, NEVER), 6000)
     tried = sum(each.explores and each.action == LOOK for each in decisions)
-    assert 2 <= tried <= 6
+    assert 2 <= tried <= 8
+
+
+def test_who_has_saved_all_it_may_leaves_its_part_to_others() -> None:
+    budget, rich, poor = Budget(), Trial(True, (), ()), Trial(False, (0,), ())
+    budget.earn([rich], 1e9)
+    budget.pay(poor, 0.5 + 0.8)
+    assert budget.next([poor]) is None
+    budget.earn([rich, poor], 0.79 / 0.005)
+    assert budget.next([poor]) is None
+    budget.earn([rich, poor], 0.02 / 0.005)
+    assert budget.next([poor]) == poor
+    # While both are in need, each has half.
+    budget.pay(poor, 0.5)
+    budget.pay(rich, 1.5)
+    budget.earn([rich, poor], 0.9 / 0.005)
+    assert budget.next([poor, rich], 99) is None
 
 
 def test_what_is_usual_is_known_at_once_and_for_as_many_requests() -> None:
@@ -258,17 +274,23 @@ def test_while_nobody_may_be_slowed_nothing_is_weighed(monkeypatch: pytest.Monke
     assert weighed
 
 
-@pytest.mark.parametrize(("restrained", "rounds"), [(False, 6), (True, 12)])
-def test_trials_take_turns(restrained: bool, rounds: int) -> None:
+@pytest.mark.parametrize(
+    ("requests", "restrained", "late", "rounds"),
+    [
+        *((1, False, False, 6), (1, True, False, 12), (1, False, True, 6), (8, False, False, 6)),
+        *((16, False, False, 12), (32, False, False, 24), (512, True, False, 24)),
+        *((16, False, True, 24), (128, False, True, 48)),
+    ],
+)
+def test_trials_take_turns(requests: int, restrained: bool, late: bool, rounds: int) -> None:
     """What was tried longest ago is next, some rounds after any other of its kind; more while
-    nobody may be slowed."""
+    nobody may be slowed, in crowds, and where rounds wait for the host."""
     trials = [Trial(False, (index,), ()) for index in range(3)]
-    budget = Budget()
-    asked = (budget.next(trials, restrained=restrained) for _ in range(120))
+    budget, apart = Budget(), rounds_apart(requests, restrained, late)
+    asked = (budget.next(trials, apart=apart) for _ in range(300))
     tried = [(at, trial) for at, trial in enumerate(asked) if trial]
     assert [trial for _, trial in tried[:6]] == [*trials, *trials]
-    apart = {later - earlier for (earlier, _), (later, _) in pairwise(tried)}
-    assert apart == {rounds}
+    assert {later - earlier for (earlier, _), (later, _) in pairwise(tried)} == {rounds}
 
 
 def test_while_a_crowd_leaves_actions_are_weighed_one_after_the_other(
@@ -537,3 +559,50 @@ def test_with_two_in_flight_rounds_take_the_longer_of_two_times_that_vary(part: 
         assert found == pytest.approx(longer, rel=2e-3)
     else:
         assert max(0.1, host) <= found < longer
+
+
+def test_what_a_trial_found_is_read_while_nobody_proposes_again() -> None:
+    """Behind the trial's two rounds the next decision holds at once; their reports come later."""
+    requests = 48
+    samples = [HostSample(requests, n, 0, 2.0, n > 0) for n in (0, requests)] * 20
+    planner = Planner(GivenCosts([LOOK], 5.0), HostCosts(samples), WIDTH)
+    now = situation(*[[0.1, 0.0, 0.0]] * requests, proposers=(0,))
+    quiet = replace(now, chances=None, whose=None)
+    flights: list[Decision] = []
+    tried: list[int] = []
+    told = planner.offers.reports
+    for round_ in range(400):
+        before = flights.pop(0) if len(flights) == 3 else None
+        if before is not None:
+            planner.landed(before, now, Landed(1.0, None, 0, 0, 0))
+        seen = now if before is not None and before.proposers else quiet
+        flights.append(planner.decide(seen))
+        if flights[-1].explores:
+            tried.append(round_)
+            assert flights[-1].action == LOOK
+        elif tried and round_ == tried[-1] + 1:
+            assert planner.held.left and flights[-1].action == NOTHING
+    found = planner.offers.reports - told
+    assert len(tried) >= 4 and found >= len(tried) - 2
+
+
+@pytest.mark.parametrize(("requests", "every"), [(8, 1), (48, 2)])
+def test_a_crowd_weighs_the_same_offers_now_and_then(
+    requests: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once in so many decisions, of which each holds for sixteen rounds."""
+    samples = [HostSample(requests, n, 0, 2.0, n > 0) for n in (0, requests)] * 20
+    planner = Planner(GivenCosts([LOOK], 5.0), HostCosts(samples), WIDTH)
+    monkeypatch.setattr(planner.budget, "next", lambda *asked: None)
+    quiet = situation(*[NEVER] * requests, proposers=(0,), chances=None, whose=None)
+    play(planner, quiet, 100)
+    weighed: list[Any] = []
+    weigh = planner.weighing.weigh
+    monkeypatch.setattr(
+        planner.weighing, "weigh", lambda *args: (weighed.append(args), weigh(*args))
+    )
+    play(planner, quiet, 160)
+    assert len(weighed) == 10 // every
+    # Others come: that is another question. And so is what somebody offers.
+    play(planner, replace(quiet, requests=3 * requests), 1)
+    assert len(weighed) == 10 // every + 1

@@ -157,6 +157,30 @@ def test_what_proposers_take_comes_on_top_of_verified_rows(requests: int) -> Non
     assert both - plain == pytest.approx(np.full(13, added))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_proposer_takes_stays_known_while_the_machine_is_busy_now_and_then(
+    seed: int,
+) -> None:
+    """No measurement tells what all numbers of rows have in common from the machine as such."""
+    chance = np.random.default_rng(seed)
+    rows = [1, 2, 4, 8, 16, 32]
+    costs = ExactCosts(rows, [5e-3 * (1 + 0.06 * r) for r in rows], {0: Proposing(3e-5)})
+
+    def proposing() -> float:
+        seconds = [float(costs.table(8, 0, a, 0, 100.0)[1][0]) for a in (((0,), 0), ((), 0))]
+        return seconds[0] / seconds[1] - 1.0
+
+    for turn in range(25):
+        busy = 4.0 if turn % 2 else 1.0
+        for number in range(300):
+            action = ((0,), 0) if number % 40 == 0 else ((), 0)
+            seconds = 5e-3 * (1 + 0.06 * 8) + 3e-5 * bool(action[0])
+            noise = chance.normal(0, 0.5 if busy > 1 else 0.02)
+            costs.observe(8, 0, action, 0, 100.0, seconds * busy * math.exp(noise))
+        assert abs(proposing()) < 0.12
+    assert abs(float(costs.beliefs.mean[0])) < 1.0
+
+
 def test_actions_are_all_sets_of_proposers_at_all_depths() -> None:
     found = exact().actions(4)
     assert found[0] == NOTHING and len(found) == len(set(found)) == 8

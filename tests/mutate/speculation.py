@@ -153,8 +153,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/host_costs.py",
-        "_UNCERTAIN = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0]",
-        "_UNCERTAIN = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]",
+        "_UNCERTAIN = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0, 4.0]",
+        "_UNCERTAIN = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]",
         "test_round_costs.py",
     ),
     m(
@@ -214,8 +214,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/holding.py",
-        "if idle or not choice:",
-        "if idle:",
+        " or not choice:",
+        ":",
         "test_decisions.py::test_what_leaves_no_choice_holds",
     ),
     m(
@@ -244,14 +244,14 @@ MUTATIONS = (
     ),
     m(
         "speculation/holding.py",
-        "elif part >= _HOST_BOUND:",
+        "elif late:",
         "else:",
         "test_decisions.py",
     ),
     m(
         "speculation/holding.py",
-        "bound = _IDLE_BOUND if situation.requests >= MANY else _HOST_BOUND",
-        "bound = _HOST_BOUND",
+        "may_be = late or (many and host >= _IDLE_BOUND * seconds)",
+        "may_be = late",
         "test_decisions.py",
     ),
     m(
@@ -262,8 +262,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/exploring.py",
-        "apart = _APART_RESTRAINED if restrained else _APART",
-        "apart = _APART",
+        "max(_APART_RESTRAINED if restrained else _APART, crowd)",
+        "max(_APART, crowd)",
         "test_decisions.py::test_trials_take_turns",
     ),
     m(
@@ -271,6 +271,54 @@ MUTATIONS = (
         "count = 1 if self._leaving else len(self._unweighed)",
         "count = len(self._unweighed)",
         "test_decisions.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "        self._at_hand.read(situation)\n        if self.held.holds(situation):",
+        "        if self.held.holds(situation):",
+        "test_decisions.py::test_what_a_trial_found_is_read_while_nobody_proposes_again",
+    ),
+    m(
+        "speculation/planner.py",
+        "if charged is None and (lasts or quiet):",
+        "if charged is None and lasts:",
+        "test_decisions.py::test_what_a_trial_found_is_read_while_nobody_proposes_again",
+    ),
+    m(
+        "speculation/planner.py",
+        "return situation.requests > 1 and self.fairness.restraint.holds",
+        "return self.fairness.restraint.holds",
+        "test_planner.py::test_what_held_for_a_crowd_holds_for_nobody_who_is_alone",
+    ),
+    m(
+        "speculation/planner.py",
+        "if situation.requests < _CROWD or self._unweighed >= _STALE:",
+        "if True:",
+        "test_decisions.py::test_a_crowd_weighs_the_same_offers_now_and_then",
+    ),
+    m(
+        "speculation/exploring.py",
+        "(_APART_LATE if late else _APART_CROWD)",
+        "_APART_CROWD",
+        "test_decisions.py::test_trials_take_turns",
+    ),
+    m(
+        "speculation/host_costs.py",
+        "        arrived = any_prompt + prompt * prompts if prompts else 0.0",
+        "        arrived = (any_prompt + prompt) * prompts",
+        "test_round_costs.py::test_prompts_that_come_together_cost_the_host_little_more_than_one",
+    ),
+    m(
+        "speculation/costs.py",
+        "        self._level(shape)",
+        "        pass",
+        "test_round_costs.py::test_what_a_proposer_takes_stays_known_while_the_machine_is_busy_now_and_then",
+    ),
+    m(
+        "speculation/exploring.py",
+        "if self._credit.get(trial, _FIRST) < _MOST]",
+        "]",
+        "test_decisions.py::test_who_has_saved_all_it_may_leaves_its_part_to_others",
     ),
     # --- how many are verified --------------------------------------------------------------------
     m(
@@ -361,7 +409,7 @@ MUTATIONS = (
     ),
     m(
         "speculation/planner.py",
-        "            if alone or owed.fair(plan.seconds, plan.gains):",
+        "            if situation.requests < 2 or owed.fair(plan.seconds, plan.gains):",
         "            if True:",
         "test_paces.py",
     ),

@@ -59,7 +59,7 @@ class PinnedReport:
                 # Dense on both sides: one copy, not one for every row.
                 target = self.scores[: scores.numel()].view(scores.shape)
                 scores = target.copy_(scores.contiguous(), non_blocking=True)
-            self.copied.record()
+            self.copied.record(self.reader)
         seen, wait = self._seen[: size.spans], self.copied.synchronize
         return Report(seen, scores, prompt_scores, wait, self.seconds)
 

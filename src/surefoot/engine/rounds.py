@@ -48,6 +48,9 @@ class Rounds:
         self._turn = 0
         self._copied: torch.cuda.Event | None = None
         """When the last report has been copied."""
+        self._stream: torch.cuda.Stream | None = None
+        """What the last round runs on: to ask anew for each event would take the host longer than
+        to launch the round."""
 
     @property
     def _on_gpu(self) -> bool:
@@ -94,9 +97,10 @@ class Rounds:
             )
         self._turn = (self._turn + 1) % len(self._copies)
         copy = self._copies[self._turn]
-        copy.begun.record()
+        self._stream = stream = torch.cuda.current_stream(self.device)
+        copy.begun.record(stream)
         prompt_scores = self.run(size, keys, reads)
-        copy.ended.record()
+        copy.ended.record(stream)
         self.apart_seconds = time.perf_counter() - begun
         self._copied = copy.copied
         return copy.take(size, prompt_scores)
@@ -108,8 +112,8 @@ class Rounds:
 
     def await_reader(self) -> None:
         """Before a report is written, have a GPU wait until the one before has been copied."""
-        if self._copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._copied)
+        if self._copied is not None and self._stream is not None:
+            self._stream.wait_event(self._copied)
 
     def ready(self, size: Size) -> None:
         """A round of this size is about to run."""

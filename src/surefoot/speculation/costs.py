@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from surefoot.speculation.beliefs import SURPRISING, Beliefs, in_line
+from surefoot.speculation.beliefs import LEAST_PART, SURPRISING, Beliefs, in_line
 from surefoot.speculation.decisions import LIKELIEST, Action, SamplingCost
 
 MOST_CHOICES = 48
@@ -230,6 +230,17 @@ class ExactCosts:
         shape -= np.where(self._ran, 0.0, dearer * min(1.0, rounds / _FORGOTTEN))
         self._ran[:] = False
         self._reviewed = self._rounds
+        self._level(shape)
+
+    def _level(self, shape: np.ndarray) -> None:
+        """What all numbers of rows have in common is the scale. No measurement tells the two apart,
+        and while a machine is busy now and then they part more and more: what proposers take, which
+        is known by so many times their guess, would be believed to grow with the scale."""
+        common = float(shape.mean())
+        shape -= common
+        self.beliefs.mean[0] += common
+        parts = self.beliefs.mean[1 + len(shape) :]
+        parts[:] = np.maximum((1.0 + parts) * math.exp(-common), LEAST_PART) - 1.0
 
     def _parts(self, requests: int, action: Action) -> dict[int, float]:
         """Seconds that each proposer takes, but for the scale."""

@@ -13,6 +13,10 @@ SHARE = 0.005
 _APART, _APART_RESTRAINED = 6, 12
 """Rounds from one trial to the next of its kind, at least: what rounds bring without trials has to
 be known. More where nobody may be slowed: what is learnt is of no use yet."""
+_CROWD, _APART_CROWD, _APART_LATE = 32, 24, 48
+"""Of so many requests it is so many, and of fewer as much less: a trial tells of all of them at
+once. More still where rounds wait for the host: deciding on a trial and reading what it found takes
+that as long as a round, or nearly."""
 _FIRST, _MOST = 0.5, 1.0
 """Plain rounds that a trial may cost at first, and at most be saved up."""
 _DEBT = 1.0
@@ -29,6 +33,13 @@ class Trial(NamedTuple):
     proposers: tuple[int, ...]
     beside: tuple[int, ...]
     """Those that are believed best: what a trial costs depends on it."""
+
+
+def rounds_apart(requests: int, restrained: bool = False, late: bool = False) -> int:
+    """Rounds from one trial to the next of its kind, at least, with so many ``requests``.
+    ``restrained``: nobody may be slowed now. ``late``: rounds wait for the host."""
+    crowd = (_APART_LATE if late else _APART_CROWD) * min(requests, _CROWD) // _CROWD
+    return max(_APART_RESTRAINED if restrained else _APART, crowd)
 
 
 class Trials:
@@ -56,8 +67,8 @@ class Trials:
 
 
 class Budget:
-    """Credit of each trial, in plain rounds. All earn equally, so that cheap ones are frequent
-    while dear ones wait until they can be paid."""
+    """Credit of each trial, in plain rounds. All earn equally, up to a limit, so that cheap ones
+    are frequent while dear ones wait until they can be paid."""
 
     def __init__(self) -> None:
         self._credit: dict[Trial, float] = {}
@@ -65,13 +76,10 @@ class Budget:
         self._last: dict[bool, int] = {}
         self._rounds = 0
 
-    def next(
-        self, trials: Sequence[Trial], rounds: int = 1, restrained: bool = False
-    ) -> Trial | None:
+    def next(self, trials: Sequence[Trial], rounds: int = 1, apart: int = _APART) -> Trial | None:
         """What to try now, so many rounds after this was asked last, if anything: what was tried
-        longest ago. ``restrained``: nobody may be slowed now."""
+        longest ago. ``apart``: as ``rounds_apart`` has it."""
         self._rounds += rounds
-        apart = _APART_RESTRAINED if restrained else _APART
         # What one trial has others offer is there for another to verify.
         due = [t for t in trials if self._rounds - self._last.get(t.verify, -apart) >= apart]
         due = [trial for trial in due if self._credit.get(trial, _FIRST) > 0.0]
@@ -82,9 +90,11 @@ class Budget:
         return trial
 
     def earn(self, trials: Sequence[Trial], rounds: float) -> None:
-        """So many plain rounds' time has passed, in which these might have been tried."""
-        for trial in trials:
-            credit = self._credit.get(trial, _FIRST) + SHARE * rounds / len(trials)
+        """So many plain rounds' time has passed, in which these might have been tried. Those that
+        have saved up all they may leave their part to the others."""
+        poor = [trial for trial in trials if self._credit.get(trial, _FIRST) < _MOST]
+        for trial in poor:
+            credit = self._credit.get(trial, _FIRST) + SHARE * rounds / len(poor)
             self._credit[trial] = min(credit, _MOST)
 
     def pay(self, trial: Trial, rounds: float, believed: float = 0.0) -> None:

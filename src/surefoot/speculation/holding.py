@@ -15,6 +15,12 @@ and from which on those of ``MANY`` requests might while nobody proposes. Of the
 the host needs on average only, and a round that decides takes it twice as long as others."""
 
 
+def waits_for_host(host: float, seconds: float) -> bool:
+    """Whether rounds wait for the host, now and then, which needs ``host`` seconds of their
+    ``seconds``."""
+    return host >= _HOST_BOUND * seconds
+
+
 class Held:
     """The last decision, as long as it need not be made anew."""
 
@@ -54,12 +60,12 @@ class Held:
         self._quiet = decision.action == NOTHING and not decision.drafts
         if situation.hosted is not None or (situation.prompt_rows and not self._quiet):
             return
-        part = host / decision.expected.seconds
-        bound = _IDLE_BOUND if situation.requests >= MANY else _HOST_BOUND
-        idle = decision.action == NOTHING and (part >= bound or not overlap)
-        if idle or not choice:
+        seconds, many = decision.expected.seconds, situation.requests >= MANY
+        late = waits_for_host(host, seconds)
+        may_be = late or (many and host >= _IDLE_BOUND * seconds)
+        if (decision.action == NOTHING and (may_be or not overlap)) or not choice:
             self._granted = IDLE_HELD
-        elif part >= _HOST_BOUND:
+        elif late:
             self._granted = min(situation.requests // MANY, MOST_HELD)
         self.left = self._granted
 

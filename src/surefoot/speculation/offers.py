@@ -115,6 +115,8 @@ class OfferMemory:
         """``drafters``: those that pay by steps."""
         self.width = width
         self.drafters = drafters
+        self.reports = 0
+        """How many told of offers."""
         self._offers: dict[int, Offers] = {}
         self._alone: dict[int, Offers] = {}
         """Of those that do not always offer: when they were the only ones awake."""
@@ -131,6 +133,7 @@ class OfferMemory:
         self, chances: np.ndarray, whose: np.ndarray, proposers: tuple[int, ...], steps: int
     ) -> None:
         """A report's offers, as in ``Situation``, of which drafters made theirs ``steps`` long."""
+        self.reports += 1
         if len(chances) == 1:
             self._record_one(chances, int(whose[0]), proposers, steps)
             return

@@ -33,9 +33,9 @@ from surefoot.speculation.decisions import (
     RoundCosts,
     Situation,
 )
-from surefoot.speculation.exploring import Budget, Trial, Trials
+from surefoot.speculation.exploring import Budget, Trial, Trials, rounds_apart
 from surefoot.speculation.goodput import best_drafts, gains_of, nearest_count
-from surefoot.speculation.holding import Held
+from surefoot.speculation.holding import Held, waits_for_host
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.offers import OfferMemory
 from surefoot.speculation.offers_at_hand import OffersAtHand
@@ -43,6 +43,9 @@ from surefoot.speculation.paces import Fairness, Owed
 from surefoot.speculation.size import GREEDY
 from surefoot.speculation.weighing import Weighing
 
+_CROWD, _STALE = 16, 32
+"""Of so many requests, decisions take the host long. Where nothing new was offered, actions are
+weighed after so many rounds, whose times may have changed."""
 _BEYOND = 1.5
 """How many times longer rounds may be than they would be, to learn about more drafts."""
 
@@ -132,19 +135,20 @@ class Planner:
         return decision
 
     def _next(self, situation: Situation) -> Decision:
+        # Also while a decision holds: what a trial found is told some rounds later.
+        self._at_hand.read(situation)
         if self.held.holds(situation):
             if situation.prompt_rows or self._last.expected.prompt_seconds:
                 self._last = self._beside_other_prompts(situation)
             return self._last
         rounds = self.held.end(situation)
         self._attend(situation)
-        self._at_hand.read(situation)
         actions = self.weighing.allowed(situation)
         plain, prompts = self.weighing.plain_seconds(situation)
         chances = self._at_hand.chances(situation, self._last.action)
         owed = self.fairness.owed(situation.slots, plain, prompts, rounds)
         self._unweighed += rounds
-        if not self._only_waits(situation, actions):
+        if not (self._only_waits(situation, actions) or self._knows_no_more(situation, actions)):
             self.weighing.weigh(situation, actions, plain, self._unweighed)
             self._unweighed = 0
         case = _Case(situation, actions, chances, owed, plain)
@@ -152,15 +156,17 @@ class Planner:
         trials = self._trials.beside(self.weighing.best, actions)
         action, plan, trial, without = self._explored(case, *best, trials, rounds)
         # What other proposers offer is verified a round later; what that loses is the trial's, too.
-        before, last = self._last.expected.trial, self._last
-        charged = trial or (before if last.explores and before and not before.verify else None)
+        before, last, quiet = self._last.expected.trial, self._last, action == NOTHING
+        quiet = quiet and not plan.drafts
+        second = last.explores and before is not None and not before.verify and not quiet
+        charged = trial or (before if second else None)
         tokens = 1.0 + float(plan.gains.mean())
         expected = Expectation(plan.seconds, without, plain, prompts, charged, trials, tokens)
         self._last = Decision(plan.drafts, *action, trial is not None, expected)
         self.fairness.decided(plan.gains, plan.seconds / owed.plain)
         # Another action finds nothing on offer yet, or what the one before it has left.
         lasts = action == last.action and bool(plan.drafts) == bool(action[0])
-        if charged is None and lasts:
+        if charged is None and (lasts or quiet):
             host = self.weighing.host_seconds(situation, action)
             overlap, choice = self.weighing.overlap, len(actions) > 1
             self.held.grant(situation, self._last, host, overlap, choice)
@@ -177,15 +183,20 @@ class Planner:
         waits = self._restrained(situation) and self._harmless == NOTHING
         return waits and self.weighing.best in actions
 
+    def _knows_no_more(self, situation: Situation, actions: tuple[Action, ...]) -> bool:
+        """Whether a crowd's actions would be weighed by the same offers as a while ago."""
+        if situation.requests < _CROWD or self._unweighed >= _STALE:
+            return False
+        return self.weighing.is_settled(situation, actions)
+
     def _beside_other_prompts(self, situation: Situation) -> Decision:
         """The last decision, that nobody proposes, with what is expected of this round."""
-        plain, prompts = self.weighing.plain_seconds(situation)
+        before = self._last.expected
+        seconds = plain = before.plain_seconds
+        if situation.prompt_rows:
+            seconds = float(self.weighing.table(situation, NOTHING, 0)[1][0])
         expected = replace(
-            self._last.expected,
-            seconds=plain + prompts,
-            without_trial=plain + prompts,
-            plain_seconds=plain,
-            prompt_seconds=prompts,
+            before, seconds=seconds, without_trial=seconds, prompt_seconds=seconds - plain
         )
         return replace(self._last, expected=expected)
 
@@ -220,7 +231,9 @@ class Planner:
                 return tried, self._verify(case, tried, beyond=0), more, plan.seconds
             return tried, plan, trial, plan.seconds
         able = [trial for trial in trials if spare or not trial.verify]
-        trial = self.budget.next(able, rounds, self._restrained(case.situation))
+        late = waits_for_host(self.weighing.host_seconds(case.situation, action), plan.seconds)
+        restrained, requests = self._restrained(case.situation), case.situation.requests
+        trial = self.budget.next(able, rounds, rounds_apart(requests, restrained, late))
         if trial is None:
             return action, plan, None, plan.seconds
         if trial.verify:

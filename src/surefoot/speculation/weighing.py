@@ -64,6 +64,8 @@ class Weighing:
         """What is still to be weighed for that."""
         self._leaving = False
         """Whether there are fewer than before."""
+        self._reports = -1
+        """Of offers, that were known when actions were weighed last."""
         self._allowed: dict[tuple[Sequence[Action], tuple[int, ...], int], tuple[Action, ...]] = {}
 
     def allowed(self, situation: Situation) -> tuple[Action, ...]:
@@ -129,10 +131,18 @@ class Weighing:
         """How much more than another an action must promise."""
         return 1.0 + _BELIEVED * self.costs.noise
 
+    def is_settled(self, situation: Situation, actions: tuple[Action, ...]) -> bool:
+        """Whether the best action is that nobody proposes, and nothing was offered since it was
+        chosen for as many requests, about."""
+        same = not (self._unweighed or is_other_load(situation.requests, self._weighed_for))
+        told = self._reports != self.offers.reports
+        return self.best == NOTHING and NOTHING in actions and same and not told
+
     def weigh(
         self, situation: Situation, actions: tuple[Action, ...], plain: float, rounds: int = 1
     ) -> None:
         """Choose the best action, ``rounds`` after it was chosen last."""
+        self._reports = self.offers.reports
         if len(actions) < 2:
             self.best = NOTHING
             return
