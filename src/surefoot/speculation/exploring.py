@@ -13,7 +13,7 @@ SHARE = 0.005
 _APART, _APART_RESTRAINED = 6, 12
 """Rounds from one trial to the next of its kind, at least: what rounds bring without trials has to
 be known. More where nobody may be slowed: what is learnt is of no use yet."""
-_CROWD, _APART_CROWD, _APART_LATE = 32, 24, 48
+_CROWD, _APART_CROWD, _APART_LATE = 8, 24, 48
 """Of so many requests it is so many, and of fewer as much less: a trial tells of all of them at
 once. More still where rounds wait for the host: deciding on a trial and reading what it found takes
 that as long as a round, or nearly."""
