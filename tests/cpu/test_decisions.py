@@ -102,6 +102,14 @@ def planner_of(costs: GivenCosts) -> Planner:
     return Planner(costs, HostCosts(), WIDTH, drafters=(1,))
 
 
+def waiting_planner(
+    costs: GivenCosts, requests: int, host: float = 2.0, overlap: bool = True
+) -> Planner:
+    """One that knows that rounds of so many requests take the host so many seconds."""
+    samples = [HostSample(requests, n, 0, host, n > 0) for n in (0, requests)] * 20
+    return Planner(costs, HostCosts(samples), WIDTH, overlap=overlap)
+
+
 def play(planner: Planner, now: Situation, rounds: int) -> list[Decision]:
     """Rounds that take what was believed, and accept nothing."""
     decisions = []
@@ -390,8 +398,7 @@ def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
 ) -> None:
     costs = GivenCosts([LOOK], 0.0)
     costs.prompt = 0.05
-    samples = [HostSample(requests, n, 0, host, n > 0) for n in (0, requests)] * 20
-    planner = Planner(costs, HostCosts(samples), WIDTH, overlap=overlap)
+    planner = waiting_planner(costs, requests, host, overlap)
     weighed: list[Situation] = []
 
     def weigh(now: Situation, *args: Any) -> None:
@@ -482,8 +489,7 @@ def test_rounds_that_told_little_are_learnt_from_now_and_then() -> None:
 def test_what_finds_nothing_on_offer_yet_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor what is left over once nobody proposes any more."""
     requests = 48
-    samples = [HostSample(requests, n, 0, 2.0, n > 0) for n in (0, requests)] * 20
-    planner = Planner(GivenCosts([LOOK], 0.01), HostCosts(samples), WIDTH)
+    planner = waiting_planner(GivenCosts([LOOK], 0.01), requests)
     monkeypatch.setattr(planner.budget, "next", lambda *asked: None)
     sure = situation(*[[0.9, 0.8, 0.7]] * requests, proposers=(0,))
     for best, later in ((LOOK, True), (NOTHING, False)):
@@ -564,8 +570,7 @@ def test_with_two_in_flight_rounds_take_the_longer_of_two_times_that_vary(part: 
 def test_what_a_trial_found_is_read_while_nobody_proposes_again() -> None:
     """Behind the trial's two rounds the next decision holds at once; their reports come later."""
     requests = 48
-    samples = [HostSample(requests, n, 0, 2.0, n > 0) for n in (0, requests)] * 20
-    planner = Planner(GivenCosts([LOOK], 5.0), HostCosts(samples), WIDTH)
+    planner = waiting_planner(GivenCosts([LOOK], 5.0), requests)
     now = situation(*[[0.1, 0.0, 0.0]] * requests, proposers=(0,))
     quiet = replace(now, chances=None, whose=None)
     flights: list[Decision] = []
@@ -591,8 +596,7 @@ def test_a_crowd_weighs_the_same_offers_now_and_then(
     requests: int, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once in so many decisions, of which each holds for sixteen rounds."""
-    samples = [HostSample(requests, n, 0, 2.0, n > 0) for n in (0, requests)] * 20
-    planner = Planner(GivenCosts([LOOK], 5.0), HostCosts(samples), WIDTH)
+    planner = waiting_planner(GivenCosts([LOOK], 5.0), requests)
     monkeypatch.setattr(planner.budget, "next", lambda *asked: None)
     quiet = situation(*[NEVER] * requests, proposers=(0,), chances=None, whose=None)
     play(planner, quiet, 100)

@@ -291,8 +291,8 @@ MUTATIONS = (
         "test_planner.py::test_what_held_for_a_crowd_holds_for_nobody_who_is_alone",
     ),
     m(
-        "speculation/planner.py",
-        "if situation.requests < _CROWD or self._unweighed >= _STALE:",
+        "speculation/weighing.py",
+        "if situation.requests < _CROWD or rounds >= _STALE:",
         "if True:",
         "test_decisions.py::test_a_crowd_weighs_the_same_offers_now_and_then",
     ),

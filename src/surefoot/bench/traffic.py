@@ -97,18 +97,20 @@ class RoundClock:
         begun = self.clock()
         progress = self.engine.step()
         seconds = self.clock() - begun
-        before, now = self._counted, dict(self.engine.stats.kinds)
-        total = sum(count - before.get(kind, NONE)[0] for kind, (count, _) in now.items())
-        self._counted = now
+        before, self._counted = self._counted, dict(self.engine.stats.kinds)
+        new: dict[str, tuple[int, float]] = {}
+        for kind, (count, on_device) in self._counted.items():
+            earlier_count, earlier_on_device = before.get(kind, NONE)
+            if count > earlier_count:
+                new[kind] = count - earlier_count, on_device - earlier_on_device
+        total = sum(count for count, _ in new.values())
         if not total:
             self.kinds.setdefault(IDLE, KindOfRounds()).seconds += seconds
-        for kind, (rounds, device_seconds) in now.items():
-            count = rounds - before.get(kind, NONE)[0]
-            if count:
-                entry = self.kinds.setdefault(kind, KindOfRounds())
-                entry.rounds += count
-                entry.seconds += seconds * count / total
-                entry.device_seconds += device_seconds - before.get(kind, NONE)[1]
+        for kind, (count, on_device) in new.items():
+            entry = self.kinds.setdefault(kind, KindOfRounds())
+            entry.rounds += count
+            entry.seconds += seconds * count / total
+            entry.device_seconds += on_device
         return progress
 
 

@@ -97,12 +97,20 @@ class Beliefs:
         largest = abs(gain) * float(np.abs(spread).max())
         part = min(1.0, _LARGEST_STEP / max(largest, 1e-30))
         self.mean += (part * gain) * spread
-        if len(self._parts):
-            np.maximum(self._parts, LEAST_PART - 1.0, out=self._parts)
+        self._bound_parts()
         # Symmetric to the last bit: doubt would multiply what is not.
         spread *= math.sqrt(part / total)
         self.covariance -= np.multiply.outer(spread, spread)
         return firm and not self.contradicted
+
+    def scale_parts(self, factor: float) -> None:
+        """All parts are so many times what they were believed to be."""
+        self._parts[:] = (1.0 + self._parts) * factor - 1.0
+        self._bound_parts()
+
+    def _bound_parts(self) -> None:
+        if len(self._parts):
+            np.maximum(self._parts, LEAST_PART - 1.0, out=self._parts)
 
     def pass_over(self) -> None:
         """There was a measurement that is not looked at."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from surefoot.speculation.beliefs import LEAST_PART, SURPRISING, Beliefs, in_line
+from surefoot.speculation.beliefs import SURPRISING, Beliefs, in_line
 from surefoot.speculation.decisions import LIKELIEST, Action, SamplingCost
 
 MOST_CHOICES = 48
@@ -239,8 +239,7 @@ class ExactCosts:
         common = float(shape.mean())
         shape -= common
         self.beliefs.mean[0] += common
-        parts = self.beliefs.mean[1 + len(shape) :]
-        parts[:] = np.maximum((1.0 + parts) * math.exp(-common), LEAST_PART) - 1.0
+        self.beliefs.scale_parts(math.exp(-common))
 
     def _parts(self, requests: int, action: Action) -> dict[int, float]:
         """Seconds that each proposer takes, but for the scale."""

@@ -43,9 +43,6 @@ from surefoot.speculation.paces import Fairness, Owed
 from surefoot.speculation.size import GREEDY
 from surefoot.speculation.weighing import Weighing
 
-_CROWD, _STALE = 16, 32
-"""Of so many requests, decisions take the host long. Where nothing new was offered, actions are
-weighed after so many rounds, whose times may have changed."""
 _BEYOND = 1.5
 """How many times longer rounds may be than they would be, to learn about more drafts."""
 
@@ -148,7 +145,8 @@ class Planner:
         chances = self._at_hand.chances(situation, self._last.action)
         owed = self.fairness.owed(situation.slots, plain, prompts, rounds)
         self._unweighed += rounds
-        if not (self._only_waits(situation, actions) or self._knows_no_more(situation, actions)):
+        settled = self.weighing.is_settled(situation, actions, self._unweighed)
+        if not (settled or self._only_waits(situation, actions)):
             self.weighing.weigh(situation, actions, plain, self._unweighed)
             self._unweighed = 0
         case = _Case(situation, actions, chances, owed, plain)
@@ -156,8 +154,8 @@ class Planner:
         trials = self._trials.beside(self.weighing.best, actions)
         action, plan, trial, without = self._explored(case, *best, trials, rounds)
         # What other proposers offer is verified a round later; what that loses is the trial's, too.
-        before, last, quiet = self._last.expected.trial, self._last, action == NOTHING
-        quiet = quiet and not plan.drafts
+        before, last = self._last.expected.trial, self._last
+        quiet = action == NOTHING and not plan.drafts
         second = last.explores and before is not None and not before.verify and not quiet
         charged = trial or (before if second else None)
         tokens = 1.0 + float(plan.gains.mean())
@@ -183,21 +181,12 @@ class Planner:
         waits = self._restrained(situation) and self._harmless == NOTHING
         return waits and self.weighing.best in actions
 
-    def _knows_no_more(self, situation: Situation, actions: tuple[Action, ...]) -> bool:
-        """Whether a crowd's actions would be weighed by the same offers as a while ago."""
-        if situation.requests < _CROWD or self._unweighed >= _STALE:
-            return False
-        return self.weighing.is_settled(situation, actions)
-
     def _beside_other_prompts(self, situation: Situation) -> Decision:
         """The last decision, that nobody proposes, with what is expected of this round."""
         before = self._last.expected
-        seconds = plain = before.plain_seconds
-        if situation.prompt_rows:
-            seconds = float(self.weighing.table(situation, NOTHING, 0)[1][0])
-        expected = replace(
-            before, seconds=seconds, without_trial=seconds, prompt_seconds=seconds - plain
-        )
+        plain, prompts = self.weighing.plain_seconds(situation, before.plain_seconds)
+        seconds = plain + prompts
+        expected = replace(before, seconds=seconds, without_trial=seconds, prompt_seconds=prompts)
         return replace(self._last, expected=expected)
 
     def _best(self, case: _Case) -> tuple[Action, _Plan]:

@@ -38,6 +38,9 @@ it exceeds the limit, on average."""
 _LESS_LATE = 2.5
 """Where one more round is in flight, it makes up for most of what the host is late: as if that
 varied so many times less (by simulation of both, late by a fifth to four fifths of their time)."""
+_CROWD, _STALE = 16, 32
+"""Of so many requests, decisions take the host long. Where nothing new was offered, actions are
+weighed after so many rounds, whose times may have changed."""
 _CHOICES = 256
 """Of requests, for which it is known what they leave of the actions."""
 
@@ -86,9 +89,13 @@ class Weighing:
             self._allowed[key] = found
         return found
 
-    def plain_seconds(self, situation: Situation) -> tuple[float, float]:
-        """Seconds of a round without drafts, proposers and prompts, and what prompts add."""
-        alone = float(self.table(situation, NOTHING, 0, alone=True)[1][0])
+    def plain_seconds(
+        self, situation: Situation, alone: float | None = None
+    ) -> tuple[float, float]:
+        """Seconds of a round without drafts, proposers and prompts, and what prompts add.
+        ``alone``: the former, where it is known."""
+        if alone is None:
+            alone = float(self.table(situation, NOTHING, 0, alone=True)[1][0])
         if not situation.prompt_rows:
             return alone, 0.0
         return alone, float(self.table(situation, NOTHING, 0)[1][0]) - alone
@@ -131,9 +138,11 @@ class Weighing:
         """How much more than another an action must promise."""
         return 1.0 + _BELIEVED * self.costs.noise
 
-    def is_settled(self, situation: Situation, actions: tuple[Action, ...]) -> bool:
-        """Whether the best action is that nobody proposes, and nothing was offered since it was
-        chosen for as many requests, about."""
+    def is_settled(self, situation: Situation, actions: tuple[Action, ...], rounds: int) -> bool:
+        """Whether a crowd's best action is that nobody proposes, and would be found again: by the
+        same offers as not many ``rounds`` ago, and for as many requests, about."""
+        if situation.requests < _CROWD or rounds >= _STALE:
+            return False
         same = not (self._unweighed or is_other_load(situation.requests, self._weighed_for))
         told = self._reports != self.offers.reports
         return self.best == NOTHING and NOTHING in actions and same and not told
