@@ -121,6 +121,19 @@ def play(planner: Planner, now: Situation, rounds: int) -> list[Decision]:
     return decisions
 
 
+def test_offers_are_asked_for_where_a_decision_is_to_be_made_or_something_was_tried() -> None:
+    planner = waiting_planner(GivenCosts([LOOK], 0.0), 48)
+    now = situation(*[[0.9, 0.8, 0.7]] * 48, proposers=(0,))
+    tried = usual = 0
+    for _ in range(200):
+        (decision,) = play(planner, now, 1)
+        trial = decision.expected.trial is not None
+        assert planner.needs_offers(decision) == (trial or not planner.held.left)
+        tried += trial
+        usual += not trial and bool(planner.held.left)
+    assert tried > 2 and usual > 50
+
+
 def watch_payments(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Trial, float]]:
     paid: list[tuple[Trial, float]] = []
     pay = planner.budget.pay

@@ -276,9 +276,10 @@ def test_offers_are_read_of_rounds_that_left_some(
     ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is on offer is what the last report says, and nothing after a round in which nobody
-    proposed, whatever an earlier one said."""
+    proposed, or of which the planner wants to know nothing, whatever an earlier one said."""
     engine = make_engine(tiny_decoder(), ahead, proposers=("ngram",), max_num_seqs=2)
     loop, read, told, most = engine.loop, list[bool](), list[bool](), [0]
+    asked = list[bool]()
     dice, landed, note = random.Random(3), loop.planner.landed, loop._reported.note
 
     def decide(situation: Situation) -> Decision:
@@ -292,14 +293,19 @@ def test_offers_are_read_of_rounds_that_left_some(
             assert ahead or (on_device == lengths).all()
         return Decision(0, (0,), 4) if dice.random() < 0.5 else Decision(0, (), 0)
 
+    def needs_offers(decision: Decision) -> bool:
+        asked.append(dice.random() < 0.8)
+        return asked[-1]
+
     def tell(decision: Decision, *rest: Any) -> None:
-        told.append(bool(decision.proposers))
+        told.append(bool(decision.proposers) and asked[-1])
         landed(decision, *rest)
 
     # How many rounds are in flight would depend on the time that they take.
     monkeypatch.setattr(loop.clock, "compare", lambda host, seconds: None)
     monkeypatch.setattr(loop.planner, "decide", decide)
     monkeypatch.setattr(loop.planner, "landed", tell)
+    monkeypatch.setattr(loop.planner, "needs_offers", needs_offers)
     monkeypatch.setattr(loop._reported, "note", lambda *a: (read.append(True), note(*a))[1])
     for place in range(2):
         prompt = (3, 4, 5 + place) * 4

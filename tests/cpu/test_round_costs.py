@@ -576,6 +576,54 @@ def test_a_crowd_of_prompts_is_not_another_machine() -> None:
     assert now == pytest.approx(drafting, rel=0.1)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_what_proposing_was_once_believed_to_cost_does_not_last(seed: int) -> None:
+    """A proposer took the host 2 ms for a while; now it takes none of that, and is tried seldom."""
+    costs, chance = HostCosts(samples()), np.random.default_rng(seed)
+
+    def run(rounds: int, proposing: bool, more: float = 0.0) -> None:
+        for _ in range(rounds):
+            seconds = (host_seconds(1, proposing, 0) + more) * math.exp(chance.normal(0, 0.2))
+            costs.observe(HostSample(1, proposing, 0, seconds, proposing))
+
+    for _ in range(400):
+        run(1, True, 2e-3)
+        run(1, False)
+    assert costs.seconds(1, 1, True) > 1.4e-3
+    run(300, False)
+    assert costs.seconds(1, 1, True) > 1.4e-3
+    run(2, True)
+    assert costs.seconds(1, 1, True) < 1.5 * host_seconds(1, 1, 0)
+    assert costs.seconds(1, 0, False) == pytest.approx(host_seconds(1, 0, 0), rel=0.2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_single_quick_round_does_not_tell_what_proposing_costs(seed: int) -> None:
+    costs, chance = HostCosts(samples()), np.random.default_rng(seed)
+    believed = costs.seconds(64, 64, True)
+    for quick in range(50):
+        costs.observe(HostSample(64, 64, 0, 0.3 * believed, True))
+        for _ in range(4):
+            seconds = believed * math.exp(chance.normal(0, 0.1))
+            costs.observe(HostSample(64, 64, 0, seconds, True))
+        assert costs.seconds(64, 64, True) > 0.6 * believed, quick
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_proposing_costs_is_followed_however_long_it_was_something_else(seed: int) -> None:
+    costs, chance = HostCosts(), np.random.default_rng(seed)
+
+    def run(rounds: int, every: int, more: float) -> float:
+        for at in range(rounds):
+            proposing = at % every == 0
+            seconds = (4e-4 + more * proposing) * math.exp(chance.normal(0, 0.25))
+            costs.observe(HostSample(32, 8 * proposing, 0, seconds, proposing))
+        return costs.seconds(32, 8, True) - costs.seconds(32, 0, False)
+
+    assert run(1600, 40, 3e-5) < 1.2e-4
+    assert 2.6e-4 < run(800, 8, 4e-4) < 4.8e-4
+
+
 @pytest.mark.parametrize("factor", [10.0, 0.1])
 def test_the_host_is_believed_as_it_is_now(factor: float) -> None:
     costs = HostCosts(samples())

@@ -120,8 +120,10 @@ def _read_drafts(
     request.stats.count(name, offered, verified, drafts)
     request.note_drafts(name, drafts)
     request.output += tokens
+    blocks = request.computed // kv.block_size
     request.computed += count - prompt
-    kv.keep(lease)
+    if request.computed // kv.block_size > blocks:
+        kv.keep(lease)
     drafting = Drafting(name, offered, verified, drafts, names[offerer] if offered else None)
     return Progress(request, tokens, drafting)
 

@@ -96,7 +96,7 @@ class Loop:
         self.reservations = Reservations(kv, state, state.max_drafts if trees else 0)
         self._reported = ReportedOffers(state.slots, state.max_drafts, round_.books.columns)
         self._offered = False
-        """Whether the round whose report was read last may have left offers."""
+        """Whether what the round left whose report was read last is known, and may be offers."""
         self._grammars = GrammarMasks(round_.books.offers, self.controller, self._reported, hosts)
         self.names = (*self.controller.names, *hosts.names)
         self.gathering = Gathering(
@@ -298,8 +298,10 @@ class Loop:
 
     def _note_offers(self, flight: Flight, slots: np.ndarray) -> None:
         group = flight.batch.group
-        # A crowd's is long to read, and while drafts do not pay most rounds leave none.
-        self._offered = bool(flight.decision.proposers) or group.masked
+        # A crowd's is long to read, while drafts do not pay most rounds leave none, and as long as
+        # a decision holds nobody asks.
+        asked = bool(flight.decision.proposers) and self.planner.needs_offers(flight.decision)
+        self._offered = asked or group.masked
         if not group.proposers or not self._offered:
             return
         known = self._reported.note(flight.report, slots)

@@ -69,8 +69,8 @@ class Situation:
     chances: np.ndarray | None
     """float32 [requests, K], of the last landed report: the chance that each offered
     draft and all before it are accepted, never rising along a row, 0 beyond an offer, nan for a
-    request that the report does not know. None: there is no report, or nobody proposed in its
-    round."""
+    request that the report does not know. None: there is no report, nobody proposed in its round,
+    or nobody asked."""
     whose: np.ndarray | None
     """int64 [requests]: the proposer of each request's offer."""
     proposers: tuple[int, ...]

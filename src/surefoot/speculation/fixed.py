@@ -34,5 +34,9 @@ class FixedPlanner:
             drafts = min(drafts, sum(offered))
         return Decision(drafts, situation.proposers, min(situation.draft_limit, self.width))
 
+    def needs_offers(self, decision: Decision) -> bool:
+        """Whether the next situation is to have what such a round left on offer."""
+        return self.exact
+
     def landed(self, decision: Decision, situation: Situation, outcome: Landed) -> None:
         """Nothing is learnt."""

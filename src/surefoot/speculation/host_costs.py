@@ -8,7 +8,7 @@ from statistics import median
 
 import numpy as np
 
-from surefoot.speculation.beliefs import SURPRISING, Beliefs
+from surefoot.speculation.beliefs import LEAST_PART, SURPRISING, Beliefs, Familiar
 
 HICCUP = 0.001
 """Seconds that the host takes longer for some rounds than for most. Where it has less to spare, one
@@ -24,12 +24,15 @@ make a hundred that come together a hundred times as dear."""
 _FAR, _IN_A_ROW = 3.0, 24
 """So many rounds, one after the other, that took so many times as long as believed, or were as much
 shorter: the machine is another one now, and all parts are changed alike."""
-_DRIFT = 1e-5
+_CHEAPER = 2.0
+"""Nothing makes a round shorter than it has to be: two of them that took so many times less than
+believed, with somebody proposing, tell that this costs less."""
+_DRIFTS = [3e-4, 1e-3, 3e-4, 3e-4, 1e-3, 1e-3, 1e-3]
+"""Variances, in guesses, by which the parts may change from one round to the next. What a part is
+seen to be depends on what else rounds do, more than on the machine: whoever believes it firmly is
+wrong for thousands of rounds."""
 _FIRST_NOISE = 0.2
 _PASSES = 20
-_EVERY = 5
-"""Rounds from one that is learnt from to the next, where they tell little: prime, so that rounds
-which alternate all have their turn."""
 _ENDS_WEIGHT = 0.005
 """Of a round, in what is usual: texts that began together end together, and hundreds of rounds pass
 until the next ones do."""
@@ -62,31 +65,38 @@ class HostCosts:
 
     def __init__(self, samples: Sequence[HostSample] = ()) -> None:
         """``samples`` of different sizes tell the parts apart."""
-        self._guess = _GUESS
+        self._machine = 1.0
+        """How many times as long as by ``_GUESS`` the host takes, about."""
+        self._offs = list[float]()
+        """Of late rounds in a row that were far off on the same side: how many times as long as
+        believed before them each took."""
+        self._cheaper = 0.0
+        """How many times as dear as believed proposing was, in the last late round with somebody
+        proposing, if that took much less than believed; else 0."""
         if samples:
-            off = median(sample.seconds / _sum(_GUESS, _counts(sample)) for sample in samples)
-            self._guess = [guess * off for guess in _GUESS]
-        self._start()
+            self._machine = median(
+                sample.seconds / _sum(_GUESS, _counts(sample)) for sample in samples
+            )
+        self._begin_again([guess * self._machine for guess in _GUESS])
         for _ in range(_PASSES if samples else 0):
             for sample in samples:
                 self._learn(sample)
-        self._guess = self._coefficients
-        self._start()
+        self._begin_again(self._coefficients)
+        self._before = self._coefficients
+        """The parts before the first of ``_offs``."""
         self._ends, self._requests = 0.0, 1.0
         """Of a round, usually."""
-        self._rounds = 0
-        self._before, self._offs = self._coefficients, list[float]()
-        """Of late rounds in a row that were far off on the same side: the parts before them, and
-        how many times as long as by these each took."""
-        self._known = False
-        """Whether the last round that was learnt from told little."""
+        self._familiar = Familiar()
 
-    def _start(self) -> None:
-        self._coefficients = self._guess
-        count = len(self._guess)
-        covariance, drift = np.diag(np.square(_UNCERTAIN)), np.full(count, _DRIFT)
-        mean = np.zeros(count)
-        self._beliefs = Beliefs(mean, covariance, drift, _FIRST_NOISE, parts=slice(None))
+    def _begin_again(self, parts: list[float]) -> None:
+        """Believe in these, and in none firmly: of one that is next to nothing, too, it is as
+        uncertain as without any measurement what it takes."""
+        self._coefficients, self._offs, self._cheaper = parts, [], 0.0
+        pairs = zip(parts, _GUESS, strict=True)
+        self._guess = [max(part, self._machine * guess) for part, guess in pairs]
+        mean = np.array(parts) / self._guess - 1.0
+        covariance, drifts = np.diag(np.square(_UNCERTAIN)), np.array(_DRIFTS)
+        self._beliefs = Beliefs(mean, covariance, drifts, _FIRST_NOISE, parts=slice(None))
 
     @property
     def noise(self) -> float:
@@ -107,12 +117,13 @@ class HostCosts:
             return
         self._ends += _ENDS_WEIGHT * (sample.ends - self._ends)
         self._requests += _ENDS_WEIGHT * (sample.requests - self._requests)
-        self._rounds += 1
         # A crowd of prompts is not another machine.
-        if not sample.prompts and self._follow_machine(sample):
+        if not sample.prompts and (self._follow_machine(sample) or self._follow_proposing(sample)):
             return
-        if not self._known or self._rounds % _EVERY == 0:
-            self._known = self._learn(sample)
+        # What is seldom tried would be learnt too late if it had to wait for its turn.
+        kind = sample.proposing, sample.prompts > 0, sample.ends > 0, sample.requests.bit_length()
+        if not self._familiar.passes(kind):
+            self._familiar.learnt(kind, self._learn(sample))
 
     def _follow_machine(self, sample: HostSample) -> bool:
         """Change all parts alike if all late rounds were far off; returns whether they were."""
@@ -125,9 +136,27 @@ class HostCosts:
             return False
         # What was learnt from them meanwhile changed some parts, and not others.
         nearest = min(self._offs, key=_ratio)
-        self._guess = [each * nearest for each in self._before]
-        self._known, self._offs = False, []
-        self._start()
+        self._machine *= nearest
+        self._begin_again([each * nearest for each in self._before])
+        return True
+
+    def _follow_proposing(self, sample: HostSample) -> bool:
+        """Change what proposing takes if that is far too much; returns whether it was. While it
+        seems too dear it is tried now and then only, too seldom to learn of it bit by bit."""
+        if not sample.proposing:
+            return False
+        proposing = self._coefficients[1] + self._coefficients[3] * sample.drafting
+        total = _sum(self._coefficients, _counts(sample))
+        before, self._cheaper = self._cheaper, 0.0
+        if _CHEAPER * sample.seconds > total:
+            return False
+        found = 1.0 - (total - sample.seconds) / proposing
+        self._cheaper = max(found, LEAST_PART)
+        if not before:
+            return False
+        off = max(before, self._cheaper)
+        parts = enumerate(self._coefficients)
+        self._begin_again([each * off if place in (1, 3) else each for place, each in parts])
         return True
 
     def _learn(self, sample: HostSample) -> bool:

@@ -265,6 +265,11 @@ class Planner:
         count = min(int(drafts[at]), offered)
         return _Plan(count, float(seconds[at]), gains_of(chances, count))
 
+    def needs_offers(self, decision: Decision) -> bool:
+        """Whether the next situation is to have what a round that was decided so left on offer.
+        While a decision holds it is not looked at, unless it was tried what there would be."""
+        return not self.held.left or decision.expected.trial is not None
+
     # --- learning -----------------------------------------------------------------------------
 
     def landed(self, decision: Decision, situation: Situation, outcome: Landed) -> None:
