@@ -32,8 +32,14 @@ MUTATIONS = (
     ),
     m(
         "engine/loop.py",
-        "self._offered = bool(flight.decision.proposers) or group.masked",
+        "self._offered = asked or group.masked",
         "self._offered = True",
+        "test_loop.py::test_offers_are_read_of_rounds_that_left_some",
+    ),
+    m(
+        "engine/loop.py",
+        "bool(flight.decision.proposers) and self.planner.needs_offers(flight.decision)",
+        "bool(flight.decision.proposers)",
         "test_loop.py::test_offers_are_read_of_rounds_that_left_some",
     ),
     m(

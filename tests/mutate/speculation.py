@@ -147,9 +147,39 @@ MUTATIONS = (
     ),
     m(
         "speculation/host_costs.py",
-        "if not sample.prompts and self._follow_machine(sample):",
-        "if self._follow_machine(sample):",
+        "if not sample.prompts and (self._follow_machine(sample)",
+        "if (self._follow_machine(sample)",
         "test_round_costs.py",
+    ),
+    m(
+        "speculation/host_costs.py",
+        "max(part, self._machine * guess) for part, guess in pairs",
+        "part for part, guess in pairs",
+        "test_round_costs.py",
+    ),
+    m(
+        "speculation/host_costs.py",
+        "        if not before:\n            return False\n",
+        "",
+        "test_round_costs.py",
+    ),
+    m(
+        "speculation/host_costs.py",
+        "if _CHEAPER * sample.seconds > total:",
+        "if total:",
+        "test_round_costs.py",
+    ),
+    m(
+        "speculation/host_costs.py",
+        "_DRIFTS = [3e-4, 1e-3, 3e-4, 3e-4, 1e-3, 1e-3, 1e-3]",
+        "_DRIFTS = [1e-5] * 7",
+        "test_round_costs.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "not self.held.left or decision.expected.trial is not None",
+        "not self.held.left",
+        "test_decisions.py",
     ),
     m(
         "speculation/host_costs.py",
