@@ -23,6 +23,7 @@ from surefoot.engine.engine import Engine
 from surefoot.kernels.backend import Backend, FlatBatch
 from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.kernels.torch_backend import TorchBackend
+from surefoot.kernels.upload import Uploads
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder, expected_shapes
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
@@ -36,6 +37,7 @@ from surefoot.sampling.sampler import (
     mask_ends,
 )
 from surefoot.speculation import keeping_up, registry
+from surefoot.speculation.controller import Controller
 from surefoot.speculation.proposer import Drafts, Needs, Proposer
 
 VOCAB = 48
@@ -173,6 +175,13 @@ TIMED = host_clock, engine_rounds, engine_structured, keeping_up
 
 clocks = st.one_of(st.none(), st.integers(0, 99))
 """Seeds of ``irregular_clock``."""
+
+
+def admit_alone(controller: Controller, request: Request) -> None:
+    """What the loop does with a request that enters its slot, for a controller and its state."""
+    uploads = Uploads(controller.state.device)
+    controller.admit([request], controller.state.admit([request], uploads), uploads)
+    uploads.send()
 
 
 @contextmanager

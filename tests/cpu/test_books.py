@@ -11,6 +11,7 @@ import torch
 
 from harness import (
     Job,
+    admit_alone,
     make_engine,
     native_backend,
     needs_native,
@@ -397,8 +398,9 @@ def test_a_proposer_that_was_switched_off_is_not_asked(name: str) -> None:
         asked.append(index)
         return offer
 
-    request = Request("r", (1,), SamplingParams(), SpeculationParams(), 0, 9)
-    books.controller.admit(slots, [request])
+    admit_alone(
+        books.controller, Request("r", (1,), SamplingParams(), SpeculationParams(), 0, 9, slot=0)
+    )
     books.finish(slots, Size(1, 1, 1, SamplingStages(), (0, 1)), none, verdict, propose)
     assert asked == [0] and books.controller.allowed[:, 0].tolist() == [True, False]
 

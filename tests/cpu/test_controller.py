@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import needs_native, tiny_decoder
+from harness import admit_alone, needs_native, tiny_decoder
 from surefoot.kernels.rounds import RoundVerdict
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.speculation.books import BookKeeping, book_keeping
@@ -30,13 +30,12 @@ def make_books(slots: int = 2, **limits: Any) -> BookKeeping:
     state = SlotState(slots, 400, K, 4, 50, torch.device("cpu"))
     controller = Controller(state, ["a", "b"])
     for slot in range(slots):
-        state.admit([make_request(slot)])
         admit(controller, slot, SpeculationParams(**limits))
     return book_keeping(tiny_decoder(BACKEND).backend, state, controller, slots)
 
 
 def admit(controller: Controller, slot: int, choice: SpeculationParams) -> None:
-    controller.admit(torch.tensor([slot]), [replace(make_request(slot), speculation=choice)])
+    admit_alone(controller, replace(make_request(slot), speculation=choice))
 
 
 def make_request(slot: int, room: int = 300) -> Request:

@@ -274,7 +274,7 @@ def test_requests_that_come_together_enter_as_one_by_one(data: Any) -> None:
         )  # fmt: skip
 
     together, alone = (SlotState(4, 20, 2, 4, vocab, device) for _ in range(2))
-    for _ in range(2):
+    for _ in range(3):
         requests = [some() for _ in range(data.draw(st.integers(1, 4)))]
         slots = data.draw(st.permutations(range(4)))[: len(requests)]
         for slot, request in zip(slots, requests, strict=True):
@@ -285,6 +285,10 @@ def test_requests_that_come_together_enter_as_one_by_one(data: Any) -> None:
             assert together.history[slot, : request.length].tolist() == request.tokens
             assert together.limit[slot] == request.max_length
             assert together.params.seed[slot] == request.seed
+            names = ("temperature", "min_p", "top_p")
+            shared = [float(getattr(together.params, name)[slot]) for name in names]
+            assert shared == pytest.approx([getattr(request.params, name) for name in names])
+            assert float(together.params.presence[slot]) == request.params.presence_penalty
             stops = [token for token in together.params.stop_ids[slot].tolist() if token >= 0]
             assert stops == list(request.stop_token_ids)
             ids, values = together.params.bias_ids[slot].tolist(), together.params.bias[slot]

@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eagle3_engines import folder, target
 from harness import Job, fresh_logits, make_engine, run_alone, run_jobs, tiny_decoder
 from structured_harness import grammars, params_with
 from surefoot.engine.engine import Engine
 from surefoot.kernels.cpu.build import native_unavailable
+from surefoot.kernels.upload import Uploads
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
+from surefoot.speculation.controller import Controller
+from surefoot.speculation.state import SlotState
 
 BACKEND = "torch" if native_unavailable() else "native"
 """The faster one."""
@@ -48,6 +53,7 @@ def engine_of(used: bool) -> tuple[Engine, Request]:
     request = engine.make_request("next", NEXT.prompt, NEXT.params, NEXT.speculation)
     engine.add(request)
     assert engine.loop.gathering.next(()) is not None
+    engine.loop.uploads.send()
     return engine, request
 
 
@@ -87,6 +93,57 @@ def test_a_request_inherits_nothing_from_the_slots_last() -> None:
             engine.step()
             engine.check_integrity()
     assert first.output == second.output == run_alone(target(BACKEND), NEXT).output
+
+
+@given(st.data())
+def test_whoever_enters_gets_what_it_wants(data: Any) -> None:
+    """Whatever the slots' last requests wanted, alone or together with others, though some of them
+    were gone before anything was sent, and though what was to be sent was lost."""
+    state = SlotState(3, 20, 4, 4, 9, torch.device("cpu"))
+    controller = Controller(state, ["a", "b"])
+    method = st.sampled_from(["off", "a", "b", "auto"])
+    uploads, running = Uploads(state.device), dict[int, Request]()
+    for _ in range(6):
+        requests = []
+        for slot in data.draw(st.permutations(range(3)))[: data.draw(st.integers(1, 3))]:
+            choice = SpeculationParams(data.draw(method), data.draw(st.sampled_from([None, 1, 9])))
+            temperature = data.draw(st.sampled_from([0.0, 0.5]))
+            stops = data.draw(st.sampled_from([(), (3,), (2, 3), tuple(range(20))]))
+            params = SamplingParams(temperature=temperature, stop_token_ids=stops)
+            requests.append(Request("r", (1, 2), params, choice, 5, 9, slot=slot))
+            running[slot] = requests[-1]
+        controller.admit(requests, state.admit(requests, uploads), uploads)
+        what = data.draw(st.sampled_from(["send", "wait", "lose"]))
+        if what == "lose":
+            uploads.clear()
+            state.forget_written()
+            controller.forget_written()
+            running.clear()
+        if what != "send":
+            continue
+        controller.lengths[:] = controller.records.watched_length[:] = 1
+        uploads.send()
+        for request in requests:
+            assert not controller.lengths[:, request.slot].any()
+            assert not controller.records.watched_length[:, request.slot].any()
+        for slot, request in running.items():
+            limit = request.speculation.max_draft_tokens
+            assert controller.draft_limit[slot] == (4 if limit is None else min(4, limit))
+            allowed = [request.allows(name) for name in ("a", "b")]
+            assert controller.allowed[:, slot].tolist() == allowed
+            assert state.params.temperature[slot] == request.params.temperature
+            stops = [each for each in state.params.stop_ids[slot].tolist() if each >= 0]
+            assert stops == list(request.stop_token_ids)
+
+
+def test_a_table_that_becomes_wider_keeps_what_is_on_its_way() -> None:
+    state = SlotState(2, 20, 4, 4, 9, torch.device("cpu"))
+    uploads, wide = Uploads(state.device), list(range(20))
+    for slot, stops in enumerate(([3], wide)):
+        params = SamplingParams(stop_token_ids=stops)
+        state.admit([Request("r", (1, 2), params, SpeculationParams(), 5, 9, slot=slot)], uploads)
+    uploads.send()
+    assert state.params.stop_ids[:2, :20].tolist() == [[3] + 19 * [-1], wide]
 
 
 def scores(request: Request) -> list[Any]:

@@ -364,6 +364,7 @@ def test_what_is_cut_is_neither_offered_nor_watched() -> None:
         engine.step()
     engine.loop.drop()
     engine.loop.gathering.next(())
+    engine.loop.uploads.send()
     controller, offers, slot = engine.controller, engine.round.books.offers, request.slot
     slots = torch.tensor([slot])
     good = allowed_next(request)

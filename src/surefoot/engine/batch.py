@@ -13,6 +13,7 @@ from surefoot.request import Request, SpeculationParams
 from surefoot.sampling.logprobs import width_for
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.size import kind_of
+from surefoot.speculation.state import slots_of
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,6 @@ class Group:
     """The places of these, rising."""
     masked: bool
     """Whether some have a grammar."""
-
-
-def slots_of(requests: Sequence[Request]) -> np.ndarray:
-    """int64 [n]; below 0: those that do not run."""
-    return np.array([request.slot for request in requests], dtype=np.int64)
 
 
 def group(

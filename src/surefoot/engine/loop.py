@@ -15,10 +15,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
+import torch
 
-from surefoot.engine.batch import Batch, slots_of
+from surefoot.engine.batch import Batch
 from surefoot.engine.chunks import ChunkLimits
 from surefoot.engine.gathering import Gathering, missing
 from surefoot.engine.host_clock import HostClock
@@ -29,7 +31,7 @@ from surefoot.engine.reserving import Reach, Reservations
 from surefoot.engine.rounds import Rounds
 from surefoot.engine.scheduler import Scheduler
 from surefoot.engine.structured import GrammarMasks
-from surefoot.kernels.upload import upload
+from surefoot.kernels.upload import Uploads, upload
 from surefoot.kv.transaction import KVManager
 from surefoot.request import Request
 from surefoot.speculation.decisions import Decision, Landed, Situation
@@ -41,6 +43,7 @@ from surefoot.speculation.proposer import blamed
 from surefoot.speculation.round import Round
 from surefoot.speculation.scoring import PromptReads
 from surefoot.speculation.size import Size
+from surefoot.speculation.state import slots_of
 
 
 @dataclass(eq=False)
@@ -93,7 +96,10 @@ class Loop:
         """Of requests let in for the first time since somebody last looked: tokens of the prompt,
         and how many of them were found in the prefix cache."""
         trees = any(self.controller.trees)
-        self.reservations = Reservations(kv, state, state.max_drafts if trees else 0)
+        self.uploads = Uploads(state.device)
+        """What the next launch is to find on the device, and is not there yet."""
+        beyond = state.max_drafts if trees else 0
+        self.reservations = Reservations(kv, state, beyond, self.uploads)
         self._reported = ReportedOffers(state.slots, state.max_drafts, round_.books.columns)
         self._offered = False
         """Whether what the round left whose report was read last is known, and may be offers."""
@@ -121,19 +127,17 @@ class Loop:
             if request.queued_seconds is None:
                 request.queued_seconds = now - request.arrived
                 self.admitted.append((len(request.prompt), request.cached))
-        slots = self.state.admit(requests)
-        self.controller.admit(slots, requests)
-        self.without_drafters += sum(bool(request.declined) for request in requests)
-        room = [request.max_length - request.length for request in requests]
-        self.planner.admit(slots_of(requests), np.array(room))
-        self.round.books.offers.clear(slots)
+        uploads = self.uploads
+        slots = self.state.admit(requests, uploads)
+        self.controller.admit(requests, slots, uploads)
+        uploads.add(self.round.books.offers.forget, slots)
         # Proposers look for what they know of a prefix hit in its blocks.
         self.reservations.admit(requests)
         found = [request.computed for request in requests]
-        for index in self.controller.active:
-            proposer = self.round.proposers[index]
-            with blamed(proposer, "admit"):
-                proposer.admit(slots, found)
+        uploads.add(partial(self._tell_proposers, found), slots)
+        self.without_drafters += sum(bool(request.declined) for request in requests)
+        room = [request.max_length - request.length for request in requests]
+        self.planner.admit(slots, np.array(room))
         for request in requests:
             self._reported.clear(request.slot)
             self._grammars.forget(request.slot)
@@ -141,13 +145,23 @@ class Loop:
                 # Perhaps preempted halfway through its prompt.
                 request.forget_scores()
 
+    def _tell_proposers(self, found: Sequence[int], slots: torch.Tensor) -> None:
+        for index in self.controller.active:
+            proposer = self.round.proposers[index]
+            with blamed(proposer, "admit"):
+                proposer.admit(slots, found)
+
     # --- launching ----------------------------------------------------------------------------
 
     def launch(self) -> bool:
         """Launch a round. False where there is nobody for it, or no room before a report is
         read."""
         while (batch := self._gather()) is not None:
-            hosted = self._write_masks(batch) if batch.group.masked else {}
+            hosted = {}
+            if batch.group.masked:
+                # What the host has on offer for a request comes behind its entry.
+                self.uploads.send()
+                hosted = self._write_masks(batch)
             situation = self._situation(batch)
             decision = self.planner.decide(situation)
             shorter = batch.beside(decision.drafts, self.gathering.most_rows)
@@ -189,8 +203,10 @@ class Loop:
     ) -> Flight:
         requests = batch.group.requests
         if self._batch_set is not batch:
-            self.round.set_batch(batch.group.slots, batch.quota, batch.group.scored)
+            group = batch.group
+            self.round.set_batch(group.slots, batch.quota, group.scored, self.uploads)
             self._batch_set = batch
+        self.uploads.send()
         size = self.rounds.size(batch, decision, situation.context)
         scored = [_prompt_targets(*pair) for pair in zip(requests, batch.chunks, strict=False)]
         reads = self._prompt_reads(batch, scored)
@@ -319,6 +335,10 @@ class Loop:
         read: a round failed, and nobody knows what it left in the slots, in blocks of KV and in
         the host's own books."""
         self.flights.clear()
+        self.uploads.clear()
+        self.state.forget_written()
+        self.controller.forget_written()
+        self._batch_set = None
         self.round.keeping_up.backlog.clear()
         self.scheduler.restart()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from surefoot.engine.batch import Batch
+from surefoot.kernels.upload import Uploads
 from surefoot.kv.transaction import KVManager, Transaction
 from surefoot.request import Request
 from surefoot.speculation.decisions import Decision
@@ -33,15 +34,17 @@ class Reach:
 
 
 class Reservations:
-    """Makes blocks available for the longest spans that can result, and mirrors them to the
+    """Makes blocks available for the longest spans that can result, and has them mirrored to the
     device."""
 
-    def __init__(self, kv: KVManager, state: SlotState, beyond: int) -> None:
+    def __init__(self, kv: KVManager, state: SlotState, beyond: int, uploads: Uploads) -> None:
         """``beyond``: positions that a round may write behind the last a request may have. (A tree
-        no deeper than that can have more nodes.)"""
+        no deeper than that can have more nodes.) ``uploads``: are sent before a round is
+        launched."""
         self.kv = kv
         self.state = state
         self.beyond = beyond
+        self.uploads = uploads
         self.computed, self.reach, self.capacity, self.limit = np.zeros(
             (4, state.slots), dtype=np.int64
         )
@@ -49,7 +52,7 @@ class Reservations:
         them; those that there are blocks for; and those that there can be at most."""
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """Requests entered their slots."""
+        """Requests enter their slots."""
         for request in requests:
             slot = request.slot
             self.reach[slot] = 0
@@ -62,7 +65,7 @@ class Reservations:
         pairs = [(request.slot, leases[request.request_id].blocks) for request in requests]
         for slot, blocks in pairs:
             self.capacity[slot] = len(blocks) * size
-        self.state.set_blocks(pairs)
+        self.state.set_blocks(pairs, self.uploads)
 
     def make(self, transaction: Transaction, batch: Batch, decision: Decision) -> Reach | None:
         """Reserve for a round of ``batch``; None if the pool has too little."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-
-_ALIGNED = 16
-"""Bytes that tables begin at multiples of."""
 
 
 def upload(
@@ -27,22 +24,63 @@ def upload(
     return table.pin_memory().to(device, non_blocking=True)
 
 
+class Uploads:
+    """What is written on a device, gathered on the host: all of it goes there in one copy, which
+    costs the host the same for few bytes as for many."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._tables: dict[int, np.ndarray] = {}
+        """By identity."""
+        self._uses: list[tuple[Callable[..., object], list[int]]] = []
+
+    def add(self, use: Callable[..., object], *tables: np.ndarray) -> None:
+        """``use`` is to be called with these tables on the device. Who hands over one and the same
+        again gets the one that is there."""
+        self._uses.append((use, [id(table) for table in tables]))
+        self._tables.update((id(table), table) for table in tables)
+
+    def send(self) -> None:
+        """Copy everything, and call who uses it in the order of ``add``."""
+        if not self._uses:
+            return
+        uses, tables = self._uses, self._tables
+        self.clear()
+        there = upload_together(list(tables.values()), self.device)
+        found = dict(zip(tables, there, strict=True))
+        for use, wanted in uses:
+            use(*(found[table] for table in wanted))
+
+    def clear(self) -> None:
+        """Forget what was not sent."""
+        self._tables, self._uses = {}, []
+
+
 def upload_together(tables: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Several tables as ``upload`` has it, in one copy: what a copy costs the host is the same for
-    few bytes as for many."""
-    if device.type != "cuda":
+    """Several tables as ``upload`` has it, in one copy."""
+    if device.type != "cuda" or not tables:
         return [torch.from_numpy(table) for table in tables]
-    flat = [np.ascontiguousarray(table) for table in tables]
-    places = np.cumsum([0, *(-(-table.nbytes // _ALIGNED) * _ALIGNED for table in flat)]).tolist()
-    staged = torch.empty(places[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
-    memory = staged.numpy()
-    for place, table in zip(places, flat, strict=False):
-        memory[place : place + table.nbytes] = table.reshape(-1).view(np.uint8)
-    there = staged.to(device, non_blocking=True)
-    return [
-        there[place : place + table.nbytes].view(_DTYPES[table.dtype.name]).view(table.shape)
-        for place, table in zip(places, flat, strict=False)
-    ]
+    # The widest elements first, so that all are aligned; one view for each type, not each table.
+    kinds: dict[np.dtype, list[int]] = {}
+    for place, table in enumerate(tables):
+        kinds.setdefault(table.dtype, []).append(place)
+    order = sorted(kinds.items(), key=lambda kind: -kind[0].itemsize)
+    flat = [tables[place].reshape(-1) for _, places in order for place in places]
+    staged = torch.empty(
+        sum(table.nbytes for table in flat), dtype=torch.uint8, device="cpu", pin_memory=True
+    )
+    np.concatenate([table.view(np.uint8) for table in flat], out=staged.numpy())
+    there, begin = staged.to(device, non_blocking=True), 0
+    found: dict[int, torch.Tensor] = {}
+    for dtype, places in order:
+        sizes = [tables[place].size for place in places]
+        end = begin + sum(sizes) * dtype.itemsize
+        parts = there[begin:end].view(_DTYPES[dtype.name]).split(sizes)
+        begin = end
+        for place, part in zip(places, parts, strict=True):
+            table = tables[place]
+            found[place] = part if table.ndim == 1 else part.view(table.shape)
+    return [found[place] for place in range(len(tables))]
 
 
 _DTYPES = {

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from surefoot.kernels.upload import upload, upload_together
+from surefoot.kernels.upload import Uploads, upload
 from surefoot.request import Request, SamplingParams
 
 
@@ -86,6 +88,8 @@ class SlotParams:
         self.repetition.fill_(1)
         self.top_k.fill_(vocab_size)
         self._biased: set[int] = set()
+        self._written: dict[int, tuple[tuple[float, ...], tuple[int, ...]]] = {}
+        """By slot: entries of ``_floats``, and stop tokens, also those that are not sent yet."""
         self.stop_ids = torch.full((slots, _STOPS), -1, dtype=torch.int64, device=device)
         self.bias_ids = torch.full((slots, _BIASES), -1, dtype=torch.int64, device=device)
         self.bias = torch.zeros((slots, _BIASES), dtype=torch.float32, device=device)
@@ -99,38 +103,16 @@ class SlotParams:
         return spread
 
     def write(self, requests: Sequence[Request]) -> None:
-        """Enter requests' parameters into their slots."""
-        tables = [np.array([request.slot for request in requests]), *self.rows(requests)]
-        self.enter(*upload_together(tables, self.device))
+        """Enter requests' parameters into their slots now."""
+        uploads = Uploads(self.device)
+        self.enter(requests, np.array([request.slot for request in requests]), uploads)
+        uploads.send()
         self.write_biases(requests)
 
-    def enter(
-        self,
-        slots: torch.Tensor,
-        floats: torch.Tensor,
-        integers: torch.Tensor,
-        stops: torch.Tensor,
-    ) -> None:
-        """Set the rows of ``slots`` int64 [B], but for biases, to what ``rows`` gave."""
-        self._floats.index_copy_(1, slots, floats)
-        self._integers.index_copy_(1, slots, integers)
-        self.stop_ids.index_copy_(0, slots, stops)
-
-    def rows(self, requests: Sequence[Request]) -> list[np.ndarray]:
-        """What ``enter`` takes of them, on the host: float32 [6, B], int64 [5, B] and int64
-        [B, n]. The table of stop tokens becomes as wide as they need."""
-        every = [(request, request.params) for request in requests]
-        floats = [
-            (
-                params.temperature,
-                params.min_p,
-                params.top_p,
-                params.repetition_penalty,
-                params.presence_penalty,
-                params.frequency_penalty,
-            )
-            for _, params in every
-        ]
+    def enter(self, requests: Sequence[Request], slots: np.ndarray, uploads: Uploads) -> None:
+        """Have ``uploads`` enter requests' parameters, but for biases, into their ``slots`` int64
+        [B]; the table of stop tokens becomes as wide as they need. What most have in common is
+        written where a slot has something else."""
         integers = [
             (
                 params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size,
@@ -139,15 +121,31 @@ class SlotParams:
                 len(request.prompt),
                 len(request.prompt) + params.min_tokens,
             )
-            for request, params in every
+            for request, params in ((request, request.params) for request in requests)
         ]
-        stops = [list(request.stop_token_ids) for request in requests]
+        columns = np.array(integers, dtype=np.int64).T
+        uploads.add(partial(self._integers.index_copy_, 1), slots, columns)
+        wanted = [(_floats(request.params), request.stop_token_ids) for request in requests]
+        pairs = enumerate(zip(slots.tolist(), wanted, strict=True))
+        changed = [place for place, (slot, own) in pairs if self._written.get(slot) != own]
+        if not changed:
+            return
+        floats, stops = zip(*(wanted[place] for place in changed), strict=True)
         self.stop_ids = _widened(self.stop_ids, stops, -1)
-        return [
-            np.array(floats, dtype=np.float32).T,
-            np.array(integers, dtype=np.int64).T,
-            np.array(_padded(stops, self.stop_ids.shape[1], -1), dtype=np.int64),
-        ]
+        rows = _padded(stops, self.stop_ids.shape[1], -1)
+        slots = slots[changed]
+        columns = np.array(floats, dtype=np.float32).T
+        uploads.add(partial(self._floats.index_copy_, 1), slots, columns)
+        uploads.add(self._enter_stops, slots, np.array(rows, dtype=np.int64))
+        self._written.update(zip(slots.tolist(), zip(floats, stops, strict=True), strict=True))
+
+    def _enter_stops(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        # Others may have widened the table since, for all with nothing.
+        self.stop_ids[:, : rows.shape[1]].index_copy_(0, slots, rows)
+
+    def forget_written(self) -> None:
+        """Nobody knows what arrived of what was to be entered."""
+        self._written.clear()
 
     def write_biases(self, requests: Sequence[Request]) -> None:
         """Enter the biases of requests that have or had any."""
@@ -175,7 +173,7 @@ def _write_rows(
     return table
 
 
-def _widened(table: torch.Tensor, rows: Sequence[list], fill: int) -> torch.Tensor:
+def _widened(table: torch.Tensor, rows: Sequence[Sequence[Any]], fill: int) -> torch.Tensor:
     """``table``, or one that has room for ``rows``: widths are powers of two."""
     longest = max(map(len, rows))
     if longest <= table.shape[1]:
@@ -185,5 +183,17 @@ def _widened(table: torch.Tensor, rows: Sequence[list], fill: int) -> torch.Tens
     return wider
 
 
-def _padded(rows: Sequence[list], width: int, fill: int) -> list[list]:
-    return [row + [fill] * (width - len(row)) for row in rows]
+def _padded(rows: Iterable[Sequence[Any]], width: int, fill: int) -> list[list]:
+    return [[*row, *[fill] * (width - len(row))] for row in rows]
+
+
+def _floats(params: SamplingParams) -> tuple[float, ...]:
+    """A slot's entries of ``SlotParams._floats``."""
+    return (
+        params.temperature,
+        params.min_p,
+        params.top_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+    )

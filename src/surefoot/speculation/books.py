@@ -47,11 +47,15 @@ class Offers:
         width, device = state.max_drafts, state.device
         self.tokens = torch.zeros((state.slots, width), dtype=torch.int64, device=device)
         self.chances = torch.zeros((state.slots, width), device=device)
-        self.lengths = torch.zeros(state.slots, dtype=torch.int64, device=device)
+        (self.lengths,) = state.zeroed(1)
         self.proposer = torch.zeros(state.slots, dtype=torch.int64, device=device)
         self.parents: torch.Tensor | None = None
         if trees:
             self.parents = chain_parents(state.slots, width, device)
+
+    def forget(self, slots: torch.Tensor) -> None:
+        """Other requests enter ``slots`` int64 [B], which are ``zeroed`` already."""
+        self.chances.index_fill_(0, slots, 0.0)
 
     def clear(self, slots: torch.Tensor) -> None:
         """Nothing is on offer for ``slots`` int64 [B]."""

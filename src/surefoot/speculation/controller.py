@@ -8,12 +8,13 @@ with repetitive text keeps its drafts while its neighbour with prose gets none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from surefoot.errors import SurefootError
-from surefoot.kernels.upload import upload_together
+from surefoot.kernels.upload import Uploads
 from surefoot.request import Request
 from surefoot.speculation.estimator import AcceptanceEstimator, OfferRecords
 from surefoot.speculation.proposer import Drafts, find_mistake
@@ -45,30 +46,45 @@ class Controller:
         ]
         device = state.device
         self.tokens = torch.zeros((count, slots, width), dtype=torch.int64, device=device)
-        self.lengths = torch.zeros((count, slots), dtype=torch.int64, device=device)
+        self.lengths = state.zeroed(count)
         self.confidence = torch.zeros((count, slots, width), device=device)
         self.parents: torch.Tensor | None = None
         if any(self.trees):
             self.parents = chain_parents(count * slots, width, device).view(count, slots, width)
         self.allowed = torch.zeros((count, slots), dtype=torch.bool, device=device)
         self.draft_limit = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._written: dict[int, tuple[int, list[bool]]] = {}
+        """By slot: entries of ``draft_limit`` and ``allowed``, also those that are not sent yet."""
 
-    def admit(self, slots: torch.Tensor, requests: Sequence[Request]) -> None:
-        """Requests, new or resumed, entered ``slots`` int64 [B]."""
+    def admit(self, requests: Sequence[Request], slots: np.ndarray, uploads: Uploads) -> None:
+        """Have ``uploads`` enter requests, new or resumed, into their ``slots`` int64 [B]. What
+        they allow is written where the slot's last request allowed something else."""
         most = self.state.max_drafts
-        wanted = [request.speculation.max_draft_tokens for request in requests]
-        limits = [most if limit is None else min(limit, most) for limit in wanted]
-        allowed = [
-            [index in self.active and request.allows(name) for request in requests]
-            for index, name in enumerate(self.names)
-        ]
-        tables = np.array(limits), np.array(allowed, dtype=bool)
-        limit, may_offer = upload_together(tables, self.state.device)
-        self.draft_limit.index_copy_(0, slots, limit)
+        changed: dict[int, tuple[int, list[bool]]] = {}
+        for slot, request in zip(slots.tolist(), requests, strict=True):
+            wanted = request.speculation.max_draft_tokens
+            limit = most if wanted is None else min(wanted, most)
+            own = (
+                limit,
+                [
+                    index in self.active and request.allows(name)
+                    for index, name in enumerate(self.names)
+                ],
+            )
+            if self._written.get(slot) != own:
+                changed[slot] = own
+        if changed:
+            limits, allowed = zip(*changed.values(), strict=True)
+            index, table = np.array(list(changed)), np.array(allowed, dtype=bool).T
+            uploads.add(partial(self.draft_limit.index_copy_, 0), index, np.array(limits))
+            uploads.add(partial(self.allowed.index_copy_, 1), index, table)
+            self._written |= changed
         if self.names:
-            self.lengths.index_fill_(1, slots, 0)
-            self.allowed.index_copy_(1, slots, may_offer)
-            self.records.forget(slots)
+            uploads.add(self.records.forget, slots)
+
+    def forget_written(self) -> None:
+        """Nobody knows what arrived of what was to be entered."""
+        self._written.clear()
 
     def check(self, index: int, slots: torch.Tensor, drafts: Drafts) -> None:
         """SurefootError if what proposer ``index`` offers for ``slots`` int64 [B] is not what

@@ -61,16 +61,16 @@ class OfferRecords:
         shape = (proposers, slots, width)
         self.watched = torch.zeros(shape, dtype=torch.int64, device=device)
         self.watched_bins = torch.zeros_like(self.watched)
-        self.watched_length = torch.zeros(shape[:2], dtype=torch.int64, device=device)
-        self.watched_start = torch.zeros_like(self.watched_length)
+        self.watched_length = state.zeroed(proposers)
+        self.watched_start = torch.zeros(shape[:2], dtype=torch.int64, device=device)
         self.watched_parents: torch.Tensor | None = None
         if trees:
             self.watched_parents = chain_parents(proposers * slots, width, device).view(shape)
 
     def forget(self, slots: torch.Tensor) -> None:
-        """The requests that had ``slots``, int64 [B]."""
+        """What was learnt from the requests that had ``slots``, int64 [B]. Nothing of theirs is in
+        view any more when others have entered."""
         self._counts.index_fill_(2, slots, 0)
-        self.watched_length.index_fill_(1, slots, 0)
 
 
 class AcceptanceEstimator:

@@ -19,6 +19,7 @@ import torch
 
 from surefoot.kernels.batch import FlatBatch, OutputRows
 from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict, sampled_rows
+from surefoot.kernels.upload import Uploads
 from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.sampling.params import SamplingStages
 from surefoot.sampling.sampler import SampleRows, sample_rows
@@ -124,17 +125,20 @@ class Round:
         slots: Sequence[int] | np.ndarray,
         quota: Sequence[int],
         scored: Sequence[int] = (),
+        uploads: Uploads | None = None,
     ) -> None:
         """Who takes part in the next round (int64 [n]), the most known rows that each of them
-        runs, and the places of those whose tokens' logprobs are wanted."""
-        pinned = self.state.device.type == "cuda"
-        staged = torch.zeros(self._batch.shape, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        table = staged.numpy()
+        runs, and the places of those whose tokens' logprobs are wanted: when ``uploads`` are sent;
+        None: now."""
+        table = np.zeros(self._batch.shape, dtype=np.int64)
         table[0] = self.state.padding_slot
         table[0, : len(slots)] = slots
         table[1, : len(slots)] = quota
         table[2, : len(scored)] = scored
-        self._batch.copy_(staged, non_blocking=True)
+        together = uploads or Uploads(self.state.device)
+        together.add(self._batch.copy_, table)
+        if uploads is None:
+            together.send()
 
     def __call__(
         self, size: Size, max_keys: int | None = None, reads: PromptReads | None = None

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from surefoot.kernels.draws import TokenMasks
-from surefoot.kernels.upload import upload_together
+from surefoot.kernels.upload import Uploads
 from surefoot.request import Request
 from surefoot.sampling.params import SlotParams
+
+_ZEROED = 64
+"""Rows of ``SlotState.zeroed``, in all."""
+
+
+def slots_of(requests: Sequence[Request]) -> np.ndarray:
+    """int64 [n]; below 0: those that do not run."""
+    return np.array([request.slot for request in requests], dtype=np.int64)
 
 
 class SlotState:
@@ -50,14 +59,25 @@ class SlotState:
         blocks = -(-width // block_size)
         self.block_tables = torch.zeros((slots, blocks), dtype=torch.int32, device=device)
         self.params = SlotParams(slots, vocab_size, device)
+        self._zeros = torch.zeros((_ZEROED, slots), dtype=torch.int64, device=device)
+        self._zeroed = 0
+        """Rows of it that somebody has."""
         self._blocks_written: list[list[int]] = [[] for _ in range(slots)]
 
-    def admit(self, requests: Sequence[Request]) -> torch.Tensor:
-        """Enter requests, new or resumed, into their slots; int64 [B] on the device, which is
-        returned."""
+    def zeroed(self, rows: int) -> torch.Tensor:
+        """A new table int64 [rows, slots]: 0 at first, and whenever a request enters a slot."""
+        before, self._zeroed = self._zeroed, self._zeroed + rows
+        if self._zeroed > len(self._zeros):
+            raise ValueError(f"at most {len(self._zeros)} rows are zeroed")
+        return self._zeros[before : self._zeroed]
+
+    def admit(self, requests: Sequence[Request], uploads: Uploads | None = None) -> np.ndarray:
+        """Enter requests, new or resumed, into their slots, int64 [B], which are returned: when
+        ``uploads`` are sent; None: now."""
         # One copy for all of them: a wave of hundreds would wait for thousands, and where some
         # request ends every other round, everybody waits for each.
-        slots = [request.slot for request in requests]
+        together = uploads or Uploads(self.device)
+        slots = slots_of(requests)
         known = [np.array(request.tokens, dtype=np.int64) for request in requests]
         lengths = [len(text) for text in known]
         counts = np.array(
@@ -70,20 +90,26 @@ class SlotState:
             ],
             dtype=np.int64,
         )
-        places = np.repeat(slots, lengths) * self.history.shape[1] + _count_up(lengths)
-        index, counts, places, texts, *params = upload_together(
-            [np.array(slots), counts, places, np.concatenate(known), *self.params.rows(requests)],
-            self.device,
-        )
-        self.history.view(-1).index_copy_(0, places, texts)
-        self._counts.index_copy_(1, index, counts)
-        self.params.enter(index, *params)
+        places = np.repeat(slots * self.history.shape[1], lengths) + _count_up(lengths)
+        texts = np.concatenate(known)
+        together.add(partial(self.history.view(-1).index_copy_, 0), places, texts)
+        together.add(partial(self._counts.index_copy_, 1), slots, counts)
+        if self._zeroed:
+            together.add(lambda index: self._zeros[: self._zeroed].index_fill_(1, index, 0), slots)
+        self.params.enter(requests, slots, together)
         self.params.write_biases(requests)
         if any(request.grammar is not None for request in requests):
             self._make_masks()
-        for slot in slots:
+        for slot in slots.tolist():
             self._blocks_written[slot] = []
-        return index
+        if uploads is None:
+            together.send()
+        return slots
+
+    def forget_written(self) -> None:
+        """Nobody knows what arrived of what was to be entered."""
+        self.params.forget_written()
+        self._blocks_written = [[] for _ in range(self.slots)]
 
     def _make_masks(self) -> None:
         if not len(self.mask_bits):
@@ -101,8 +127,11 @@ class SlotState:
         row = torch.where(self.structured[slots] > 0, row, -1)
         return TokenMasks(self.mask_bits, row)
 
-    def set_blocks(self, leases: Iterable[tuple[int, Sequence[int]]]) -> None:
-        """Mirror the blocks of leases, by slot; one copy of what changed since the last call."""
+    def set_blocks(
+        self, leases: Iterable[tuple[int, Sequence[int]]], uploads: Uploads | None = None
+    ) -> None:
+        """Mirror the blocks of leases, by slot; one copy of what changed since the last call.
+        ``uploads`` as of ``admit``."""
         slots, counts, first, changed = [], [], [], []
         for slot, blocks in leases:
             common = self._common_blocks(slot, blocks)
@@ -115,8 +144,10 @@ class SlotState:
             columns = _count_up(counts) + np.repeat(first, counts)
             places = np.repeat(slots, counts) * self.block_tables.shape[1] + columns
             ids = np.concatenate(changed)
-            places, ids = upload_together([places, ids], self.device)
-            self.block_tables.view(-1).index_copy_(0, places, ids)
+            together = uploads or Uploads(self.device)
+            together.add(partial(self.block_tables.view(-1).index_copy_, 0), places, ids)
+            if uploads is None:
+                together.send()
 
     def _common_blocks(self, slot: int, blocks: Sequence[int]) -> int:
         """How many of a lease's leading blocks the device has already; the rest is noted as
