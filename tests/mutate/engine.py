@@ -159,7 +159,7 @@ MUTATIONS = (
     ),
     m(
         "engine/loop.py",
-        "        self.planner.admit(slots_of(requests), np.array(room))",
+        "        self.planner.admit(slots, np.array(room))",
         "        pass",
         "test_paces.py",
     ),

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from surefoot.certify.defect import DEEP, DRAFTS, LONG, RECORDED, TREES, Defect
@@ -15,6 +17,7 @@ from surefoot.certify.seams import Chance, DecoderProxy, before_judging, drafts_
 from surefoot.engine.engine import Engine
 from surefoot.kernels.backend import FlatBatch
 from surefoot.kernels.rounds import RoundLayout, RoundSpans
+from surefoot.kernels.upload import Uploads
 from surefoot.request import Request
 from surefoot.sampling.noise import gumbel
 from surefoot.sampling.sampler import SampleRows, adjust, filtered_scores
@@ -162,12 +165,15 @@ def trust_prefixes_too_far(engine: Engine, speculative: bool) -> None:
     """A prefix hit counts for one position more than its blocks hold."""
     state = engine.state
 
-    def admit(method: Any, requests: Sequence[Request]) -> torch.Tensor:
-        index = method(requests)
+    def trust(slot: int) -> None:
+        state.computed[slot] += 1
+
+    def admit(method: Any, requests: Sequence[Request], uploads: Uploads) -> np.ndarray:
+        slots = method(requests, uploads)
         for request in requests:
             if request.computed and request.computed < request.length - 1:
-                state.computed[request.slot] += 1
-        return index
+                uploads.add(partial(trust, request.slot))
+        return slots
 
     if speculative:
         wrap_in_rounds(engine, state, "admit", admit)

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from surefoot.certify.defect import Defect
 from surefoot.certify.seams import by_row, rows_of_drafts, sample_with, with_parameters, wrap
 from surefoot.certify.seams import wrap_in_rounds as wrap_round
 from surefoot.engine.engine import Engine
+from surefoot.kernels.upload import Uploads
 from surefoot.request import Request
 from surefoot.sampling.params import SamplingStages, SlotParams
 from surefoot.sampling.sampler import SampleRows, adjust, filtered_scores, sample_rows
@@ -121,12 +124,15 @@ def misplace_logprobs(engine: Engine, speculative: bool) -> None:
 def forget_prompts_when_resumed(engine: Engine, speculative: bool) -> None:
     state = engine.state
 
-    def admit(method: Any, requests: Sequence[Request]) -> torch.Tensor:
-        index = method(requests)
+    def forget(slot: int, length: int) -> None:
+        state.params.prompt_length[slot] = length
+
+    def admit(method: Any, requests: Sequence[Request], uploads: Uploads) -> np.ndarray:
+        slots = method(requests, uploads)
         for request in requests:
             if request.output:
-                state.params.prompt_length[request.slot] = request.length
-        return index
+                uploads.add(partial(forget, request.slot, request.length))
+        return slots
 
     if speculative:
         wrap(state, "admit", admit)

@@ -24,9 +24,12 @@ make a hundred that come together a hundred times as dear."""
 _FAR, _IN_A_ROW = 3.0, 24
 """So many rounds, one after the other, that took so many times as long as believed, or were as much
 shorter: the machine is another one now, and all parts are changed alike."""
-_CHEAPER = 2.0
-"""Nothing makes a round shorter than it has to be: two of them that took so many times less than
-believed, with somebody proposing, tell that this costs less."""
+_SELDOM, _CHEAPER = 0.1, 2.0
+"""Where this part of the late rounds or less had somebody propose, two in a row that took so many
+times less than believed tell that it costs less: nothing makes a round shorter than it has to be.
+Where it is more, the rounds as they come tell better: some of them decide, and some do not."""
+_LATE = 0.03
+"""Weight of a round in the part of late ones in which somebody proposed."""
 _DRIFTS = [3e-4, 1e-3, 3e-4, 3e-4, 1e-3, 1e-3, 1e-3]
 """Variances, in guesses, by which the parts may change from one round to the next. What a part is
 seen to be depends on what else rounds do, more than on the machine: whoever believes it firmly is
@@ -87,6 +90,8 @@ class HostCosts:
         self._ends, self._requests = 0.0, 1.0
         """Of a round, usually."""
         self._familiar = Familiar()
+        self._proposing = 0.0
+        """The part of late rounds in which somebody proposed."""
 
     def _begin_again(self, parts: list[float]) -> None:
         """Believe in these, and in none firmly: of one that is next to nothing, too, it is as
@@ -143,7 +148,10 @@ class HostCosts:
     def _follow_proposing(self, sample: HostSample) -> bool:
         """Change what proposing takes if that is far too much; returns whether it was. While it
         seems too dear it is tried now and then only, too seldom to learn of it bit by bit."""
-        if not sample.proposing:
+        self._proposing += _LATE * (sample.proposing - self._proposing)
+        if self._proposing > _SELDOM:
+            self._cheaper = 0.0
+        if not sample.proposing or self._proposing > _SELDOM:
             return False
         proposing = self._coefficients[1] + self._coefficients[3] * sample.drafting
         total = _sum(self._coefficients, _counts(sample))
