@@ -300,7 +300,7 @@ def test_while_nobody_may_be_slowed_nothing_is_weighed(monkeypatch: pytest.Monke
     [
         *((1, False, False, 6), (1, True, False, 12), (1, False, True, 6), (2, True, False, 12)),
         *((4, False, False, 12), (8, False, False, 24), (512, True, False, 24)),
-        *((4, False, True, 24), (128, False, True, 48)),
+        *((4, False, True, 12), (8, False, True, 128), (128, True, True, 128)),
     ],
 )
 def test_trials_take_turns(requests: int, restrained: bool, late: bool, rounds: int) -> None:
@@ -308,7 +308,7 @@ def test_trials_take_turns(requests: int, restrained: bool, late: bool, rounds: 
     nobody may be slowed, in crowds, and where rounds wait for the host."""
     trials = [Trial(False, (index,), ()) for index in range(3)]
     budget, apart = Budget(), rounds_apart(requests, restrained, late)
-    asked = (budget.next(trials, apart=apart) for _ in range(300))
+    asked = (budget.next(trials, apart=apart) for _ in range(900))
     tried = [(at, trial) for at, trial in enumerate(asked) if trial]
     assert [trial for _, trial in tried[:6]] == [*trials, *trials]
     assert {later - earlier for (earlier, _), (later, _) in pairwise(tried)} == {rounds}

@@ -372,8 +372,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/exploring.py",
-        "(_APART_LATE if late else _APART_CROWD)",
-        "_APART_CROWD",
+        "if requests >= _CROWD and late:",
+        "if False:",
         "test_decisions.py::test_trials_take_turns",
     ),
     m(

@@ -13,10 +13,10 @@ SHARE = 0.005
 _APART, _APART_RESTRAINED = 6, 12
 """Rounds from one trial to the next of its kind, at least: what rounds bring without trials has to
 be known. More where nobody may be slowed: what is learnt is of no use yet."""
-_CROWD, _APART_CROWD, _APART_LATE = 8, 24, 48
+_CROWD, _APART_CROWD, _APART_LATE = 8, 24, 128
 """Of so many requests it is so many, and of fewer as much less: a trial tells of all of them at
-once. More still where rounds wait for the host: deciding on a trial and reading what it found takes
-that as long as a round, or nearly."""
+once. Of a crowd it is more still where rounds wait for the host: deciding on a trial and reading
+what it found takes that as long as a round, or nearly, which no trial is charged with."""
 _FIRST, _MOST = 0.5, 1.0
 """Plain rounds that a trial may cost at first, and at most be saved up."""
 _DEBT = 1.0
@@ -38,7 +38,9 @@ class Trial(NamedTuple):
 def rounds_apart(requests: int, restrained: bool = False, late: bool = False) -> int:
     """Rounds from one trial to the next of its kind, at least, with so many ``requests``.
     ``restrained``: nobody may be slowed now. ``late``: rounds wait for the host."""
-    crowd = (_APART_LATE if late else _APART_CROWD) * min(requests, _CROWD) // _CROWD
+    if requests >= _CROWD and late:
+        return _APART_LATE
+    crowd = _APART_CROWD * min(requests, _CROWD) // _CROWD
     return max(_APART_RESTRAINED if restrained else _APART, crowd)
 
 
