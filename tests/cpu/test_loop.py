@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +18,8 @@ from harness import AtMost, Job, make_engine, run_alone, run_jobs, tiny_decoder
 from surefoot.engine.batch import Batch
 from surefoot.engine.chunks import ChunkLimits
 from surefoot.engine.engine import Engine
+from surefoot.engine.reports import Report
+from surefoot.kernels import upload as uploading
 from surefoot.kernels.batch import FlatBatch
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.decisions import Decision, Situation
@@ -313,3 +320,37 @@ def test_offers_are_read_of_rounds_that_left_some(
     while engine.has_work:
         engine.step()
     assert 3 < len(read) == sum(told) < len(told) - 3 and max(most) > 1
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_launch_takes_one_upload(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes with it, and whatever blocks it needs: an upload takes the host as long as
+    many rounds of a small model have to spare."""
+    sent, launched = list[int](), list[int]()
+    engine = make_engine(
+        tiny_decoder(), ahead, proposers=("ngram",), max_num_seqs=4, max_num_batched_tokens=12
+    )
+    upload, launch = uploading.upload_together, engine.rounds.launch
+
+    def count(tables: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+        sent.append(len(tables))
+        return upload(tables, device)
+
+    def start(*args: Any) -> Report:
+        launched.append(len(sent))
+        return launch(*args)
+
+    monkeypatch.setattr(uploading, "upload_together", count)
+    monkeypatch.setattr(engine.rounds, "launch", start)
+    dice = random.Random(1)
+    for place in range(12):
+        params = replace(GREEDY, max_tokens=dice.randint(4, 40))
+        prompt = tuple(dice.randrange(2, 30) for _ in range(dice.randint(3, 20)))
+        engine.add(engine.make_request(f"r{place}", prompt, params))
+        for _ in range(dice.randint(0, 3)):
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    # Before each launch at most one: so many as launches, or fewer.
+    assert {later - before for before, later in pairwise(launched)} == {0, 1}
+    assert len(sent) < len(launched) - 10 and max(sent) > 8

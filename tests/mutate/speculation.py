@@ -206,6 +206,19 @@ MUTATIONS = (
         "test_slots.py",
     ),
     m(
+        "engine/reserving.py",
+        "self.state.set_blocks(pairs, self.uploads)",
+        "self.state.set_blocks(pairs)",
+        "test_loop.py::test_a_launch_takes_one_upload",
+    ),
+    m(
+        "engine/landing.py",
+        "    if request.computed // kv.block_size > blocks:\n",
+        "    if False:\n",
+        "test_landing.py",
+        "test_kv.py",
+    ),
+    m(
         "engine/loop.py",
         "                self.uploads.send()\n",
         "",
