@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from eagle3_engines import folder, target
@@ -95,6 +95,7 @@ def test_a_request_inherits_nothing_from_the_slots_last() -> None:
     assert first.output == second.output == run_alone(target(BACKEND), NEXT).output
 
 
+@settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.data())
 def test_whoever_enters_gets_what_it_wants(data: Any) -> None:
     """Whatever the slots' last requests wanted, alone or together with others, though some of them
