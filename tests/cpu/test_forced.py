@@ -328,6 +328,22 @@ def test_what_was_offered_for_a_round_that_was_not_launched_stays(
     assert request.output == plain(params_of()).output and sum(offered) > 2
 
 
+def test_it_is_on_offer_in_the_round_that_a_request_enters_with() -> None:
+    """All but the last token of its prompt is found in the prefix cache, so it decodes at once:
+    what the host offers comes behind what its entry clears."""
+    engine = structured_engine(
+        tiny_decoder(BACKEND), proposers=("grammar",), draft_policy="fixed",
+        enable_prefix_caching=True, block_size=4,
+    )  # fmt: skip
+    prompt = (3, 4, 5, 6, 7)
+    run_jobs(engine, [Job(prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))])
+    request = engine.make_request("r", prompt, params_with({"regex": "abcabcabcabc"}))
+    engine.add(request)
+    while not request.stats.rounds:
+        engine.step()
+    assert request.cached == 4 and request.stats.verified > 0
+
+
 def test_it_competes_with_chains_and_trees() -> None:
     """Wherever it offers, it is likelier than what knows nothing; and a right offer of another
     proposer that reaches further beats it."""

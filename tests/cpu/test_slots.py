@@ -137,6 +137,19 @@ def test_whoever_enters_gets_what_it_wants(data: Any) -> None:
             assert stops == list(request.stop_token_ids)
 
 
+def test_who_is_replaced_before_anything_was_sent_leaves_nothing() -> None:
+    """The slot's next request wants what is there already, but not what is on its way."""
+    state = SlotState(1, 20, 4, 4, 9, torch.device("cpu"))
+    controller, uploads = Controller(state, ["a"]), Uploads(state.device)
+    for limit, temperature, sends in ((1, 0.5, True), (2, 0.0, False), (1, 0.5, True)):
+        params, choice = SamplingParams(temperature=temperature), SpeculationParams("a", limit)
+        requests = [Request("r", (1, 2), params, choice, 5, 9, slot=0)]
+        controller.admit(requests, state.admit(requests, uploads), uploads)
+        if sends:
+            uploads.send()
+    assert controller.draft_limit[0] == 1 and state.params.temperature[0] == 0.5
+
+
 def test_a_table_that_becomes_wider_keeps_what_is_on_its_way() -> None:
     state = SlotState(2, 20, 4, 4, 9, torch.device("cpu"))
     uploads, wide = Uploads(state.device), list(range(20))

@@ -226,13 +226,6 @@ MUTATIONS = (
         "test_structured.py",
     ),
     m(
-        "engine/loop.py",
-        "        self.uploads.clear()\n",
-        "",
-        "test_recovery.py",
-        "test_faults.py",
-    ),
-    m(
         "speculation/planner.py",
         "not self.held.left or decision.expected.trial is not None",
         "not self.held.left",

@@ -335,7 +335,6 @@ class Loop:
         read: a round failed, and nobody knows what it left in the slots, in blocks of KV and in
         the host's own books."""
         self.flights.clear()
-        self.uploads.clear()
         self.state.forget_written()
         self.controller.forget_written()
         self._batch_set = None
