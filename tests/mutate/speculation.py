@@ -206,6 +206,18 @@ MUTATIONS = (
         "test_slots.py",
     ),
     m(
+        "bench/sweep.py",
+        "@only_new_garbage()\ndef run_pass(",
+        "def run_pass(",
+        "test_garbage.py",
+    ),
+    m(
+        "bench/measure.py",
+        "@only_new_garbage()\ndef run_batch(",
+        "def run_batch(",
+        "test_garbage.py",
+    ),
+    m(
         "engine/reserving.py",
         "self.state.set_blocks(pairs, self.uploads)",
         "self.state.set_blocks(pairs)",

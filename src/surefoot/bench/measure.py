@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from surefoot.bench.prompts import BenchPrompt
+from surefoot.engine.garbage import only_new_garbage
 from surefoot.engine.llm import LLM
 from surefoot.engine.output import CompletionOutput, TextStream
 from surefoot.errors import SurefootError
@@ -146,6 +147,7 @@ def _run_pair(
     return Pair(run_batch(llm, prompts, settings.params, PLAIN), speculative)
 
 
+@only_new_garbage()
 def run_batch(
     llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams, method: str
 ) -> Run:

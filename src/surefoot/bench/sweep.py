@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from surefoot.engine.engine import Engine
+from surefoot.engine.garbage import only_new_garbage
 from surefoot.errors import SurefootError
 from surefoot.request import MAX_SEED, Request, SamplingParams, SpeculationParams
 from surefoot.speculation.fixed import FixedPlanner
@@ -98,6 +99,7 @@ def random_prompts(vocab: int, count: int, length: int, seed: int = 0) -> list[l
     return [[chooser.randrange(vocab) for _ in range(length)] for _ in range(count)]
 
 
+@only_new_garbage()
 def run_pass(engine: Engine, concurrency: int, mode: Mode, load: Load) -> Pass:
     """Submit ``concurrency`` requests at once and run them to their end."""
     with drafting(engine, mode) as wish:
