@@ -23,7 +23,7 @@ from surefoot.engine.engine import Engine
 from surefoot.kernels.backend import Backend, FlatBatch
 from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.kernels.torch_backend import TorchBackend
-from surefoot.kernels.upload import Uploads
+from surefoot.kernels.upload import sending
 from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder, expected_shapes
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
@@ -179,9 +179,8 @@ clocks = st.one_of(st.none(), st.integers(0, 99))
 
 def admit_alone(controller: Controller, request: Request) -> None:
     """What the loop does with a request that enters its slot, for a controller and its state."""
-    uploads = Uploads(controller.state.device)
-    controller.admit([request], controller.state.admit([request], uploads), uploads)
-    uploads.send()
+    with sending(controller.state.device) as uploads:
+        controller.admit([request], controller.state.admit([request], uploads), uploads)
 
 
 @contextmanager
@@ -268,7 +267,8 @@ def score_gap(decoder: Decoder, request: Request, at: int, other: int) -> float:
         output=list(request.output[:at]),
         slot=0,
     )
-    engine.state.admit([request])
+    with sending(engine.state.device) as uploads:
+        engine.state.admit([request], uploads)
     zero = torch.zeros(1, dtype=torch.int64)
     rows = SampleRows(zero, zero + len(tokens), engine.state.history, len(tokens))
     params, features = engine.state.params, SamplingStages.of([request.params])

@@ -17,6 +17,7 @@ from surefoot.engine.landing import Landing, read_report
 from surefoot.engine.reports import Report
 from surefoot.engine.reserving import AHEAD, Reservations
 from surefoot.engine.stats import Drafting
+from surefoot.kernels.upload import sending
 from surefoot.kv.block_pool import chain_hash
 from surefoot.kv.transaction import KVManager
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams, Status
@@ -279,8 +280,10 @@ def test_requests_that_come_together_enter_as_one_by_one(data: Any) -> None:
         slots = data.draw(st.permutations(range(4)))[: len(requests)]
         for slot, request in zip(slots, requests, strict=True):
             request.slot = slot
-            alone.admit([request])
-        together.admit(requests)
+            with sending(device) as uploads:
+                alone.admit([request], uploads)
+        with sending(device) as uploads:
+            together.admit(requests, uploads)
         for slot, request in zip(slots, requests, strict=True):
             assert together.history[slot, : request.length].tolist() == request.tokens
             assert together.limit[slot] == request.max_length

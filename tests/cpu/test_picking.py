@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from surefoot.kernels.torch_backend import TorchBackend
+from surefoot.kernels.upload import sending
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.drafting.picking import Picker
@@ -20,7 +21,8 @@ def picker(params: SamplingParams, prompt: tuple[int, ...]) -> tuple[Picker, Slo
     """For one request, in slot 0, whose drafter knows the target's tokens 1, 4, 6 and 9."""
     state = SlotState(1, 32, 4, 16, VOCAB, torch.device("cpu"))
     request = Request("r", prompt, params, SpeculationParams(), 0, 32, slot=0)
-    state.admit([request])
+    with sending(state.device) as uploads:
+        state.admit([request], uploads)
     network: Any = SimpleNamespace(
         backend=TorchBackend("cpu", torch.float32), target_ids=torch.tensor([1, 4, 6, 9])
     )

@@ -610,6 +610,24 @@ def test_a_single_quick_round_does_not_tell_what_proposing_costs(seed: int) -> N
 
 
 @pytest.mark.parametrize("seed", range(4))
+def test_nor_does_one_where_it_is_tried_seldom(seed: int) -> None:
+    costs, chance = HostCosts(samples()), np.random.default_rng(seed)
+
+    def run(rounds: int, drafting: int, times: float = 1.0) -> None:
+        for _ in range(rounds):
+            seconds = host_seconds(64, drafting, 0) * math.exp(chance.normal(0, 0.1)) * times
+            costs.observe(HostSample(64, drafting, 0, seconds, drafting > 0))
+
+    run(100, 64)
+    run(200, 0)
+    before = costs.seconds(64, 64, True)
+    run(1, 64, 0.3)
+    assert costs.seconds(64, 64, True) > 0.7 * before
+    run(1, 64, 0.3)
+    assert costs.seconds(64, 64, True) < 0.7 * before
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_what_proposing_costs_is_followed_however_long_it_was_something_else(seed: int) -> None:
     costs, chance = HostCosts(), np.random.default_rng(seed)
 

@@ -177,8 +177,8 @@ MUTATIONS = (
     ),
     m(
         "sampling/params.py",
-        "uploads.add(self._enter_stops, slots,",
-        "uploads.add(partial(self.stop_ids.index_copy_, 0), slots,",
+        "uploads.add(self._enter_stops, index,",
+        "uploads.add(partial(self.stop_ids.index_copy_, 0), index,",
         "test_slots.py",
     ),
     m(
@@ -201,14 +201,14 @@ MUTATIONS = (
     ),
     m(
         "speculation/state.py",
-        "            together.add(lambda index: self._zeros[: self._zeroed]",
+        "            uploads.add(lambda index: self._zeros[: self._zeroed]",
         "            (lambda use, _: 0)(lambda index: self._zeros[: self._zeroed]",
         "test_slots.py",
     ),
     m(
         "bench/sweep.py",
-        "@only_new_garbage()\ndef run_pass(",
-        "def run_pass(",
+        "        with only_new_garbage():\n",
+        "        if True:\n",
         "test_garbage.py",
     ),
     m(
@@ -220,7 +220,7 @@ MUTATIONS = (
     m(
         "engine/reserving.py",
         "self.state.set_blocks(pairs, self.uploads)",
-        "self.state.set_blocks(pairs)",
+        "self.state.set_blocks(pairs, now := Uploads(self.state.device))\n        now.send()",
         "test_loop.py::test_a_launch_takes_one_upload",
     ),
     m(

@@ -99,7 +99,6 @@ def random_prompts(vocab: int, count: int, length: int, seed: int = 0) -> list[l
     return [[chooser.randrange(vocab) for _ in range(length)] for _ in range(count)]
 
 
-@only_new_garbage()
 def run_pass(engine: Engine, concurrency: int, mode: Mode, load: Load) -> Pass:
     """Submit ``concurrency`` requests at once and run them to their end."""
     with drafting(engine, mode) as wish:
@@ -163,7 +162,8 @@ def until_all_decode(engine: Engine, requests: Sequence[Request]) -> None:
 
 @contextmanager
 def drafting(engine: Engine, mode: Mode) -> Iterator[SpeculationParams]:
-    """Set the engine's policy for a mode; what its requests have to say for it."""
+    """Set the engine's policy for a mode; what its requests have to say for it. Meanwhile new
+    garbage is collected only, as while generating or serving."""
     loop, scheduler = engine.loop, engine.scheduler
     before = loop.planner, scheduler.upkeep
     if mode not in ("auto", PLAIN):
@@ -171,12 +171,13 @@ def drafting(engine: Engine, mode: Mode) -> Iterator[SpeculationParams]:
         loop.planner = FixedPlanner(engine.state.max_drafts, exact=not engine.rounds.recorded)
         scheduler.upkeep = None
     try:
-        if mode == "auto":
-            yield SpeculationParams()
-        elif mode == PLAIN:
-            yield SpeculationParams("off")
-        else:
-            yield SpeculationParams("auto", int(mode))
+        with only_new_garbage():
+            if mode == "auto":
+                yield SpeculationParams()
+            elif mode == PLAIN:
+                yield SpeculationParams("off")
+            else:
+                yield SpeculationParams("auto", int(mode))
     finally:
         loop.planner, scheduler.upkeep = before
 

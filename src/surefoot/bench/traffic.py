@@ -15,7 +15,6 @@ from surefoot.bench.latency import Timeline, Traffic, summarise
 from surefoot.bench.sweep import Mode, drafting, turns
 from surefoot.bench.workload import Call
 from surefoot.engine.engine import Engine
-from surefoot.engine.garbage import only_new_garbage
 from surefoot.engine.stats import Progress
 from surefoot.errors import SurefootError
 from surefoot.request import Request, SamplingParams, SpeculationParams
@@ -185,7 +184,7 @@ def measure(
     results: dict[Mode, list[Run]] = {mode: [] for mode in settings.modes}
     passes = list(turns(settings.modes, settings.repeats, settings.warmup))
     for done, (mode, counts) in enumerate(passes, 1):
-        with drafting(engine, mode) as wish, only_new_garbage():
+        with drafting(engine, mode) as wish:
             run = run_calls(engine, calls, settings, wish)
         if counts:
             results[mode].append(run)

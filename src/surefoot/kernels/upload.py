@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -45,15 +46,19 @@ class Uploads:
         if not self._uses:
             return
         uses, tables = self._uses, self._tables
-        self.clear()
+        self._uses, self._tables = [], {}
         there = upload_together(list(tables.values()), self.device)
         found = dict(zip(tables, there, strict=True))
         for use, wanted in uses:
             use(*(found[table] for table in wanted))
 
-    def clear(self) -> None:
-        """Forget what was not sent."""
-        self._tables, self._uses = {}, []
+
+@contextmanager
+def sending(device: torch.device) -> Iterator[Uploads]:
+    """What is added meanwhile is sent at the end."""
+    uploads = Uploads(device)
+    yield uploads
+    uploads.send()
 
 
 def upload_together(tables: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:

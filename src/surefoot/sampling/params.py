@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from surefoot.kernels.upload import Uploads, upload
+from surefoot.kernels.upload import Uploads, sending, upload
 from surefoot.request import Request, SamplingParams
 
 
@@ -104,40 +104,29 @@ class SlotParams:
 
     def write(self, requests: Sequence[Request]) -> None:
         """Enter requests' parameters into their slots now."""
-        uploads = Uploads(self.device)
-        self.enter(requests, np.array([request.slot for request in requests]), uploads)
-        uploads.send()
+        with sending(self.device) as uploads:
+            self.enter(requests, np.array([request.slot for request in requests]), uploads)
         self.write_biases(requests)
 
     def enter(self, requests: Sequence[Request], slots: np.ndarray, uploads: Uploads) -> None:
         """Have ``uploads`` enter requests' parameters, but for biases, into their ``slots`` int64
         [B]; the table of stop tokens becomes as wide as they need. What most have in common is
         written where a slot has something else."""
-        integers = [
-            (
-                params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size,
-                request.seed,
-                request.choice,
-                len(request.prompt),
-                len(request.prompt) + params.min_tokens,
-            )
-            for request, params in ((request, request.params) for request in requests)
-        ]
-        columns = np.array(integers, dtype=np.int64).T
-        uploads.add(partial(self._integers.index_copy_, 1), slots, columns)
-        wanted = [(_floats(request.params), request.stop_token_ids) for request in requests]
-        pairs = enumerate(zip(slots.tolist(), wanted, strict=True))
-        changed = [place for place, (slot, own) in pairs if self._written.get(slot) != own]
-        if not changed:
-            return
-        floats, stops = zip(*(wanted[place] for place in changed), strict=True)
-        self.stop_ids = _widened(self.stop_ids, stops, -1)
-        rows = _padded(stops, self.stop_ids.shape[1], -1)
-        slots = slots[changed]
-        columns = np.array(floats, dtype=np.float32).T
-        uploads.add(partial(self._floats.index_copy_, 1), slots, columns)
-        uploads.add(self._enter_stops, slots, np.array(rows, dtype=np.int64))
-        self._written.update(zip(slots.tolist(), zip(floats, stops, strict=True), strict=True))
+        integers = np.array([_integers(each, self.vocab_size) for each in requests], np.int64)
+        uploads.add(partial(self._integers.index_copy_, 1), slots, integers.T)
+        changed: dict[int, tuple[tuple[float, ...], tuple[int, ...]]] = {}
+        for slot, request in zip(slots.tolist(), requests, strict=True):
+            own = _floats(request.params), request.stop_token_ids
+            if self._written.get(slot) != own:
+                changed[slot] = own
+        if changed:
+            floats, stops = zip(*changed.values(), strict=True)
+            self.stop_ids = _widened(self.stop_ids, stops, -1)
+            rows = np.array(_padded(stops, self.stop_ids.shape[1], -1), dtype=np.int64)
+            index, table = np.array(list(changed)), np.array(floats, dtype=np.float32).T
+            uploads.add(partial(self._floats.index_copy_, 1), index, table)
+            uploads.add(self._enter_stops, index, rows)
+            self._written |= changed
 
     def _enter_stops(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         # Others may have widened the table since, for all with nothing.
@@ -185,6 +174,13 @@ def _widened(table: torch.Tensor, rows: Sequence[Sequence[Any]], fill: int) -> t
 
 def _padded(rows: Iterable[Sequence[Any]], width: int, fill: int) -> list[list]:
     return [[*row, *[fill] * (width - len(row))] for row in rows]
+
+
+def _integers(request: Request, vocab_size: int) -> tuple[int, ...]:
+    """A slot's entries of ``SlotParams._integers``."""
+    params, prompt = request.params, len(request.prompt)
+    top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
+    return top_k, request.seed, request.choice, prompt, prompt + params.min_tokens
 
 
 def _floats(params: SamplingParams) -> tuple[float, ...]:

@@ -64,13 +64,8 @@ class Controller:
         for slot, request in zip(slots.tolist(), requests, strict=True):
             wanted = request.speculation.max_draft_tokens
             limit = most if wanted is None else min(wanted, most)
-            own = (
-                limit,
-                [
-                    index in self.active and request.allows(name)
-                    for index, name in enumerate(self.names)
-                ],
-            )
+            names = enumerate(self.names)
+            own = limit, [index in self.active and request.allows(name) for index, name in names]
             if self._written.get(slot) != own:
                 changed[slot] = own
         if changed:

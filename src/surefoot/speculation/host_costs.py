@@ -17,6 +17,8 @@ _GUESS = [2e-4, 1e-4, 1e-6, 4e-6, 2e-5, 3e-4, 5e-5]
 """Seconds for a round, for one in which anybody proposes, a request, one that drafts, one that
 ends, for that the next round computes prompts at all, and for each of them; without any
 measurement."""
+_ANY_PROPOSER, _DRAFT = 1, 3
+"""Which of these are for proposing."""
 _UNCERTAIN = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0, 4.0]
 """Standard deviation of each part, in guesses. What prompts take depends on their length, and on
 what else their arrival brings with it: mostly for however many, or what is seen of one or two would
@@ -28,8 +30,8 @@ _SELDOM, _CHEAPER = 0.1, 2.0
 """Where this part of the late rounds or less had somebody propose, two in a row that took so many
 times less than believed tell that it costs less: nothing makes a round shorter than it has to be.
 Where it is more, the rounds as they come tell better: some of them decide, and some do not."""
-_LATE = 0.03
-"""Weight of a round in the part of late ones in which somebody proposed."""
+_PROPOSING_WEIGHT = 0.03
+"""Of a round, in the part of late ones in which somebody proposed."""
 _DRIFTS = [3e-4, 1e-3, 3e-4, 3e-4, 1e-3, 1e-3, 1e-3]
 """Variances, in guesses, by which the parts may change from one round to the next. What a part is
 seen to be depends on what else rounds do, more than on the machine: whoever believes it firmly is
@@ -148,13 +150,14 @@ class HostCosts:
     def _follow_proposing(self, sample: HostSample) -> bool:
         """Change what proposing takes if that is far too much; returns whether it was. While it
         seems too dear it is tried now and then only, too seldom to learn of it bit by bit."""
-        self._proposing += _LATE * (sample.proposing - self._proposing)
+        self._proposing += _PROPOSING_WEIGHT * (sample.proposing - self._proposing)
         if self._proposing > _SELDOM:
             self._cheaper = 0.0
         if not sample.proposing or self._proposing > _SELDOM:
             return False
-        proposing = self._coefficients[1] + self._coefficients[3] * sample.drafting
-        total = _sum(self._coefficients, _counts(sample))
+        parts = self._coefficients
+        proposing = parts[_ANY_PROPOSER] + parts[_DRAFT] * sample.drafting
+        total = _sum(parts, _counts(sample))
         before, self._cheaper = self._cheaper, 0.0
         if _CHEAPER * sample.seconds > total:
             return False
@@ -163,8 +166,10 @@ class HostCosts:
         if not before:
             return False
         off = max(before, self._cheaper)
-        parts = enumerate(self._coefficients)
-        self._begin_again([each * off if place in (1, 3) else each for place, each in parts])
+        parts = list(parts)
+        parts[_ANY_PROPOSER] *= off
+        parts[_DRAFT] *= off
+        self._begin_again(parts)
         return True
 
     def _learn(self, sample: HostSample) -> bool:

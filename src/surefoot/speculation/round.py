@@ -124,21 +124,17 @@ class Round:
         self,
         slots: Sequence[int] | np.ndarray,
         quota: Sequence[int],
-        scored: Sequence[int] = (),
-        uploads: Uploads | None = None,
+        scored: Sequence[int],
+        uploads: Uploads,
     ) -> None:
-        """Who takes part in the next round (int64 [n]), the most known rows that each of them
-        runs, and the places of those whose tokens' logprobs are wanted: when ``uploads`` are sent;
-        None: now."""
+        """Have ``uploads`` say who takes part in the next round (int64 [n]), the most known rows
+        that each of them runs, and the places of those whose tokens' logprobs are wanted."""
         table = np.zeros(self._batch.shape, dtype=np.int64)
         table[0] = self.state.padding_slot
         table[0, : len(slots)] = slots
         table[1, : len(slots)] = quota
         table[2, : len(scored)] = scored
-        together = uploads or Uploads(self.state.device)
-        together.add(self._batch.copy_, table)
-        if uploads is None:
-            together.send()
+        uploads.add(self._batch.copy_, table)
 
     def __call__(
         self, size: Size, max_keys: int | None = None, reads: PromptReads | None = None

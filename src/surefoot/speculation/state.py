@@ -71,12 +71,11 @@ class SlotState:
             raise ValueError(f"at most {len(self._zeros)} rows are zeroed")
         return self._zeros[before : self._zeroed]
 
-    def admit(self, requests: Sequence[Request], uploads: Uploads | None = None) -> np.ndarray:
-        """Enter requests, new or resumed, into their slots, int64 [B], which are returned: when
-        ``uploads`` are sent; None: now."""
+    def admit(self, requests: Sequence[Request], uploads: Uploads) -> np.ndarray:
+        """Have ``uploads`` enter requests, new or resumed, into their slots, int64 [B], which are
+        returned."""
         # One copy for all of them: a wave of hundreds would wait for thousands, and where some
         # request ends every other round, everybody waits for each.
-        together = uploads or Uploads(self.device)
         slots = slots_of(requests)
         known = [np.array(request.tokens, dtype=np.int64) for request in requests]
         lengths = [len(text) for text in known]
@@ -92,18 +91,16 @@ class SlotState:
         )
         places = np.repeat(slots * self.history.shape[1], lengths) + _count_up(lengths)
         texts = np.concatenate(known)
-        together.add(partial(self.history.view(-1).index_copy_, 0), places, texts)
-        together.add(partial(self._counts.index_copy_, 1), slots, counts)
+        uploads.add(partial(self.history.view(-1).index_copy_, 0), places, texts)
+        uploads.add(partial(self._counts.index_copy_, 1), slots, counts)
         if self._zeroed:
-            together.add(lambda index: self._zeros[: self._zeroed].index_fill_(1, index, 0), slots)
-        self.params.enter(requests, slots, together)
+            uploads.add(lambda index: self._zeros[: self._zeroed].index_fill_(1, index, 0), slots)
+        self.params.enter(requests, slots, uploads)
         self.params.write_biases(requests)
         if any(request.grammar is not None for request in requests):
             self._make_masks()
         for slot in slots.tolist():
             self._blocks_written[slot] = []
-        if uploads is None:
-            together.send()
         return slots
 
     def forget_written(self) -> None:
@@ -127,11 +124,9 @@ class SlotState:
         row = torch.where(self.structured[slots] > 0, row, -1)
         return TokenMasks(self.mask_bits, row)
 
-    def set_blocks(
-        self, leases: Iterable[tuple[int, Sequence[int]]], uploads: Uploads | None = None
-    ) -> None:
-        """Mirror the blocks of leases, by slot; one copy of what changed since the last call.
-        ``uploads`` as of ``admit``."""
+    def set_blocks(self, leases: Iterable[tuple[int, Sequence[int]]], uploads: Uploads) -> None:
+        """Have ``uploads`` mirror the blocks of leases, by slot: what changed since the last
+        call."""
         slots, counts, first, changed = [], [], [], []
         for slot, blocks in leases:
             common = self._common_blocks(slot, blocks)
@@ -144,10 +139,7 @@ class SlotState:
             columns = _count_up(counts) + np.repeat(first, counts)
             places = np.repeat(slots, counts) * self.block_tables.shape[1] + columns
             ids = np.concatenate(changed)
-            together = uploads or Uploads(self.device)
-            together.add(partial(self.block_tables.view(-1).index_copy_, 0), places, ids)
-            if uploads is None:
-                together.send()
+            uploads.add(partial(self.block_tables.view(-1).index_copy_, 0), places, ids)
 
     def _common_blocks(self, slot: int, blocks: Sequence[int]) -> int:
         """How many of a lease's leading blocks the device has already; the rest is noted as
