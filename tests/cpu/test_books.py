@@ -339,7 +339,7 @@ def fresh_pair(name: str, trees: tuple[bool, ...], width: int, dice: Dice) -> li
 
 
 @OTHERS
-@pytest.mark.parametrize("width", [1, K, 9])
+@pytest.mark.parametrize("width", [1, K, 8, 9])
 @pytest.mark.parametrize("trees", [(False,), (True,), (False, True), (False, False), (True, True)])
 def test_they_learn_and_choose_the_same(name: str, trees: tuple[bool, ...], width: int) -> None:
     """Over many rounds, with proposers that sleep, requests that end, and rounds without drafts."""

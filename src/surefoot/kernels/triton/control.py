@@ -61,13 +61,17 @@ def split_kernel(
             entry = base + tl.arange(0, ENTERED)
             inside = entry < entries
             place = entry + entry // cells * cells * 3
-            trials = tl.load(news_ptr + place, mask=inside, other=0)
+            # Read and cleared at once: one thread may load what another one clears, and neither
+            # would wait for the other.
+            nothing = tl.zeros([ENTERED], tl.int64)
+            trials = tl.atomic_xchg(news_ptr + place, nothing, mask=inside, sem="relaxed")
             forget = tl.exp2(trials.to(tl.float32) / ONE * decay_log2)
             for part in tl.static_range(4):
-                new = tl.load(news_ptr + place + part * cells, mask=inside, other=0)
-                old = tl.load(seen_ptr + place + part * cells, mask=inside, other=0.0)
-                tl.store(seen_ptr + place + part * cells, entered(old, forget, new), mask=inside)
-                tl.store(news_ptr + place + part * cells, tl.zeros_like(new), mask=inside)
+                new, at = trials, place + part * cells
+                if part:
+                    new = tl.atomic_xchg(news_ptr + at, nothing, mask=inside, sem="relaxed")
+                old = tl.load(seen_ptr + at, mask=inside, other=0.0)
+                tl.store(seen_ptr + at, entered(old, forget, new), mask=inside)
     drafts = tl.zeros([], tl.int64)
     if DRAFTS:
         others = tl.arange(0, SPANS)
