@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -34,6 +35,7 @@ from surefoot.kernels.triton.norm import rms_norm
 from surefoot.kernels.triton.products import TritonLinear
 from surefoot.kernels.triton.prompt_attention import SMALLEST_BLOCK, takes_heads
 from surefoot.kernels.triton.qkv import fused
+from surefoot.kernels.triton.spans import span_table
 
 
 class TritonBackend(Backend):
@@ -164,6 +166,9 @@ class TritonBackend(Backend):
         x = x.to(self.dtype).contiguous()
         if not weights:
             return super().layers(weights, x, batch, kv, rope, capture, outputs)
+        if batch.spans is None:
+            # Once, and well before attention, which reads it before it waits.
+            batch = replace(batch, spans=span_table(batch))
         features, kept = feature_places(x, capture)
         if 0 in kept:
             kept[0].copy_(x)

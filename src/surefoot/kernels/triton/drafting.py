@@ -97,6 +97,8 @@ def shift_kernel(
         live = tl.max(tl.where((first == row) & (count > 0), first + count - 1, -1), axis=0)
         if live >= 0:
             x = tl.load(feature_ptr + live * width + column, mask=inside)
+            # Other threads may have yet to read what is replaced.
+            tl.debug_barrier()
             tl.store(before_ptr + slot * width + column, x, mask=inside)
     if key % BLOCK_SIZE == BLOCK_SIZE - 1:
         block = tl.load(tables_ptr + slot * table_stride + key // BLOCK_SIZE).to(tl.int64)

@@ -118,6 +118,8 @@ def learn_kernel(
     trials = tl.load(trials_ptr + place, mask=tried, other=0.0)
     hits = tl.load(hits_ptr + place, mask=tried, other=0.0)
     forget = tl.exp2(count * decay_log2)
+    # Several warps may hold the same numbers: all are to have read them before one writes.
+    tl.debug_barrier()
     tl.store(trials_ptr + place, trials * forget + count, mask=tried)
     tl.store(hits_ptr + place, hits * forget + won, mask=tried)
     part = BINS * width

@@ -5,7 +5,9 @@ and before it reads what the kernels just ahead of it write. A kernel that has p
 earlier one to be complete, so buffers may be reused as on an ordinary stream. ``release_next`` lets
 the next kernel's blocks in once all of this kernel's blocks have called it or ended. Products call
 it after ``await_inputs``: whatever was launched before a product is complete for the kernels behind
-it, which may read that much before they wait (a batch's positions and block tables, say).
+it, which may read that much before they wait (a batch's positions and block tables, say). Products
+of more than 128 rows (``shares_kernel``) call it first: behind these, what is read before waiting
+has to be older than the product before.
 """
 
 from __future__ import annotations
