@@ -156,12 +156,14 @@ class PaddedRounds(Rounds):
         base = self.base(spans, batch, decision, drafts > 0)
         if not drafts:
             return base
-        # A round of one row a span verifies no draft, even where some of its spans are empty.
-        wanted = max(batch.count + drafts, spans + 1)
-        rows = next((rows for rows in self.rows(spans) if rows >= wanted), self.rows(spans)[-1])
-        if (costs := self.costs.get(batch.kind)) is not None:
-            found = costs.size_for(batch.count, decision.action, drafts, context)
-            rows = rows if found is None or found.spans != spans else found.rows
+        costs = self.costs.get(base.kind)
+        found = costs and costs.size_for(batch.count, decision.action, drafts, context)
+        if found is not None and found.spans == spans:
+            rows = found.rows
+        else:
+            # A round of one row a span verifies no draft, even where some of its spans are empty.
+            wanted, there = max(batch.count + drafts, spans + 1), self.rows(spans)
+            rows = next((rows for rows in there if rows >= wanted), there[-1])
         return replace(base, rows=rows, samples=rows)
 
     def base(self, spans: int, batch: Batch, decision: Decision, verifies: bool) -> Size:

@@ -8,7 +8,9 @@ MANY, MOST_HELD, IDLE_HELD = 8, 3, 15
 """Where rounds wait for the host, time spent on deciding is lost, and what is best for many
 requests changes slowly: a decision then holds for one more round for each ``MANY`` requests, up to
 some. That nobody shall propose holds longer, also where the host's time adds to the device's, and
-beside prompts: until somebody does, nothing new is learnt. And so does what leaves no choice."""
+beside prompts: until somebody does, nothing new is learnt. And so does what leaves no choice. What
+is best for a few requests depends on each of their offers, except where all that drafters can offer
+is verified."""
 _HOST_BOUND, _IDLE_BOUND = 0.75, 0.3
 """The part of a round's time that the host needs, from which on rounds wait for it, now and then;
 and from which on those of ``MANY`` requests might while nobody proposes. Of these it is known what
@@ -66,7 +68,8 @@ class Held:
         if (decision.action == NOTHING and (may_be or not overlap)) or not choice:
             self._granted = IDLE_HELD
         elif late:
-            self._granted = min(situation.requests // MANY, MOST_HELD)
+            whole = 0 < situation.requests * decision.steps <= decision.drafts
+            self._granted = MOST_HELD if whole else min(situation.requests // MANY, MOST_HELD)
         self.left = self._granted
 
 

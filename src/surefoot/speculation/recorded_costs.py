@@ -172,7 +172,7 @@ class RecordedCosts:
     def _attend(self, context: float) -> None:
         """Have times follow the length of texts, as nearly as steps of a quarter octave go; a
         length that wavers between two steps keeps the one it has."""
-        place = _STEPS * np.log2(max(context, 1.0))
+        place = _STEPS * math.log2(max(context, 1.0))
         if self._step is None or abs(place - self._step) > 0.75:
             self._step = round(place)
             self._set_base()
