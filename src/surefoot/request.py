@@ -161,7 +161,8 @@ class Request:
     def proposed_by(self) -> list[str | None]:
         """Per output token: the proposer whose accepted draft it was, None for the target's own."""
         known = self._proposed_by
-        known += [None] * (len(self.output) - len(known))
+        if missing := len(self.output) - len(known):
+            known += [None] * missing
         return known
 
     def note_drafts(self, proposer: str | None, count: int) -> None:

@@ -23,6 +23,7 @@ from surefoot.speculation.decisions import (
     Situation,
 )
 from surefoot.speculation.exploring import Budget, Trial, rounds_apart
+from surefoot.speculation.holding import Held
 from surefoot.speculation.host_costs import HostCosts, HostSample
 from surefoot.speculation.offers import OfferMemory
 from surefoot.speculation.planner import Planner
@@ -477,6 +478,25 @@ def test_what_leaves_no_choice_holds(requests: int, monkeypatch: pytest.MonkeyPa
     # Somebody comes who allows drafts: then there is one.
     planner.decide(situation(*[NEVER] * requests, proposers=(0,)))
     assert len(weighed) == 4
+
+
+@pytest.mark.parametrize(
+    ("requests", "steps", "drafts", "host", "rounds"),
+    [
+        (1, 3, 3, 2.0, 3), (3, 2, 6, 2.0, 3), (3, 2, 5, 2.0, 0), (1, 3, 2, 2.0, 0),
+        (1, 0, 3, 2.0, 0), (1, 3, 3, 0.5, 0), (1, 3, 0, 2.0, 0), (16, 3, 40, 2.0, 2),
+    ],
+)  # fmt: skip
+def test_for_few_requests_a_decision_holds_where_all_that_drafters_can_offer_is_verified(
+    requests: int, steps: int, drafts: int, host: float, rounds: int
+) -> None:
+    """What n-grams offer is now long and now nothing."""
+    now, held = situation(*[[0.9, 0.8, 0.7]] * requests), Held()
+    expected = Expectation(1.0, 1.0, 1.0, 0.0, None, (), 1.5)
+    decision = Decision(drafts, (1,) if steps else (0,), steps, False, expected)
+    held.end(now)
+    held.grant(now, decision, host, True, True)
+    assert held.left == rounds
 
 
 def test_rounds_that_told_little_are_learnt_from_now_and_then() -> None:

@@ -306,3 +306,19 @@ def test_requests_that_come_together_enter_as_one_by_one(data: Any) -> None:
         for name, value in vars(left).items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(value, getattr(right, name)), name
+
+
+def test_who_was_aborted_meanwhile_leaves_the_others_their_own_tokens() -> None:
+    """Drafts of some, no drafts of others, and a place of one that has ended with both."""
+    kv, requests = running(5, True, {0, 2})
+    rows = torch.zeros((6, COLUMNS.count), dtype=torch.int32)
+    for place, (count, drafts) in enumerate([(3, 2), (2, 2), (1, 0), (1, 0), (3, 2)]):
+        tokens = torch.tensor([10, 11, 12]) + 10 * place
+        rows[place, COLUMNS.COUNT], rows[place, COLUMNS.ACCEPTED] = count, count - 1
+        rows[place, COLUMNS.VERIFIED] = drafts
+        rows[place, COLUMNS.FIRST_TOKEN : COLUMNS.FIRST_TOKEN + 3] = tokens
+    landing = read(rows, None, requests, kv)
+    outputs = [request.output for request in requests]
+    assert outputs == [[], [20, 21], [], [40], [50, 51, 52]]
+    assert [item.tokens for item in landing.progress] == [[20, 21], [40], [50, 51, 52]]
+    assert (landing.verified, landing.accepted) == (4, 3)

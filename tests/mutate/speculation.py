@@ -336,6 +336,35 @@ MUTATIONS = (
     ),
     m(
         "speculation/holding.py",
+        "whole = 0 < situation.requests * decision.steps <= decision.drafts",
+        "whole = situation.requests * decision.steps <= decision.drafts",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/holding.py",
+        "whole = 0 < situation.requests * decision.steps <= decision.drafts",
+        "whole = 0 < decision.steps <= decision.drafts",
+        "test_decisions.py",
+    ),
+    m(
+        "engine/landing.py",
+        "        row = next(told) if drafts else [token]\n"
+        "        if not count or request.status is not running:\n"
+        "            continue\n",
+        "        if not count or request.status is not running:\n"
+        "            continue\n"
+        "        row = next(told) if drafts else [token]\n",
+        "test_landing.py",
+    ),
+    m(
+        "speculation/recorded_costs.py",
+        "        self._chosen.clear()\n        self._asked.clear()\n",
+        "        self._chosen.clear()\n",
+        "test_recorded_sizes.py",
+        "test_round_costs.py",
+    ),
+    m(
+        "speculation/holding.py",
         "elif late:",
         "else:",
         "test_decisions.py",

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from surefoot.engine.stats import NO_DRAFTING, Drafting, Progress
@@ -66,25 +65,26 @@ def read_report(
     # Hundreds of requests pass here every two milliseconds, and a device waits for nothing else:
     # for those that do not draft no list is made that is not needed.
     landing, size, chunks = Landing(), kv.block_size, len(batch.chunks)
-    first_token = columns.FIRST_TOKEN
-    counts, _, ends, verified, _, offered, offerers = rows[:, :first_token].T.tolist()
-    first: list[list[int]] = rows[:, first_token : first_token + 1].tolist()
+    end_of_row = columns.FIRST_TOKEN + 1 + longest
+    by_column = rows[:, : columns.FIRST_TOKEN + 1].T
+    counts, _, ends, verified, _, offered, offerers, first = by_column.tolist()
     of_each = zip(requests, leases, counts, ends, first, verified, offered, offerers, strict=True)
-    # Of all that drafted at once: a call for each would take as long as all of them together.
-    drafted = np.flatnonzero(rows[:, columns.VERIFIED])
-    told: Iterator[list[int]] = iter(rows[drafted, : first_token + 1 + longest].tolist())
+    told: Iterator[list[int]] = iter(())
+    if longest:
+        # Of all that drafted at once: a call for each would take as long as all of them together.
+        told = iter(rows[by_column[columns.VERIFIED].nonzero()[0], :end_of_row].tolist())
     offerer: int
     running, progress = Status.RUNNING, landing.progress
     for index, (request, lease, count, end, token, drafts, offers, offerer) in enumerate(of_each):
-        row = next(told) if drafts else token
+        row = next(told) if drafts else [token]
         if not count or request.status is not running:
             continue
         if drafts:
             item = _read_drafts(request, lease, row, kv, names, index < chunks)
             landing.drafting.append(item)
         else:
-            output, stats = request.output, request.stats
-            output += token
+            stats = request.stats
+            request.output.append(token)
             if index >= chunks:
                 request.computed += 1
                 if not request.computed % size:
@@ -92,10 +92,10 @@ def read_report(
             stats.rounds += 1
             if offers:
                 stats.offered += offers
-                item = Progress(request, token, Drafting(None, offers, offerer=names[offerer]))
+                item = Progress(request, row, Drafting(None, offers, offerer=names[offerer]))
                 landing.drafting.append(item)
             else:
-                item = Progress(request, token, NO_DRAFTING)
+                item = Progress(request, row, NO_DRAFTING)
         if hosted and (count_on_host := hosted.get(int(batch.group.slots[index]))):
             item = _add_hosted(item, names, *count_on_host)
             if not drafts and not offers:

@@ -43,14 +43,23 @@ class PinnedReport:
         self._seen = self.rows.numpy()
         self.scores: torch.Tensor | None = None
         """Made when first needed."""
+        self._parts: dict[int, tuple[torch.Tensor, torch.Tensor, np.ndarray]] = {}
+        """By spans: where the rows go, where they are on the device, and what the host sees."""
         self.begun, self.ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.copied = torch.cuda.Event()
 
-    def take(self, size: Size, prompt_scores: PromptScores) -> Report:
+    def take(self, size: Size, prompt_scores: PromptScores, stream: torch.cuda.Stream) -> Report:
+        """Have the report of a round that runs on ``stream`` copied when it has ended."""
+        parts = self._parts.get(size.spans)
+        if parts is None:
+            spans, report = size.spans, self.round.books.report
+            parts = self._parts[spans] = self.rows[:spans], report[:spans], self._seen[:spans]
+        rows, source, seen = parts
         self.reader.wait_event(self.ended)
-        with torch.cuda.stream(self.reader):
-            rows = self.rows[: size.spans]
-            rows.copy_(self.round.books.report[: size.spans], non_blocking=True)
+        # The context manager takes the host longer than what is done in it.
+        torch.cuda.set_stream(self.reader)
+        try:
+            rows.copy_(source, non_blocking=True)
             scores = self.round.scores.part(size)
             if scores is not None:
                 if self.scores is None:
@@ -60,8 +69,9 @@ class PinnedReport:
                 target = self.scores[: scores.numel()].view(scores.shape)
                 scores = target.copy_(scores.contiguous(), non_blocking=True)
             self.copied.record(self.reader)
-        seen, wait = self._seen[: size.spans], self.copied.synchronize
-        return Report(seen, scores, prompt_scores, wait, self.seconds)
+        finally:
+            torch.cuda.set_stream(stream)
+        return Report(seen, scores, prompt_scores, self.copied.synchronize, self.seconds)
 
     def seconds(self) -> float:
         return self.begun.elapsed_time(self.ended) / 1000

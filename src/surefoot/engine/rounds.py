@@ -42,8 +42,10 @@ class Rounds:
         """Of the last launch: the round itself, where it is called, or recording it. The rest is
         the host's work for every round."""
         self._copies: list[PinnedReport] = []
+        self._device_index = 0
         if self._on_gpu:
             reader = torch.cuda.Stream(self.device)
+            self._device_index = reader.device_index
             self._copies = [PinnedReport(round_, reader) for _ in range(4)]
         self._turn = 0
         self._copied: torch.cuda.Event | None = None
@@ -97,13 +99,14 @@ class Rounds:
             )
         self._turn = (self._turn + 1) % len(self._copies)
         copy = self._copies[self._turn]
-        self._stream = stream = torch.cuda.current_stream(self.device)
+        # Of a number it is not asked which device is meant.
+        self._stream = stream = torch.cuda.current_stream(self._device_index)
         copy.begun.record(stream)
         prompt_scores = self.run(size, keys, reads)
         copy.ended.record(stream)
         self.apart_seconds = time.perf_counter() - begun
         self._copied = copy.copied
-        return copy.take(size, prompt_scores)
+        return copy.take(size, prompt_scores, stream)
 
     def run(self, size: Size, keys: int, reads: PromptReads | None) -> PromptScores:
         """The round itself."""
@@ -153,10 +156,9 @@ class PaddedRounds(Rounds):
         if batch.prompt_rows:
             return self._with_prompts(batch, decision, drafts)
         spans = next(spans for spans in self.spans if spans >= batch.count)
-        base = self.base(spans, batch, decision, drafts > 0)
         if not drafts:
-            return base
-        costs = self.costs.get(base.kind)
+            return self.base(spans, spans, batch, decision, False)
+        costs = self.costs.get(batch.kind)
         found = costs and costs.size_for(batch.count, decision.action, drafts, context)
         if found is not None and found.spans == spans:
             rows = found.rows
@@ -164,14 +166,14 @@ class PaddedRounds(Rounds):
             # A round of one row a span verifies no draft, even where some of its spans are empty.
             wanted, there = max(batch.count + drafts, spans + 1), self.rows(spans)
             rows = next((rows for rows in there if rows >= wanted), there[-1])
-        return replace(base, rows=rows, samples=rows)
+        return self.base(spans, rows, batch, decision, True)
 
-    def base(self, spans: int, batch: Batch, decision: Decision, verifies: bool) -> Size:
-        """A round of so many spans without rows for drafts."""
+    def base(self, spans: int, rows: int, batch: Batch, decision: Decision, verifies: bool) -> Size:
+        """A round of so many spans and rows, all of which sample."""
         return Size(
             spans=spans,
-            rows=spans,
-            samples=spans,
+            rows=rows,
+            samples=rows,
             kind=batch.kind,
             proposers=decision.proposers,
             steps=min(decision.steps, self.longest),
@@ -194,7 +196,7 @@ class PaddedRounds(Rounds):
         rows = next((count for count in self.prompt_rows if count >= least), least)
         samples = self.prompt_samples(spans, rows, drafts > 0)
         # Where KV is reserved for no drafts, none may be verified.
-        base = self.base(spans, batch, decision, drafts > 0)
+        base = self.base(spans, spans, batch, decision, drafts > 0)
         if not any(index in self.round.drafters for index in decision.proposers):
             return replace(base, rows=rows, samples=samples)
         everything = tuple(range(len(self.round.proposers)))
