@@ -51,13 +51,14 @@ class SpeculationStats:
         """Enter a round that committed tokens; ``name`` proposed the drafts, None for none."""
         self.rounds += 1
         self.offered += offered
-        if name is not None:
-            self.verified += verified
-            self.accepted += accepted
-            by_proposer = self.verified_by_proposer
-            by_proposer[name] = by_proposer.get(name, 0) + verified
-            by_proposer = self.accepted_by_proposer
-            by_proposer[name] = by_proposer.get(name, 0) + accepted
+        if name is None:
+            return
+        self.verified += verified
+        self.accepted += accepted
+        if name not in self.verified_by_proposer:
+            self.verified_by_proposer[name] = self.accepted_by_proposer[name] = 0
+        self.verified_by_proposer[name] += verified
+        self.accepted_by_proposer[name] += accepted
 
     def kept(self, sources: Sequence[str | None]) -> SpeculationStats:
         """Of a text of which only tokens by these proposers (None: the target's own) are left, as
@@ -167,9 +168,12 @@ class Request:
 
     def note_drafts(self, proposer: str | None, count: int) -> None:
         """Say whose accepted drafts the next ``count`` output tokens are, before they are added."""
-        if count:
-            sources = self.proposed_by
-            sources += [proposer] * count
+        if not count:
+            return
+        known, missing = self._proposed_by, len(self.output) - len(self._proposed_by)
+        if missing:
+            known += [None] * missing
+        known += [proposer] * count
 
     def allows(self, proposer: str) -> bool:
         """Whether the proposer may draft for it."""

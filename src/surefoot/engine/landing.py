@@ -116,17 +116,17 @@ def _read_drafts(
     names: Sequence[str],
     prompt: bool,
 ) -> Progress:
-    """``prompt``: the round ran the end of a prompt, whose rows are kept already."""
-    count, accepted, _, verified, whose, offered, offerer, *tokens = row
-    tokens = tokens[:count]
-    name = names[whose] if verified else None
-    drafts = min(accepted, count) if verified else 0
+    """Of a request that had drafts verified. ``prompt``: the round ran the end of a prompt, whose
+    rows are kept already."""
+    count, accepted, _, verified, whose, offered, offerer = row[: ReportColumns.FIRST_TOKEN]
+    tokens = row[ReportColumns.FIRST_TOKEN : ReportColumns.FIRST_TOKEN + count]
+    name, drafts = names[whose], min(accepted, count)
     request.stats.count(name, offered, verified, drafts)
     request.note_drafts(name, drafts)
     request.output += tokens
-    blocks = request.computed // kv.block_size
-    request.computed += count - prompt
-    if request.computed // kv.block_size > blocks:
+    size, before = kv.block_size, request.computed
+    request.computed = after = before + count - prompt
+    if after // size > before // size:
         kv.keep(lease)
     drafting = Drafting(name, offered, verified, drafts, names[offerer] if offered else None)
     return Progress(request, tokens, drafting)
