@@ -499,6 +499,19 @@ def test_for_few_requests_a_decision_holds_where_all_that_drafters_can_offer_is_
     assert held.left == rounds
 
 
+@pytest.mark.parametrize(
+    ("requests", "holds"), [(16, True), (18, True), (19, False), (9, True), (8, True), (7, False)]
+)
+def test_a_decision_outlasts_half_of_a_crowd_that_leaves(requests: int, holds: bool) -> None:
+    """Where rounds wait for the host, each of hundreds of texts that end apart would have it decide
+    anew."""
+    expected, held = Expectation(1.0, 1.0, 1.0, 0.0, None, (), 1.5), Held()
+    made_for = situation(*[[0.9, 0.8, 0.7]] * 16)
+    held.end(made_for)
+    held.grant(made_for, Decision(48, (1,), 3, False, expected), 2.0, True, True)
+    assert held.holds(situation(*[[0.9, 0.8, 0.7]] * requests)) == holds
+
+
 def test_rounds_that_told_little_are_learnt_from_now_and_then() -> None:
     """Until one tells much; those with prompts always are."""
     costs = GivenCosts([LOOK], 0.0)

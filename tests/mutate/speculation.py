@@ -365,6 +365,12 @@ MUTATIONS = (
     ),
     m(
         "speculation/holding.py",
+        "max(MANY * more, -2 * more)",
+        "MANY * abs(more)",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/holding.py",
         "elif late:",
         "else:",
         "test_decisions.py",

@@ -37,8 +37,9 @@ class Held:
 
     def holds(self, situation: Situation) -> bool:
         """Whether it holds for this round, too, which is then counted."""
-        # Of a crowd one may come or go.
-        same = abs(situation.requests - self._requests) * MANY <= self._requests
+        # Of a crowd one may come, and, as that leaves the others no worse off, half of it may go.
+        more = situation.requests - self._requests
+        same = max(MANY * more, -2 * more) <= self._requests
         same = same and _question(situation) == self._asked and situation.hosted is None
         if not (self.left and same) or (situation.prompt_rows and not self._quiet):
             return False
