@@ -512,6 +512,28 @@ def test_a_decision_outlasts_half_of_a_crowd_that_leaves(requests: int, holds: b
     assert held.holds(situation(*[[0.9, 0.8, 0.7]] * requests)) == holds
 
 
+def test_while_a_crowd_leaves_there_may_be_actions_that_were_never_weighed() -> None:
+    """Drafters go to other depths where there are fewer requests, and what was best for all of them
+    is no good for these."""
+    few, many = (NOTHING, ((1,), 1), ((1,), 2), ((1,), 3)), (NOTHING, ((1,), 2))
+    costs = GivenCosts(few, 0.01, 0.3)
+    costs.actions = lambda requests: few if requests < 8 else many  # type: ignore[method-assign]
+    offers = OfferMemory(WIDTH, frozenset({1}))
+    weighing = Weighing(costs, HostCosts(), offers, True)
+
+    def weigh(requests: int, row: list[float]) -> Action:
+        for _ in range(8):
+            chances = np.array([row] * 32, dtype=np.float32)
+            offers.record(chances, np.ones(32, dtype=np.int64), (1,), WIDTH)
+        now = situation(*[NEVER] * requests, proposers=(1,))
+        weighing.weigh(now, weighing.allowed(now), 1.0, 5)
+        return weighing.best
+
+    assert weigh(16, [0.9, 0.8, 0.7]) == ((1,), 2)
+    assert NOTHING in [weigh(4, [1e-3, 1e-4, 1e-5]) for _ in range(8)]
+    assert ((1,), 3) in [weigh(4, [0.9, 0.8, 0.7]) for _ in range(24)]
+
+
 def test_rounds_that_told_little_are_learnt_from_now_and_then() -> None:
     """Until one tells much; those with prompts always are."""
     costs = GivenCosts([LOOK], 0.0)

@@ -305,8 +305,8 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "    drafts = min(accepted, count) if verified else 0",
-        "    drafts = accepted if verified else 0",
+        "    name, drafts = names[whose], min(accepted, count)",
+        "    name, drafts = names[whose], accepted",
         "test_landing.py",
     ),
     # --- tokens -----------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "    if request.computed // kv.block_size > blocks:\n",
+        "    if after // size > before // size:\n",
         "    if False:\n",
         "test_landing.py",
         "test_kv.py",
@@ -368,6 +368,12 @@ MUTATIONS = (
         "max(MANY * more, -2 * more)",
         "MANY * abs(more)",
         "test_decisions.py",
+    ),
+    m(
+        "speculation/weighing.py",
+        "return self._promise_of(other).rate > self.margin",
+        "return self._promises[other].rate > self.margin",
+        "test_decisions.py::test_while_a_crowd_leaves_there_may_be_actions_that_were_never_weighed",
     ),
     m(
         "speculation/holding.py",
@@ -671,8 +677,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/weighing.py",
-        "return self._promises[other].rate > self.margin * self._promise_of(than).rate",
-        "return self._promises[other].rate < self.margin * self._promise_of(than).rate",
+        "return self._promise_of(other).rate > self.margin * self._promise_of(than).rate",
+        "return self._promise_of(other).rate < self.margin * self._promise_of(than).rate",
         "test_planner.py::test_repetition_is_used",
     ),
     m(

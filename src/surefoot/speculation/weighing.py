@@ -234,7 +234,7 @@ class Weighing:
 
     def _better(self, other: Action, than: Action) -> bool:
         """Whether ``other`` promises enough more."""
-        return self._promises[other].rate > self.margin * self._promise_of(than).rate
+        return self._promise_of(other).rate > self.margin * self._promise_of(than).rate
 
     def _other(self, actions: tuple[Action, ...], turn: int) -> Action:
         """What is weighed against the best action: its neighbours in depth and other proposers, and
