@@ -534,6 +534,19 @@ def test_while_a_crowd_leaves_there_may_be_actions_that_were_never_weighed() -> 
     assert ((1,), 3) in [weigh(4, [0.9, 0.8, 0.7]) for _ in range(24)]
 
 
+def test_what_an_action_promises_does_not_depend_on_prompts_beside_it() -> None:
+    costs = GivenCosts([LOOK], 0.01, 0.1)
+    costs.prompt = 0.05
+    weighing = Weighing(costs, HostCosts(), OfferMemory(WIDTH, frozenset()), True)
+    now = situation(*[[0.9, 0.8, 0.7]] * 4, proposers=(0,))
+    beside = replace(now, prompt_rows=64, prompts=1)
+    alone, nothing = weighing.plain_seconds(now)
+    with_prompts, prompts = weighing.plain_seconds(beside)
+    assert nothing == 0.0 and with_prompts == pytest.approx(alone)
+    assert prompts == pytest.approx(64 * 0.05)
+    assert weighing.promise(beside, LOOK, alone) == weighing.promise(now, LOOK, alone)
+
+
 def test_rounds_that_told_little_are_learnt_from_now_and_then() -> None:
     """Until one tells much; those with prompts always are."""
     costs = GivenCosts([LOOK], 0.0)
