@@ -437,9 +437,9 @@ def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
     # Others come, or want something else: that is another question.
     hosted = np.full((requests, WIDTH), np.nan, dtype=np.float32)
     hosted[0] = 0.9
-    prompts, quiet = replace(now, prompt_rows=64), best == NOTHING
+    prompts = replace(now, prompt_rows=64)
     crowd = situation(*[row] * (requests + 8), proposers=(0,))
-    for other in (crowd, *([] if quiet else [prompts]), replace(now, hosted=hosted)):
+    for other in (crowd, replace(now, hosted=hosted)):
         planner.decide(now)
         weighed.clear()
         planner.decide(other)
@@ -448,13 +448,23 @@ def test_where_rounds_wait_for_the_host_a_decision_for_many_holds(
         while planner.held.left:
             planner.decide(now)
         weighed.clear()
-    # Beside prompts as well nobody proposes, and they take their time.
-    if quiet and every > 1:
-        seconds = [planner.decide(each).expected for each in (now, now, prompts, now)]
-        assert weighed == [now]
-        assert [each.prompt_seconds > 0 for each in seconds] == [False, False, True, False]
-        for each in seconds:
-            assert each.seconds - each.prompt_seconds == pytest.approx(seconds[0].seconds)
+    # It is the same beside prompts, which take their time; that nobody proposes is found out there
+    # as well, where such rounds, too, may wait for the host.
+    there = best == NOTHING and (requests, host) != (8, 0.4) and requests >= 8
+    orders = [(now, prompts, now), *([(prompts, now, prompts)] if there else [])]
+    for order in orders if every > 1 else []:
+        weighed.clear()
+        decided = [planner.decide(each) for each in order[:every]]
+        assert len(weighed) == 1
+        alone = [each.expected.seconds - each.expected.prompt_seconds for each in decided]
+        for each, decision in zip(order, decided, strict=False):
+            expected = decision.expected
+            assert (decision.action, decision.drafts) == (decided[0].action, decided[0].drafts)
+            assert (expected.prompt_seconds > 0.0) == (each is prompts)
+            assert expected.without_trial == expected.seconds
+        assert alone == pytest.approx([alone[0]] * len(alone))
+        while planner.held.left:
+            planner.decide(now)
     # Of many one more is the same crowd.
     planner.decide(now)
     weighed.clear()
@@ -508,8 +518,10 @@ def test_a_decision_outlasts_half_of_a_crowd_that_leaves(requests: int, holds: b
     expected, held = Expectation(1.0, 1.0, 1.0, 0.0, None, (), 1.5), Held()
     made_for = situation(*[[0.9, 0.8, 0.7]] * 16)
     held.end(made_for)
-    held.grant(made_for, Decision(48, (1,), 3, False, expected), 2.0, True, True)
-    assert held.holds(situation(*[[0.9, 0.8, 0.7]] * requests)) == holds
+    decision = Decision(48, (1,), 3, False, expected)
+    held.grant(made_for, decision, 2.0, True, True)
+    found = held.next(situation(*[[0.9, 0.8, 0.7]] * requests))
+    assert found == (decision if holds else None)
 
 
 def test_while_a_crowd_leaves_there_may_be_actions_that_were_never_weighed() -> None:
@@ -545,6 +557,42 @@ def test_what_an_action_promises_does_not_depend_on_prompts_beside_it() -> None:
     assert nothing == 0.0 and with_prompts == pytest.approx(alone)
     assert prompts == pytest.approx(64 * 0.05)
     assert weighing.promise(beside, LOOK, alone) == weighing.promise(now, LOOK, alone)
+
+
+def test_what_others_offered_beside_prompts_is_there_for_what_is_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside prompts all propose, as far as they can, where rounds are recorded. What is best for
+    rounds without finds its own offers among these, and holds; what takes others waits for them."""
+    every: Action = ((0, 1), 3)
+    costs = GivenCosts([LOOK, DRAFT, every], 0.0)
+    costs.prompt = 0.05
+    costs.with_prompts = lambda requests, action: every  # type: ignore[method-assign]
+    planner = Planner(costs, HostCosts(), WIDTH, drafters=(1,), overlap=True)
+    monkeypatch.setattr(planner.weighing, "host_seconds", lambda *args: 2.0)
+    monkeypatch.setattr(planner.budget, "next", lambda *asked: None)
+    best = [DRAFT]
+
+    def weigh(*args: Any) -> None:
+        planner.weighing.best = best[0]
+
+    monkeypatch.setattr(planner.weighing, "weigh", weigh)
+    now = situation(*[[0.9, 0.8, 0.7]] * 32, proposers=(0, 1))
+    prompts = replace(now, prompt_rows=64)
+    planner.decide(now)
+    assert planner.decide(now).action == DRAFT and planner.held.left == 3
+    beside = planner.decide(prompts)
+    assert beside.action == every and planner.held.left == 2
+    assert planner.decide(now).action == DRAFT and planner.held.left == 1
+    planner.decide(now)
+    # Made beside prompts: for this round alone.
+    assert planner.decide(prompts).action == every and not planner.held.left
+    assert planner.decide(now).action == DRAFT and planner.held.left == 3
+    while planner.held.left:
+        planner.decide(now)
+    best[0] = LOOK
+    assert planner.decide(now).action == LOOK and not planner.held.left
+    assert planner.decide(now).action == LOOK and planner.held.left == 3
 
 
 def test_rounds_that_told_little_are_learnt_from_now_and_then() -> None:

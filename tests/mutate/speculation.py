@@ -294,9 +294,33 @@ MUTATIONS = (
     ),
     m(
         "speculation/planner.py",
-        "lasts = action == last.action and bool(plan.drafts) == bool(action[0])",
-        "lasts = True",
+        "lasts = there and bool(plan.drafts) == bool(action[0])",
+        "lasts = there",
         "test_decisions.py::test_what_finds_nothing_on_offer_yet_is_not_held",
+    ),
+    m(
+        "speculation/planner.py",
+        "there = set(action[0]).issubset(last.proposers) and action[1] <= last.steps",
+        "there = True",
+        "test_decisions.py::test_what_others_offered_beside_prompts_is_there_for_what_is_held",
+    ),
+    m(
+        "speculation/planner.py",
+        "there = set(action[0]).issubset(last.proposers) and action[1] <= last.steps",
+        "there = action == last.action",
+        "test_decisions.py::test_what_others_offered_beside_prompts_is_there_for_what_is_held",
+    ),
+    m(
+        "speculation/planner.py",
+        "before, action = held.expected, self._possible(situation, held.action)",
+        "before, action = held.expected, held.action",
+        "test_decisions.py::test_what_others_offered_beside_prompts_is_there_for_what_is_held",
+    ),
+    m(
+        "speculation/planner.py",
+        "more = prompts - before.prompt_seconds",
+        "more = prompts",
+        "test_decisions.py",
     ),
     m(
         "speculation/holding.py",
@@ -407,8 +431,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/planner.py",
-        "        self._at_hand.read(situation)\n        if self.held.holds(situation):",
-        "        if self.held.holds(situation):",
+        "        self._at_hand.read(situation)\n        if (held := ",
+        "        if (held := ",
         "test_decisions.py::test_what_a_trial_found_is_read_while_nobody_proposes_again",
     ),
     m(

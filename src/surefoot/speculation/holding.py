@@ -7,10 +7,9 @@ from surefoot.speculation.decisions import NOTHING, Decision, Situation
 MANY, MOST_HELD, IDLE_HELD = 8, 3, 15
 """Where rounds wait for the host, time spent on deciding is lost, and what is best for many
 requests changes slowly: a decision then holds for one more round for each ``MANY`` requests, up to
-some. That nobody shall propose holds longer, also where the host's time adds to the device's, and
-beside prompts: until somebody does, nothing new is learnt. And so does what leaves no choice. What
-is best for a few requests depends on each of their offers, except where all that drafters can offer
-is verified."""
+some. That nobody shall propose holds longer, also where the host's time adds to the device's: until
+somebody does, nothing new is learnt. And so does what leaves no choice. What is best for a few
+requests depends on each of their offers, except where all that drafters can offer is verified."""
 _HOST_BOUND, _IDLE_BOUND = 0.75, 0.3
 """The part of a round's time that the host needs, from which on rounds wait for it, now and then;
 and from which on those of ``MANY`` requests might while nobody proposes. Of these it is known what
@@ -32,19 +31,19 @@ class Held:
         self._asked: tuple[object, ...] | None = None
         self._requests = 0
         """What it was made for, and for how many."""
-        self._quiet = False
-        """Whether by it nobody proposes, and no draft is verified."""
+        self._decision: Decision | None = None
+        """This is it, if it holds at all."""
 
-    def holds(self, situation: Situation) -> bool:
-        """Whether it holds for this round, too, which is then counted."""
+    def next(self, situation: Situation) -> Decision | None:
+        """The decision, if it holds for this round, too, which is then counted."""
         # Of a crowd one may come, and, as that leaves the others no worse off, half of it may go.
         more = situation.requests - self._requests
         same = max(MANY * more, -2 * more) <= self._requests
         same = same and _question(situation) == self._asked and situation.hosted is None
-        if not (self.left and same) or (situation.prompt_rows and not self._quiet):
-            return False
+        if not (self.left and same):
+            return None
         self.left -= 1
-        return True
+        return self._decision
 
     def end(self, situation: Situation) -> int:
         """Another one is made now. Returns the rounds since the one before was made."""
@@ -60,9 +59,11 @@ class Held:
         """The decision that was just made may hold for a while, in which nothing else is tried.
         ``host``: seconds that the host needs for its round; ``overlap`` as in ``Planner``;
         ``choice``: whether there was any."""
-        self._quiet = decision.action == NOTHING and not decision.drafts
-        if situation.hosted is not None or (situation.prompt_rows and not self._quiet):
+        quiet = decision.action == NOTHING and not decision.drafts
+        # Beside prompts there is other room for drafts.
+        if situation.hosted is not None or (situation.prompt_rows and not quiet):
             return
+        self._decision = decision
         seconds, many = decision.expected.seconds, situation.requests >= MANY
         late = waits_for_host(host, seconds)
         may_be = late or (many and host >= _IDLE_BOUND * seconds)

@@ -134,10 +134,11 @@ class Planner:
     def _next(self, situation: Situation) -> Decision:
         # Also while a decision holds: what a trial found is told some rounds later.
         self._at_hand.read(situation)
-        if self.held.holds(situation):
-            if situation.prompt_rows or self._last.expected.prompt_seconds:
-                self._last = self._beside_other_prompts(situation)
-            return self._last
+        if (held := self.held.next(situation)) is not None:
+            if situation.prompt_rows or held.expected.prompt_seconds:
+                held = self._beside_other_prompts(held, situation)
+            self._last = held
+            return held
         rounds = self.held.end(situation)
         self._attend(situation)
         actions = self.weighing.allowed(situation)
@@ -163,7 +164,8 @@ class Planner:
         self._last = Decision(plan.drafts, *action, trial is not None, expected)
         self.fairness.decided(plan.gains, plan.seconds / owed.plain)
         # Another action finds nothing on offer yet, or what the one before it has left.
-        lasts = action == last.action and bool(plan.drafts) == bool(action[0])
+        there = set(action[0]).issubset(last.proposers) and action[1] <= last.steps
+        lasts = there and bool(plan.drafts) == bool(action[0])
         if charged is None and (lasts or quiet):
             host = self.weighing.host_seconds(situation, action)
             overlap, choice = self.weighing.overlap, len(actions) > 1
@@ -181,13 +183,18 @@ class Planner:
         waits = self._restrained(situation) and self._harmless == NOTHING
         return waits and self.weighing.best in actions
 
-    def _beside_other_prompts(self, situation: Situation) -> Decision:
-        """The last decision, that nobody proposes, with what is expected of this round."""
-        before = self._last.expected
-        plain, prompts = self.weighing.plain_seconds(situation, before.plain_seconds)
-        seconds = plain + prompts
-        expected = replace(before, seconds=seconds, without_trial=seconds, prompt_seconds=prompts)
-        return replace(self._last, expected=expected)
+    def _beside_other_prompts(self, held: Decision, situation: Situation) -> Decision:
+        """What was decided beside other prompts, or none, with what is expected of this round."""
+        before, action = held.expected, self._possible(situation, held.action)
+        _, prompts = self.weighing.plain_seconds(situation, before.plain_seconds)
+        more = prompts - before.prompt_seconds
+        expected = replace(
+            before,
+            seconds=before.seconds + more,
+            without_trial=before.without_trial + more,
+            prompt_seconds=prompts,
+        )
+        return replace(held, proposers=action[0], steps=action[1], expected=expected)
 
     def _best(self, case: _Case) -> tuple[Action, _Plan]:
         """What is best for all together, if it is fair to each; else, and for some rounds, the best
