@@ -401,6 +401,12 @@ MUTATIONS = (
     ),
     m(
         "speculation/holding.py",
+        " or decision.action not in actions:",
+        ":",
+        "test_decisions.py::test_a_decision_outlasts_half_of_a_crowd_that_leaves",
+    ),
+    m(
+        "speculation/holding.py",
         "elif late:",
         "else:",
         "test_decisions.py",
@@ -431,8 +437,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/planner.py",
-        "        self._at_hand.read(situation)\n        if (held := ",
-        "        if (held := ",
+        "        self._at_hand.read(situation)\n        on_offer = ",
+        "        on_offer = ",
         "test_decisions.py::test_what_a_trial_found_is_read_while_nobody_proposes_again",
     ),
     m(

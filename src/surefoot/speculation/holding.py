@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from surefoot.speculation.decisions import NOTHING, Decision, Situation
+from collections.abc import Sequence
+
+from surefoot.speculation.decisions import NOTHING, Action, Decision, Situation
 
 MANY, MOST_HELD, IDLE_HELD = 8, 3, 15
 """Where rounds wait for the host, time spent on deciding is lost, and what is best for many
@@ -34,16 +36,18 @@ class Held:
         self._decision: Decision | None = None
         """This is it, if it holds at all."""
 
-    def next(self, situation: Situation) -> Decision | None:
-        """The decision, if it holds for this round, too, which is then counted."""
+    def next(self, situation: Situation, actions: Sequence[Action]) -> Decision | None:
+        """The decision, if it holds for this round, too, which is then counted. ``actions``: those
+        that are on offer for so many requests."""
         # Of a crowd one may come, and, as that leaves the others no worse off, half of it may go.
         more = situation.requests - self._requests
         same = max(MANY * more, -2 * more) <= self._requests
         same = same and _question(situation) == self._asked and situation.hosted is None
-        if not (self.left and same):
+        decision = self._decision
+        if not (self.left and same) or decision is None or decision.action not in actions:
             return None
         self.left -= 1
-        return self._decision
+        return decision
 
     def end(self, situation: Situation) -> int:
         """Another one is made now. Returns the rounds since the one before was made."""

@@ -134,7 +134,8 @@ class Planner:
     def _next(self, situation: Situation) -> Decision:
         # Also while a decision holds: what a trial found is told some rounds later.
         self._at_hand.read(situation)
-        if (held := self.held.next(situation)) is not None:
+        on_offer = self.costs.actions(situation.requests)
+        if (held := self.held.next(situation, on_offer)) is not None:
             if situation.prompt_rows or held.expected.prompt_seconds:
                 held = self._beside_other_prompts(held, situation)
             self._last = held
