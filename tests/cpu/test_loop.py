@@ -322,6 +322,27 @@ def test_offers_are_read_of_rounds_that_left_some(
     assert 3 < len(read) == sum(told) < len(told) - 3 and max(most) > 1
 
 
+def test_who_is_let_in_for_a_round_without_room_is_told_of_with_the_next() -> None:
+    """The pool has room for its prompt, and not for that beside the others' next tokens. The last
+    round in flight is read meanwhile."""
+    engine = make_engine(
+        tiny_decoder(), True, kv_blocks=9, block_size=4, max_num_seqs=4, max_draft_tokens=3,
+        draft_policy="fixed", proposers=("ngram",),
+    )  # fmt: skip
+    params, prompt = replace(GREEDY, max_tokens=20), tuple(range(2, 10))
+    requests = [engine.make_request(f"r{place}", prompt, params) for place in range(3)]
+    waited = 0
+    for step in range(200):
+        if step in (0, 8):
+            for request in requests[:2] if step == 0 else requests[2:]:
+                engine.add(request)
+        engine.step()
+        engine.check_integrity()
+        waited += engine.loop.uploads.waiting and not engine.loop.flights
+    assert waited and not engine.has_work
+    assert len({tuple(request.output) for request in requests}) == 1
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_launch_takes_one_upload(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes with it, and whatever blocks it needs: an upload takes the host as long as

@@ -35,6 +35,11 @@ class Uploads:
         """By identity."""
         self._uses: list[tuple[Callable[..., object], list[int]]] = []
 
+    @property
+    def waiting(self) -> bool:
+        """Whether anything is yet to be sent."""
+        return bool(self._uses)
+
     def add(self, use: Callable[..., object], *tables: np.ndarray) -> None:
         """``use`` is to be called with these tables on the device. Who hands over one and the same
         again gets the one that is there."""
