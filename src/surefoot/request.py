@@ -51,14 +51,13 @@ class SpeculationStats:
         """Enter a round that committed tokens; ``name`` proposed the drafts, None for none."""
         self.rounds += 1
         self.offered += offered
-        if name is None:
-            return
-        self.verified += verified
-        self.accepted += accepted
-        if name not in self.verified_by_proposer:
-            self.verified_by_proposer[name] = self.accepted_by_proposer[name] = 0
-        self.verified_by_proposer[name] += verified
-        self.accepted_by_proposer[name] += accepted
+        if name is not None:
+            self.verified += verified
+            self.accepted += accepted
+            by_proposer = self.verified_by_proposer
+            by_proposer[name] = by_proposer.get(name, 0) + verified
+            by_proposer = self.accepted_by_proposer
+            by_proposer[name] = by_proposer.get(name, 0) + accepted
 
     def kept(self, sources: Sequence[str | None]) -> SpeculationStats:
         """Of a text of which only tokens by these proposers (None: the target's own) are left, as
@@ -162,18 +161,14 @@ class Request:
     def proposed_by(self) -> list[str | None]:
         """Per output token: the proposer whose accepted draft it was, None for the target's own."""
         known = self._proposed_by
-        if missing := len(self.output) - len(known):
-            known += [None] * missing
+        known += [None] * (len(self.output) - len(known))
         return known
 
     def note_drafts(self, proposer: str | None, count: int) -> None:
         """Say whose accepted drafts the next ``count`` output tokens are, before they are added."""
-        if not count:
-            return
-        known, missing = self._proposed_by, len(self.output) - len(self._proposed_by)
-        if missing:
-            known += [None] * missing
-        known += [proposer] * count
+        if count:
+            sources = self.proposed_by
+            sources += [proposer] * count
 
     def allows(self, proposer: str) -> bool:
         """Whether the proposer may draft for it."""

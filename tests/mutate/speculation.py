@@ -381,13 +381,6 @@ MUTATIONS = (
         "test_landing.py",
     ),
     m(
-        "speculation/recorded_costs.py",
-        "        self._chosen.clear()\n        self._asked.clear()\n",
-        "        self._chosen.clear()\n",
-        "test_recorded_sizes.py",
-        "test_round_costs.py",
-    ),
-    m(
         "speculation/holding.py",
         "max(MANY * more, -2 * more)",
         "MANY * abs(more)",

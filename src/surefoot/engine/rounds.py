@@ -42,10 +42,8 @@ class Rounds:
         """Of the last launch: the round itself, where it is called, or recording it. The rest is
         the host's work for every round."""
         self._copies: list[PinnedReport] = []
-        self._device_index = 0
         if self._on_gpu:
             reader = torch.cuda.Stream(self.device)
-            self._device_index = reader.device_index
             self._copies = [PinnedReport(round_, reader) for _ in range(4)]
         self._turn = 0
         self._copied: torch.cuda.Event | None = None
@@ -100,7 +98,7 @@ class Rounds:
         self._turn = (self._turn + 1) % len(self._copies)
         copy = self._copies[self._turn]
         # Of a number it is not asked which device is meant.
-        self._stream = stream = torch.cuda.current_stream(self._device_index)
+        self._stream = stream = torch.cuda.current_stream(copy.reader.device_index)
         copy.begun.record(stream)
         prompt_scores = self.run(size, keys, reads)
         copy.ended.record(stream)

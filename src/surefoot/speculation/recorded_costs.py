@@ -74,19 +74,13 @@ class RecordedCosts:
         """By spans and action, until something is learnt."""
         self._chosen: dict[tuple[int, Action, int], RecordedSize] = {}
         """By spans, action and the first size of ``Layouts.of`` that would do, for some rounds."""
-        self._asked: dict[tuple[int, Action, int], RecordedSize | None] = {}
-        """Which of these it was for so many requests and drafts."""
 
     def offer(self, sizes: Collection[RecordedSize] | None) -> None:
         """Rounds are to be of these sizes from now on, where there is one that does what is wanted;
         None: of any."""
         self._layouts.offer(sizes)
-        self._choose_anew()
-
-    def _choose_anew(self) -> None:
         self._believed.clear()
         self._chosen.clear()
-        self._asked.clear()
 
     # --- asking -------------------------------------------------------------------------------
 
@@ -133,22 +127,13 @@ class RecordedCosts:
         """The cheapest size for such a round without prompts; a larger one may cost less. Drafts
         for which no size has room stay away: a decision may have been made for a few requests more,
         who had larger ones. None: none holds the requests, or any drafts."""
-        self._attend(context)
-        asked = requests, action, drafts
-        if asked in self._asked:
-            return self._asked[asked]
-        found = self._asked[asked] = self._choose(requests, action, drafts, context)
-        return found
-
-    def _choose(
-        self, requests: int, action: Action, drafts: int, context: float
-    ) -> RecordedSize | None:
         layout = self._layouts.of(requests, action)
         if not len(layout.places):
             return None
         room = layout.room(requests)
         if drafts and not room[-1]:
             return None
+        self._attend(context)
         first = int(room.searchsorted(min(drafts, int(room[-1]))))
         key = self._layouts.spans_for(requests), action, first
         chosen = self._chosen.get(key)
@@ -195,7 +180,8 @@ class RecordedCosts:
     def _set_base(self) -> None:
         context = 2.0 ** ((self._step or 0) / _STEPS)
         self._base = self.measured.at(context)
-        self._choose_anew()
+        self._believed.clear()
+        self._chosen.clear()
 
     # --- learning -----------------------------------------------------------------------------
 
