@@ -264,6 +264,41 @@ def test_draws_are_the_sampler_s(mapped: bool) -> None:
     torch.testing.assert_close(chances[:, 1], chance, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns where -inf is meant.
+@pytest.mark.parametrize(
+    "values",
+    [dict(top_p=0.8), dict(top_k=6), dict(min_p=0.1), dict(top_k=40, top_p=0.5, min_p=0.02)],
+    ids=str,
+)
+def test_drawn_drafts_are_filtered(values: dict[str, Any]) -> None:
+    """As the sampler does it, but for a few; without filters many would be others. The
+    likely tokens are neighbours, and a part of the vocabulary is ruled out."""
+    torch.manual_seed(5)
+    count, vocab = 64, 4600
+    params = SlotParams(count, vocab, DEVICE)
+    made = SamplingParams(temperature=0.9, **values)
+    params.write(
+        [
+            Request(f"{slot}", (1,), made, SpeculationParams(), 977 * slot, 90, slot=slot)
+            for slot in range(count)
+        ]
+    )
+    logits = 2 * torch.randn(count, vocab) - 2 * torch.log1p(torch.arange(vocab) / 8.0)
+    logits[:, 2048:4096] = float("-inf")
+    slots, positions = torch.arange(count), torch.arange(count) % LENGTH
+    history = torch.zeros((count, LENGTH), dtype=torch.int64)
+    rows = SampleRows(slots, positions, history, LENGTH)
+    features = SamplingStages(noise=True, min_p=True, top_k=vocab, top_p=True)
+    expected = sample_rows(logits, rows, params, features)
+    unfiltered = sample_rows(logits, rows, params, SamplingStages(noise=True))
+    tokens, chances = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
+    assert TRITON.draw(logits, None, draws_of(rows, params), history, tokens, chances)
+    assert (unfiltered == expected).double().mean() < 0.9
+    assert (tokens == expected).double().mean() >= 0.95
+    chance = (logits / 0.9).softmax(dim=1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(chances, chance, rtol=1e-4, atol=1e-7)
+
+
 def test_synthetic_acceptance() -> None:
     torch.manual_seed(3)
     vocab = 50

@@ -213,7 +213,7 @@ def test_borders_are_those_of_sorting(ties: bool) -> None:
     logits[:, 1900:2100] = float("-inf")
     slots = torch.arange(count)
     maxima, indices = parts_of(count, VOCAB, logits.device)
-    partial_argmax_kernel[maxima.shape](logits, VOCAB, VOCAB, maxima, indices, BLOCK)
+    partial_argmax_kernel[maxima.shape](logits, VOCAB, VOCAB, maxima, indices, BLOCK, False)
     limits = find_limits(logits, maxima, slots, params, True, True, True, BLOCK)
     assert limits is not None
     everything = filtered_scores(logits, slots, params, SamplingStages())

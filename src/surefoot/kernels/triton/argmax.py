@@ -6,6 +6,7 @@ import torch
 import triton.language as tl
 
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
+from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 
 BLOCK = 2048
 
@@ -18,7 +19,11 @@ def largest(values, index, limit):
 
 
 @jit
-def partial_argmax_kernel(logits_ptr, stride, width, value_ptr, index_ptr, BLOCK: tl.constexpr):
+def partial_argmax_kernel(
+    logits_ptr, stride, width, value_ptr, index_ptr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    release_next(PDL)
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
@@ -31,7 +36,11 @@ def partial_argmax_kernel(logits_ptr, stride, width, value_ptr, index_ptr, BLOCK
 
 
 @jit
-def final_argmax_kernel(value_ptr, index_ptr, out_ptr, parts, width, PADDED: tl.constexpr):
+def final_argmax_kernel(
+    value_ptr, index_ptr, out_ptr, parts, width, PADDED: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    release_next(PDL)
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PADDED)
     inside = part < parts
@@ -58,8 +67,9 @@ def reduce_parts(values: torch.Tensor, indices: torch.Tensor, width: int) -> tor
     rows, parts = values.shape
     out = torch.empty(rows, dtype=torch.int64, device=values.device)
     final_argmax_kernel[(rows,)](
-        values, indices, out, parts, width, next_power_of_2(parts), num_warps=1
-    )
+        values, indices, out, parts, width, next_power_of_2(parts), num_warps=1,
+        **pdl(values.device),
+    )  # fmt: skip
     return out
 
 
@@ -69,6 +79,6 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     rows, width = logits.shape
     values, indices = parts_of(rows, width, logits.device)
     partial_argmax_kernel[(rows, values.shape[1])](
-        logits, logits.stride(0), width, values, indices, BLOCK, num_warps=4
+        logits, logits.stride(0), width, values, indices, BLOCK, num_warps=4, **pdl(logits.device)
     )
     return reduce_parts(values, indices, width)

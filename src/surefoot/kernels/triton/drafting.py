@@ -16,7 +16,7 @@ import triton.language as tl
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.drafter_parts import EntryWeights, FeatureWeights, LiveRows, Scratch
 from surefoot.kernels.drafting import Drafting
-from surefoot.kernels.triton import blocks, picks
+from surefoot.kernels.triton import blocks, drawn_picks, picks
 from surefoot.kernels.triton.attend import attend_inputs, work_of
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.lookup import ngram_lookup
@@ -152,7 +152,7 @@ class TritonDrafting(Drafting):
     backend: TritonBackend
     ngram_lookup = staticmethod(ngram_lookup)
     likeliest = staticmethod(picks.likeliest)
-    draw = staticmethod(picks.draw)
+    draw = staticmethod(drawn_picks.draw)
     block_rows = staticmethod(blocks.block_rows)
     convolve = staticmethod(blocks.convolve)
 

@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 
 from surefoot.kernels.triton.launch import jit, next_power_of_2
+from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 from surefoot.kernels.triton.tables import DrawTables
 
 EVERYTHING = tl.constexpr(0x7FFFFFFF)
@@ -71,9 +72,11 @@ def narrow_kernel(
     logits_ptr, largest_ptr, vocab, slot_ptr, temperature_ptr, min_p_ptr, wanted_ptr, limit_ptr,
     sums_ptr, depth_ptr, rows, parts, shift,
     FIRST: tl.constexpr, MASS: tl.constexpr, CAPPED: tl.constexpr, MIN_P: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One pass: settle the four bits of the pass before, sum for the next."""
+    release_next(PDL)
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.maximum(tl.load(slot_ptr + row), 0)
     temperature = tl.load(temperature_ptr + slot)
@@ -112,8 +115,11 @@ def narrow_kernel(
 def limit_kernel(
     slot_ptr, temperature_ptr, wanted_ptr, limit_ptr, sums_ptr, depth_ptr, vocab, rows, parts,
     STEPS: tl.constexpr, MASS: tl.constexpr, CAPPED: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Settle the last four bits; ``limit`` becomes the deepest depth that is kept."""
+    release_next(PDL)
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.maximum(tl.load(slot_ptr + row), 0)
     limit = EVERYTHING
@@ -150,18 +156,18 @@ def find_limits(
     sums = largest.new_empty((len(SHIFTS), rows, parts, 16))
     depth = torch.empty((len(SHIFTS), rows), dtype=torch.int32, device=logits.device)
     padded = next_power_of_2(parts)
-    capped = False
+    capped, launch = False, pdl(logits.device)
     filters = [(params.top_k, False)] * top_k + [(params.top_p, True)] * top_p
     for wanted, mass in filters:
         for shift in SHIFTS:
             narrow_kernel[(rows, parts)](
                 logits, largest, vocab, slots, params.temperature, params.min_p, wanted, limit,
                 sums, depth, rows, parts, shift,
-                shift == SHIFTS[0], mass, capped, min_p, block, padded, num_warps=4,
+                shift == SHIFTS[0], mass, capped, min_p, block, padded, num_warps=4, **launch,
             )  # fmt: skip
         limit_kernel[(rows,)](
             slots, params.temperature, wanted, limit, sums, depth, vocab, rows, parts,
-            len(SHIFTS), mass, capped, padded, num_warps=1,
+            len(SHIFTS), mass, capped, padded, num_warps=1, **launch,
         )  # fmt: skip
         capped = True
     return limit

@@ -17,6 +17,7 @@ from surefoot.kernels.triton.argmax import (
 from surefoot.kernels.triton.filters import depth_of, find_limits, scores_of
 from surefoot.kernels.triton.launch import jit, next_power_of_2
 from surefoot.kernels.triton.noise import gumbel, noise_words
+from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 from surefoot.kernels.triton.penalties import apply_bias_and_ends, apply_penalties
 from surefoot.kernels.triton.tables import DrawTables, SamplingTables, Stages
 
@@ -26,8 +27,11 @@ def draw_kernel(
     logits_ptr, largest_ptr, vocab, parts, slot_ptr, position_ptr, temperature_ptr, min_p_ptr,
     limit_ptr, seed_ptr, choice_ptr, value_ptr, index_ptr,
     MIN_P: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Each part's best noised score. A greedy row's scores are its logits."""
+    release_next(PDL)
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.maximum(tl.load(slot_ptr + row), 0)
@@ -113,9 +117,9 @@ class Sampler:
         """Temperature, filters, noise and argmax of logits that are ready for them."""
         rows, vocab = logits.shape
         maxima, indices = parts_of(rows, vocab, logits.device)
-        parts = maxima.shape[1]
+        parts, launch = maxima.shape[1], pdl(logits.device)
         partial_argmax_kernel[(rows, parts)](
-            logits, logits.stride(0), vocab, maxima, indices, BLOCK, num_warps=4
+            logits, logits.stride(0), vocab, maxima, indices, BLOCK, num_warps=4, **launch
         )
         limit = find_limits(
             logits, maxima, slots, params, stages.top_k > 0, stages.top_p, stages.min_p, BLOCK
@@ -124,6 +128,6 @@ class Sampler:
         draw_kernel[(rows, parts)](
             logits, maxima, vocab, parts, slots, positions, params.temperature, params.min_p,
             limit, params.seed, params.choice, values, indices,
-            stages.min_p, limit is not None, BLOCK, next_power_of_2(parts), num_warps=4,
+            stages.min_p, limit is not None, BLOCK, next_power_of_2(parts), num_warps=4, **launch,
         )  # fmt: skip
         return reduce_parts(values, indices, vocab)
