@@ -178,6 +178,7 @@ def draw(
         places, numbers, pivots, totals, parts, width, ids, draws.slots, draws.positions,
         draws.temperature, draws.min_p, draws.top_p, draws.top_k, history, history.stride(0),
         tokens, tokens.stride(0), chances, chances.stride(0),
-        ids is not None, groups, padded, num_warps=4 if padded * groups <= 2048 else 8, **pdl(logits.device),
+        ids is not None, groups, padded, num_warps=4 if padded * groups <= 2048 else 8,
+        **pdl(logits.device),
     )  # fmt: skip
     return True

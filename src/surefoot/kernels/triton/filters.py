@@ -12,12 +12,14 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from surefoot.kernels.triton.launch import jit, next_power_of_2
+from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 from surefoot.kernels.triton.tables import DrawTables
 
 EVERYTHING = tl.constexpr(0x7FFFFFFF)
 SHIFTS = (28, 24, 20, 16, 12, 8, 4, 0)
+PROGRAMS = 4096
+"""Of a pass, about."""
 
 
 @jit
@@ -67,14 +69,15 @@ def is_limited(wanted_ptr, slot, vocab, MASS: tl.constexpr):
     return wanted < (1.0 if MASS else vocab)
 
 
-@jit(do_not_specialize=["rows", "shift"])
+@jit(do_not_specialize=["rows", "shift", "share"])
 def narrow_kernel(
     logits_ptr, largest_ptr, vocab, slot_ptr, temperature_ptr, min_p_ptr, wanted_ptr, limit_ptr,
-    sums_ptr, depth_ptr, rows, parts, shift,
+    sums_ptr, depth_ptr, rows, parts, shift, share,
     FIRST: tl.constexpr, MASS: tl.constexpr, CAPPED: tl.constexpr, MIN_P: tl.constexpr,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One pass: settle the four bits of the pass before, sum for the next."""
+    """One pass: settle the four bits of the pass before, sum for the next, ``share`` parts of the
+    row each program."""
     release_next(PDL)
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -90,25 +93,26 @@ def narrow_kernel(
         target = target_of(wanted_ptr, slot, sums_ptr, row, parts, MASS, PARTS)
         digit = digit_of(sums_ptr + (step - 1) * stage, row, parts, target, PARTS)
         depth = tl.load(depth_ptr + (step - 1) * rows + row) + (digit << (shift + 4))
-    part = tl.program_id(1)
-    if part == 0:
+    first = tl.program_id(1) * share
+    if first == 0:
         tl.store(depth_ptr + step * rows + row, depth)
-    column = part * BLOCK + tl.arange(0, BLOCK)
-    scores = scores_of(logits_ptr, largest_ptr, parts, temperature, row, column, vocab, PARTS)
-    depths = depth_of(scores)
-    if MASS:
-        weight = tl.exp(scores)
-        if CAPPED:
-            weight = tl.where(depths <= tl.load(limit_ptr + row), weight, 0.0)
-        if MIN_P:
-            weight = tl.where(scores >= tl.log(tl.load(min_p_ptr + slot)), weight, 0.0)
-    else:
-        weight = tl.where(column < vocab, 1.0, 0.0)
-    # Shallower scores come out negative, deeper ones than this stretch at 16 or more.
-    candidate = (depths - depth) >> shift
-    place = sums_ptr + step * stage + (row * parts + part) * 16
-    for bits in tl.static_range(16):  # pyright: ignore[reportGeneralTypeIssues]
-        tl.store(place + bits, tl.sum(tl.where(candidate <= bits, weight, 0.0), axis=0))
+    for part in range(first, tl.minimum(first + share, parts)):
+        column = part * BLOCK + tl.arange(0, BLOCK)
+        scores = scores_of(logits_ptr, largest_ptr, parts, temperature, row, column, vocab, PARTS)
+        depths = depth_of(scores)
+        if MASS:
+            weight = tl.exp(scores)
+            if CAPPED:
+                weight = tl.where(depths <= tl.load(limit_ptr + row), weight, 0.0)
+            if MIN_P:
+                weight = tl.where(scores >= tl.log(tl.load(min_p_ptr + slot)), weight, 0.0)
+        else:
+            weight = tl.where(column < vocab, 1.0, 0.0)
+        # Shallower scores come out negative, deeper ones than this stretch at 16 or more.
+        candidate = (depths - depth) >> shift
+        place = sums_ptr + step * stage + (row * parts + part) * 16
+        for bits in tl.static_range(16):  # pyright: ignore[reportGeneralTypeIssues]
+            tl.store(place + bits, tl.sum(tl.where(candidate <= bits, weight, 0.0), axis=0))
 
 
 @jit(do_not_specialize=["rows"])
@@ -156,13 +160,15 @@ def find_limits(
     sums = largest.new_empty((len(SHIFTS), rows, parts, 16))
     depth = torch.empty((len(SHIFTS), rows), dtype=torch.int32, device=logits.device)
     padded = next_power_of_2(parts)
+    # Where no row has a border, programs have nothing to do but begin and end.
+    share = cdiv(parts, max(1, PROGRAMS // rows))
     capped, launch = False, pdl(logits.device)
     filters = [(params.top_k, False)] * top_k + [(params.top_p, True)] * top_p
     for wanted, mass in filters:
         for shift in SHIFTS:
-            narrow_kernel[(rows, parts)](
+            narrow_kernel[(rows, cdiv(parts, share))](
                 logits, largest, vocab, slots, params.temperature, params.min_p, wanted, limit,
-                sums, depth, rows, parts, shift,
+                sums, depth, rows, parts, shift, share,
                 shift == SHIFTS[0], mass, capped, min_p, block, padded, num_warps=4, **launch,
             )  # fmt: skip
         limit_kernel[(rows,)](
