@@ -160,6 +160,24 @@ def test_a_trial_verifies_what_fairness_forbids() -> None:
     assert tried and min(tried) > 1
 
 
+def test_what_is_not_there_any_more_when_it_is_to_be_verified_is_given_up() -> None:
+    """Offers of a round ago promise much; the text has moved on, and hardly any is accepted."""
+    planner = planner_of(GivenCosts([LOOK], draft=0.1))
+    now = situation([0.5, 0.4, 0.3], whose=np.zeros(1, dtype=np.int64), proposers=(0,))
+    shares = []
+    for accepted in (0.0, 1.2):
+        verified = 0
+        for at in range(400):
+            decision = planner.decide(now)
+            verified += decision.drafts > 0 and at >= 200
+            found = accepted * min(1, decision.drafts)
+            took = 1.0 + 0.1 * decision.drafts
+            planner.landed(decision, now, Landed(took, None, decision.drafts, found, 1))
+        shares.append(verified / 200)
+    assert shares[0] < 0.2
+    assert shares[1] > 0.6, "and taken up again where it is there"
+
+
 def trial_of(action: Action) -> Trial:
     """To verify more of what ``action``'s proposers offer."""
     return Trial(True, action[0], action[0])

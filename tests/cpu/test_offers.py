@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from surefoot.speculation.offers import OfferMemory, Offers
+from surefoot.speculation.realized import Realized
 
 LOOKUP, DRAFTER = 0, 1
 WIDTH = 3
@@ -115,3 +116,29 @@ def test_a_drafters_offer_is_learnt_number_by_number() -> None:
 def vars_equal(found: Offers, expected: Offers) -> bool:
     pairs = [(vars(found)[name], value) for name, value in vars(expected).items()]
     return all(np.array_equal(*pair) for pair in pairs)
+
+
+def test_offers_that_turn_out_worse_are_believed_less() -> None:
+    """And no better ones more: chances are right on average."""
+    for accepted in (60.0, 90.0, 15.0):
+        memory = memory_of([[0.8, 0.6, 0.0]], LOOKUP)
+        drafts, seconds = np.arange(WIDTH + 1), np.full(WIDTH + 1, 1.0)
+        seconds[1:] = 1.01
+        memory.realized((LOOKUP,)).landed(38.0, accepted)
+        factor = (8 + accepted) / (8 + 38) if accepted < 38 else 1.0
+        tokens, _ = memory.promise(1, (LOOKUP,), 0, drafts, seconds, 1.0)
+        assert tokens == pytest.approx(1 + 1.4 * factor, rel=1e-4)
+        # Of others nothing is known by that.
+        assert memory.realized((LOOKUP, DRAFTER)).part == 1.0
+
+
+def test_what_turned_out_lately_counts() -> None:
+    realized = Realized()
+    for _ in range(100):
+        realized.landed(8.0, 0.0)
+    assert realized.part < 0.15
+    for _ in range(50):
+        realized.landed(8.0, 8.0)
+    assert realized.part > 0.99
+    realized.landed(500.0, 250.0)
+    assert realized.part == pytest.approx(258 / 508), "a crowd's round tells all there is to know"

@@ -576,7 +576,7 @@ MUTATIONS = (
         "test_paces.py",
     ),
     m(
-        "speculation/offers.py",
+        "speculation/goodput.py",
         "        unfair = slower[best] > np.where(best > 0, fair, np.inf)",
         "        unfair = slower[best] > np.inf * fair",
         "test_offers.py",
@@ -793,6 +793,36 @@ MUTATIONS = (
         "        for proposer in self.drafters if steps != wanted else ():",
         "        for proposer in ():",
         "test_offers.py",
+    ),
+    m(
+        "speculation/offers_at_hand.py",
+        "            proposed = proposed * self.memory.realized(last[0]).part",
+        "            pass",
+        "test_decisions.py::test_what_is_not_there_any_more_when_it_is_to_be_verified_is_given_up",
+    ),
+    m(
+        "speculation/offers.py",
+        "steps) * self.realized(proposers).part",
+        "steps)",
+        "test_offers.py::test_offers_that_turn_out_worse_are_believed_less",
+    ),
+    m(
+        "speculation/planner.py",
+        ".landed(gained, outcome.accepted)",
+        ".landed(gained, gained)",
+        "test_decisions.py::test_what_is_not_there_any_more_when_it_is_to_be_verified_is_given_up",
+    ),
+    m(
+        "speculation/realized.py",
+        "return min(1.0, (_TRUSTED + self._accepted) / (_TRUSTED + self._expected))",
+        "return (_TRUSTED + self._accepted) / (_TRUSTED + self._expected)",
+        "test_offers.py::test_offers_that_turn_out_worse_are_believed_less",
+    ),
+    m(
+        "speculation/realized.py",
+        "        self._accepted = self._accepted * kept + accepted",
+        "        self._accepted = self._accepted + accepted",
+        "test_offers.py::test_what_turned_out_lately_counts",
     ),
     # --- acceptance, learnt -----------------------------------------------------------------------
     m(

@@ -108,6 +108,8 @@ class Expectation:
     """What there is to be tried, in such rounds."""
     tokens: float = 1.0
     """Of each request, on average."""
+    offered: tuple[int, ...] = ()
+    """Whose drafts are verified."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ class OffersAtHand:
         """float32 [requests, K]: chances of the drafts that this round finds on offer, after one
         with the action ``last``, those of the host among them; None where there are none."""
         hosted, proposed = situation.hosted, self._proposed(situation, last)
+        if proposed is not None:
+            proposed = proposed * self.memory.realized(last[0]).part
         if hosted is None:
             return proposed
         if proposed is None:

@@ -161,7 +161,9 @@ class Planner:
         second = last.explores and before is not None and not before.verify and not quiet
         charged = trial or (before if second else None)
         tokens = 1.0 + float(plan.gains.mean())
-        expected = Expectation(plan.seconds, without, plain, prompts, charged, trials, tokens)
+        expected = Expectation(
+            plan.seconds, without, plain, prompts, charged, trials, tokens, last.proposers
+        )
         self._last = Decision(plan.drafts, *action, trial is not None, expected)
         self.fairness.decided(plan.gains, plan.seconds / owed.plain)
         # Another action finds nothing on offer yet, or what the one before it has left.
@@ -288,6 +290,9 @@ class Planner:
             return
         proposing = bool(decision.proposers)
         s = situation
+        if decision.drafts and s.hosted is None:
+            gained = s.requests * (decision.expected.tokens - 1.0)
+            self.offers.realized(decision.expected.offered).landed(gained, outcome.accepted)
         host_seconds = self.host.seconds(s.requests, outcome.drafting, proposing, s.prompts)
         if outcome.host is not None:
             self.host.observe(outcome.host)

@@ -1,0 +1,27 @@
+"""What drafts that were expected to be accepted turned out to be."""
+
+from __future__ import annotations
+
+_TRUSTED, _REMEMBERED = 8.0, 64.0
+"""Drafts that were expected to be accepted: so many count as if they all had been, and of so many
+it is remembered how many were."""
+
+
+class Realized:
+    """How many of the drafts that were expected to be accepted were. Chances are right on average,
+    but drafts are verified where they look best, by offers of a round or two ago: where these
+    come and go, some are not there any more, and others were chosen because of their noise."""
+
+    def __init__(self) -> None:
+        self._expected = self._accepted = 0.0
+
+    @property
+    def part(self) -> float:
+        """At most 1."""
+        return min(1.0, (_TRUSTED + self._accepted) / (_TRUSTED + self._expected))
+
+    def landed(self, expected: float, accepted: float) -> None:
+        """A round was expected to accept so many drafts."""
+        kept = max(0.0, min(1.0, (_REMEMBERED - expected) / max(self._expected, 1e-9)))
+        self._expected = self._expected * kept + expected
+        self._accepted = self._accepted * kept + accepted
