@@ -195,6 +195,13 @@ class Drafting(ABC):
         """float32 logits [B, n] plus a packed linear of x [B, in]: float32 [B, n]."""
         return logits + self.backend.linear(linear, x).float()
 
+    def add_looked_up(
+        self, logits: torch.Tensor, linear: Any, table: Any, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """``add_linear`` without bias of what ``table``, an embedding, has for ``tokens`` int64
+        [B]."""
+        return self.add_linear(logits, linear, self.backend.embed(table, tokens))
+
     def markov(
         self,
         logits: torch.Tensor,
@@ -213,7 +220,7 @@ class Drafting(ABC):
         if chances is None:
             chances = torch.empty(tokens.shape, device=tokens.device)
         for step, row in enumerate(logits):
-            row = self.add_linear(row, after, self.backend.embed(before, current))
+            row = self.add_looked_up(row, after, before, current)
             current = tokens[step]
             self.likeliest(row, ids, current, chances[step])
 

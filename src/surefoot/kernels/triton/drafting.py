@@ -16,7 +16,7 @@ import triton.language as tl
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.drafter_parts import EntryWeights, FeatureWeights, LiveRows, Scratch
 from surefoot.kernels.drafting import Drafting
-from surefoot.kernels.triton import blocks, drawn_picks, picks
+from surefoot.kernels.triton import blocks, drawn_picks, markov, picks
 from surefoot.kernels.triton.attend import attend_inputs, work_of
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.lookup import ngram_lookup
@@ -206,6 +206,25 @@ class TritonDrafting(Drafting):
         self, logits: torch.Tensor, linear: TritonLinear, x: torch.Tensor
     ) -> torch.Tensor:
         return linear.wide(x.to(self.backend.dtype).contiguous(), logits)
+
+    def add_looked_up(
+        self, logits: torch.Tensor, linear: TritonLinear, table: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        return markov.add_looked_up(logits, linear.weight, table, tokens)
+
+    def markov(
+        self,
+        logits: torch.Tensor,
+        before: torch.Tensor,
+        after: TritonLinear,
+        current: torch.Tensor,
+        ids: torch.Tensor | None,
+        tokens: torch.Tensor,
+        chances: torch.Tensor | None,
+    ) -> None:
+        if chances is None:
+            chances = torch.empty(tokens.shape, device=tokens.device)
+        markov.walk(logits, before, after.weight, current, ids, tokens, chances)
 
     def layer_and_head(
         self,

@@ -160,12 +160,14 @@ class MarkovChain(Walk):
         """A row's logits [B, draft vocabulary] given the tokens before it, ids of the target, int64
         [B]; and the state [B, rank] for the next row, where there is one."""
         backend = self.backend
+        if self.kind == "vanilla":
+            return backend.drafting.add_looked_up(logits, self.after, self.before, previous), None
         embedded = backend.embed(self.before, previous)
         if self.kind == "gated":
             assert hidden is not None
             gate = backend.linear(self.gate, torch.cat((hidden, embedded), dim=1))
             embedded = gate.sigmoid() * embedded
-        elif self.kind == "rnn":
+        else:
             assert hidden is not None
             state = torch.zeros_like(embedded) if state is None else state
             joint = backend.linear(self.gate, torch.cat((state, embedded, hidden), dim=1))
