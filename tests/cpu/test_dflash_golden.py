@@ -76,11 +76,10 @@ def test_drafts_at_a_temperature_are_the_same_on_every_backend(name: str) -> Non
         rounds.begin(0)
         state, proposer = rounds.bench.state, rounds.bench.proposer
         state.params.temperature[SLOT], state.params.seed[SLOT] = 0.7, 11
-        state.params.top_p[SLOT] = 0.95
         # Slot 0 has the same text and the same blocks.
         for table in (state.history, state.length, state.block_tables):
             table[0] = table[SLOT]
-        proposer.expect(DraftRequest(SamplingStages(noise=True, top_p=True)))
+        proposer.expect(DraftRequest(SamplingStages(noise=True)))
         drafts = proposer.propose(torch.tensor([SLOT, 0]))
         assert drafts.tokens[1].tolist() == rounds.array(0, "draft_tokens").tolist()
         assert drafts.tokens[0].tolist() != drafts.tokens[1].tolist()
