@@ -18,10 +18,12 @@ from surefoot.kernels.backend import AttentionShape, RopeTable
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.drafter_parts import ContextWeights, EntryWeights, FeatureWeights, LiveRows
 from surefoot.kernels.drafting import Drafting
-from surefoot.kernels.torch_backend import DenseLinear, TorchBackend
+from surefoot.kernels.torch_backend import TorchBackend
+from surefoot.kernels.triton import markov
 from surefoot.kernels.triton.acceptance import tokens_at as kernel
 from surefoot.kernels.triton.backend import TritonBackend
 from surefoot.kernels.triton.drafting import TritonDrafting
+from surefoot.kernels.triton.products import TritonLinear
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling.params import SamplingStages, SlotParams
 from surefoot.sampling.sampler import SampleRows, draws_of, sample_rows
@@ -323,31 +325,33 @@ def test_synthetic_acceptance() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("requests", [1, 5, 70])
+@pytest.mark.parametrize(("requests", "most_rank"), [(1, 16), (5, 16), (70, 128), (70, 16)])
 @pytest.mark.parametrize("mapped", [False, True])
-def test_markov_chains(requests: int, mapped: bool, dtype: torch.dtype) -> None:
+def test_markov_chains(
+    requests: int, most_rank: int, mapped: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank and logits that fill no tile, and a part of the vocabulary is ruled out."""
+    monkeypatch.setattr(markov, "MOST_RANK", most_rank)
+    drafting = TritonDrafting(TritonBackend(DEVICE, dtype))
     torch.manual_seed(requests + mapped)
     steps, width, rank, vocab = 3, 300, 20, 310 if mapped else 300
     ids = torch.randperm(vocab)[:width] if mapped else None
     before, weight = torch.randn(vocab, rank).to(dtype), torch.randn(width, rank).to(dtype)
-    after = DenseLinear(weight, None)
+    after = TritonLinear(weight, None)
     logits = torch.randint(-3, 4, (steps, requests, width)).float() * 8
     logits[:, :, 128:256] = float("-inf")
     first = current = torch.randint(0, vocab, (requests,))
     tokens = torch.zeros((steps, requests), dtype=torch.int64)
     chances = torch.zeros((steps, requests))
-    TRITON.markov(logits.clone(), before, after, first, ids, tokens, chances)
-    wide = torch.randn(requests, width + 4)
+    drafting.markov(logits.clone(), before, after, first, ids, tokens, chances)
     for step in range(steps):
         sums = logits[step].double() + before[current].double() @ weight.double().T
-        wide[:, :width] = logits[step]
-        found = TRITON.add_looked_up(wide[:, :width], after, before, current)
+        found = drafting.add_looked_up(logits[step].clone(), after, before, current)
         torch.testing.assert_close(found.double(), sums, rtol=1e-5, atol=1e-4)
         best = sums.argmax(dim=1)
         current = best if ids is None else ids[best]
         assert torch.equal(tokens[step], current)
         expected = sums.softmax(dim=1).amax(dim=1)
         torch.testing.assert_close(chances[step].double(), expected, rtol=1e-3, atol=1e-6)
-    TRITON.markov(logits.clone(), before, after, first, ids, again := tokens.clone(), None)
+    drafting.markov(logits.clone(), before, after, first, ids, again := tokens.clone(), None)
     assert torch.equal(again, tokens)

@@ -18,6 +18,7 @@ import triton.language as tl
 from surefoot.kernels.draws import TokenMasks
 from surefoot.kernels.draws import mask_tokens as mask_tokens_reference
 from surefoot.kernels.logprobs import row_logprobs as row_logprobs_reference
+from surefoot.kernels.triton import filters
 from surefoot.kernels.triton.argmax import BLOCK, partial_argmax_kernel, parts_of
 from surefoot.kernels.triton.draws import DrawSeam
 from surefoot.kernels.triton.filters import find_limits
@@ -202,8 +203,13 @@ def test_too_many_rows_are_refused() -> None:
 # --- filters ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("programs", [1024, 2])
 @pytest.mark.parametrize("ties", [False, True])
-def test_borders_are_those_of_sorting(ties: bool) -> None:
+def test_borders_are_those_of_sorting(
+    ties: bool, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rows a program has."""
+    monkeypatch.setattr(filters, "PROGRAMS", programs)
     torch.manual_seed(7)
     kinds = [kind for kind in KINDS[2:] if "top_k" in kind or "top_p" in kind]
     params, features = tables(*kinds)

@@ -210,6 +210,8 @@ class TritonDrafting(Drafting):
     def add_looked_up(
         self, logits: torch.Tensor, linear: TritonLinear, table: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
+        if not markov.takes(len(tokens), linear.weight):
+            return super().add_looked_up(logits, linear, table, tokens)
         return markov.add_looked_up(logits, linear.weight, table, tokens)
 
     def markov(
@@ -222,6 +224,8 @@ class TritonDrafting(Drafting):
         tokens: torch.Tensor,
         chances: torch.Tensor | None,
     ) -> None:
+        if not markov.takes(len(current), after.weight):
+            return super().markov(logits, before, after, current, ids, tokens, chances)
         if chances is None:
             chances = torch.empty(tokens.shape, device=tokens.device)
         markov.walk(logits, before, after.weight, current, ids, tokens, chances)

@@ -18,7 +18,7 @@ from surefoot.kernels.triton.tables import DrawTables
 
 EVERYTHING = tl.constexpr(0x7FFFFFFF)
 SHIFTS = (28, 24, 20, 16, 12, 8, 4, 0)
-PROGRAMS = 4096
+PROGRAMS = 1024
 """Of a pass, about."""
 
 
@@ -69,35 +69,40 @@ def is_limited(wanted_ptr, slot, vocab, MASS: tl.constexpr):
     return wanted < (1.0 if MASS else vocab)
 
 
-@jit(do_not_specialize=["rows", "shift", "share"])
+@jit(do_not_specialize=["rows", "shift"])
 def narrow_kernel(
     logits_ptr, largest_ptr, vocab, slot_ptr, temperature_ptr, min_p_ptr, wanted_ptr, limit_ptr,
-    sums_ptr, depth_ptr, rows, parts, shift, share,
+    sums_ptr, depth_ptr, rows, parts, shift,
     FIRST: tl.constexpr, MASS: tl.constexpr, CAPPED: tl.constexpr, MIN_P: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One pass: settle the four bits of the pass before, sum for the next, ``share`` parts of the
-    row each program."""
+    """One pass: settle the four bits of the pass before, sum for the next. Program (rows, part):
+    those of its rows that have a border, one after the other."""
     release_next(PDL)
     await_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.maximum(tl.load(slot_ptr + row), 0)
-    temperature = tl.load(temperature_ptr + slot)
-    if (temperature == 0) | (is_limited(wanted_ptr, slot, vocab, MASS) == 0):
-        return
+    index = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    inside = index < rows
+    slots = tl.maximum(tl.load(slot_ptr + index, mask=inside, other=0), 0)
+    limited = inside & (tl.load(temperature_ptr + slots) != 0)
+    limited = limited & is_limited(wanted_ptr, slots, vocab, MASS)
+    part = tl.program_id(1)
+    column = part * BLOCK + tl.arange(0, BLOCK)
     step = (28 - shift) // 4
     stage = (tl.zeros([], tl.int64) + rows) * parts * 16
-    if FIRST:
-        depth = 0
-    else:
-        target = target_of(wanted_ptr, slot, sums_ptr, row, parts, MASS, PARTS)
-        digit = digit_of(sums_ptr + (step - 1) * stage, row, parts, target, PARTS)
-        depth = tl.load(depth_ptr + (step - 1) * rows + row) + (digit << (shift + 4))
-    first = tl.program_id(1) * share
-    if first == 0:
-        tl.store(depth_ptr + step * rows + row, depth)
-    for part in range(first, tl.minimum(first + share, parts)):
-        column = part * BLOCK + tl.arange(0, BLOCK)
+    following = tl.min(tl.where(limited, index, rows), axis=0)
+    while following < rows:
+        row = following.to(tl.int64)
+        following = tl.min(tl.where(limited & (index > following), index, rows), axis=0)
+        slot = tl.maximum(tl.load(slot_ptr + row), 0)
+        temperature = tl.load(temperature_ptr + slot)
+        if FIRST:
+            depth = 0
+        else:
+            target = target_of(wanted_ptr, slot, sums_ptr, row, parts, MASS, PARTS)
+            digit = digit_of(sums_ptr + (step - 1) * stage, row, parts, target, PARTS)
+            depth = tl.load(depth_ptr + (step - 1) * rows + row) + (digit << (shift + 4))
+        if part == 0:
+            tl.store(depth_ptr + step * rows + row, depth)
         scores = scores_of(logits_ptr, largest_ptr, parts, temperature, row, column, vocab, PARTS)
         depths = depth_of(scores)
         if MASS:
@@ -161,15 +166,16 @@ def find_limits(
     depth = torch.empty((len(SHIFTS), rows), dtype=torch.int32, device=logits.device)
     padded = next_power_of_2(parts)
     # Where no row has a border, programs have nothing to do but begin and end.
-    share = cdiv(parts, max(1, PROGRAMS // rows))
+    group = next_power_of_2(cdiv(rows * parts, PROGRAMS))
     capped, launch = False, pdl(logits.device)
     filters = [(params.top_k, False)] * top_k + [(params.top_p, True)] * top_p
     for wanted, mass in filters:
         for shift in SHIFTS:
-            narrow_kernel[(rows, cdiv(parts, share))](
+            narrow_kernel[(cdiv(rows, group), parts)](
                 logits, largest, vocab, slots, params.temperature, params.min_p, wanted, limit,
-                sums, depth, rows, parts, shift, share,
-                shift == SHIFTS[0], mass, capped, min_p, block, padded, num_warps=4, **launch,
+                sums, depth, rows, parts, shift,
+                shift == SHIFTS[0], mass, capped, min_p, group, block, padded,
+                num_warps=4, **launch,
             )  # fmt: skip
         limit_kernel[(rows,)](
             slots, params.temperature, wanted, limit, sums, depth, vocab, rows, parts,

@@ -16,6 +16,8 @@ from surefoot.kernels.triton.picks import likeliest_of_parts
 
 MOST_ROWS = 64
 """Requests of a program, at most."""
+MOST_RANK = 128
+"""Of more requests than that. A product by itself reads wider weights faster then."""
 TILE = 16384
 """Weights of a program, at most."""
 
@@ -25,7 +27,7 @@ TILE = 16384
     do_not_specialize_on_alignment=["logits_ptr", "current_ptr"],
 )
 def markov_kernel(
-    logits_ptr, stride, width, current_ptr, requests, before_ptr, after_ptr,
+    logits_ptr, width, current_ptr, requests, before_ptr, after_ptr,
     sum_ptr, value_ptr, index_ptr, total_ptr,
     SUMS: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, PDL: tl.constexpr,
@@ -50,7 +52,7 @@ def markov_kernel(
         mask=inside[:, None] & (rank < RANK)[None, :], other=0.0,
     )  # fmt: skip
     logits = tl.load(
-        logits_ptr + row.to(tl.int64)[:, None] * stride + column[None, :],
+        logits_ptr + row.to(tl.int64)[:, None] * width + column[None, :],
         mask=inside[:, None] & (column < width)[None, :], other=float("-inf"),
     )  # fmt: skip
     logits += tl.dot(before, tl.trans(after), input_precision="ieee")
@@ -67,6 +69,11 @@ def markov_kernel(
         tl.store(value_ptr + place, best, mask=inside)
         tl.store(index_ptr + place, found, mask=inside)
         tl.store(total_ptr + place, total, mask=inside)
+
+
+def takes(requests: int, after: torch.Tensor) -> bool:
+    """Whether one kernel is faster than several for such a step."""
+    return requests <= MOST_ROWS or after.shape[1] <= MOST_RANK
 
 
 class Shape(NamedTuple):
@@ -96,7 +103,7 @@ def add_looked_up(
     (requests, width), sums = logits.shape, torch.empty_like(logits)
     shape = shape_of(requests, width, before.shape[1])
     markov_kernel[shape[:2]](
-        logits, logits.stride(0), width, tokens, requests, before, after, sums, None, None, None,
+        logits, width, tokens, requests, before, after, sums, None, None, None,
         True, *shape.constants, num_warps=4, **pdl(logits.device),
     )  # fmt: skip
     return sums
@@ -118,7 +125,7 @@ def walk(
     index = torch.empty((requests, shape.parts), dtype=torch.int32, device=logits.device)
     for step, row in enumerate(logits):
         markov_kernel[shape[:2]](
-            row, row.stride(0), width, current, requests, before, after,
+            row, width, current, requests, before, after,
             None, values, index, totals,
             False, *shape.constants, num_warps=4, **pdl(logits.device),
         )  # fmt: skip
