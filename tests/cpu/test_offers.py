@@ -118,18 +118,20 @@ def vars_equal(found: Offers, expected: Offers) -> bool:
     return all(np.array_equal(*pair) for pair in pairs)
 
 
-def test_offers_that_turn_out_worse_are_believed_less() -> None:
-    """And no better ones more: chances are right on average."""
-    for accepted in (60.0, 90.0, 15.0):
-        memory = memory_of([[0.8, 0.6, 0.0]], LOOKUP)
-        drafts, seconds = np.arange(WIDTH + 1), np.full(WIDTH + 1, 1.0)
-        seconds[1:] = 1.01
-        memory.realized((LOOKUP,)).landed(38.0, accepted)
-        factor = (8 + accepted) / (8 + 38) if accepted < 38 else 1.0
-        tokens, _ = memory.promise(1, (LOOKUP,), 0, drafts, seconds, 1.0)
-        assert tokens == pytest.approx(1 + 1.4 * factor, rel=1e-4)
-        # Of others nothing is known by that.
-        assert memory.realized((LOOKUP, DRAFTER)).part == 1.0
+def test_offers_that_turn_out_worse_promise_less() -> None:
+    memory = memory_of([[0.8, 0.6, 0.0]], LOOKUP)
+    drafts, seconds = np.arange(WIDTH + 1), np.array([1.0, 1.01, 1.01, 1.01])
+    for part in (1.0, 0.5):
+        tokens, _ = memory.promise(1, (LOOKUP,), 0, drafts, seconds, 1.0, part=part)
+        assert tokens == pytest.approx(1 + 1.4 * part, rel=1e-4)
+
+
+def test_what_is_accepted_beyond_expectation_is_luck() -> None:
+    """Chances are right on average."""
+    for accepted, part in ((60.0, 1.0), (38.0, 1.0), (15.0, 0.5)):
+        realized = Realized()
+        realized.landed(38.0, accepted)
+        assert realized.part == part
 
 
 def test_what_turned_out_lately_counts() -> None:
@@ -142,3 +144,6 @@ def test_what_turned_out_lately_counts() -> None:
     assert realized.part > 0.99
     realized.landed(500.0, 250.0)
     assert realized.part == pytest.approx(258 / 508), "a crowd's round tells all there is to know"
+    for _ in range(1024):
+        realized.fade()
+    assert realized.part == pytest.approx((8 + 125) / (8 + 250)), "and is forgotten"

@@ -796,33 +796,45 @@ MUTATIONS = (
     ),
     m(
         "speculation/offers_at_hand.py",
-        "            proposed = proposed * self.memory.realized(last[0]).part",
+        "            proposed = proposed * part",
         "            pass",
         "test_decisions.py::test_what_is_not_there_any_more_when_it_is_to_be_verified_is_given_up",
     ),
     m(
         "speculation/offers.py",
-        "steps) * self.realized(proposers).part",
+        "steps) * part",
         "steps)",
-        "test_offers.py::test_offers_that_turn_out_worse_are_believed_less",
+        "test_offers.py::test_offers_that_turn_out_worse_promise_less",
     ),
     m(
         "speculation/planner.py",
-        ".landed(gained, outcome.accepted)",
-        ".landed(gained, gained)",
+        "self.weighing.landed(expected.offered, drafts, outcome.accepted)",
+        "self.weighing.landed(expected.offered, drafts, drafts)",
         "test_decisions.py::test_what_is_not_there_any_more_when_it_is_to_be_verified_is_given_up",
     ),
     m(
         "speculation/realized.py",
         "return min(1.0, (_TRUSTED + self._accepted) / (_TRUSTED + self._expected))",
         "return (_TRUSTED + self._accepted) / (_TRUSTED + self._expected)",
-        "test_offers.py::test_offers_that_turn_out_worse_are_believed_less",
+        "test_offers.py::test_what_is_accepted_beyond_expectation_is_luck",
     ),
     m(
         "speculation/realized.py",
         "        self._accepted = self._accepted * kept + accepted",
         "        self._accepted = self._accepted + accepted",
         "test_offers.py::test_what_turned_out_lately_counts",
+    ),
+    m(
+        "speculation/planner.py",
+        "drafts = s.requests * (expected.tokens - 1.0) / expected.part",
+        "drafts = s.requests * (expected.tokens - 1.0)",
+        "test_decisions.py::test_what_half_of_the_drafts_turn_out_to_be_stays_half",
+    ),
+    m(
+        "speculation/weighing.py",
+        "        for each in self._realized.values():\n            each.fade()",
+        "        return",
+        "test_decisions.py::test_what_turned_out_bad_is_tried_again",
     ),
     # --- acceptance, learnt -----------------------------------------------------------------------
     m(

@@ -110,6 +110,8 @@ class Expectation:
     """Of each request, on average."""
     offered: tuple[int, ...] = ()
     """Whose drafts are verified."""
+    part: float = 1.0
+    """Of these the part that was expected to turn out as their chances say."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from surefoot.speculation.goodput import fairest, mean_of_one
-from surefoot.speculation.realized import Realized
 
 KEPT = 512
 """Offers that are kept of a proposer."""
@@ -119,8 +118,6 @@ class OfferMemory:
         self._offers: dict[int, Offers] = {}
         self._alone: dict[int, Offers] = {}
         """Of those that do not always offer: when they were the only ones awake."""
-        self._realized: dict[tuple[int, ...], Realized] = {}
-        """By who offered."""
 
     def of(self, proposer: int) -> Offers:
         """What is known of one."""
@@ -191,13 +188,6 @@ class OfferMemory:
                 chances[own] = self.of(proposer).reaching(chances[own], steps, wanted)
         return chances
 
-    def realized(self, proposers: tuple[int, ...]) -> Realized:
-        """What their offers, that were verified, turned out to be."""
-        known = self._realized.get(proposers)
-        if known is None:
-            known = self._realized[proposers] = Realized()
-        return known
-
     def latest(self, count: int, proposers: Sequence[int], steps: int) -> np.ndarray:
         """float32 [count, width]: what these offer, the better one of several, drafters ``steps``
         long."""
@@ -224,16 +214,18 @@ class OfferMemory:
         seconds: np.ndarray,
         margin: float,
         lately: bool = True,
+        part: float = 1.0,
     ) -> tuple[float, float]:
         """(Tokens, seconds) of a round of so many requests, on average, if each verifies what is
         best for it. ``drafts`` and ``seconds`` as of ``RoundCosts.table``, ``margin`` as of
-        ``best_drafts``. ``lately``: by the latest offers only, not by all that are kept."""
+        ``best_drafts``. ``lately``: by the latest offers only, not by all that are kept. ``part``:
+        of the drafts that should be accepted by their chances, so many are."""
         count = max(self.of(proposer).count for proposer in proposers)
         if lately:
             count = min(count, _MOST, max(_LEAST, _ROUNDS * requests))
         together = min(requests, count)
         groups = count // together
-        rows = self.latest(groups * together, proposers, steps) * self.realized(proposers).part
+        rows = self.latest(groups * together, proposers, steps) * part
         if requests == 1 and count <= _LEAST:
             return mean_of_one(rows, drafts, seconds, margin)
         each = rows.reshape(groups, together, self.width)

@@ -144,7 +144,8 @@ class Planner:
         self._attend(situation)
         actions = self.weighing.allowed(situation)
         plain, prompts = self.weighing.plain_seconds(situation)
-        chances = self._at_hand.chances(situation, self._last.action)
+        part = self.weighing.realized(self._last.proposers).part
+        chances = self._at_hand.chances(situation, self._last.action, part)
         owed = self.fairness.owed(situation.slots, plain, prompts, rounds)
         self._unweighed += rounds
         settled = self.weighing.is_settled(situation, actions, self._unweighed)
@@ -162,7 +163,7 @@ class Planner:
         charged = trial or (before if second else None)
         tokens = 1.0 + float(plan.gains.mean())
         expected = Expectation(
-            plan.seconds, without, plain, prompts, charged, trials, tokens, last.proposers
+            plan.seconds, without, plain, prompts, charged, trials, tokens, last.proposers, part
         )
         self._last = Decision(plan.drafts, *action, trial is not None, expected)
         self.fairness.decided(plan.gains, plan.seconds / owed.plain)
@@ -290,9 +291,10 @@ class Planner:
             return
         proposing = bool(decision.proposers)
         s = situation
-        if decision.drafts and s.hosted is None:
-            gained = s.requests * (decision.expected.tokens - 1.0)
-            self.offers.realized(decision.expected.offered).landed(gained, outcome.accepted)
+        if s.hosted is None:
+            expected = decision.expected
+            drafts = s.requests * (expected.tokens - 1.0) / expected.part
+            self.weighing.landed(expected.offered, drafts, outcome.accepted)
         host_seconds = self.host.seconds(s.requests, outcome.drafting, proposing, s.prompts)
         if outcome.host is not None:
             self.host.observe(outcome.host)

@@ -5,6 +5,9 @@ from __future__ import annotations
 _TRUSTED, _REMEMBERED = 8.0, 64.0
 """Drafts that were expected to be accepted: so many count as if they all had been, and of so many
 it is remembered how many were."""
+_FADES = 2.0 ** (-1.0 / 1024.0)
+"""Of what is remembered, in a round that verifies none: texts change, and where nothing is verified
+nothing is learnt."""
 
 
 class Realized:
@@ -21,7 +24,12 @@ class Realized:
         return min(1.0, (_TRUSTED + self._accepted) / (_TRUSTED + self._expected))
 
     def landed(self, expected: float, accepted: float) -> None:
-        """A round was expected to accept so many drafts."""
+        """A round should have accepted so many drafts, by their chances."""
         kept = max(0.0, min(1.0, (_REMEMBERED - expected) / max(self._expected, 1e-9)))
         self._expected = self._expected * kept + expected
         self._accepted = self._accepted * kept + accepted
+
+    def fade(self) -> None:
+        """A round verified no drafts."""
+        self._expected *= _FADES
+        self._accepted *= _FADES
