@@ -139,7 +139,7 @@ def test_what_turned_out_lately_counts() -> None:
     for _ in range(100):
         realized.landed(8.0, 0.0)
     assert realized.part < 0.15
-    for _ in range(50):
+    for _ in range(200):
         realized.landed(8.0, 8.0)
     assert realized.part > 0.99
     realized.landed(500.0, 250.0)

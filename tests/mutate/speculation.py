@@ -814,8 +814,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/realized.py",
-        "return min(1.0, (_TRUSTED + self._accepted) / (_TRUSTED + self._expected))",
-        "return (_TRUSTED + self._accepted) / (_TRUSTED + self._expected)",
+        "return min(max(part, _LEAST), 1.0)",
+        "return max(part, _LEAST)",
         "test_offers.py::test_what_is_accepted_beyond_expectation_is_luck",
     ),
     m(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-_TRUSTED, _REMEMBERED = 8.0, 64.0
+_TRUSTED, _REMEMBERED = 8.0, 256.0
 """Drafts that were expected to be accepted: so many count as if they all had been, and of so many
 it is remembered how many were."""
+_LEAST = 0.1
 _FADES = 2.0 ** (-1.0 / 1024.0)
 """Of what is remembered, in a round that verifies none: texts change, and where nothing is verified
 nothing is learnt."""
@@ -20,8 +21,9 @@ class Realized:
 
     @property
     def part(self) -> float:
-        """At most 1."""
-        return min(1.0, (_TRUSTED + self._accepted) / (_TRUSTED + self._expected))
+        """At most 1, and never so little that nothing is tried any more."""
+        part = (_TRUSTED + self._accepted) / (_TRUSTED + self._expected)
+        return min(max(part, _LEAST), 1.0)
 
     def landed(self, expected: float, accepted: float) -> None:
         """A round should have accepted so many drafts, by their chances."""
