@@ -126,12 +126,14 @@ def test_offers_that_turn_out_worse_promise_less() -> None:
         assert tokens == pytest.approx(1 + 1.4 * part, rel=1e-4)
 
 
-def test_what_is_accepted_beyond_expectation_is_luck() -> None:
-    """Chances are right on average."""
-    for accepted, part in ((60.0, 1.0), (38.0, 1.0), (15.0, 0.5)):
+def test_good_luck_counts_as_much_as_bad_luck_within_bounds() -> None:
+    for accepted, part in ((600.0, 1.25), (40.3, 1.05), (38.0, 1.0), (35.7, 0.95), (0.0, 8 / 46)):
         realized = Realized()
         realized.landed(38.0, accepted)
-        assert realized.part == part
+        assert realized.part == pytest.approx(part)
+    for _ in range(20):
+        realized.landed(200.0, 0.0)
+    assert realized.part == 0.1, "and tried again, now and then"
 
 
 def test_what_turned_out_lately_counts() -> None:

@@ -814,9 +814,9 @@ MUTATIONS = (
     ),
     m(
         "speculation/realized.py",
-        "return min(max(part, _LEAST), 1.0)",
-        "return max(part, _LEAST)",
-        "test_offers.py::test_what_is_accepted_beyond_expectation_is_luck",
+        "return min(max(part, _LEAST), _MOST)",
+        "return min(part, 1.0)",
+        "test_offers.py::test_good_luck_counts_as_much_as_bad_luck_within_bounds",
     ),
     m(
         "speculation/realized.py",

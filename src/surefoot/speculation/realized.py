@@ -5,7 +5,7 @@ from __future__ import annotations
 _TRUSTED, _REMEMBERED = 8.0, 256.0
 """Drafts that were expected to be accepted: so many count as if they all had been, and of so many
 it is remembered how many were."""
-_LEAST = 0.1
+_LEAST, _MOST = 0.1, 1.25
 _FADES = 2.0 ** (-1.0 / 1024.0)
 """Of what is remembered, in a round that verifies none: texts change, and where nothing is verified
 nothing is learnt."""
@@ -21,9 +21,10 @@ class Realized:
 
     @property
     def part(self) -> float:
-        """At most 1, and never so little that nothing is tried any more."""
+        """Above 1, too: if good luck did not count, and bad luck did, all would be believed less
+        than it turns out to be. Never so little that nothing is tried any more."""
         part = (_TRUSTED + self._accepted) / (_TRUSTED + self._expected)
-        return min(max(part, _LEAST), 1.0)
+        return min(max(part, _LEAST), _MOST)
 
     def landed(self, expected: float, accepted: float) -> None:
         """A round should have accepted so many drafts, by their chances."""
