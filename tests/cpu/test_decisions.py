@@ -163,7 +163,7 @@ def test_a_trial_verifies_what_fairness_forbids() -> None:
 def test_what_is_not_there_any_more_when_it_is_to_be_verified_is_given_up() -> None:
     """Offers of a round ago promise much; the text has moved on, and hardly any is accepted."""
     planner = planner_of(GivenCosts([LOOK], draft=0.1))
-    now = situation([0.5, 0.4, 0.3], whose=np.zeros(1, dtype=np.int64), proposers=(0,))
+    now = situation([0.5, 0.4, 0.3], proposers=(0,))
     shares = []
     for accepted in (0.0, 1.2):
         verified = 0
@@ -178,11 +178,18 @@ def test_what_is_not_there_any_more_when_it_is_to_be_verified_is_given_up() -> N
     assert shares[1] > 0.6, "and taken up again where it is there"
 
 
+def test_what_is_known_to_be_there_is_believed_as_it_is() -> None:
+    """Where no round is in flight, bad luck is no reason to believe less."""
+    planner = Planner(GivenCosts([LOOK], draft=0.1), HostCosts(), WIDTH, (1,), overlap=False)
+    play(planner, situation([0.5, 0.4, 0.3], proposers=(0,)), 100)
+    assert planner.weighing.realized((0,)).part == 1.0
+
+
 def test_what_turned_out_bad_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no trial does: nothing is learnt of drafts that are never verified."""
     planner = planner_of(GivenCosts([LOOK], draft=0.1))
     monkeypatch.setattr(planner.budget, "next", lambda *trials: None)
-    now = situation([0.5, 0.4, 0.3], whose=np.zeros(1, dtype=np.int64), proposers=(0,))
+    now = situation([0.5, 0.4, 0.3], proposers=(0,))
     verified = []
     for _ in range(1500):
         decision = planner.decide(now)

@@ -832,6 +832,12 @@ MUTATIONS = (
     ),
     m(
         "speculation/weighing.py",
+        "        if not self.overlap:\n            return\n        if expected:",
+        "        if expected:",
+        "test_decisions.py::test_what_is_known_to_be_there_is_believed_as_it_is",
+    ),
+    m(
+        "speculation/weighing.py",
         "        for each in self._realized.values():\n            each.fade()",
         "        return",
         "test_decisions.py::test_what_turned_out_bad_is_tried_again",

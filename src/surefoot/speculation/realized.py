@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-_TRUSTED, _REMEMBERED = 8.0, 256.0
+_TRUSTED, _REMEMBERED, _ROUNDS = 8.0, 64.0, 4.0
 """Drafts that were expected to be accepted: so many count as if they all had been, and of so many
-it is remembered how many were."""
+it is remembered how many were, or of so many rounds of a crowd."""
 _LEAST, _MOST = 0.1, 1.25
 _FADES = 2.0 ** (-1.0 / 1024.0)
 """Of what is remembered, in a round that verifies none: texts change, and where nothing is verified
@@ -28,7 +28,8 @@ class Realized:
 
     def landed(self, expected: float, accepted: float) -> None:
         """A round should have accepted so many drafts, by their chances."""
-        kept = max(0.0, min(1.0, (_REMEMBERED - expected) / max(self._expected, 1e-9)))
+        most = max(_REMEMBERED, _ROUNDS * expected)
+        kept = min(1.0, (most - expected) / max(self._expected, 1e-9))
         self._expected = self._expected * kept + expected
         self._accepted = self._accepted * kept + accepted
 

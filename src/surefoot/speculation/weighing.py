@@ -83,7 +83,10 @@ class Weighing:
 
     def landed(self, offered: tuple[int, ...], expected: float, accepted: float) -> None:
         """A round verified drafts of these, of which so many should have been accepted by their
-        chances; 0: it verified none."""
+        chances; 0: it verified none. Where the host waits for each round before it plans the next,
+        what is on offer is known, and chances are believed as they are."""
+        if not self.overlap:
+            return
         if expected:
             self.realized(offered).landed(expected, accepted)
             return
