@@ -160,60 +160,6 @@ def test_a_trial_verifies_what_fairness_forbids() -> None:
     assert tried and min(tried) > 1
 
 
-def test_what_is_not_there_any_more_when_it_is_to_be_verified_is_given_up() -> None:
-    """Offers of a round ago promise much; the text has moved on, and hardly any is accepted."""
-    planner = planner_of(GivenCosts([LOOK], draft=0.1))
-    now = situation([0.5, 0.4, 0.3], proposers=(0,))
-    shares = []
-    for accepted in (0.0, 1.2):
-        verified = 0
-        for at in range(400):
-            decision = planner.decide(now)
-            verified += decision.drafts > 0 and at >= 200
-            found = accepted * min(1, decision.drafts)
-            took = 1.0 + 0.1 * decision.drafts
-            planner.landed(decision, now, Landed(took, None, decision.drafts, found, 1))
-        shares.append(verified / 200)
-    assert shares[0] < 0.2
-    assert shares[1] > 0.6, "and taken up again where it is there"
-
-
-def test_what_is_known_to_be_there_is_believed_as_it_is() -> None:
-    """Where no round is in flight, bad luck is no reason to believe less."""
-    planner = Planner(GivenCosts([LOOK], draft=0.1), HostCosts(), WIDTH, (1,), overlap=False)
-    play(planner, situation([0.5, 0.4, 0.3], proposers=(0,)), 100)
-    assert planner.weighing.realized((0,)).part == 1.0
-
-
-def test_what_turned_out_bad_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where no trial does: nothing is learnt of drafts that are never verified."""
-    planner = planner_of(GivenCosts([LOOK], draft=0.1))
-    monkeypatch.setattr(planner.budget, "next", lambda *trials: None)
-    now = situation([0.5, 0.4, 0.3], proposers=(0,))
-    verified = []
-    for _ in range(1500):
-        decision = planner.decide(now)
-        verified.append(decision.drafts > 0)
-        took = 1.0 + 0.1 * decision.drafts
-        planner.landed(decision, now, Landed(took, None, decision.drafts, 0.0, 1))
-    assert 0 < sum(verified[500:]) < 100
-
-
-def test_what_half_of_the_drafts_turn_out_to_be_stays_half() -> None:
-    """Of the sampling that they were verified with: of another kind it tells nothing."""
-    drawn = GivenCosts([LOOK], draft=0.01)
-    costs = GivenCosts([LOOK], draft=0.01)
-    planner = Planner(costs, HostCosts(), WIDTH, drafters=(1,), others={DRAWN: drawn})
-    now = situation([0.8, 0.6, 0.4], proposers=(0,), kind=DRAWN)
-    for _ in range(300):
-        decision = planner.decide(now)
-        accepted = 0.9 if decision.drafts else 0.0
-        planner.landed(decision, now, Landed(1.03, None, decision.drafts, accepted, 1))
-    assert planner.weighing.realized((0,)).part == pytest.approx(0.5, abs=0.07)
-    assert planner.decide(replace(now, kind=GREEDY)) is not None
-    assert planner.weighing.realized((0,)).part == 1.0
-
-
 def trial_of(action: Action) -> Trial:
     """To verify more of what ``action``'s proposers offer."""
     return Trial(True, action[0], action[0])

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from surefoot.speculation.offers import OfferMemory, Offers
-from surefoot.speculation.realized import Realized
 
 LOOKUP, DRAFTER = 0, 1
 WIDTH = 3
@@ -116,37 +115,3 @@ def test_a_drafters_offer_is_learnt_number_by_number() -> None:
 def vars_equal(found: Offers, expected: Offers) -> bool:
     pairs = [(vars(found)[name], value) for name, value in vars(expected).items()]
     return all(np.array_equal(*pair) for pair in pairs)
-
-
-def test_offers_that_turn_out_worse_promise_less() -> None:
-    memory = memory_of([[0.8, 0.6, 0.0]], LOOKUP)
-    drafts, seconds = np.arange(WIDTH + 1), np.array([1.0, 1.01, 1.01, 1.01])
-    for part in (1.0, 0.5):
-        tokens, _ = memory.promise(1, (LOOKUP,), 0, drafts, seconds, 1.0, part=part)
-        assert tokens == pytest.approx(1 + 1.4 * part, rel=1e-4)
-
-
-def test_good_luck_counts_as_much_as_bad_luck_within_bounds() -> None:
-    for accepted, part in ((600.0, 1.25), (40.3, 1.05), (38.0, 1.0), (35.7, 0.95), (0.0, 8 / 46)):
-        realized = Realized()
-        realized.landed(38.0, accepted)
-        assert realized.part == pytest.approx(part)
-    for _ in range(20):
-        realized.landed(200.0, 0.0)
-    assert realized.part == 0.1, "and tried again, now and then"
-
-
-def test_what_turned_out_lately_counts() -> None:
-    realized = Realized()
-    for _ in range(100):
-        realized.landed(8.0, 0.0)
-    assert realized.part < 0.15
-    for _ in range(50):
-        realized.landed(8.0, 8.0)
-    assert realized.part > 0.99
-    for _ in range(20):
-        realized.landed(500.0, 250.0)
-    assert realized.part == pytest.approx(1008 / 2008, abs=0.01), "four rounds of a crowd"
-    for _ in range(1024):
-        realized.fade()
-    assert realized.part == pytest.approx((8 + 500) / (8 + 1000), abs=0.01), "and is forgotten"

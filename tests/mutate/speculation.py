@@ -576,7 +576,7 @@ MUTATIONS = (
         "test_paces.py",
     ),
     m(
-        "speculation/goodput.py",
+        "speculation/offers.py",
         "        unfair = slower[best] > np.where(best > 0, fair, np.inf)",
         "        unfair = slower[best] > np.inf * fair",
         "test_offers.py",
@@ -793,54 +793,6 @@ MUTATIONS = (
         "        for proposer in self.drafters if steps != wanted else ():",
         "        for proposer in ():",
         "test_offers.py",
-    ),
-    m(
-        "speculation/offers_at_hand.py",
-        "            proposed = proposed * part",
-        "            pass",
-        "test_decisions.py::test_what_is_not_there_any_more_when_it_is_to_be_verified_is_given_up",
-    ),
-    m(
-        "speculation/offers.py",
-        "steps) * part",
-        "steps)",
-        "test_offers.py::test_offers_that_turn_out_worse_promise_less",
-    ),
-    m(
-        "speculation/planner.py",
-        "self.weighing.landed(expected.offered, drafts, outcome.accepted)",
-        "self.weighing.landed(expected.offered, drafts, drafts)",
-        "test_decisions.py::test_what_is_not_there_any_more_when_it_is_to_be_verified_is_given_up",
-    ),
-    m(
-        "speculation/realized.py",
-        "return min(max(part, _LEAST), _MOST)",
-        "return min(part, 1.0)",
-        "test_offers.py::test_good_luck_counts_as_much_as_bad_luck_within_bounds",
-    ),
-    m(
-        "speculation/realized.py",
-        "        self._accepted = self._accepted * kept + accepted",
-        "        self._accepted = self._accepted + accepted",
-        "test_offers.py::test_what_turned_out_lately_counts",
-    ),
-    m(
-        "speculation/planner.py",
-        "drafts = s.requests * (expected.tokens - 1.0) / expected.part",
-        "drafts = s.requests * (expected.tokens - 1.0)",
-        "test_decisions.py::test_what_half_of_the_drafts_turn_out_to_be_stays_half",
-    ),
-    m(
-        "speculation/weighing.py",
-        "        if not self.overlap:\n            return\n        if expected:",
-        "        if expected:",
-        "test_decisions.py::test_what_is_known_to_be_there_is_believed_as_it_is",
-    ),
-    m(
-        "speculation/weighing.py",
-        "        for each in self._realized.values():\n            each.fade()",
-        "        return",
-        "test_decisions.py::test_what_turned_out_bad_is_tried_again",
     ),
     # --- acceptance, learnt -----------------------------------------------------------------------
     m(

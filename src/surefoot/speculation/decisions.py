@@ -108,10 +108,6 @@ class Expectation:
     """What there is to be tried, in such rounds."""
     tokens: float = 1.0
     """Of each request, on average."""
-    offered: tuple[int, ...] = ()
-    """Whose drafts are verified."""
-    part: float = 1.0
-    """Of these the part that was expected to turn out as their chances say."""
 
 
 @dataclass(frozen=True)

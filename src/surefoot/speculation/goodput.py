@@ -8,8 +8,6 @@ import numpy as np
 
 from surefoot.speculation.paces import MIN_PACE
 
-_FAIR_TRIES = 6
-
 
 class Chosen(NamedTuple):
     """How many drafts to verify."""
@@ -134,43 +132,4 @@ def nearest_count(
             best, nearest = at, near
         if count == offered:
             break
-    return best
-
-
-def mean_of_one(
-    rows: np.ndarray, drafts: np.ndarray, seconds: np.ndarray, margin: float
-) -> tuple[float, float]:
-    """``OfferMemory.promise`` for one request that makes the offers ``rows`` float32 [n, width], a
-    few, one after the other."""
-    tokens = total = 0.0
-    counts, times = drafts.tolist(), seconds.tolist()
-    for row in rows.tolist():
-        at, gain = best_of_one(row, counts, times, 0.0, margin)
-        tokens, total = tokens + 1.0 + gain, total + times[at]
-    return tokens / len(rows), total / len(rows)
-
-
-def fairest(
-    each: np.ndarray, ranked: np.ndarray, taken: np.ndarray, rates: np.ndarray, slower: np.ndarray
-) -> np.ndarray:
-    """int64 [groups]: of the ``rates`` float64 [groups, n] the best that is fair to every request,
-    as ``best_drafts`` has it. ``each`` float32 [groups, requests, width] are chances and ``ranked``
-    [groups, requests * width] the same, falling; ``taken`` int64 [n] of these are verified, and the
-    round is ``slower`` float64 [n] times than without."""
-    every = np.arange(len(each))
-    best = rates.argmax(axis=1)
-    for _ in range(_FAIR_TRIES if each.shape[1] > 1 else 0):
-        least = ranked[every, np.maximum(taken[best] - 1, 0)]
-        gained = (each * (each >= least[:, np.newaxis, np.newaxis])).sum(axis=2).min(axis=1)
-        fair = (1.0 + gained) / MIN_PACE
-        unfair = slower[best] > np.where(best > 0, fair, np.inf)
-        if not unfair.any():
-            return best
-        # Whoever gains least from these drafts gains no more from fewer.
-        lower = (np.arange(len(taken)) < best[:, np.newaxis]) & (slower <= fair[:, np.newaxis])
-        lower[:, 0] = True
-        best = np.where(unfair, np.where(lower, rates, 0.0).argmax(axis=1), best)
-    if each.shape[1] > 1:
-        always = np.where(slower * MIN_PACE <= 1.0, rates, 0.0).argmax(axis=1)
-        best = np.where(slower[best] * MIN_PACE <= 1.0, best, always)
     return best

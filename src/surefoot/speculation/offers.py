@@ -6,13 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from surefoot.speculation.goodput import fairest, mean_of_one
+from surefoot.speculation.goodput import best_of_one
+from surefoot.speculation.paces import MIN_PACE
 
 KEPT = 512
 """Offers that are kept of a proposer."""
 _LEAST, _MOST, _ROUNDS = 8, 128, 4
 """What rounds expect rests on the latest offers, so many at least and at most, of so many rounds:
 those of one request change with its text."""
+_FAIR_TRIES = 6
 _NEWS = 32
 """Of one report, at most."""
 _FIRST = 8
@@ -208,26 +210,24 @@ class OfferMemory:
     def promise(
         self,
         requests: int,
-        proposers: tuple[int, ...],
+        proposers: Sequence[int],
         steps: int,
         drafts: np.ndarray,
         seconds: np.ndarray,
         margin: float,
         lately: bool = True,
-        part: float = 1.0,
     ) -> tuple[float, float]:
         """(Tokens, seconds) of a round of so many requests, on average, if each verifies what is
         best for it. ``drafts`` and ``seconds`` as of ``RoundCosts.table``, ``margin`` as of
-        ``best_drafts``. ``lately``: by the latest offers only, not by all that are kept. ``part``:
-        of the drafts that should be accepted by their chances, so many are."""
+        ``best_drafts``. ``lately``: by the latest offers only, not by all that are kept."""
         count = max(self.of(proposer).count for proposer in proposers)
         if lately:
             count = min(count, _MOST, max(_LEAST, _ROUNDS * requests))
         together = min(requests, count)
         groups = count // together
-        rows = self.latest(groups * together, proposers, steps) * part
+        rows = self.latest(groups * together, proposers, steps)
         if requests == 1 and count <= _LEAST:
-            return mean_of_one(rows, drafts, seconds, margin)
+            return _of_one(rows, drafts, seconds, margin)
         each = rows.reshape(groups, together, self.width)
         ranked = -np.sort(-rows.reshape(groups, -1), axis=1)
         share = requests / together
@@ -237,6 +237,45 @@ class OfferMemory:
         tokens = requests + gains[:, taken]
         rates = tokens / seconds
         rates[:, 0] *= margin
-        best = fairest(each, ranked, taken, rates, seconds / seconds[0])
+        best = _fairest(each, ranked, taken, rates, seconds / seconds[0])
         every = np.arange(groups)
         return float(tokens[every, best].mean()), float(seconds[best].mean())
+
+
+def _of_one(
+    rows: np.ndarray, drafts: np.ndarray, seconds: np.ndarray, margin: float
+) -> tuple[float, float]:
+    """``OfferMemory.promise`` for one request that makes the offers ``rows`` float32 [n, width], a
+    few, one after the other."""
+    tokens = total = 0.0
+    counts, times = drafts.tolist(), seconds.tolist()
+    for row in rows.tolist():
+        at, gain = best_of_one(row, counts, times, 0.0, margin)
+        tokens, total = tokens + 1.0 + gain, total + times[at]
+    return tokens / len(rows), total / len(rows)
+
+
+def _fairest(
+    each: np.ndarray, ranked: np.ndarray, taken: np.ndarray, rates: np.ndarray, slower: np.ndarray
+) -> np.ndarray:
+    """int64 [groups]: of the ``rates`` float64 [groups, n] the best that is fair to every request,
+    as ``best_drafts`` has it. ``each`` float32 [groups, requests, width] are chances and ``ranked``
+    [groups, requests * width] the same, falling; ``taken`` int64 [n] of these are verified, and the
+    round is ``slower`` float64 [n] times than without."""
+    every = np.arange(len(each))
+    best = rates.argmax(axis=1)
+    for _ in range(_FAIR_TRIES if each.shape[1] > 1 else 0):
+        least = ranked[every, np.maximum(taken[best] - 1, 0)]
+        gained = (each * (each >= least[:, np.newaxis, np.newaxis])).sum(axis=2).min(axis=1)
+        fair = (1.0 + gained) / MIN_PACE
+        unfair = slower[best] > np.where(best > 0, fair, np.inf)
+        if not unfair.any():
+            return best
+        # Whoever gains least from these drafts gains no more from fewer.
+        lower = (np.arange(len(taken)) < best[:, np.newaxis]) & (slower <= fair[:, np.newaxis])
+        lower[:, 0] = True
+        best = np.where(unfair, np.where(lower, rates, 0.0).argmax(axis=1), best)
+    if each.shape[1] > 1:
+        always = np.where(slower * MIN_PACE <= 1.0, rates, 0.0).argmax(axis=1)
+        best = np.where(slower[best] * MIN_PACE <= 1.0, best, always)
+    return best

@@ -31,13 +31,10 @@ class OffersAtHand:
         if proposers:
             self.memory.record(situation.chances, situation.whose, proposers, steps)
 
-    def chances(self, situation: Situation, last: Action, part: float = 1.0) -> np.ndarray | None:
+    def chances(self, situation: Situation, last: Action) -> np.ndarray | None:
         """float32 [requests, K]: chances of the drafts that this round finds on offer, after one
-        with the action ``last``, those of the host among them; None where there are none.
-        ``part``: of the drafts that should be accepted by the last report, so many are."""
+        with the action ``last``, those of the host among them; None where there are none."""
         hosted, proposed = situation.hosted, self._proposed(situation, last)
-        if proposed is not None:
-            proposed = proposed * part
         if hosted is None:
             return proposed
         if proposed is None:

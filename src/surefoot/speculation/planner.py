@@ -144,8 +144,7 @@ class Planner:
         self._attend(situation)
         actions = self.weighing.allowed(situation)
         plain, prompts = self.weighing.plain_seconds(situation)
-        part = self.weighing.realized(self._last.proposers).part
-        chances = self._at_hand.chances(situation, self._last.action, part)
+        chances = self._at_hand.chances(situation, self._last.action)
         owed = self.fairness.owed(situation.slots, plain, prompts, rounds)
         self._unweighed += rounds
         settled = self.weighing.is_settled(situation, actions, self._unweighed)
@@ -162,9 +161,7 @@ class Planner:
         second = last.explores and before is not None and not before.verify and not quiet
         charged = trial or (before if second else None)
         tokens = 1.0 + float(plan.gains.mean())
-        expected = Expectation(
-            plan.seconds, without, plain, prompts, charged, trials, tokens, last.proposers, part
-        )
+        expected = Expectation(plan.seconds, without, plain, prompts, charged, trials, tokens)
         self._last = Decision(plan.drafts, *action, trial is not None, expected)
         self.fairness.decided(plan.gains, plan.seconds / owed.plain)
         # Another action finds nothing on offer yet, or what the one before it has left.
@@ -291,10 +288,6 @@ class Planner:
             return
         proposing = bool(decision.proposers)
         s = situation
-        if s.hosted is None:
-            expected = decision.expected
-            drafts = s.requests * (expected.tokens - 1.0) / expected.part
-            self.weighing.landed(expected.offered, drafts, outcome.accepted)
         host_seconds = self.host.seconds(s.requests, outcome.drafting, proposing, s.prompts)
         if outcome.host is not None:
             self.host.observe(outcome.host)

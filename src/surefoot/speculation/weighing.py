@@ -20,7 +20,6 @@ from surefoot.speculation.exploring import Trial
 from surefoot.speculation.host_costs import HICCUP, HostCosts
 from surefoot.speculation.offers import OfferMemory
 from surefoot.speculation.paces import MIN_PACE
-from surefoot.speculation.realized import Realized
 
 _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
@@ -58,8 +57,6 @@ class Weighing:
         self.offers = offers
         self.overlap = overlap
         self.best = NOTHING
-        self._realized: dict[tuple[int, ...], Realized] = {}
-        """By who offered."""
         self._promises: dict[Action, Promise] = {}
         """Of each action, when it was weighed last."""
         self._turn = self._depth = 0
@@ -73,25 +70,6 @@ class Weighing:
         self._reports = -1
         """Of offers, that were known when actions were weighed last."""
         self._allowed: dict[tuple[Sequence[Action], tuple[int, ...], int], tuple[Action, ...]] = {}
-
-    def realized(self, proposers: tuple[int, ...]) -> Realized:
-        """What their offers, that were verified, turned out to be."""
-        known = self._realized.get(proposers)
-        if known is None:
-            known = self._realized[proposers] = Realized()
-        return known
-
-    def landed(self, offered: tuple[int, ...], expected: float, accepted: float) -> None:
-        """A round verified drafts of these, of which so many should have been accepted by their
-        chances; 0: it verified none. Where the host waits for each round before it plans the next,
-        what is on offer is known, and chances are believed as they are."""
-        if not self.overlap:
-            return
-        if expected:
-            self.realized(offered).landed(expected, accepted)
-            return
-        for each in self._realized.values():
-            each.fade()
 
     def allowed(self, situation: Situation) -> tuple[Action, ...]:
         """What the requests' choices leave of the actions."""
@@ -287,7 +265,7 @@ class Weighing:
         most = requests * self.offers.width
         drafts, seconds = self.table(situation, action, most, alone=True)
         tokens, seconds = self.offers.promise(
-            requests, *action, drafts, seconds, self.margin, lately, self.realized(action[0]).part
+            requests, *action, drafts, seconds, self.margin, lately
         )
         return Promise(tokens / requests, seconds / plain)
 
