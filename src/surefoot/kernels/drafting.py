@@ -392,5 +392,6 @@ class Drafting(ABC):
         """``Backend.draw`` from float32 logits [B, n] over the target's tokens ``ids`` int64 [n]
         (None: all of them): the tokens into ``tokens`` int64 [B] and, at the draws' places, into
         ``history`` int64 [slots, width]; their probabilities before the filters into ``chances``
-        float32 [B]. False, and nothing done, where the device has no kernel for it."""
+        float32 [B]. Borders of top-k and top-p may be found roughly: what is drafted is verified.
+        False, and nothing done, where the device has no kernel for it."""
         return False

@@ -1,7 +1,7 @@
 """What a drafter does beside its network's products, one small kernel each.
 
-Twins: ``kernels.drafting``. Those of greedy drafts are launched as ``pdl`` says; what they write of
-batches is read behind a product or ``entry_inputs_kernel``, when it is complete.
+Twins: ``kernels.drafting``. They are launched as ``pdl`` says; what they write of batches is
+read behind a product or ``entry_inputs_kernel``, when it is complete.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Drafts drawn from a drafter's logits with the target's noise.
 
 Twin: the sampler over the target's vocabulary, but for the borders of top-k and top-p, which would
-take twenty kernels a draft to find: here they are those of the likeliest token of each ``GROUP``.
+take eighteen kernels a draft to find: here they are those of the likeliest token of each ``GROUP``.
 A draft that is drawn in another's place costs a row at most; what the text is, the target says.
 """
 
@@ -16,8 +16,9 @@ from surefoot.kernels.triton.noise import gumbel, noise_words, noise_words_at
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 
 PART, GROUP = 2048, 32
-"""Logits that a program reads, and of which it leaves two: the likeliest, and the one with the best
-noised score. Neighbours are in different groups: likely tokens often are neighbours."""
+"""Logits that a program reads, and those of a group, of which it leaves two: the likeliest, and the
+one with the best noised score. Neighbours are in different groups, as likely tokens often are
+neighbours."""
 FARTHEST = tl.constexpr(32.0)
 HALVINGS = tl.constexpr(22)
 """Borders are looked for among scores so far below the best, by so many halvings."""
