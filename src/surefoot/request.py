@@ -36,7 +36,7 @@ class Status(enum.Enum):
     FINISHED = enum.auto()
 
 
-@dataclass
+@dataclass(slots=True)
 class SpeculationStats:
     """What speculation did for one request. ``rounds`` are those that committed tokens."""
 
@@ -106,7 +106,7 @@ class PromptPool:
         return [value / self.rows for value in self.total]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """One text being generated: a choice of a user's prompt, with its own seed and choice index.
 
@@ -155,20 +155,27 @@ class Request:
     """The ``Record`` of ``speculation.upkeep`` that counts it, if any, and whether drafters serve
     it."""
     _proposed_by: list[str | None] = field(default_factory=list)
-    """As far as the last accepted draft, at least."""
+    """As far as somebody asked."""
+    _accepted: list[tuple[int, str | None, int]] = field(default_factory=list)
+    """Accepted drafts that are not entered there: the first one's place in the output, whose they
+    are, and how many."""
 
     @property
     def proposed_by(self) -> list[str | None]:
         """Per output token: the proposer whose accepted draft it was, None for the target's own."""
         known = self._proposed_by
+        for first, proposer, count in self._accepted:
+            known += [None] * (first - len(known))
+            known[first : first + count] = [proposer] * count
+        self._accepted.clear()
         known += [None] * (len(self.output) - len(known))
         return known
 
     def note_drafts(self, proposer: str | None, count: int) -> None:
         """Say whose accepted drafts the next ``count`` output tokens are, before they are added."""
         if count:
-            sources = self.proposed_by
-            sources += [proposer] * count
+            # Hundreds of requests may be told so every few milliseconds, and few are asked.
+            self._accepted.append((len(self.output), proposer, count))
 
     def allows(self, proposer: str) -> bool:
         """Whether the proposer may draft for it."""
@@ -223,7 +230,7 @@ class Request:
         if self.params.logprobs is not None:
             count = min(len(self.logprobs), len(self.output))
             del self.logprobs[count:], self.output[count:]
-        del self._proposed_by[len(self.output) :]
+        del self.proposed_by[len(self.output) :]
         if self.grammar is not None:
             self.grammar.restart()
 

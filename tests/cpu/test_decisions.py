@@ -344,6 +344,47 @@ def test_while_a_crowd_leaves_actions_are_weighed_one_after_the_other(
         assert weighing.best == ((1,), 2)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_whoever_arrives_does_not_wait_until_actions_are_weighed(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is idle then, and works on the first prompts during the next decision. Until then
+    no decision holds. Where the host's time adds to the device's, nothing is gained by that."""
+    actions = [LOOK, *(((1,), depth) for depth in (1, 2, 3))]
+    costs = GivenCosts(actions, 0.1)
+    planner = waiting_planner(costs, 20, overlap=overlap)
+    weighing, weighed = planner.weighing, list[Action]()
+
+    def promise(now: Situation, action: Action, plain: float, lately: bool = True) -> Promise:
+        weighed.append(action)
+        return Promise(2.0 if action == ((1,), 2) else 1.0, 1.0)
+
+    monkeypatch.setattr(weighing, "promise", promise)
+    monkeypatch.setattr(planner.budget, "next", lambda *args: None)
+    weighing.best = LOOK
+    crowd = situation(*[NEVER] * 20, proposers=(0, 1), prompt_rows=50, prompts=20)
+    planner.decide(crowd)
+    assert weighed == [] if overlap else set(weighed) == {*actions, NOTHING}
+    assert weighing.best == (LOOK if overlap else ((1,), 2))
+    assert planner.held.left == 0 or not overlap
+    planner.decide(replace(crowd, prompt_rows=0, prompts=0))
+    assert set(weighed) >= {*actions, NOTHING} and weighing.best == ((1,), 2)
+
+
+def test_rounds_of_prompts_alone_leave_what_is_best_for_their_requests() -> None:
+    """And propose nothing themselves."""
+    planner = planner_of(GivenCosts([LOOK, DRAFT], 0.01))
+    now = situation([0.9, 0.8, 0.7], proposers=(0, 1))
+    play(planner, now, 60)
+    best = planner.weighing.best
+    assert best != NOTHING
+    alone = replace(now, requests=0, prompt_rows=64, prompts=1, chances=None, whose=None)
+    assert all(decision.action == NOTHING for decision in play(planner, alone, 3))
+    assert planner.weighing.best == best
+    (next_one,) = play(planner, now, 1)
+    assert next_one.action == best or next_one.explores
+
+
 def test_rounds_between_two_questions_count() -> None:
     trials, budget = [Trial(False, (index,), ()) for index in range(3)], Budget()
     asked = [budget.next(trials, 3) for _ in range(6)]

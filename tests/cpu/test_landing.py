@@ -61,7 +61,7 @@ def told(landing: Landing) -> list[Any]:
 @settings(max_examples=60)
 @given(st.data(), st.integers(1, 5), st.booleans())
 def test_rounds_without_drafts_land_as_any_other(data: Any, count: int, caching: bool) -> None:
-    """A report with logprobs takes the general way, one without drafts the short one."""
+    """With logprobs in the report and without."""
     finished = data.draw(st.sets(st.integers(0, count - 1)))
     rounds = data.draw(st.integers(1, 3))
     reports = []
@@ -89,7 +89,8 @@ def test_rounds_without_drafts_land_as_any_other(data: Any, count: int, caching:
         found = [(lease.blocks, lease.hashes) for lease in leases], kv.pool._block_of
         state = [replace(request, params=SamplingParams(), arrived=0.0) for request in requests]
         told_of = [told(landing) for landing in landed]
-        outcomes.append((found, told_of, [vars(request) for request in state]))
+        fields = [{name: getattr(r, name) for name in Request.__slots__} for r in state]
+        outcomes.append((found, told_of, fields))
     assert outcomes[0] == outcomes[1]
 
 
@@ -104,7 +105,7 @@ def test_a_draft_is_its_proposer_s_and_the_rest_the_target_s() -> None:
     ):
         row = start + [0] * (COLUMNS.count - len(start))
         landing = read(torch.tensor([row], dtype=torch.int32), None, [request], kv)
-        assert landing.drafting == landing.progress
+        assert landing.drafting == len(landing.progress) == 1
         assert landing.progress[0].drafting == drafting
     assert request.output == [4, 5, 6, 7, 8]
     assert request.proposed_by == [None, "b", "b", None, None]
@@ -115,6 +116,32 @@ def test_a_draft_is_its_proposer_s_and_the_rest_the_target_s() -> None:
     first = chain_hash(b"", (7, 0))
     second = chain_hash(first, (3, 4))
     assert lease.hashes == [first, second, chain_hash(second, (5, 6))]
+
+
+def test_whose_tokens_are_is_the_same_whenever_somebody_asks() -> None:
+    """In the middle of a text, only at its end, and behind a token that was taken back."""
+    rounds = [
+        ([4], 0, 0),
+        ([5, 6, 7], 2, 1),
+        ([8, 9], 1, 0),
+        ([1], 0, 1),
+    ]
+    # Nobody asks of the last one until a token of it was taken back.
+    asked_of, *others = (running(1, True, set()) for _ in range(4))
+    for kv, (request,) in (asked_of, *others):
+        for tokens, accepted, whose in rounds:
+            row = [len(tokens), accepted, 0, 2, whose, 0, 0, *tokens]
+            row += [0] * (COLUMNS.count - len(row))
+            read(torch.tensor([row], dtype=torch.int32), None, [request], kv)
+            if request is asked_of[1][0]:
+                assert len(request.proposed_by) == len(request.output)
+    expected = [None, "b", "b", None, "a", None, None]
+    assert [request.proposed_by for _, (request,) in (asked_of, *others[:-1])] == [expected] * 3
+    for _, (request,) in (asked_of, *others):
+        del request.output[4:]
+        request.settle()
+        request.output += [3, 3]
+        assert request.proposed_by == [*expected[:4], None, None]
 
 
 def test_drafts_behind_the_end_of_a_text_are_not_accepted() -> None:

@@ -119,16 +119,17 @@ def run_pass(engine: Engine, concurrency: int, mode: Mode, load: Load) -> Pass:
 def _steady(engine: Engine, requests: Sequence[Request]) -> Pass:
     """Up to the last round before a request ends."""
     count, stats = len(requests), engine.stats
-    before = sum(len(request.output) for request in requests)
     length = sum(request.length for request in requests)
     counted = stats.rounds, stats.draft_rows
     started = now = time.perf_counter()
     tokens = rounds = drafts = 0
-    while not any(request.finished for request in requests):
-        engine.step()
-        if not any(request.finished for request in requests):
+    over = any(request.finished for request in requests)
+    while not over:
+        progress = engine.step()
+        over = any(item.request.finished for item in progress)
+        if not over:
             now = time.perf_counter()
-            tokens = sum(len(request.output) for request in requests) - before
+            tokens += sum(len(item.tokens) for item in progress)
             rounds = stats.rounds - counted[0]
             drafts = stats.draft_rows - counted[1]
     if not rounds:

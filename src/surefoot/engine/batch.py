@@ -34,14 +34,11 @@ class Wishes:
             speculation, logprobs = each.speculation, each.params.logprobs
             masked = each.grammar is not None
             stages = SamplingStages.of((each.params,))
-            own = cls(stages, speculation, each.declined, logprobs, masked)
-            each.wishes = _same(own)
+            each.wishes = _shared(stages, speculation, each.declined, logprobs, masked)
 
 
-@lru_cache(maxsize=1024)
-def _same(wishes: Wishes) -> Wishes:
-    """One for all that are equal."""
-    return wishes
+_shared = lru_cache(maxsize=1024)(Wishes)
+"""One for all that are equal."""
 
 
 @dataclass(frozen=True, eq=False)

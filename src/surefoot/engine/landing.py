@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from surefoot.engine.stats import NO_DRAFTING, Drafting, Progress
-from surefoot.kv.transaction import KVManager, Lease
+from surefoot.kv.transaction import KVManager
 from surefoot.request import Request, Status
 from surefoot.sampling.logprobs import unpack
 from surefoot.speculation.books import ReportColumns
@@ -26,23 +27,18 @@ class Landing:
     """What a round gave the requests still running, in their order."""
 
     progress: list[Progress] = field(default_factory=list)
-    drafting: list[Progress] = field(default_factory=list)
-    """Of these, who had drafts verified or has some on offer."""
+    drafting: int = 0
+    """Of these, how many had drafts verified or have some on offer."""
     ended: list[tuple[Progress, int]] = field(default_factory=list)
     """Whose texts the round ended, and how."""
     size: Size = field(init=False)
     decision: Decision = field(init=False)
     prompt_rows: int = 0
+    verified: int = 0
+    accepted: int = 0
+    """Drafts, of all together."""
     seconds: float | None = None
     """What the device took, where that was measured."""
-
-    @property
-    def verified(self) -> int:
-        return sum(item.drafting.verified for item in self.drafting)
-
-    @property
-    def accepted(self) -> int:
-        return sum(item.drafting.accepted for item in self.drafting)
 
 
 def read_report(
@@ -63,79 +59,60 @@ def read_report(
     if report.scores is not None:
         scores.update(zip(batch.group.scored, report.scores, strict=False))
     # Hundreds of requests pass here every two milliseconds, and a device waits for nothing else:
-    # for those that do not draft no list is made that is not needed.
+    # lists are made of all of them at once, and no object for each that others can share.
     landing, size, chunks = Landing(), kv.block_size, len(batch.chunks)
-    end_of_row = columns.FIRST_TOKEN + 1 + longest
-    by_column = rows[:, : columns.FIRST_TOKEN + 1].T
-    counts, _, ends, verified, _, offered, offerers, first = by_column.tolist()
-    of_each = zip(requests, leases, counts, ends, first, verified, offered, offerers, strict=True)
-    told: Iterator[list[int]] = iter(())
-    if longest:
-        # Of all that drafted at once: a call for each would take as long as all of them together.
-        told = iter(rows[by_column[columns.VERIFIED].nonzero()[0], :end_of_row].tolist())
-    offerer: int
+    first = columns.FIRST_TOKEN
+    tokens = rows[:, first : first + 1 + longest].tolist()
+    counts, *others = rows[:, :first].T.tolist()
+    of_each = zip(counts, requests, leases, tokens, *others, strict=True)
     running, progress = Status.RUNNING, landing.progress
-    for index, (request, lease, count, end, token, drafts, offers, offerer) in enumerate(of_each):
-        row = next(told) if drafts else [token]
+    for index, each in enumerate(of_each):
+        count, request, lease, row, accepted, end, verified, whose, offered, offerer = each
         if not count or request.status is not running:
             continue
-        if drafts:
-            item = _read_drafts(request, lease, row, kv, names, index < chunks)
-            landing.drafting.append(item)
+        del row[count:]
+        drafting, stats = NO_DRAFTING, request.stats
+        if verified:
+            name, accepted = names[whose], min(accepted, count)
+            stats.count(name, offered, verified, accepted)
+            request.note_drafts(name, accepted)
+            drafting = _drafting(
+                name, offered, verified, accepted, names[offerer] if offered else None
+            )
+            landing.verified += verified
+            landing.accepted += accepted
         else:
-            stats = request.stats
-            request.output.append(token)
-            if index >= chunks:
-                request.computed += 1
-                if not request.computed % size:
-                    kv.keep(lease)
             stats.rounds += 1
-            if offers:
-                stats.offered += offers
-                item = Progress(request, row, Drafting(None, offers, offerer=names[offerer]))
-                landing.drafting.append(item)
-            else:
-                item = Progress(request, row, NO_DRAFTING)
+            if offered:
+                stats.offered += offered
+                drafting = _drafting(None, offered, 0, 0, names[offerer])
+        request.output += row
+        before = request.computed
+        # Rows of a prompt's end are kept already.
+        request.computed = after = before + count - (index < chunks)
+        if after // size > before // size:
+            kv.keep(lease)
         if hosted and (count_on_host := hosted.get(int(batch.group.slots[index]))):
-            item = _add_hosted(item, names, *count_on_host)
-            if not drafts and not offers:
-                landing.drafting.append(item)
+            drafting = _add_hosted(request, drafting, names, *count_on_host)
         if scores and index in scores and request.params.logprobs is not None:
-            request.logprobs += unpack(scores[index], item.tokens, request.params.logprobs)
+            request.logprobs += unpack(scores[index], row, request.params.logprobs)
+        item = Progress(request, row, drafting)
         progress.append(item)
+        landing.drafting += drafting is not NO_DRAFTING
         if end:
             landing.ended.append((item, end))
     return landing
 
 
-def _read_drafts(
-    request: Request,
-    lease: Lease,
-    row: Sequence[int],
-    kv: KVManager,
-    names: Sequence[str],
-    prompt: bool,
-) -> Progress:
-    """Of a request that had drafts verified. ``prompt``: the round ran the end of a prompt, whose
-    rows are kept already."""
-    count, accepted, _, verified, whose, offered, offerer = row[: ReportColumns.FIRST_TOKEN]
-    tokens = row[ReportColumns.FIRST_TOKEN : ReportColumns.FIRST_TOKEN + count]
-    name, drafts = names[whose], min(accepted, count)
-    request.stats.count(name, offered, verified, drafts)
-    request.note_drafts(name, drafts)
-    request.output += tokens
-    size, before = kv.block_size, request.computed
-    request.computed = after = before + count - prompt
-    if after // size > before // size:
-        kv.keep(lease)
-    drafting = Drafting(name, offered, verified, drafts, names[offerer] if offered else None)
-    return Progress(request, tokens, drafting)
+_drafting = lru_cache(maxsize=4096)(Drafting)
+"""One object for all that are equal: to make one takes longer than all else of a request."""
 
 
-def _add_hosted(item: Progress, names: Sequence[str], host: int, count: int) -> Progress:
-    item.request.stats.offered += count
-    drafting = item.drafting._replace(hosted=count, host=names[host])
-    return item._replace(drafting=drafting)
+def _add_hosted(
+    request: Request, drafting: Drafting, names: Sequence[str], host: int, count: int
+) -> Drafting:
+    request.stats.offered += count
+    return drafting._replace(hosted=count, host=names[host])
 
 
 def read_prompt_scores(report: Report, batch: Batch, targets: Sequence[int]) -> None:

@@ -300,7 +300,7 @@ class Loop:
             host=host,
             verified=landing.verified,
             accepted=landing.accepted,
-            drafting=len(landing.drafting),
+            drafting=landing.drafting,
         )
         self.clock.compare(host, outcome.device_seconds)
         ends, proposing = len(landing.ended), bool(flight.decision.proposers)

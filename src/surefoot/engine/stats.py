@@ -29,7 +29,8 @@ class Drafting(NamedTuple):
 NO_DRAFTING = Drafting()
 
 
-class Progress(NamedTuple):
+@dataclass(slots=True)
+class Progress:
     """What a round gave one request: its new tokens, already part of ``request.output``."""
 
     request: Request

@@ -32,6 +32,8 @@ class Lease:
     """The blocks of one running request's ``text``. ``drafters``: proposers whose own KV is written
     along with it."""
 
+    __slots__ = ("blocks", "drafters", "hashes", "text")
+
     def __init__(self, text: Text, drafters: frozenset[str] = frozenset()) -> None:
         self.text = text
         self.drafters = drafters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -30,23 +30,13 @@ class SamplingStages:
 
     @classmethod
     def of(cls, all_params: Iterable[SamplingParams]) -> SamplingStages:
-        return cls.together(
-            cls(
-                noise=not params.greedy,
-                penalties=params.penalised,
-                bias=bool(params.logit_bias),
-                min_tokens=bool(params.min_tokens),
-                min_p=not params.greedy and bool(params.min_p),
-                top_k=0 if params.greedy else max(0, params.top_k),
-                top_p=not params.greedy and params.top_p < 1,
-            )
-            for params in all_params
-        )
+        return cls.together(map(_stages_of, all_params))
 
     @classmethod
     def together(cls, stages: Iterable[SamplingStages]) -> SamplingStages:
         """Those of rounds that need all of these."""
-        every = list(stages)
+        # Hundreds of requests are asked that come together, and mostly want the same.
+        every = list({id(each): each for each in stages}.values())
         if len(every) == 1:
             return every[0]
         return cls(
@@ -58,6 +48,23 @@ class SamplingStages:
             top_k=max((each.top_k for each in every), default=0),
             top_p=any(each.top_p for each in every),
         )
+
+
+_shared = lru_cache(maxsize=1024)(SamplingStages)
+
+
+def _stages_of(params: SamplingParams) -> SamplingStages:
+    """Those of one request: one object for all that need the same."""
+    noise = not params.greedy
+    return _shared(
+        noise,
+        params.penalised,
+        bool(params.logit_bias),
+        bool(params.min_tokens),
+        noise and bool(params.min_p),
+        max(0, params.top_k) if noise else 0,
+        noise and params.top_p < 1,
+    )
 
 
 _STOPS, _BIASES = 16, 16

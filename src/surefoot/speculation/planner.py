@@ -167,7 +167,7 @@ class Planner:
         # Another action finds nothing on offer yet, or what the one before it has left.
         there = set(action[0]).issubset(last.proposers) and action[1] <= last.steps
         lasts = there and bool(plan.drafts) == bool(action[0])
-        if charged is None and (lasts or quiet):
+        if charged is None and (lasts or quiet) and not self.weighing.undecided:
             host = self.weighing.host_seconds(situation, action)
             overlap, choice = self.weighing.overlap, len(actions) > 1
             self.held.grant(situation, self._last, host, overlap, choice)
@@ -202,7 +202,8 @@ class Planner:
         of what slows nobody."""
         situation, owed = case.situation, case.owed
         if not self._restrained(situation):
-            action = self._possible(situation, self.weighing.best)
+            best = self.weighing.best
+            action = self._possible(situation, best if best in case.actions else NOTHING)
             plan = self._verify(case, action)
             if situation.requests < 2 or owed.fair(plan.seconds, plan.gains):
                 return action, plan

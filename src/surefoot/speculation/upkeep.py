@@ -119,8 +119,11 @@ class Upkeep:
         drafter keeps it."""
         request.drafters, request.declined = request.drafters | request.declined, frozenset()
         request.upkeep = None
-        stages = [SamplingStages.of((request.params,)), *([self._kind] if running else [])]
-        self._kind = kind_of(SamplingStages.together(stages))
+        own = SamplingStages.of((request.params,))
+        kind = kind_of(own)
+        if running and kind is not self._kind:
+            kind = kind_of(SamplingStages.together((own, self._kind)))
+        self._kind = kind
         if not request.drafters or request.speculation.method != "auto":
             return
         about = 2 ** round(math.log2(load))

@@ -138,6 +138,11 @@ class Weighing:
         """How much more than another an action must promise."""
         return 1.0 + _BELIEVED * self.costs.noise
 
+    @property
+    def undecided(self) -> bool:
+        """Whether the load is another one, and more actions will be weighed at once."""
+        return bool(self._unweighed) and not self._leaving
+
     def is_settled(self, situation: Situation, actions: tuple[Action, ...], rounds: int) -> bool:
         """Whether a crowd's best action is that nobody proposes, and would be found again: by the
         same offers as not many ``rounds`` ago, and for as many requests, about."""
@@ -153,7 +158,8 @@ class Weighing:
         """Choose the best action, ``rounds`` after it was chosen last."""
         self._reports = self.offers.reports
         if len(actions) < 2:
-            self.best = NOTHING
+            # Rounds of prompts alone tell nothing of what is best for their requests.
+            self.best = NOTHING if situation.requests else self.best
             return
         if self.best not in actions:
             self.best = self._first_of(actions)
@@ -161,6 +167,10 @@ class Weighing:
             self._leaving = 1 < situation.requests < self._weighed_for
             self._weighed_for = situation.requests
             self._unweighed = [self.best, *(each for each in actions if each != self.best)]
+            if situation.prompt_rows and self.overlap:
+                # Whoever arrives finds the device idle, which is not to wait for this: it is done
+                # while the first prompts run.
+                return
         if self._unweighed:
             self._choose_anew(situation, actions, plain)
         # One now and then, and none older than that: of old promises the best would be too good.
