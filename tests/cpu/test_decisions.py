@@ -348,8 +348,8 @@ def test_while_a_crowd_leaves_actions_are_weighed_one_after_the_other(
 def test_whoever_arrives_does_not_wait_until_actions_are_weighed(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device is idle then, and works on the first prompts during the next decision. Until then
-    no decision holds. Where the host's time adds to the device's, nothing is gained by that."""
+    """The device is idle then, and works on the first prompts during the next decisions. Until all
+    are weighed no decision holds. Where the host's time adds to the device's, nothing is gained."""
     actions = [LOOK, *(((1,), depth) for depth in (1, 2, 3))]
     costs = GivenCosts(actions, 0.1)
     planner = waiting_planner(costs, 20, overlap=overlap)
@@ -366,7 +366,11 @@ def test_whoever_arrives_does_not_wait_until_actions_are_weighed(
     assert weighed == [] if overlap else set(weighed) == {*actions, NOTHING}
     assert weighing.best == (NOTHING if overlap else ((1,), 2))
     assert planner.held.left == 0 or not overlap
-    planner.decide(replace(crowd, prompt_rows=0, prompts=0))
+    later = replace(crowd, prompt_rows=0, prompts=0)
+    planner.decide(later)
+    if overlap:
+        assert len(weighed) == 4 and weighing.best == NOTHING and planner.held.left == 0
+        planner.decide(later)
     assert set(weighed) >= {*actions, NOTHING} and weighing.best == ((1,), 2)
 
 

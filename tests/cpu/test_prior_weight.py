@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from surefoot.kernels.upload import sending
 from surefoot.speculation.estimator import PRIOR_RANGE, AcceptanceEstimator
 from surefoot.speculation.goodput import best_drafts
 from surefoot.speculation.proposer import Drafts
@@ -46,7 +47,8 @@ def test_requests_that_differ_are_told_apart_at_once() -> None:
     rates = torch.where(torch.arange(REQUESTS) % 2 == 0, 0.0, 0.8)
     estimator, offers = taught(rates)
     assert estimator.prior_weight()[4, 0] == PRIOR_RANGE[0]
-    estimator.records.forget(torch.tensor([0]))
+    with sending(torch.device("cpu")) as uploads:
+        estimator.records.forget(np.array([0]), uploads)
     one = torch.tensor([0])
     fresh = Drafts(offers.tokens[:1], offers.lengths[:1], offers.confidence[:1])
     before = estimator.chances(one, fresh)[0, 0]

@@ -1,11 +1,13 @@
-"""Tables that go to a GPU in one copy arrive as they were."""
+"""Tables that go to a GPU in one copy arrive as they were, and numbers in their places."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from surefoot.kernels.upload import upload_together
+from surefoot.kernels.upload import Uploads, upload_together
+
+CUDA = torch.device("cuda")
 
 
 def test_tables_of_all_kinds_arrive_in_one_copy() -> None:
@@ -18,7 +20,35 @@ def test_tables_of_all_kinds_arrive_in_one_copy() -> None:
             for shape, dtype in zip(shapes, dtypes, strict=True)
         ]
         tables[0] = tables[0].T
-        found = upload_together(tables, torch.device("cuda"))
+        found = upload_together(tables, CUDA)
         for table, there in zip(tables, found, strict=True):
             assert there.is_cuda and there.cpu().numpy().dtype == table.dtype
             assert np.array_equal(there.cpu().numpy(), table)
+
+
+def test_numbers_are_written_where_they_belong() -> None:
+    """As a CPU writes them, one table after the other; what is used besides comes along."""
+    rng = np.random.default_rng()
+    kinds = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
+    for _ in range(50):
+        sizes = dict(zip(kinds, rng.integers(1, 3000, size=3).tolist(), strict=True))
+        both = [
+            {
+                name: torch.zeros(size, dtype=kinds[name], device=device)
+                for name, size in sizes.items()
+            }
+            for device in (torch.device("cpu"), CUDA)
+        ]
+        every = [Uploads(torch.device("cpu")), Uploads(CUDA)]
+        for name in rng.choice(list(kinds), size=rng.integers(0, 7)).tolist():
+            places = rng.permutation(sizes[name])[: rng.integers(0, sizes[name] + 1)]
+            values = rng.integers(-(1 << 20), 1 << 20, size=len(places)).astype(name)
+            for uploads, tables in zip(every, both, strict=True):
+                uploads.write(tables[name], places, values)
+        seen: list[list[int]] = []
+        for uploads in every:
+            uploads.add(lambda table, seen=seen: seen.append(table.tolist()), np.arange(5))
+            uploads.send()
+        assert seen == [[*range(5)]] * 2
+        for name in kinds:
+            assert torch.equal(both[0][name], both[1][name].cpu())

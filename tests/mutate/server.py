@@ -73,8 +73,8 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "Drafting(None, offers, offerer=names[offerer])",
-        "Drafting(None, offers, offerer=names[0])",
+        "_drafting(None, offered, 0, 0, names[offerer])",
+        "_drafting(None, offered, 0, 0, names[0])",
         "test_landing.py::test_a_draft_is_its_proposer_s_and_the_rest_the_target_s",
     ),
     m(

@@ -201,8 +201,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/state.py",
-        "            uploads.add(lambda index: self._zeros[: self._zeroed]",
-        "            (lambda use, _: 0)(lambda index: self._zeros[: self._zeroed]",
+        "            uploads.clear(self._zeros[: self._zeroed], slots, 1)",
+        "            pass",
         "test_slots.py",
     ),
     m(
@@ -372,12 +372,8 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "        row = next(told) if drafts else [token]\n"
-        "        if not count or request.status is not running:\n"
-        "            continue\n",
-        "        if not count or request.status is not running:\n"
-        "            continue\n"
-        "        row = next(told) if drafts else [token]\n",
+        "        if not count or request.status is not running:\n",
+        "        if not count:\n",
         "test_landing.py",
     ),
     m(
@@ -424,8 +420,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/weighing.py",
-        "count = 1 if self._leaving else len(self._unweighed)",
-        "count = len(self._unweighed)",
+        "self._at_once = 1 if leaving else",
+        "self._at_once =",
         "test_decisions.py",
     ),
     m(
@@ -436,8 +432,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/planner.py",
-        "if charged is None and (lasts or quiet):",
-        "if charged is None and lasts:",
+        "if charged is None and (lasts or quiet) and",
+        "if charged is None and lasts and",
         "test_decisions.py::test_what_a_trial_found_is_read_while_nobody_proposes_again",
     ),
     m(
@@ -1098,8 +1094,8 @@ MUTATIONS = (
     ),
     m(
         "engine/batch.py",
-        "own = cls(stages, speculation, each.declined, logprobs, masked)",
-        "own = cls(stages, speculation, frozenset(), logprobs, masked)",
+        "_shared(stages, speculation, each.declined, logprobs, masked)",
+        "_shared(stages, speculation, frozenset(), logprobs, masked)",
         "test_upkeep_engine.py",
     ),
     m(

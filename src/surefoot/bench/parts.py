@@ -18,7 +18,7 @@ GROUPS = {
     "norm and rope": r"^rms_norm_kernel|^rope_kv_kernel|^silu_mul_kernel",
     "sampling": r"argmax|^narrow_kernel|^limit_kernel|^draw_kernel|^penalties_kernel"
     r"|^(bias_and_ends|mask|part_scores|row_scores)_kernel|softmax",
-    "control": r"^(split|learn|keep|lay_out|span_table|verdict|lookup|move)_kernel"
+    "control": r"^(split|learn|keep|lay_out|span_table|verdict|lookup|move|write)_kernel"
     r"|^(ancestors|node_rows|walk|follow_paths|write_drafts)_kernel",
     "drafter": r"^(entry_inputs|live_rows|shift|synthetic_tokens|(partial|final)_likeliest)_kernel"
     r"|^(block_rows|convolve|markov|draw_part|draw_final)_kernel",

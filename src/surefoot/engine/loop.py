@@ -98,6 +98,9 @@ class Loop:
         trees = any(self.controller.trees)
         self.uploads = Uploads(state.device)
         """What the next launch is to find on the device, and is not there yet."""
+        # What writes it is compiled now, not when somebody waits for it.
+        round_.set_batch((), (), (), self.uploads)
+        self.uploads.send()
         beyond = state.max_drafts if trees else 0
         self.reservations = Reservations(kv, state, beyond, self.uploads)
         self._reported = ReportedOffers(state.slots, state.max_drafts, round_.books.columns)
@@ -130,7 +133,7 @@ class Loop:
         uploads = self.uploads
         slots = self.state.admit(requests, uploads)
         self.controller.admit(requests, slots, uploads)
-        uploads.add(self.round.books.offers.forget, slots)
+        self.round.books.offers.forget(slots, uploads)
         # Proposers look for what they know of a prefix hit in its blocks.
         self.reservations.admit(requests)
         found = [request.computed for request in requests]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from surefoot.kernels.upload import Uploads, sending, upload
+from surefoot.kernels.upload import Uploads, places_of, sending, upload
 from surefoot.request import Request, SamplingParams
 
 
@@ -120,7 +120,7 @@ class SlotParams:
         [B]; the table of stop tokens becomes as wide as they need. What most have in common is
         written where a slot has something else."""
         integers = np.array([_integers(each, self.vocab_size) for each in requests], np.int64)
-        uploads.add(partial(self._integers.index_copy_, 1), slots, integers.T)
+        uploads.write(self._integers, places_of(slots, self._integers.shape, 1), integers.T)
         changed: dict[int, tuple[tuple[float, ...], tuple[int, ...]]] = {}
         for slot, request in zip(slots.tolist(), requests, strict=True):
             own = _floats(request.params), request.stop_token_ids
@@ -131,7 +131,7 @@ class SlotParams:
             self.stop_ids = _widened(self.stop_ids, stops, -1)
             rows = np.array(_padded(stops, self.stop_ids.shape[1], -1), dtype=np.int64)
             index, table = np.array(list(changed)), np.array(floats, dtype=np.float32).T
-            uploads.add(partial(self._floats.index_copy_, 1), index, table)
+            uploads.write(self._floats, places_of(index, self._floats.shape, 1), table)
             uploads.add(self._enter_stops, index, rows)
             self._written |= changed
 

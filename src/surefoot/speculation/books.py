@@ -13,10 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from surefoot.kernels.backend import Backend
 from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict
+from surefoot.kernels.upload import Uploads
 from surefoot.speculation import trees
 from surefoot.speculation.controller import Controller
 from surefoot.speculation.proposer import Commits, Drafts
@@ -53,9 +55,10 @@ class Offers:
         if trees:
             self.parents = chain_parents(state.slots, width, device)
 
-    def forget(self, slots: torch.Tensor) -> None:
-        """Other requests enter ``slots`` int64 [B], which are ``zeroed`` already."""
-        self.chances.index_fill_(0, slots, 0.0)
+    def forget(self, slots: np.ndarray, uploads: Uploads) -> None:
+        """Have ``uploads`` say that other requests enter ``slots`` int64 [B], which are ``zeroed``
+        already."""
+        uploads.clear(self.chances, slots, 0)
 
     def clear(self, slots: torch.Tensor) -> None:
         """Nothing is on offer for ``slots`` int64 [B]."""

@@ -71,11 +71,11 @@ class Controller:
         if changed:
             limits, allowed = zip(*changed.values(), strict=True)
             index, table = np.array(list(changed)), np.array(allowed, dtype=bool).T
-            uploads.add(partial(self.draft_limit.index_copy_, 0), index, np.array(limits))
+            uploads.write(self.draft_limit, index, np.array(limits))
             uploads.add(partial(self.allowed.index_copy_, 1), index, table)
             self._written |= changed
         if self.names:
-            uploads.add(self.records.forget, slots)
+            self.records.forget(slots, uploads)
 
     def forget_written(self) -> None:
         """Nobody knows what arrived of what was to be entered."""

@@ -16,8 +16,10 @@ way, and is a hit if the text goes on with it.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from surefoot.kernels.upload import Uploads
 from surefoot.speculation.proposer import Drafts
 from surefoot.speculation.state import SlotState
 from surefoot.speculation.trees import ancestors, chain_parents
@@ -67,10 +69,10 @@ class OfferRecords:
         if trees:
             self.watched_parents = chain_parents(proposers * slots, width, device).view(shape)
 
-    def forget(self, slots: torch.Tensor) -> None:
-        """What was learnt from the requests that had ``slots``, int64 [B]. Nothing of theirs is in
-        view any more when others have entered."""
-        self._counts.index_fill_(2, slots, 0)
+    def forget(self, slots: np.ndarray, uploads: Uploads) -> None:
+        """Have ``uploads`` forget what was learnt from the requests that had ``slots``, int64 [B].
+        Nothing of theirs is in view any more when others have entered."""
+        uploads.clear(self._counts, slots, 2)
 
 
 class AcceptanceEstimator:

@@ -134,7 +134,7 @@ class Round:
         table[0, : len(slots)] = slots
         table[1, : len(slots)] = quota
         table[2, : len(scored)] = scored
-        uploads.add(self._batch.copy_, table)
+        uploads.write(self._batch, np.arange(table.size), table)
 
     def __call__(
         self, size: Size, max_keys: int | None = None, reads: PromptReads | None = None

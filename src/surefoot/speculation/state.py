@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
 
 from surefoot.kernels.draws import TokenMasks
-from surefoot.kernels.upload import Uploads
+from surefoot.kernels.upload import Uploads, places_of
 from surefoot.request import Request
 from surefoot.sampling.params import SlotParams
 
@@ -91,10 +90,10 @@ class SlotState:
         )
         places = np.repeat(slots * self.history.shape[1], lengths) + _count_up(lengths)
         texts = np.concatenate(known)
-        uploads.add(partial(self.history.view(-1).index_copy_, 0), places, texts)
-        uploads.add(partial(self._counts.index_copy_, 1), slots, counts)
+        uploads.write(self.history, places, texts)
+        uploads.write(self._counts, places_of(slots, self._counts.shape, 1), counts)
         if self._zeroed:
-            uploads.add(lambda index: self._zeros[: self._zeroed].index_fill_(1, index, 0), slots)
+            uploads.clear(self._zeros[: self._zeroed], slots, 1)
         self.params.enter(requests, slots, uploads)
         self.params.write_biases(requests)
         if any(request.grammar is not None for request in requests):
@@ -139,7 +138,7 @@ class SlotState:
             columns = _count_up(counts) + np.repeat(first, counts)
             places = np.repeat(slots, counts) * self.block_tables.shape[1] + columns
             ids = np.concatenate(changed)
-            uploads.add(partial(self.block_tables.view(-1).index_copy_, 0), places, ids)
+            uploads.write(self.block_tables, places, ids)
 
     def _common_blocks(self, slot: int, blocks: Sequence[int]) -> int:
         """How many of a lease's leading blocks the device has already; the rest is noted as

@@ -41,6 +41,9 @@ varied so many times less (by simulation of both, late by a fifth to four fifths
 _CROWD, _STALE = 16, 32
 """Of so many requests, decisions take the host long. Where nothing new was offered, actions are
 weighed after so many rounds, whose times may have changed."""
+_WHILE_PROMPTS_RUN = 4
+"""Actions that are weighed in one decision under another load whose prompts are under way: all of
+them take the host longer than a small model's device needs for those."""
 _CHOICES = 256
 """Of requests, for which it is known what they leave of the actions."""
 
@@ -65,8 +68,8 @@ class Weighing:
         """Requests when all actions were compared with each other; 0: they never were."""
         self._unweighed: list[Action] = []
         """What is still to be weighed for that."""
-        self._leaving = False
-        """Whether there are fewer than before."""
+        self._at_once = 0
+        """How much of it in one decision."""
         self._reports = -1
         """Of offers, that were known when actions were weighed last."""
         self._allowed: dict[tuple[Sequence[Action], tuple[int, ...], int], tuple[Action, ...]] = {}
@@ -140,8 +143,8 @@ class Weighing:
 
     @property
     def undecided(self) -> bool:
-        """Whether the load is another one, and more actions will be weighed at once."""
-        return bool(self._unweighed) and not self._leaving
+        """Whether the load is another one, and it is known soon what is best now."""
+        return bool(self._unweighed) and self._at_once > 1
 
     def is_settled(self, situation: Situation, actions: tuple[Action, ...], rounds: int) -> bool:
         """Whether a crowd's best action is that nobody proposes, and would be found again: by the
@@ -164,15 +167,19 @@ class Weighing:
         if self.best not in actions:
             self.best = self._first_of(actions)
         if is_other_load(situation.requests, self._weighed_for):
-            self._leaving = 1 < situation.requests < self._weighed_for
+            leaving = 1 < situation.requests < self._weighed_for
+            arriving = bool(situation.prompt_rows) and self.overlap
+            # While a crowd leaves, rounds are short, and wait for it: one after the other.
+            self._at_once = 1 if leaving else _WHILE_PROMPTS_RUN if arriving else len(actions)
             self._weighed_for = situation.requests
             self._unweighed = [self.best, *(each for each in actions if each != self.best)]
-            if situation.prompt_rows and self.overlap:
-                # Whoever arrives finds the device idle, which is not to wait for this: it is done
-                # while the first prompts run.
+            if arriving and not leaving:
+                # The device is idle now, and is not to wait for any of it.
                 return
         if self._unweighed:
             self._choose_anew(situation, actions, plain)
+            if self.undecided:
+                return
         # One now and then, and none older than that: of old promises the best would be too good.
         before, self._turn = self._turn, self._turn + rounds
         if before // _WEIGH_EVERY < self._turn // _WEIGH_EVERY:
@@ -234,11 +241,9 @@ class Weighing:
         """Under another load, who drafts and how far is another question: all actions are
         compared. From one depth to the next would not do: where few numbers of rows are recorded,
         one between two good ones may be bad; and what was promised before is worth nothing."""
-        # While a crowd leaves, rounds are short, and wait for it: one after the other.
-        count = 1 if self._leaving else len(self._unweighed)
-        for action in self._unweighed[:count]:
+        for action in self._unweighed[: self._at_once]:
             self._promises[action] = self.promise(situation, action, plain)
-        del self._unweighed[:count]
+        del self._unweighed[: self._at_once]
         if not self._unweighed:
             self._prefer(self._first_of(actions), situation, plain)
 

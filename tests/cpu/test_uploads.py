@@ -1,0 +1,84 @@
+"""Numbers that go to a device are in their places, whatever else goes with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+import triton_interpreter  # isort: skip
+
+from surefoot.kernels.triton.writes import write_all
+from surefoot.kernels.upload import Uploads, _addressed, places_of
+from triton_interpreter import DEVICE
+
+KINDS = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
+
+
+@st.composite
+def many_writes(draw: Any) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    """Of three tables, which one, places and values; again and again of the same ones."""
+    found = []
+    for _ in range(draw(st.integers(0, 6))):
+        which = draw(st.integers(0, 2))
+        places = draw(st.lists(st.integers(0, 11), unique=True, max_size=12))
+        values = draw(st.lists(st.integers(-9, 9), min_size=len(places), max_size=len(places)))
+        kind = list(KINDS.values())[which]
+        found.append((which, np.array(places, dtype=np.int64), np.array(values, dtype=kind)))
+    return found
+
+
+def tables(device: torch.device) -> list[torch.Tensor]:
+    return [torch.arange(12, device=device).to(kind).view(3, 4) for kind in KINDS]
+
+
+def expected(writes: list[tuple[int, np.ndarray, np.ndarray]]) -> list[list[float]]:
+    found = [[float(value) for value in range(12)] for _ in KINDS]
+    for which, places, values in writes:
+        for place, value in zip(places.tolist(), values.tolist(), strict=True):
+            found[which][place] = value
+    return found
+
+
+@settings(max_examples=60)
+@given(many_writes())
+def test_the_last_one_who_writes_stays(
+    writes: list[tuple[int, np.ndarray, np.ndarray]],
+) -> None:
+    device = torch.device("cpu")
+    targets, uploads = tables(device), Uploads(device)
+    for which, places, values in writes:
+        uploads.write(targets[which], places, values)
+    seen: list[Any] = []
+    uploads.add(lambda table: seen.append((table.tolist(), targets[0].tolist())), np.arange(3))
+    uploads.send()
+    assert [target.view(-1).tolist() for target in targets] == expected(writes)
+    # Who uses a table finds all written.
+    assert seen == [([0, 1, 2], targets[0].tolist())] and not uploads.waiting
+
+
+@pytest.mark.skipif(triton_interpreter.ON_GPU, reason="tests/gpu run the same check compiled")
+@settings(max_examples=25)
+@given(many_writes())
+def test_one_kernel_writes_the_same(
+    writes: list[tuple[int, np.ndarray, np.ndarray]],
+) -> None:
+    targets = tables(DEVICE)
+    flat = _addressed([(targets[which], places, values) for which, places, values in writes])
+    write_all(*map(torch.from_numpy, flat))
+    assert [target.view(-1).tolist() for target in targets] == expected(writes)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_places_of_a_table(shape: list[int], data: Any) -> None:
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    index = data.draw(st.lists(st.integers(0, shape[dim] - 1), unique=True, max_size=4))
+    table = np.arange(np.prod(shape)).reshape(shape)
+    found = places_of(np.array(index, dtype=np.int64), shape, dim)
+    assert found.reshape(-1).tolist() == table.take(index, axis=dim).reshape(-1).tolist()
