@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,8 +16,8 @@ from surefoot.engine.batch import Batch
 from surefoot.engine.chunks import ChunkLimits
 from surefoot.engine.engine import Engine
 from surefoot.engine.reports import Report
-from surefoot.kernels import upload as uploading
 from surefoot.kernels.batch import FlatBatch
+from surefoot.kernels.upload import Uploads
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.decisions import Decision, Situation
 
@@ -351,17 +348,18 @@ def test_a_launch_takes_one_upload(ahead: bool, monkeypatch: pytest.MonkeyPatch)
     engine = make_engine(
         tiny_decoder(), ahead, proposers=("ngram",), max_num_seqs=4, max_num_batched_tokens=12
     )
-    upload, launch = uploading.upload_together, engine.rounds.launch
+    send, launch = Uploads.send, engine.rounds.launch
 
-    def count(tables: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-        sent.append(len(tables))
-        return upload(tables, device)
+    def count(uploads: Uploads) -> None:
+        if uploads.waiting:
+            sent.append(len(uploads._writes))
+        send(uploads)
 
     def start(*args: Any) -> Report:
         launched.append(len(sent))
         return launch(*args)
 
-    monkeypatch.setattr(uploading, "upload_together", count)
+    monkeypatch.setattr(Uploads, "send", count)
     monkeypatch.setattr(engine.rounds, "launch", start)
     dice = random.Random(1)
     for place in range(12):

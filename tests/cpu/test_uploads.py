@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import triton_interpreter  # isort: skip
 
 from surefoot.kernels.triton.writes import write_all
-from surefoot.kernels.upload import Uploads, _addressed, places_of
+from surefoot.kernels.upload import Uploads, Write, addressed, places_of
 from triton_interpreter import DEVICE
 
 KINDS = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
@@ -70,8 +70,14 @@ def test_one_kernel_writes_the_same(
     writes: list[tuple[int, np.ndarray, np.ndarray]],
 ) -> None:
     targets = tables(DEVICE)
-    flat = _addressed([(targets[which], places, values) for which, places, values in writes])
-    write_all(*map(torch.from_numpy, flat))
+    sides = []
+    for wide in (True, False):
+        side = [Write(targets[at], *rest) for at, *rest in writes if (at == 0) == wide]
+        sides.append(addressed(side))
+    buffer = b"".join(part.tobytes() for side in sides for part in side)
+    counts = [len(addresses) for addresses, _ in sides]
+    assert counts == [len(set(addresses.tolist())) for addresses, _ in sides]
+    write_all(torch.frombuffer(bytearray(buffer + bytes(8)), dtype=torch.uint8), *counts)
     assert [target.view(-1).tolist() for target in targets] == expected(writes)
 
 

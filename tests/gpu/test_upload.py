@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from surefoot.kernels.upload import Uploads, upload_together
+from surefoot.kernels.upload import Uploads
 
 CUDA = torch.device("cuda")
 
@@ -20,7 +20,13 @@ def test_tables_of_all_kinds_arrive_in_one_copy() -> None:
             for shape, dtype in zip(shapes, dtypes, strict=True)
         ]
         tables[0] = tables[0].T
-        found = upload_together(tables, CUDA)
+        uploads, found = Uploads(CUDA), list[torch.Tensor]()
+        if rng.integers(2):
+            target, count = torch.zeros(9, dtype=torch.int32, device=CUDA), rng.integers(9)
+            uploads.write(target, np.arange(count), np.ones(count, np.int32))
+        for table in tables:
+            uploads.add(found.append, table)
+        uploads.send()
         for table, there in zip(tables, found, strict=True):
             assert there.is_cuda and there.cpu().numpy().dtype == table.dtype
             assert np.array_equal(there.cpu().numpy(), table)

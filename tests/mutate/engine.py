@@ -306,8 +306,14 @@ MUTATIONS = (
     ),
     m(
         "kernels/upload.py",
-        "        if len(own) > 1:\n",
-        "        if False:\n",
+        "    if len(set(begins)) < len(begins):\n",
+        "    if False:\n",
+        "test_uploads.py",
+    ),
+    m(
+        "kernels/upload.py",
+        "np.unique(addresses[::-1], return_index=True)\n        values = values[::-1][first]",
+        "np.unique(addresses, return_index=True)\n        values = values[first]",
         "test_uploads.py",
     ),
     m(

@@ -15,10 +15,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
-import torch
 
 from surefoot.engine.batch import Batch
 from surefoot.engine.chunks import ChunkLimits
@@ -39,7 +37,6 @@ from surefoot.speculation.fixed import FixedPlanner
 from surefoot.speculation.host_costs import HICCUP, HostSample
 from surefoot.speculation.host_offers import HostOffers
 from surefoot.speculation.planner import Planner
-from surefoot.speculation.proposer import blamed
 from surefoot.speculation.round import Round
 from surefoot.speculation.scoring import PromptReads
 from surefoot.speculation.size import Size
@@ -137,7 +134,8 @@ class Loop:
         # Proposers look for what they know of a prefix hit in its blocks.
         self.reservations.admit(requests)
         found = [request.computed for request in requests]
-        uploads.add(partial(self._tell_proposers, found), slots)
+        if (tell := self.round.keeping_up.entering(found)) is not None:
+            uploads.add(tell, slots)
         self.without_drafters += sum(bool(request.declined) for request in requests)
         room = [request.max_length - request.length for request in requests]
         self.planner.admit(slots, np.array(room))
@@ -147,12 +145,6 @@ class Loop:
             if not request.prompt_scored:
                 # Perhaps preempted halfway through its prompt.
                 request.forget_scores()
-
-    def _tell_proposers(self, found: Sequence[int], slots: torch.Tensor) -> None:
-        for index in self.controller.active:
-            proposer = self.round.proposers[index]
-            with blamed(proposer, "admit"):
-                proposer.admit(slots, found)
 
     # --- launching ----------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,13 +26,22 @@ def upload(
     return table.pin_memory().to(device, non_blocking=True)
 
 
+class Write(NamedTuple):
+    """``values``, int64, int32 or float32 like ``target``, go to ``places``, int64, of ``target``,
+    which is contiguous and counted through from its first element."""
+
+    target: torch.Tensor
+    places: np.ndarray
+    values: np.ndarray
+
+
 class Uploads:
     """What is written on a device, gathered on the host: all of it goes there in one copy, which
     costs the host the same for few bytes as for many, and is put in its places by one kernel."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._writes: list[tuple[torch.Tensor, np.ndarray, np.ndarray]] = []
+        self._writes: list[Write] = []
         self._tables: dict[int, np.ndarray] = {}
         """By identity."""
         self._uses: list[tuple[Callable[..., object], list[int]]] = []
@@ -43,10 +52,9 @@ class Uploads:
         return bool(self._uses or self._writes)
 
     def write(self, target: torch.Tensor, places: np.ndarray, values: np.ndarray) -> None:
-        """``values``, int64, int32 or float32 like ``target``, are to be at ``places``, int64, of
-        ``target``, which is contiguous and counted through from its first element. No place may
-        occur twice; of what several calls have for one place, the last one's stays."""
-        self._writes.append((target, places.reshape(-1), values.reshape(-1)))
+        """What a ``Write`` says, of which no place may occur twice; of what several have for one
+        place, the last one's stays."""
+        self._writes.append(Write(target, places.reshape(-1), values.reshape(-1)))
 
     def clear(self, target: torch.Tensor, index: np.ndarray, dim: int) -> None:
         """What stands at ``index`` int64 [n] in dimension ``dim`` of such a target is to be 0."""
@@ -67,59 +75,16 @@ class Uploads:
             return
         writes, uses, tables = self._writes, self._uses, self._tables
         self._writes, self._uses, self._tables = [], [], {}
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            flat = _addressed(writes)
+        if self.device.type == "cuda":
+            there = _send(writes, list(tables.values()), self.device)
         else:
-            flat = [table for _, places, values in writes for table in (places, values)]
-        there = upload_together([*flat, *tables.values()], self.device)
-        if on_gpu:
-            from surefoot.kernels.triton.writes import write_all
-
-            write_all(*there[: len(flat)])
-        else:
-            pairs = zip(there[: len(flat) : 2], there[1 : len(flat) : 2], strict=True)
-            for (target, _, _), (places, values) in zip(writes, pairs, strict=True):
-                target.view(-1).index_copy_(0, places, values)
-        found = dict(zip(tables, there[len(flat) :], strict=True))
+            there = [torch.from_numpy(table) for table in tables.values()]
+            for target, places, values in writes:
+                found = torch.from_numpy(places), torch.from_numpy(values)
+                target.view(-1).index_copy_(0, *found)
+        by_identity = dict(zip(tables, there, strict=True))
         for use, wanted in uses:
-            use(*(found[table] for table in wanted))
-
-
-def places_of(index: np.ndarray, shape: Sequence[int], dim: int) -> np.ndarray:
-    """int64 [m, n, k]: where in a table of ``shape``, counted through from its first element, those
-    are that stand at ``index`` int64 [n] in dimension ``dim``; m for all before it, k behind it."""
-    inner, outer = math.prod(shape[dim + 1 :]), math.prod(shape[:dim])
-    first = np.arange(outer)[:, np.newaxis] * (shape[dim] * inner) + index * inner
-    return first[:, :, np.newaxis] + np.arange(inner)
-
-
-def _addressed(
-    writes: Sequence[tuple[torch.Tensor, np.ndarray, np.ndarray]],
-) -> list[np.ndarray]:
-    """As ``write_all`` takes it: (addresses int64, values) of int64, and of what is half as wide,
-    as int32."""
-    targets: dict[int, list[tuple[torch.Tensor, np.ndarray, np.ndarray]]] = {}
-    for write in writes:
-        targets.setdefault(write[0].data_ptr(), []).append(write)
-    found: dict[int, tuple[list[np.ndarray], list[np.ndarray]]] = {8: ([], []), 4: ([], [])}
-    for begin, own in targets.items():
-        target, places, values = own[0]
-        if len(own) > 1:
-            # Nobody knows which of two threads writes last.
-            places = np.concatenate([places for _, places, _ in reversed(own)])
-            values = np.concatenate([values for _, _, values in reversed(own)])
-            places, first = np.unique(places, return_index=True)
-            values = values[first]
-        size = target.element_size()
-        addresses, all_values = found[size]
-        addresses.append(begin + size * places)
-        all_values.append(values if size == 8 else values.view(np.int32))
-    return [
-        np.concatenate(part) if part else np.empty(0, dtype)
-        for size, dtype in ((8, np.int64), (4, np.int32))
-        for part, dtype in zip(found[size], (np.int64, dtype), strict=True)
-    ]
+            use(*(by_identity[table] for table in wanted))
 
 
 @contextmanager
@@ -130,31 +95,57 @@ def sending(device: torch.device) -> Iterator[Uploads]:
     uploads.send()
 
 
-def upload_together(tables: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Several tables as ``upload`` has it, in one copy."""
-    if device.type != "cuda" or not tables:
-        return [torch.from_numpy(table) for table in tables]
-    # The widest elements first, so that all are aligned; one view for each type, not each table.
-    kinds: dict[np.dtype, list[int]] = {}
-    for place, table in enumerate(tables):
-        kinds.setdefault(table.dtype, []).append(place)
-    order = sorted(kinds.items(), key=lambda kind: -kind[0].itemsize)
-    flat = [tables[place].reshape(-1) for _, places in order for place in places]
-    staged = torch.empty(
-        sum(table.nbytes for table in flat), dtype=torch.uint8, device="cpu", pin_memory=True
-    )
-    np.concatenate([table.view(np.uint8) for table in flat], out=staged.numpy())
-    there, begin = staged.to(device, non_blocking=True), 0
+def places_of(index: np.ndarray, shape: Sequence[int], dim: int) -> np.ndarray:
+    """int64 [m, n, k]: where in a table of ``shape``, counted through from its first element, those
+    are that stand at ``index`` int64 [n] in dimension ``dim``; m for all before it, k behind it."""
+    inner, outer = math.prod(shape[dim + 1 :]), math.prod(shape[:dim])
+    first = np.arange(outer)[:, np.newaxis] * (shape[dim] * inner) + index * inner
+    return first[:, :, np.newaxis] + np.arange(inner)
+
+
+def addressed(writes: Sequence[Write]) -> tuple[np.ndarray, np.ndarray]:
+    """(Addresses int64 [n], values [n]) of writes to targets whose elements are alike wide, each
+    address once; the values of narrow ones as int32."""
+    if not writes:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    size = writes[0].target.element_size()
+    begins = [write.target.data_ptr() for write in writes]
+    addresses = np.concatenate([write.places for write in writes]) * size
+    addresses += np.repeat(begins, [write.places.size for write in writes])
+    kind = np.int64 if size == 8 else np.int32
+    values = np.concatenate([write.values.view(kind) for write in writes])
+    if len(set(begins)) < len(begins):
+        # Nobody knows which of two threads writes last.
+        addresses, first = np.unique(addresses[::-1], return_index=True)
+        values = values[::-1][first]
+    return addresses, values
+
+
+def _send(
+    writes: Sequence[Write], tables: Sequence[np.ndarray], device: torch.device
+) -> list[torch.Tensor]:
+    """``Uploads.send`` on a GPU: returns the tables there."""
+    from surefoot.kernels.triton.writes import write_all
+
+    wide = addressed([write for write in writes if write.target.element_size() == 8])
+    narrow = addressed([write for write in writes if write.target.element_size() == 4])
+    parts = [*wide, *narrow, np.zeros(narrow[1].size % 2, np.int32)]
+    # Those with the widest elements first, so that all are aligned.
+    order = sorted(range(len(tables)), key=lambda place: -tables[place].itemsize)
+    begin = sum(part.nbytes for part in parts)
+    flat = [part.reshape(-1).view(np.uint8) for part in (*parts, *(tables[at] for at in order))]
+    staged = torch.empty(sum(map(len, flat)), dtype=torch.uint8, device="cpu", pin_memory=True)
+    np.concatenate(flat, out=staged.numpy())
+    there = staged.to(device, non_blocking=True)
+    if writes:
+        write_all(there, wide[0].size, narrow[0].size)
     found: dict[int, torch.Tensor] = {}
-    for dtype, places in order:
-        sizes = [tables[place].size for place in places]
-        end = begin + sum(sizes) * dtype.itemsize
-        parts = there[begin:end].view(_DTYPES[dtype.name]).split(sizes)
+    for at in order:
+        table = tables[at]
+        end = begin + table.nbytes
+        found[at] = there[begin:end].view(_DTYPES[table.dtype.name]).view(table.shape)
         begin = end
-        for place, part in zip(places, parts, strict=True):
-            table = tables[place]
-            found[place] = part if table.ndim == 1 else part.view(table.shape)
-    return [found[place] for place in range(len(tables))]
+    return [found[at] for at in range(len(tables))]
 
 
 _DTYPES = {

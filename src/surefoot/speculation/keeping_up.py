@@ -60,6 +60,23 @@ class KeepingUp:
         """Whether nobody else wants to hear of rounds."""
         return not self._active(self._others)
 
+    def entering(self, found: Sequence[int]) -> Callable[[torch.Tensor], None] | None:
+        """What tells proposers, when it is called with the slots int64 [B], that requests entered
+        them, of which so many leading positions were ``found`` in the prefix cache; None: nobody
+        does anything then."""
+        listening = [
+            index
+            for index in self.controller.active
+            if getattr(self.proposers[index].admit, "__func__", None) is not Proposer.admit
+        ]
+        return partial(self._enter, listening, found) if listening else None
+
+    def _enter(self, listening: Sequence[int], found: Sequence[int], slots: torch.Tensor) -> None:
+        for index in listening:
+            proposer = self.proposers[index]
+            with blamed(proposer, "admit"):
+                proposer.admit(slots, found)
+
     def works(self, commits: Commits) -> list[Callable[[], None]]:
         """Each tells one of those with a network at once; none needs what another does."""
         return [partial(self._tell, [index], commits) for index in self._active(self._networks)]
