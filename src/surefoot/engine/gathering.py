@@ -97,9 +97,13 @@ class Gathering:
         """Who is where, if that has changed."""
         if self._changes == self.scheduler.changes:
             return
+        # Whoever decodes goes on with it while it runs: hundreds need not be asked again.
+        known = set(self._free)
         self._prompts, self._free, self._synchronous = [], [], []
         for request in self.scheduler.running:
-            if request.in_prompt:
+            if request in known:
+                self._free.append(request)
+            elif request.in_prompt:
                 self._prompts.append(request)
             elif request.grammar is None:
                 self._free.append(request)

@@ -95,7 +95,11 @@ class Scheduler:
         self.waiting.extendleft(reversed(skipped))
         if admitted:
             self.changes += 1
-            self.running.sort(key=self._rank)
+            running = self.running
+            first = len(running) - len(admitted)
+            # Mostly those that came last are let in last.
+            if first and self._rank(running[first - 1]) > self._rank(admitted[0]):
+                running.sort(key=self._rank)
         return admitted
 
     def due_rows(self, most: int) -> int:

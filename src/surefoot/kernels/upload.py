@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,9 +99,16 @@ def sending(device: torch.device) -> Iterator[Uploads]:
 def places_of(index: np.ndarray, shape: Sequence[int], dim: int) -> np.ndarray:
     """int64 [m, n, k]: where in a table of ``shape``, counted through from its first element, those
     are that stand at ``index`` int64 [n] in dimension ``dim``; m for all before it, k behind it."""
+    around, step = _around(tuple(shape), dim)
+    return around + (index * step)[:, np.newaxis]
+
+
+@lru_cache(maxsize=256)
+def _around(shape: tuple[int, ...], dim: int) -> tuple[np.ndarray, int]:
+    """``places_of`` index 0, int64 [m, 1, k], and how far the next index is."""
     inner, outer = math.prod(shape[dim + 1 :]), math.prod(shape[:dim])
-    first = np.arange(outer)[:, np.newaxis] * (shape[dim] * inner) + index * inner
-    return first[:, :, np.newaxis] + np.arange(inner)
+    step = np.arange(outer)[:, np.newaxis] * (shape[dim] * inner)
+    return (step + np.arange(inner))[:, np.newaxis], inner
 
 
 def addressed(writes: Sequence[Write]) -> tuple[np.ndarray, np.ndarray]:
