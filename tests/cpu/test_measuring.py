@@ -93,3 +93,52 @@ def test_costs_are_those_that_were_measured(rounds: Clocked) -> None:
     for action, extra in ((NOTHING, 0.0), ((EVERYTHING, 3), 1.784e-3)):
         _, [one] = costs.table(1, 63, action, 0, 128)
         assert one == pytest.approx(seconds_of(Size(1, 64, 1, GREEDY, ()), 0) + extra, rel=0.02)
+
+
+class Padded(Clocked):
+    """Padding to more requests takes time, and so does drafting for them."""
+
+    def time(self, size: Size, prepare: Callable[[], None], repeats: int = 4) -> float:
+        self.graph(size)
+        prepare()
+        return padded_seconds(size)
+
+
+def padded_seconds(size: Size) -> float:
+    proposing = 0.1 * (1 in size.proposers) + (size.steps or 0) * (0.2 + 0.1 * size.spans)
+    return 1e-3 * (2.0 + 0.01 * size.rows + 0.2 * size.spans + proposing)
+
+
+def test_rounds_with_prompts_cost_what_they_are_padded_to() -> None:
+    """What rounds of many requests teach is not believed of those of a few."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        patch.setattr(torch.cuda, "Stream", lambda device: None)
+        engine = padded_engine(("eagle3", "ngram"), CHAIN, "fixed", max_num_seqs=80)
+        rounds = Padded(engine.round, 512)
+        assert rounds.prompt_spans == [16, 64, 80]
+        costs = measure_recorded(rounds, 400)[GREEDY]
+    actions = (NOTHING, (EVERYTHING, 3), ((1,), 0))
+
+    def check(requests: int, spans: int, rows: int) -> None:
+        for action in actions:
+            _, [found] = costs.table(requests, 200 - requests, action, 0, 128)
+            size = Size(spans, rows, spans, GREEDY, *action)
+            assert found == pytest.approx(padded_seconds(size), rel=0.03)
+        # A few rows are padded, too.
+        _, [found] = costs.table(requests, 2, NOTHING, 0, 128)
+        least = next(count for count in rounds.prompt_rows if count > max(spans, requests + 1))
+        assert found == pytest.approx(padded_seconds(Size(spans, least, spans, GREEDY, ())))
+
+    for requests, spans in ((1, 16), (16, 16), (17, 64), (80, 80)):
+        check(requests, spans, 200)
+    for _ in range(100):
+        for action in actions:
+            costs.observe(
+                80, 120, action, 0, 128, 5 * padded_seconds(Size(80, 200, 80, GREEDY, *action))
+            )
+    assert costs.table(80, 120, NOTHING, 0, 128)[1][0] > 4 * padded_seconds(
+        Size(80, 200, 80, GREEDY, ())
+    )
+    check(1, 16, 200)
+    check(17, 64, 200)

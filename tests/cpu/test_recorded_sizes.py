@@ -72,7 +72,7 @@ def made_up_planner(rounds: RecordedRounds, sizes: set[Size]) -> Planner:
         for index in range(len(rounds.round.proposers))
     }
     prompts = ExactCosts([1, 64, 4096], [2e-3, 3.3e-3, 8.4e-2], proposing)
-    costs = RecordedCosts(times, prompts, prompt_actions(rounds))
+    costs = RecordedCosts(times, {4: prompts}, prompt_actions(rounds))
     rounds.costs = {GREEDY: costs}
     return Planner(costs, HostCosts(), rounds.width, tuple(rounds.round.drafters))
 

@@ -217,7 +217,7 @@ def sizes() -> list[RecordedSize]:
 
 
 def recorded(
-    wrong: dict[RecordedSize, float] | None = None, prompts: ExactCosts | None = None
+    wrong: dict[RecordedSize, float] | None = None, prompts: dict[int, ExactCosts] | None = None
 ) -> RecordedCosts:
     factor = wrong or {}
     return RecordedCosts(
@@ -239,7 +239,7 @@ def test_stairs_are_those_of_the_real_number_of_requests() -> None:
 
 def test_beside_prompts_there_are_drafts_where_somebody_proposes() -> None:
     costs = recorded(
-        prompts=ExactCosts([1, 64], [1e-3, 2e-3], {0: Proposing(1e-4), 1: Proposing(1e-4)})
+        prompts={8: ExactCosts([1, 64], [1e-3, 2e-3], {0: Proposing(1e-4), 1: Proposing(1e-4)})}
     )
     assert costs.table(5, 30, LOOK, 2, 128.0)[0].tolist() == [0, 1, 2]
     assert costs.table(5, 30, NOTHING, 2, 128.0)[0].tolist() == [0]
@@ -256,7 +256,7 @@ def test_the_size_that_is_launched_holds_what_was_decided() -> None:
 
 def test_prompts_take_rows_of_their_own() -> None:
     size = RecordedSize(4, 100, 100, DRAFT)
-    costs = RecordedCosts({size: [(128, 5e-3)]}, exact(), (NOTHING, ((0, 1), 3)))
+    costs = RecordedCosts({size: [(128, 5e-3)]}, {4: exact()}, (NOTHING, ((0, 1), 3)))
     _, seconds = costs.table(3, 61, NOTHING, 0, 128.0)
     assert seconds[0] == pytest.approx(true_seconds(64), rel=0.01)
     costs.observe(3, 61, NOTHING, 0, 128.0, 1.0)
@@ -268,7 +268,7 @@ def test_prompts_take_rows_of_their_own() -> None:
 def test_rounds_with_prompts_leave_the_times_of_others_alone() -> None:
     """Even where a recorded size would hold all their rows."""
     times = {size: [(128, size_seconds(size))] for size in sizes()}
-    costs, prompts = RecordedCosts(times, exact()), exact()
+    costs, prompts = RecordedCosts(times, {16: exact()}), exact()
     _, before = costs.table(4, 0, DRAFT, 16, 128.0)
     for _ in range(50):
         costs.observe(4, 8, DRAFT, 4, 128.0, 1.0)

@@ -148,7 +148,8 @@ class TimedEngine:
             size: [(128, self.kind.device(size.rows, size.action) * wrong(size.rows))]
             for size in sizes
         }
-        costs = RecordedCosts(times, self._exact(wrong), [NOTHING, LOOK])
+        exact = {spans: self._exact(wrong) for spans in rounds.prompt_spans}
+        costs = RecordedCosts(times, exact, [NOTHING, LOOK])
         rounds.costs = dict.fromkeys((GREEDY, DRAWN, ADJUSTED), costs)
         return costs
 

@@ -104,13 +104,15 @@ def measure_recorded(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages
         _time_decoding(rounds, blocks, spans, times)
     prompts = _time_prompts(rounds, blocks, times)
     proposing = prompt_actions(rounds)
-    costs = {GREEDY: RecordedCosts(times, ExactCosts(*prompts), proposing)}
+    exact = {spans: ExactCosts(*each) for spans, each in prompts.items()}
+    costs = {GREEDY: RecordedCosts(times, exact, proposing)}
     for kind, cost in _time_sampling(rounds, blocks).items():
         slower = {
             size: [(context, seconds + cost.of(size.samples)) for context, seconds in curve]
             for size, curve in times.items()
         }
-        costs[kind] = RecordedCosts(slower, ExactCosts(*prompts, cost), proposing)
+        exact = {spans: ExactCosts(*each, cost) for spans, each in prompts.items()}
+        costs[kind] = RecordedCosts(slower, exact, proposing)
     rounds.costs = costs
     for size in (*usual_sizes(rounds, GREEDY), *usual_sizes(rounds, DRAWN)):
         for each in (size, *_without_drafters(rounds, size)):
@@ -152,36 +154,43 @@ def _time_decoding(
 
 def _time_prompts(
     rounds: RecordedRounds, blocks: int, times: Mapping[RecordedSize, Curve]
-) -> tuple[Sequence[int], Sequence[float], dict[int, Proposing]]:
-    """Record rounds with prompts, and time those in which nobody proposes by rows. ``times``: of
-    rounds without prompts; what proposing takes is seen in those of most spans. Returns what
-    ``ExactCosts`` takes."""
-    round_, most = rounds.round, rounds.prompt_spans[-1]
-    plain: Curve = []
-    with made_up_requests(round_, blocks, 128) as set_batch:
-        size = decoding_sizes(rounds, rounds.spans[0], GREEDY, NOTHING)[0]
-        plain.append((1, rounds.time(size, partial(set_batch, 1, 0), 2)))
+) -> dict[int, tuple[Sequence[int], Sequence[float], dict[int, Proposing]]]:
+    """Record rounds with prompts, and time those in which nobody proposes, by what they are padded
+    to and by rows. ``times``: of rounds without prompts, which tell what proposing takes. Returns
+    what ``ExactCosts`` takes, by the spans of such rounds."""
+    found = {}
+    with made_up_requests(rounds.round, blocks, 128) as set_batch:
         for spans in rounds.prompt_spans:
+            plain: Curve = []
             for action in prompt_actions(rounds):
                 for size in prompt_sizes(rounds, spans, GREEDY, action):
                     rounds.graph(size)
-                    if spans == most and action == NOTHING:
+                    if action == NOTHING:
                         plain.append((size.rows, _time_chunk(rounds, set_batch, size)))
-    rows, seconds = zip(*plain, strict=True)
-    spans = rounds.spans[-1]
-    nobody, everybody = (
-        times[RecordedSize(spans, spans, spans, action)][0][1]
-        for action in (NOTHING, actions_of(rounds, spans)[-1])
-    )
-    all_of_them = everybody - nobody
-    proposing = {
-        index: Proposing(
-            max(all_of_them / len(round_.proposers) / max(1, round_.drafters.get(index, 1)), 1e-6),
-            longest=round_.drafters.get(index, 0),
-        )
-        for index in range(len(round_.proposers))
-    }
-    return rows, seconds, proposing
+            # Fewer rows are padded to those of the smallest.
+            rows, seconds = zip((1, plain[0][1]), *plain, strict=True)
+            found[spans] = rows, seconds, _proposing(rounds, spans, times)
+    return found
+
+
+def _proposing(
+    rounds: RecordedRounds, spans: int, times: Mapping[RecordedSize, Curve]
+) -> dict[int, Proposing]:
+    """What proposing adds to rounds of so many spans, by ``times`` of rounds without prompts."""
+    round_ = rounds.round
+    lookups = tuple(i for i in range(len(round_.proposers)) if i not in round_.drafters)
+
+    def seconds(action: Action) -> float:
+        return times[RecordedSize(spans, spans, spans, action)][0][1]
+
+    nobody, everybody = seconds(NOTHING), seconds(actions_of(rounds, spans)[-1])
+    looking = seconds((lookups, 0)) - nobody if lookups else 0.0
+    drafting = everybody - nobody - looking
+    found = {index: Proposing(max(looking / len(lookups), 1e-6)) for index in lookups}
+    for index, longest in round_.drafters.items():
+        step = drafting / len(round_.drafters) / max(1, longest)
+        found[index] = Proposing(max(step, 1e-6), longest=longest)
+    return found
 
 
 def _time_chunk(rounds: RecordedRounds, set_batch: Callable[[int, int], None], size: Size) -> float:

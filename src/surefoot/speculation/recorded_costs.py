@@ -31,7 +31,7 @@ _REVIEW = 64
 
 class RecordedCosts:
     """Seconds by recorded size and length of texts; a round takes the cheapest size that holds it.
-    Rounds with prompts are told apart by their rows alone.
+    Rounds with prompts are told apart by what they are padded to, and by their rows.
 
     ``seconds = scale * measured(size, context) * shape(rows) * own(size)``. What rounds correct is
     the scale, the shape (rows nearby move together, and so do rounds with proposers), and a little
@@ -42,13 +42,14 @@ class RecordedCosts:
     def __init__(
         self,
         times: Mapping[RecordedSize, Sequence[tuple[int, float]]],
-        prompts: ExactCosts | None = None,
+        prompts: Mapping[int, ExactCosts] | None = None,
         prompt_actions: Sequence[Action] = (NOTHING,),
     ) -> None:
         """``times``: (tokens of every text, seconds), rising, one or more for every size of rounds
-        without prompts. ``prompts``: of rounds with prompts, and of those that no size holds; they
-        propose as one of ``prompt_actions`` has it."""
-        self.prompts = prompts
+        without prompts. ``prompts``: of rounds with prompts, and of those that no size holds, by
+        the most requests that they have room for; they propose as one of ``prompt_actions`` has
+        it."""
+        self.prompts = dict(sorted((prompts or {}).items()))
         self._prompt_actions = sorted(prompt_actions, key=lambda action: (len(action[0]), action))
         self.sizes = sorted(times, key=lambda size: (size.spans, size.action, size.samples, size))
         self._places = {size: place for place, size in enumerate(self.sizes)}
@@ -115,7 +116,7 @@ class RecordedCosts:
         if prompt_rows or not len(layout.places):
             # Beside prompts there is room for drafts only where somebody proposes.
             most = most if action[0] else 0
-            return self._exact().table(requests, prompt_rows, action, most, context)
+            return self._exact(requests).table(requests, prompt_rows, action, most, context)
         room = layout.room(requests)
         seconds = self._seconds_of(requests, action, context)[1]
         last = int(room.searchsorted(most)) + 1
@@ -159,10 +160,12 @@ class RecordedCosts:
             known = self._believed[key] = seconds, least
         return known
 
-    def _exact(self) -> ExactCosts:
-        if self.prompts is None:
+    def _exact(self, requests: int) -> ExactCosts:
+        """What rounds with prompts cost that have room for so many requests, or for most."""
+        if not self.prompts:
             raise ValueError("no recorded round holds so many rows")
-        return self.prompts
+        fitting = (spans for spans in self.prompts if spans >= requests)
+        return self.prompts[next(fitting, max(self.prompts))]
 
     def _own_now(self, places: np.ndarray) -> np.ndarray:
         own = self._own[places]
@@ -199,7 +202,7 @@ class RecordedCosts:
             return False
         size = None if prompt_rows else self.size_for(requests, action, drafts, context)
         if size is None:
-            exact = self._exact()
+            exact = self._exact(requests)
             return exact.observe(requests, prompt_rows, action, drafts, context, seconds)
         place = self._places[size]
         self._rounds += 1
