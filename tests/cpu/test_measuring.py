@@ -101,6 +101,7 @@ class Padded(Clocked):
     def time(self, size: Size, prepare: Callable[[], None], repeats: int = 4) -> float:
         self.graph(size)
         prepare()
+        assert size.rows <= 2048 or size.spans == 80, "takes long, and tells little"
         return padded_seconds(size)
 
 
@@ -115,7 +116,7 @@ def test_rounds_with_prompts_cost_what_they_are_padded_to() -> None:
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         patch.setattr(torch.cuda, "Stream", lambda device: None)
         engine = padded_engine(("eagle3", "ngram"), CHAIN, "fixed", max_num_seqs=80)
-        rounds = Padded(engine.round, 512)
+        rounds = Padded(engine.round, 4096)
         assert rounds.prompt_spans == [16, 64, 80]
         costs = measure_recorded(rounds, 400)[GREEDY]
     actions = (NOTHING, (EVERYTHING, 3), ((1,), 0))
@@ -142,3 +143,18 @@ def test_rounds_with_prompts_cost_what_they_are_padded_to() -> None:
     )
     check(1, 16, 200)
     check(17, 64, 200)
+    _, [found] = costs.table(1, 3000, NOTHING, 0, 128)
+    assert found == pytest.approx(padded_seconds(Size(16, 3001, 16, GREEDY, ())), rel=0.01)
+
+
+def test_where_no_round_has_room_for_prompts_beside_all_requests() -> None:
+    """Nobody can tell what such a round takes: as long as they do without."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        patch.setattr(torch.cuda, "Stream", lambda device: None)
+        engine = padded_engine((), {}, "fixed", max_num_seqs=80)
+        rounds = Padded(engine.round, 0)
+        assert rounds.prompt_rows[-1] <= rounds.prompt_spans[-1]
+        costs = measure_recorded(rounds, 400)[GREEDY]
+    _, [found] = costs.table(80, 1, NOTHING, 0, 128)
+    assert found == pytest.approx(padded_seconds(Size(80, 80, 80, GREEDY, ())), rel=0.05)

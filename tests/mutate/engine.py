@@ -116,7 +116,7 @@ MUTATIONS = (
     ),
     m(
         "engine/scheduler.py",
-        "            self.running.sort(key=self._rank)",
+        "            running.sort(key=self._rank)",
         "            pass",
         "test_scheduler.py",
     ),

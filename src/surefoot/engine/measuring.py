@@ -15,6 +15,8 @@ from surefoot.speculation.decisions import NOTHING, Action, SamplingCost
 from surefoot.speculation.recorded_costs import RecordedCosts, RecordedSize
 from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
 
+_TIMED_ROWS = 2048
+"""Of rounds with prompts that are timed whatever their spans are padded to."""
 Curve = list[tuple[int, float]]
 """(Tokens of every text, seconds), rising."""
 
@@ -158,19 +160,32 @@ def _time_prompts(
     """Record rounds with prompts, and time those in which nobody proposes, by what they are padded
     to and by rows. ``times``: of rounds without prompts, which tell what proposing takes. Returns
     what ``ExactCosts`` takes, by the spans of such rounds."""
-    found = {}
+    curves: dict[int, dict[int, float]] = {}
     with made_up_requests(rounds.round, blocks, 128) as set_batch:
-        for spans in rounds.prompt_spans:
-            plain: Curve = []
+        for spans in reversed(rounds.prompt_spans):
             for action in prompt_actions(rounds):
                 for size in prompt_sizes(rounds, spans, GREEDY, action):
                     rounds.graph(size)
-                    if action == NOTHING:
-                        plain.append((size.rows, _time_chunk(rounds, set_batch, size)))
-            # Fewer rows are padded to those of the smallest.
-            rows, seconds = zip((1, plain[0][1]), *plain, strict=True)
-            found[spans] = rows, seconds, _proposing(rounds, spans, times)
-    return found
+            plain = prompt_sizes(rounds, spans, GREEDY, NOTHING)
+            # The longest ones take seconds, and what the spans are padded to hardly matters.
+            timed = [size for size in plain if not curves or size.rows <= _TIMED_ROWS]
+            curve = {size.rows: _time_chunk(rounds, set_batch, size) for size in timed}
+            if not curve:
+                # There is no room for prompts beside so many requests.
+                size = decoding_sizes(rounds, spans, GREEDY, NOTHING)[0]
+                curve = {size.rows: rounds.time(size, partial(set_batch, spans, 0), 2)}
+            last, most = max(curve), next(iter(curves.values()), curve)
+            more = curve[last] - most[last] if last in most else 0.0
+            curves[spans] = curve | {n: most[n] + more for n in most if n > last}
+    # Fewer rows are padded to those of the smallest round.
+    return {
+        spans: (
+            (1, *curve),
+            (next(iter(curve.values())), *curve.values()),
+            _proposing(rounds, spans, times),
+        )
+        for spans, curve in curves.items()
+    }
 
 
 def _proposing(
