@@ -81,6 +81,17 @@ def test_one_kernel_writes_the_same(
     assert [target.view(-1).tolist() for target in targets] == expected(writes)
 
 
+@pytest.mark.parametrize(
+    ("target", "values"), [(torch.bool, "bool"), (torch.int64, "int32"), (torch.float32, "int32")]
+)
+def test_numbers_of_another_kind_are_refused(target: torch.dtype, values: str) -> None:
+    """Before anything is sent: a kernel would write what they are not."""
+    uploads = Uploads(torch.device("cpu"))
+    with pytest.raises(TypeError, match=values):
+        uploads.write(torch.zeros(4, dtype=target), np.arange(4), np.zeros(4, dtype=values))
+    assert not uploads.waiting
+
+
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
 def test_places_of_a_table(shape: list[int], data: Any) -> None:
     dim = data.draw(st.integers(0, len(shape) - 1))

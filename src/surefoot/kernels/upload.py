@@ -54,7 +54,9 @@ class Uploads:
 
     def write(self, target: torch.Tensor, places: np.ndarray, values: np.ndarray) -> None:
         """What a ``Write`` says, of which no place may occur twice; of what several have for one
-        place, the last one's stays."""
+        place, the last one's stays. TypeError for other numbers than a ``Write`` may have."""
+        if values.dtype not in _WRITTEN or target.dtype != _DTYPES[values.dtype.name]:
+            raise TypeError(f"{values.dtype} cannot be written to {target.dtype}")
         self._writes.append(Write(target, places.reshape(-1), values.reshape(-1)))
 
     def clear(self, target: torch.Tensor, index: np.ndarray, dim: int) -> None:
@@ -156,6 +158,7 @@ def _send(
     return [found[at] for at in range(len(tables))]
 
 
+_WRITTEN = frozenset(map(np.dtype, ("int32", "int64", "float32")))
 _DTYPES = {
     "bool": torch.bool,
     "int32": torch.int32,
