@@ -19,7 +19,7 @@ from surefoot.kernels.triton.shares_kernel import shares_kernel
 FOUR_HEADS, ROWS = NVMMASharedLayout(128, 16, 3), NVMMASharedLayout(128, 16, 2)
 TYPES = {
     "out_ptr": "*bf16", "part_ptr": "*fp32", "sums_ptr": "*fp32", "items_ptr": "*i32",
-    "tiles_ptr": "*i32", "tables_ptr": "*i32", "scale": "fp32",
+    "tiles_ptr": "*i32", "split_ptr": "*i32", "tables_ptr": "*i32", "scale": "fp32",
 }  # fmt: skip
 HEADS = dict(HEADS=32, PACK=4, HEAD_DIM=128)
 STEPS = dict(KV_HEADS=8, BLOCK_SIZE=16, BLOCK_N=128, CHUNK=2, STAGES=2)

@@ -19,7 +19,7 @@ import triton_interpreter  # isort: skip
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
 from surefoot.kernels.triton import chunk_attention
-from surefoot.kernels.triton.chunk_attention import list_chunks, packed_heads
+from surefoot.kernels.triton.chunk_attention import list_chunks, packed_heads, rows_together
 from surefoot.kernels.triton.chunk_kernel import BLOCKS
 from surefoot.kernels.triton.prompt_attention import BLOCK_N, CHUNK_KEYS
 from test_triton_prompts import masks_of
@@ -98,7 +98,13 @@ def test_every_key_of_every_tile_is_worked_on_once(
     found = work.items.tolist()
     assert found[0][0] < len(found)
     items = found[1 : 1 + found[0][0]]
-    split = {tile[0]: tile[1:] for tile in work.tiles.tolist() if tile[1] > 0}
+    pack = packed_heads(shape)[0]
+    together = rows_together(pack)
+    pieces = [entry[:5] for entry in work.split.tolist() if entry[1] > 0]
+    assert work.split.shape[1] == 0 or all(entry[1] <= together for entry in pieces)
+    split: dict[int, list[list[int]]] = {}
+    for piece in pieces:
+        split.setdefault(piece[0] - piece[4], []).append(piece)
     row, parts, tiles = 0, [], 0
     for index, (first, count) in enumerate(spans):
         for at in range(0, 0 if trees and trees[index] else count, TILE_ROWS):
@@ -118,8 +124,13 @@ def test_every_key_of_every_tile_is_worked_on_once(
             if row + at not in split:
                 assert [item[5:8] for item in own] == [[-1, 0, last]]
                 continue
-            count_own, first_part, chunks = split[row + at]
-            assert count_own == rows and chunks == -(-last // STEP)
+            # Each of its rows is added up once, from all of its partial results.
+            added = sorted(split[row + at])
+            assert [n for piece in added for n in range(piece[0], piece[0] + piece[1])] == list(
+                range(row + at, row + at + rows)
+            )
+            [(first_part, chunks)] = {(piece[2], piece[3]) for piece in added}
+            assert chunks == -(-last // STEP)
             parts += range(first_part, first_part + chunks)
             seen = [item for item in own if item[5] >= 0]
             # Together they have every step, and each begins with a chunk of its own.
@@ -140,11 +151,11 @@ def test_every_key_of_every_tile_is_worked_on_once(
 
 def test_one_long_text_is_shared_out_and_a_crowd_of_equals_is_not() -> None:
     alone = list_chunks(batch_of([(8191, 1)], 8192), SHAPE, KV_BLOCK)
-    assert int(alone.items[0, 0]) == 16 and alone.tiles[0].tolist() == [0, 1, 0, 32]
+    assert int(alone.items[0, 0]) == 16 and alone.split[0, :5].tolist() == [0, 1, 0, 32, 0]
     crowd = list_chunks(batch_of([(767, 1)] * 32, 8192), SHAPE, KV_BLOCK)
-    assert int(crowd.items[0, 0]) == 32 and not crowd.tiles[:, 1].any()
+    assert int(crowd.items[0, 0]) == 32 and not crowd.split[:, 1].any()
     longer = list_chunks(batch_of([(767, 1)] * 31 + [(20000, 1)], 40960), SHAPE, KV_BLOCK)
-    assert longer.tiles[0].tolist()[3] == 79
+    assert longer.split[0].tolist()[3] == 79
     runs = longer.items[1 : 1 + int(longer.items[0, 0]), 0] == 31
     assert 12 <= int(runs.sum()) <= 18
     assert list_chunks(batch_of([(767, 1)] * 128, 2560), SHAPE, KV_BLOCK).parts == 0
@@ -154,10 +165,10 @@ def test_too_little_room_for_parts_splits_less(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(chunk_attention, "MOST_PARTS", 40)
     work = list_chunks(batch_of([(8191, 1), (5000, 1), (8000, 1)], 8192), SHAPE, KV_BLOCK)
     assert work.parts == 40
-    assert sum(tile[3] for tile in work.tiles.tolist() if tile[1]) <= 40
+    assert sum(entry[3] for entry in work.split.tolist() if entry[1] and not entry[4]) <= 40
     monkeypatch.setattr(chunk_attention, "MOST_PARTS", 0)
     work = list_chunks(batch_of([(8191, 1), (5000, 1), (8000, 1)], 8192), SHAPE, KV_BLOCK)
-    assert work.parts == 0 and int(work.items[0, 0]) == 3 and not work.tiles[:, 1].any()
+    assert work.parts == 0 and int(work.items[0, 0]) == 3 and not work.split[:, 1].any()
 
 
 def test_groups_are_padded_to_a_power_of_two() -> None:

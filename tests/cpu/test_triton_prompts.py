@@ -16,8 +16,9 @@ import triton_interpreter  # isort: skip
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
 from surefoot.kernels.triton import backend as triton_backend
+from surefoot.kernels.triton.attend import worth_tiles
 from surefoot.kernels.triton.backend import TritonBackend
-from surefoot.kernels.triton.prompt_attention import fits, list_tiles, rows_per_tile, worth_tiles
+from surefoot.kernels.triton.prompt_attention import fits, list_tiles, rows_per_tile
 from triton_interpreter import DEVICE
 
 pytestmark = [
@@ -90,9 +91,18 @@ def test_every_tile_is_listed_once_and_long_ones_come_first(
 
 def test_only_long_spans_in_number_are_worth_tiles() -> None:
     shape = AttentionShape(32, 8, 128, 1.0)
-    assert worth_tiles(2048, 2048, shape, 132) and worth_tiles(2048 + 63, 2048, shape, 132)
-    assert not worth_tiles(2048, 64, shape, 132), "verified drafts"
-    assert not worth_tiles(128, 128, shape, 132), "few tiles: keys are to be split"
+    assert worth_tiles(2048, 1, 2048, shape, 132) and worth_tiles(2048 + 63, 64, 2048, shape, 132)
+    assert not worth_tiles(2048, 512, 64, shape, 132), "verified drafts"
+    assert not worth_tiles(128, 1, 128, shape, 132), "few tiles: keys are to be split"
+
+
+def test_heads_that_are_packed_in_chunks_only_are_worth_tiles_where_few_spans_have_most_rows() -> (
+    None
+):
+    threes = AttentionShape(9, 3, 64, 1.0)
+    assert worth_tiles(2048, 16, 2048, threes, 132), "prompts"
+    assert not worth_tiles(1024, 512, 1024, threes, 132), "most are single rows"
+    assert worth_tiles(1024, 512, 1024, AttentionShape(32, 8, 128, 1.0), 132), "packed in both"
 
 
 def test_heads_and_blocks_that_the_kernels_take() -> None:

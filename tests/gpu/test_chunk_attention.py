@@ -20,7 +20,6 @@ from surefoot.kernels.triton.attend import attend, work_of
 from surefoot.kernels.triton.chunk_attention import (
     ChunkWork,
     chunk_attention,
-    chunk_work_of,
     list_chunks,
 )
 from surefoot.kernels.triton.chunk_kernel import combine_chunks_kernel
@@ -73,8 +72,7 @@ def test_chunks_equal_the_twin_and_prompts_to_the_bit(
     for first_key in (0, 1):
         batch = replace(batch_of(spans, tables), first_key=first_key)
         q = torch.randn(batch.tokens.shape[0], shape.heads, shape.head_dim, dtype=torch.bfloat16)
-        work = chunk_work_of(batch, shape, kv)
-        assert work is not None
+        work = list_chunks(batch, shape, block_size)
         found = chunk_attention(q, kv, batch, shape, work)[:-3]
         prompts = prompt_attention(q, kv, batch, shape, list_tiles(batch, shape))[:-3]
         assert torch.equal(found, prompts), (spans, (found != prompts).float().mean())
@@ -117,7 +115,7 @@ def test_company_and_splits_change_no_bit(
     count = own[1] + sum(n for _, n in others)
     q = torch.randn(count, shape.heads, shape.head_dim, dtype=torch.bfloat16)
     work = list_chunks(alone, shape, 16)
-    assert int(work.tiles[0, 3]) > 1, "one request's keys are shared out"
+    assert int(work.split[0, 3]) > 1, "one request's keys are shared out"
     assert int(work.items[0, 0]) > 1
     expected = chunk_attention(q[: own[1]], kv, alone, shape, work)
     batch = batch_of([own, *others], tables)
@@ -177,11 +175,12 @@ def test_partial_results_are_added_up_in_ascending_order(chunks: int, used: int)
     if chunks == 1:
         best[3], part[3], total[3] = 1.0, 2.0, 4.0
     sums = torch.stack((best, total), dim=-1).contiguous()
-    tiles = torch.tensor([[0, rows, 3, chunks], [2, 0, 0, 0]], dtype=torch.int32)
+    split = [[0, 1, 3, chunks, 0, 0, 0, 0], [1, 1, 3, chunks, 1, 0, 0, 0], [2, 0, 0, 0, 0, 0, 0, 0]]
     out = torch.full((3, units * used, width), 7.0)
     scale = 0.7
-    combine_chunks_kernel[(2 * part_rows // 4, units)](
-        part, sums, tiles, out, scale, units * used, pack, used, width, part_rows, 4, 2, 8,
+    entries = torch.tensor(split, dtype=torch.int32)
+    combine_chunks_kernel[(len(split), units)](
+        part, sums, entries, out, scale, units * used, pack, used, width, part_rows, 4, 2, 8,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
     own = slice(3, 3 + chunks)

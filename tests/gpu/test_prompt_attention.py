@@ -15,13 +15,12 @@ from test_real_shapes import relative
 
 from surefoot.kernels.attention import torch_paged
 from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
+from surefoot.kernels.triton.attend import LONG_SPAN
 from surefoot.kernels.triton.launch import hopper
 from surefoot.kernels.triton.prompt_attention import (
     CHUNK_KEYS,
-    LONG_SPAN,
     list_tiles,
     prompt_attention,
-    tiles_of,
 )
 
 pytestmark = pytest.mark.gpu
@@ -146,8 +145,8 @@ def test_prompts_among_trees() -> None:
     long = (batch.row_slot == 1) | (batch.row_slot == 3)
     batch = replace(batch, mask=torch.where(long, -1, bits))
     q = torch.randn(batch.tokens.shape[0], 32, 128, dtype=bf16)
-    tiles = tiles_of(batch, shape, kv)
-    assert tiles is not None and int(tiles[0, 0]) == -(-700 // 32) + -(-(LONG_SPAN + 1) // 32)
+    tiles = list_tiles(batch, shape)
+    assert int(tiles[0, 0]) == -(-700 // 32) + -(-(LONG_SPAN + 1) // 32)
     found = prompt_attention(q, kv, batch, shape, tiles)
     assert relative(found[:-3], exact(q, kv, batch, shape)[:-3]) < 6e-3
 

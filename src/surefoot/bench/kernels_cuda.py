@@ -116,9 +116,12 @@ def prompts() -> list[dict[str, Any]]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-    from surefoot.kernels.triton.prompt_attention import prompt_attention, tiles_of
+    from surefoot.kernels.triton.launch import hopper
+    from surefoot.kernels.triton.prompt_attention import list_tiles, prompt_attention
 
     shape, results = AttentionShape(32, 8, 128, 128**-0.5), []
+    if not hopper(torch.device("cuda", torch.cuda.current_device())):
+        return results
     for requests, rows, context in (
         *((1, 8192, 0), (1, 16384, 0), (1, 2048, 0), (8, 2048, 0), (32, 512, 0)),
         *((1, 2048, 6144), (1, 512, 7680)),
@@ -128,9 +131,7 @@ def prompts() -> list[dict[str, Any]]:
         size = (2, requests * (keys // BLOCK) + 1, 8, BLOCK, 128)
         layers = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
         q = torch.randn(requests * rows, 32, 128, device="cuda", dtype=torch.bfloat16)
-        tiles = tiles_of(batch, shape, layers[0])
-        if tiles is None:
-            break  # Not a Hopper GPU.
+        tiles = list_tiles(batch, shape)
 
         def ours(q=q, batch=batch, tiles=tiles, layers=layers) -> None:
             for kv in layers:

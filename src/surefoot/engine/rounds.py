@@ -23,6 +23,9 @@ multiply at once (64) are filled by seven drafts of eight requests, five of 32 a
 (docs/log.md)."""
 MANY_BLOCK_ROWS = 64
 """Rows from which on the time of a block's pass depends on their number."""
+PROMPT_SPANS = (16, 64, 160)
+"""Spans that rounds with prompts are padded to, besides an engine's most. The last is for a
+crowd of 128 and who joins it: of SmolLM2, padding it to 512 requests takes half as long again."""
 PROMPT_DRAFTS = 8
 """Drafts of a request, on average, that rounds with prompts have room for."""
 FEW_SCORED = 4
@@ -141,7 +144,7 @@ class PaddedRounds(Rounds):
         """``most_rows``: known rows of a round."""
         super().__init__(round_)
         self.spans = span_counts(len(round_.slots))
-        self.prompt_spans = sorted({min(n, self.spans[-1]) for n in (16, 64, self.spans[-1])})
+        self.prompt_spans = sorted({min(n, self.spans[-1]) for n in (*PROMPT_SPANS, 1 << 30)})
         """Spans of rounds with prompts."""
         self.prompt_rows = prompt_row_counts(most_rows + len(round_.slots) * self.width)
         self.longest = min(self.width, max(round_.drafters.values(), default=0))

@@ -12,11 +12,46 @@ from surefoot.kernels.backend import (
     RopeTable,
 )
 from surefoot.kernels.triton.attention import span_attention
-from surefoot.kernels.triton.chunk_attention import ChunkWork, chunk_attention, chunk_work_of
-from surefoot.kernels.triton.prompt_attention import prompt_attention, tiles_of
+from surefoot.kernels.triton.chunk_attention import (
+    QUERY_ROWS,
+    ChunkWork,
+    chunk_attention,
+    list_chunks,
+    packed_heads,
+)
+from surefoot.kernels.triton.launch import hopper, processors
+from surefoot.kernels.triton.prompt_attention import (
+    TILE,
+    fits,
+    heads_per_tile,
+    list_tiles,
+    prompt_attention,
+)
 from surefoot.kernels.triton.qkv import queries
 
 Work = torch.Tensor | ChunkWork | None
+
+
+LONG_SPAN = 64
+"""Shorter spans, or as long, are mostly chains and single tokens."""
+CHUNKS_COST = 2
+"""How many times as long ``chunk_attention`` takes for as many places of queries, where texts are
+long."""
+
+
+def worth_tiles(rows: int, spans: int, max_rows: int, shape: AttentionShape, sms: int) -> bool:
+    """Whether ``rows`` rows in up to ``spans`` spans of up to ``max_rows`` are better off with
+    ``prompt_attention`` than with ``chunk_attention``, on ``sms`` multiprocessors. There, keys are
+    split among programs when few rows would leave most of them idle, and heads that are no power of
+    two share a tile, in which a row by itself leaves fewer places of queries empty."""
+    if max_rows <= LONG_SPAN or 2 * rows * shape.heads < sms * TILE:
+        return False
+    pack, used = packed_heads(shape)
+    more = max(0, rows - spans)
+    # Every span has a tile that is not full.
+    tiles = spans * TILE * shape.heads // heads_per_tile(shape) + more * shape.heads
+    chunks = (spans * QUERY_ROWS + more * pack) * shape.heads // used
+    return tiles <= CHUNKS_COST * chunks
 
 
 def work_of(batch: FlatBatch, shape: AttentionShape, kv: torch.Tensor) -> Work:
@@ -27,10 +62,17 @@ def work_of(batch: FlatBatch, shape: AttentionShape, kv: torch.Tensor) -> Work:
     Tiles and chunks give a row the same bits, so the load may decide between them; which shapes
     they take it must not.
     """
+    if not hopper(kv.device) or not fits(shape, kv):
+        return None
     if batch.all_masked:
-        return chunk_work_of(batch, shape, kv) if batch.both_ways else None
-    tiles = tiles_of(batch, shape, kv)
-    return chunk_work_of(batch, shape, kv) if tiles is None else tiles
+        return list_chunks(batch, shape, kv.shape[3]) if batch.both_ways else None
+    rows = batch.row_slot.shape[0]
+    spans, longest = batch.block_tables.shape[0], rows
+    if batch.spans is not None:
+        spans, longest = batch.spans.rows.shape[0], batch.spans.max_rows
+    if worth_tiles(rows, spans, longest, shape, processors(kv.device)):
+        return list_tiles(batch, shape)
+    return list_chunks(batch, shape, kv.shape[3])
 
 
 def attend(

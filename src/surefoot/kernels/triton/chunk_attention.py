@@ -19,10 +19,11 @@ from surefoot.kernels.triton.attention import LOG2_E, trees_attended
 from surefoot.kernels.triton.chunk_kernel import (
     BLOCKS,
     ENTRY,
+    SPLIT,
     chunk_kernel,
     combine_chunks_kernel,
 )
-from surefoot.kernels.triton.launch import cdiv, hopper, jit, next_power_of_2, processors
+from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2, processors
 from surefoot.kernels.triton.pdl import await_inputs, pdl
 from surefoot.kernels.triton.prompt_attention import (
     BLOCK_N,
@@ -31,7 +32,6 @@ from surefoot.kernels.triton.prompt_attention import (
     QUERIES,
     STAGES,
     chains,
-    fits,
 )
 from surefoot.kernels.triton.spans import span_table
 
@@ -66,9 +66,9 @@ class ChunkWork:
     (-1: none, it has all keys; -2: none, its rows see none of them), its first step of ``BLOCK_N``
     keys and the one past its last, and the index of the span's first key; from ``BLOCKS`` on, the
     blocks of its first step's pages."""
-    tiles: torch.Tensor
-    """int32 [n, 4], of the tiles that are split: flat row, rows (0: no such tile), first partial
-    result, and their number."""
+    split: torch.Tensor
+    """int32 [n, SPLIT], of the tiles that are split, a few rows each: first flat row, rows (0: no
+    such entry), first partial result, their number, and the first row within its tile."""
     part_rows: int
     """Queries of a partial result."""
     parts: int
@@ -82,13 +82,16 @@ class ChunkWork:
     ],
 )  # fmt: skip
 def chunk_list_kernel(
-    first_row_ptr, rows_ptr, slot_ptr, key_index_ptr, mask_ptr, items_ptr, tiles_ptr, tables_ptr,
+    first_row_ptr, rows_ptr, slot_ptr, key_index_ptr, mask_ptr, items_ptr, split_ptr, tables_ptr,
     table_stride, spans, programs, units, capacity, splits,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, SPANS: tl.constexpr,
+    ROWS: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPANS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, LARGE_SHARE: tl.constexpr, MASKED: tl.constexpr,
-    BOTH_WAYS: tl.constexpr, ENTRY: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    BOTH_WAYS: tl.constexpr, ENTRY: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program an item, and one a tile that is split; each works out its own place."""
+    """One program an item, and one for ``FEW`` rows of a tile that is split; each works out its own
+    place."""
     # Kernels behind this one may read the list before they wait: they start when it is there.
     await_inputs(PDL)
     number = tl.program_id(0)
@@ -163,21 +166,21 @@ def chunk_list_kernel(
         tl.store(entry + BLOCKS + step, block)
 
     if number < splits:
-        tiles = tl.where(split, needed, 0)
-        tile_ends = tl.cumsum(tiles, axis=0)
-        own = every == tl.sum((tile_ends <= number).to(tl.int32), axis=0)
-        tile = number - tl.sum(tl.where(own, tile_ends - tiles, 0), axis=0)
-        count = tl.sum(tl.where(own, counts, 0), axis=0) - tile * ROWS
-        count = tl.maximum(tl.minimum(count, ROWS), 0)
-        key = tl.sum(tl.where(own, starts, 0), axis=0) + tile * ROWS
-        entry = tiles_ptr + number * 4
-        tl.store(entry, tl.sum(tl.where(own, firsts, 0), axis=0) + tile * ROWS)
-        tl.store(entry + 1, count)
+        pieces = tl.where(split, (counts + FEW - 1) // FEW, 0)
+        piece_ends = tl.cumsum(pieces, axis=0)
+        own = every == tl.sum((piece_ends <= number).to(tl.int32), axis=0)
+        row = (number - tl.sum(tl.where(own, piece_ends - pieces, 0), axis=0)) * FEW
+        span_rows = tl.sum(tl.where(own, counts, 0), axis=0)
+        tile = row // ROWS
+        entry = split_ptr + number * SPLIT
+        tl.store(entry, tl.sum(tl.where(own, firsts, 0), axis=0) + row)
+        tl.store(entry + 1, tl.maximum(tl.minimum(span_rows - row, FEW), 0))
         tl.store(entry + 2, tl.sum(tl.where(own, first_parts + tile * chunks, 0), axis=0))
-        last = key + count
+        last = tl.sum(tl.where(own, starts, 0), axis=0) + tl.minimum((tile + 1) * ROWS, span_rows)
         if BOTH_WAYS:
             last = tl.sum(tl.where(own, starts + counts, 0), axis=0)
         tl.store(entry + 3, (last + CHUNK - 1) // CHUNK)
+        tl.store(entry + 4, row % ROWS)
 
 
 def packed_heads(shape: AttentionShape) -> tuple[int, int]:
@@ -187,15 +190,14 @@ def packed_heads(shape: AttentionShape) -> tuple[int, int]:
     return (next_power_of_2(group), group) if group <= QUERY_ROWS else (1, 1)
 
 
+def rows_together(pack: int) -> int:
+    """Rows whose partial results one program adds up."""
+    return max(1, TOGETHER // pack)
+
+
 def programs_of(device: torch.device, shape: AttentionShape) -> int:
     """Programs of ``chunk_kernel`` that run at once."""
     return processors(device) * PER_PROCESSOR[shape.head_dim]
-
-
-def chunk_work_of(batch: FlatBatch, shape: AttentionShape, kv: torch.Tensor) -> ChunkWork | None:
-    """What ``chunk_attention`` needs to know of a batch; None where only
-    ``attention.span_attention`` can do it."""
-    return list_chunks(batch, shape, kv.shape[3]) if fits(shape, kv) and hopper(kv.device) else None
 
 
 def list_chunks(batch: FlatBatch, shape: AttentionShape, block_size: int) -> ChunkWork:
@@ -209,6 +211,7 @@ def list_chunks(batch: FlatBatch, shape: AttentionShape, block_size: int) -> Chu
     tiles = min(tiles, entries * cdiv(spans.max_rows, per_tile))
     part_rows = min(QUERY_ROWS, next_power_of_2(min(spans.max_rows, rows) * pack))
     programs, most = programs_of(batch.key_index.device, shape), cdiv(batch.max_keys, CHUNK_KEYS)
+    few = rows_together(pack)
     parts = cuts = splits = 0
     # Nothing is split below 7/4 of a program's share, which is two chunks of every tile or more
     # where texts are long enough for this to matter.
@@ -217,15 +220,17 @@ def list_chunks(batch: FlatBatch, shape: AttentionShape, block_size: int) -> Chu
         parts = min(MOST_PARTS, room, tiles * most)
         # Runs are no shorter than 7/8 of half a share, and tiles no shorter than two of them.
         cuts = cdiv(16 * programs, 7 * units)
-        splits = min(tiles, cdiv(8 * programs, 7 * units))
+        # A program adds up few rows, so that none but those that there are get one.
+        most_split = min(tiles, cdiv(8 * programs, 7 * units)) * cdiv(part_rows, few * pack)
+        splits = min(most_split, (rows + entries * (few - 1)) // few)
     items = spans.rows.new_empty((1 + tiles + cuts, ENTRY.value), dtype=torch.int32)
-    listed = spans.rows.new_empty((splits, 4), dtype=torch.int32)
-    chunk_list_kernel[(tiles + cuts,)](
+    listed = spans.rows.new_empty((splits, SPLIT.value), dtype=torch.int32)
+    chunk_list_kernel[(max(tiles + cuts, splits),)](
         spans.first_row, spans.rows, spans.slot, batch.key_index, batch.mask, items, listed,
         batch.block_tables, batch.block_tables.stride(0), entries, programs, units, parts, splits,
-        per_tile, CHUNK_KEYS, BLOCK_N, next_power_of_2(entries, 32), block_size, LARGE_SHARE,
+        per_tile, few, CHUNK_KEYS, BLOCK_N, next_power_of_2(entries, 32), block_size, LARGE_SHARE,
         batch.mask is not None and not batch.both_ways, batch.both_ways, ENTRY.value, BLOCKS.value,
-        num_warps=1, **pdl(batch.key_index.device),
+        SPLIT.value, num_warps=1, **pdl(batch.key_index.device),
     )  # fmt: skip
     return ChunkWork(items, listed, part_rows, parts)
 
@@ -237,8 +242,8 @@ def chunk_attention(
     shape: AttentionShape,
     work: ChunkWork,
 ) -> torch.Tensor:
-    """``attention.span_attention`` where ``chunk_work_of`` has found work: q [N, heads, head_dim]
-    bf16 -> [N, heads, head_dim], unspecified for padding rows.
+    """``attention.span_attention`` on a Hopper GPU, for what ``fits``: q [N, heads, head_dim] bf16
+    -> [N, heads, head_dim], unspecified for padding rows. ``work`` as ``list_chunks`` has it.
 
     The bits of a row are those that ``prompt_attention`` gives it. Trees are left to
     ``span_attention``.
@@ -261,8 +266,9 @@ def chunk_attention(
     )  # fmt: skip
     if work.parts:
         together = min(TOGETHER, work.part_rows)
-        combine_chunks_kernel[(len(work.tiles) * work.part_rows // together, units)](
-            part, sums, work.tiles, out, shape.scale * LOG2_E,
+        pieces = max(1, pack // together)
+        combine_chunks_kernel[(len(work.split) * pieces, units)](
+            part, sums, work.split, out, shape.scale * LOG2_E,
             shape.heads, pack, used, width, work.part_rows, together, FEW_PARTS, MANY_PARTS,
             num_warps=together, maxnreg=COMBINE_REGISTERS, launch_pdl=True,
         )  # fmt: skip

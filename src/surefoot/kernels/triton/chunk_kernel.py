@@ -23,6 +23,8 @@ ENTRY = gl.constexpr(32)
 """Numbers of an entry in the list, and of the list's head."""
 BLOCKS = gl.constexpr(16)
 """Where an entry has the blocks of its first tile."""
+SPLIT = gl.constexpr(8)
+"""Numbers of an entry in the list of what is added up."""
 
 
 @jit
@@ -230,29 +232,31 @@ def add_parts(
 
 @gluon.jit
 def combine_chunks_kernel(
-    part_ptr, sums_ptr, tiles_ptr, out_ptr, scale,
+    part_ptr, sums_ptr, split_ptr, out_ptr, scale,
     HEADS: gl.constexpr, PACK: gl.constexpr, USED: gl.constexpr, HEAD_DIM: gl.constexpr,
     MEMBERS: gl.constexpr, TOGETHER: gl.constexpr, FEW: gl.constexpr, MANY: gl.constexpr,
 ):  # fmt: skip
     """Queries' partial results in ascending order, as ``prompt_chunks`` merges them. A program has
-    ``TOGETHER`` queries of a tile's ``MEMBERS``, a warp each. ``MANY`` chunks are on their way at a
+    ``TOGETHER`` queries of a tile's ``MEMBERS``, those of an entry or some of one row's, a warp
+    each. ``MANY`` chunks are on their way at a
     time, or ``FEW`` where there are no more."""
     release_next()
     layout: gl.constexpr = gl.BlockedLayout([1, HEAD_DIM // 32], [1, 32], [TOGETHER, 1], [1, 0])
     queries: gl.constexpr = gl.SliceLayout(1, layout)
-    groups: gl.constexpr = MEMBERS // TOGETHER
-    tile = gl.program_id(0) // groups
-    own = gl.program_id(0) % groups * TOGETHER
+    pieces: gl.constexpr = PACK // TOGETHER if PACK > TOGETHER else 1
+    entry = split_ptr + gl.program_id(0) // pieces * SPLIT
+    own = gl.program_id(0) % pieces * TOGETHER
     unit = gl.program_id(1)
     units: gl.constexpr = HEADS // USED
-    row, count = gl.load(tiles_ptr + tile * 4), gl.load(tiles_ptr + tile * 4 + 1)
-    first, chunks = gl.load(tiles_ptr + tile * 4 + 2), gl.load(tiles_ptr + tile * 4 + 3)
+    row, count = gl.load(entry), gl.load(entry + 1)
+    first, chunks = gl.load(entry + 2), gl.load(entry + 3)
+    within = gl.load(entry + 4)
     await_inputs()
     if own < count * PACK:
         member = own + gl.arange(0, TOGETHER, layout=queries)
         column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
         used = (member < count * PACK) & (member % PACK < USED)
-        place = (first.to(gl.int64) * units + unit) * MEMBERS + member
+        place = (first.to(gl.int64) * units + unit) * MEMBERS + within * PACK + member
         step: gl.constexpr = units * MEMBERS
         whole = gl.zeros([TOGETHER, HEAD_DIM], gl.float32, layout)
         whole_best = gl.full([TOGETHER], float("-inf"), gl.float32, queries)

@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch
 from surefoot.kernels.triton.attention import LOG2_E, trees_attended
-from surefoot.kernels.triton.launch import hopper, jit, next_power_of_2, processors
+from surefoot.kernels.triton.launch import jit, next_power_of_2, processors
 from surefoot.kernels.triton.prompt_kernel import prompt_kernel
 from surefoot.kernels.triton.spans import span_table
 
@@ -28,8 +28,6 @@ STAGES = 2
 QUERIES, PAGES = NVMMASharedLayout(128, 16, 3), NVMMASharedLayout(128, 16, 2)
 SMALLEST_BLOCK = 8
 """Keys of a block of KV that are loaded together, at least."""
-LONG_SPAN = 64
-"""Shorter spans, or as long, are mostly chains and single tokens."""
 
 
 def rows_per_tile(shape: AttentionShape) -> int:
@@ -54,13 +52,6 @@ def fits(shape: AttentionShape, kv: torch.Tensor) -> bool:
 def takes_heads(shape: AttentionShape, dtype: torch.dtype) -> bool:
     """The part of ``fits`` that is the model's."""
     return dtype == torch.bfloat16 and shape.head_dim in (64, 128)
-
-
-def worth_tiles(rows: int, max_rows: int, shape: AttentionShape, sms: int) -> bool:
-    """Whether ``rows`` rows in spans of up to ``max_rows`` are better off here than with
-    ``chunk_attention``, on ``sms`` multiprocessors. There, keys are split among programs when few
-    rows would leave most of them idle."""
-    return max_rows > LONG_SPAN and 2 * rows * shape.heads >= sms * TILE
 
 
 @jit
@@ -135,17 +126,6 @@ def list_tiles(batch: FlatBatch, shape: AttentionShape) -> torch.Tensor:
     return listed
 
 
-def tiles_of(batch: FlatBatch, shape: AttentionShape, kv: torch.Tensor) -> torch.Tensor | None:
-    """What ``prompt_attention`` needs to know of a batch, for all layers of a forward; None where
-    another kernel is better or alone can do it."""
-    rows = batch.row_slot.shape[0]
-    max_rows = rows if batch.spans is None else batch.spans.max_rows
-    if not hopper(kv.device) or not fits(shape, kv):
-        return None
-    worth = worth_tiles(rows, max_rows, shape, processors(kv.device))
-    return list_tiles(batch, shape) if worth else None
-
-
 def prompt_attention(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -153,8 +133,8 @@ def prompt_attention(
     shape: AttentionShape,
     tiles: torch.Tensor,
 ) -> torch.Tensor:
-    """``attention.span_attention`` where ``tiles_of`` has found tiles: q [N, heads, head_dim] bf16
-    -> [N, heads, head_dim], unspecified for padding rows.
+    """``attention.span_attention`` on a Hopper GPU, for what ``fits``: q [N, heads, head_dim] bf16
+    -> [N, heads, head_dim], unspecified for padding rows. ``tiles`` as ``list_tiles`` has them.
 
     The bits of a row depend on its own keys alone: neither on how its prompt was cut, nor on its
     company. Trees are left to ``span_attention``.
