@@ -731,6 +731,19 @@ def test_rounds_take_as_long_as_the_device_and_a_host_that_varies_let_them(part:
     assert apart.expected(np.full(1, device), host) == device + host
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("host", [0.3, 0.8, 0.95, 0.9999, 1.0, 1.0001, 1.05, 1.3, 3.0])
+def test_one_round_is_expected_to_take_what_a_table_of_them_says(
+    host: float, overlap: bool
+) -> None:
+    """Of a second of the device."""
+    costs = HostCosts([HostSample(1, 0, 0, host, False)] * 20)
+    weighing = Weighing(GivenCosts([], 0.0), costs, OfferMemory(WIDTH, frozenset()), overlap)
+    own = situation([0.5])
+    table = weighing.expected(np.array([1.0, 9.0]), weighing.host_seconds(own, NOTHING))
+    assert weighing.seconds(own, NOTHING) == pytest.approx(float(table[0]), rel=1e-12)
+
+
 @pytest.mark.parametrize("part", [0.95, 0.98, 0.995, 1.1])
 def test_with_two_in_flight_rounds_take_the_longer_of_two_times_that_vary(part: float) -> None:
     """100 ms of the device: a third is in flight from 99 on only."""

@@ -99,16 +99,13 @@ class Gathering:
             return
         # Whoever decodes goes on with it while it runs: hundreds need not be asked again.
         known = set(self._free)
-        self._prompts, self._free, self._synchronous = [], [], []
-        for request in self.scheduler.running:
-            if request in known:
-                self._free.append(request)
-            elif request.in_prompt:
-                self._prompts.append(request)
-            elif request.grammar is None:
-                self._free.append(request)
-            else:
-                self._synchronous.append(request)
+        running = self.scheduler.running
+        others = [request for request in running if request not in known]
+        self._prompts = [request for request in others if request.in_prompt]
+        decoding = [request for request in others if not request.in_prompt]
+        self._synchronous = [request for request in decoding if request.grammar is not None]
+        known.update(request for request in decoding if request.grammar is None)
+        self._free = [request for request in running if request in known]
         self._batch = None
         self._changes = self.scheduler.changes
 

@@ -29,6 +29,8 @@ class Scheduler:
         """Like ``waiting`` in order of priority, and within one of arrival."""
         self.changes = 0
         """How often ``running`` changed."""
+        self._entered: list[Request] = []
+        """Running requests whose prompts may not have all their blocks."""
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._arrivals: dict[Request, int] = {}
         """Of all requests that have not ended, in order."""
@@ -65,7 +67,8 @@ class Scheduler:
         skipped: list[Request] = []
         if not self.waiting or not self._free_slots or rows <= 0:
             return admitted
-        promised = self._promised()
+        promised = self._promised_at_most()
+        exact = False
         while self.waiting and self._free_slots and rows > 0:
             request = self.waiting.popleft()
             leader = request.leader
@@ -79,6 +82,8 @@ class Scheduler:
             # Prompt logprobs need every prompt row to run.
             self.kv.open(request.request_id, request, request.prompt_scored, request.drafters)
             missing = self._missing_blocks(request)
+            if promised + missing > self.kv.pool.num_free and not exact:
+                promised, exact = self._promised(), True
             if promised + missing > self.kv.pool.num_free:
                 self.kv.close(request.request_id)
                 request.computed = 0
@@ -91,6 +96,7 @@ class Scheduler:
             request.slot = self._free_slots.pop()
             request.status = Status.RUNNING
             self.running.append(request)
+            self._entered.append(request)
             admitted.append(request)
         self.waiting.extendleft(reversed(skipped))
         if admitted:
@@ -161,9 +167,17 @@ class Scheduler:
         lease = self.kv.leases[request.request_id]
         return max(0, self.kv.blocks_for(request.length) - len(lease.blocks))
 
+    def _promised_at_most(self) -> int:
+        """``_promised``, or more: who decodes may lack a block for its next token."""
+        # Hundreds may run, and somebody comes in every other round.
+        self._entered = [
+            each for each in self._entered if each.status is Status.RUNNING and each.in_prompt
+        ]
+        missing = sum(map(self._missing_blocks, self._entered))
+        return missing + len(self.running) - len(self._entered)
+
     def _promised(self) -> int:
         """``_missing_blocks`` of all that run."""
-        # Without a call for each: hundreds may run, and somebody comes in every other round.
         leases, size = self.kv.leases, self.kv.block_size
         missing = (
             -(-(len(each.prompt) + len(each.output)) // size) - len(leases[each.request_id].blocks)
@@ -177,6 +191,7 @@ class Scheduler:
         slots = [request.slot for request in self.running]
         assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs))
         assert {r.request_id for r in self.running} == set(self.kv.leases)
+        assert self._promised_at_most() >= self._promised()
         assert all(request.status is Status.RUNNING for request in self.running)
         assert all(request.status is Status.WAITING for request in self.waiting)
         assert {*self.running, *self.waiting} == set(self._arrivals)

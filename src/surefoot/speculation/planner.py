@@ -17,7 +17,7 @@ believed to be best (``exploring``), so that no belief stays wrong.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -189,13 +189,16 @@ class Planner:
         before, action = held.expected, self._possible(situation, held.action)
         _, prompts = self.weighing.plain_seconds(situation, before.plain_seconds)
         more = prompts - before.prompt_seconds
-        expected = replace(
-            before,
-            seconds=before.seconds + more,
-            without_trial=before.without_trial + more,
-            prompt_seconds=prompts,
+        expected = Expectation(
+            before.seconds + more,
+            before.without_trial + more,
+            before.plain_seconds,
+            prompts,
+            before.trial,
+            before.trials,
+            before.tokens,
         )
-        return replace(held, proposers=action[0], steps=action[1], expected=expected)
+        return Decision(held.drafts, *action, held.explores, expected)
 
     def _best(self, case: _Case) -> tuple[Action, _Plan]:
         """What is best for all together, if it is fair to each; else, and for some rounds, the best

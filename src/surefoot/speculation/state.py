@@ -156,5 +156,6 @@ class SlotState:
 
 def _count_up(lengths: Sequence[int]) -> np.ndarray:
     """int64: 0, 1, … for each of ``lengths``, one after the other."""
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+    each = np.array(lengths, dtype=np.int64)
+    ends = each.cumsum()
+    return np.arange(ends[-1]) - np.repeat(ends - each, each)

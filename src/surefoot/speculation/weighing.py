@@ -25,16 +25,14 @@ _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
 _WEIGH_EVERY = 5
 """Rounds between two looks whether another action is better."""
-_STEPS = np.arange(0.0, 4.5, 0.25)
-_LATE = (
-    _STEPS,
-    [
-        math.exp(-0.5 * x * x) / math.sqrt(2 * math.pi) - 0.5 * x * math.erfc(x / math.sqrt(2))
-        for x in _STEPS.tolist()
-    ],
-)
-"""Of a normal variable by how many standard deviations its mean lies below a limit -> by how many
-it exceeds the limit, on average."""
+_PER_STEP, _FAR = 4.0, 4.25
+_STEPS = np.arange(0.0, _FAR + 0.1, 1 / _PER_STEP)
+_EXCESS = [
+    math.exp(-0.5 * x * x) / math.sqrt(2 * math.pi) - 0.5 * x * math.erfc(x / math.sqrt(2))
+    for x in _STEPS.tolist()
+]
+"""Of a normal variable whose mean lies so many quarters of standard deviations below a limit: by
+how many it exceeds the limit, on average."""
 _LESS_LATE = 2.5
 """Where one more round is in flight, it makes up for most of what the host is late: as if that
 varied so many times less (by simulation of both, late by a fifth to four fifths of their time)."""
@@ -98,10 +96,10 @@ class Weighing:
         """Seconds of a round without drafts, proposers and prompts, and what prompts add.
         ``alone``: the former, where it is known."""
         if alone is None:
-            alone = float(self.table(situation, NOTHING, 0, alone=True)[1][0])
+            alone = self.seconds(situation, NOTHING, alone=True)
         if not situation.prompt_rows:
             return alone, 0.0
-        return alone, float(self.table(situation, NOTHING, 0)[1][0]) - alone
+        return alone, self.seconds(situation, NOTHING) - alone
 
     def together(self, device: float, host: float) -> float:
         """Seconds of a round that took the device and the host so long."""
@@ -114,11 +112,11 @@ class Weighing:
         if not self.overlap:
             return device + host
         spread = self.host.noise * host
-        if device[0] - host >= spread * _LATE[0][-1]:
+        if device[0] - host >= spread * _FAR:
             return device
         late = np.where(device - host < HICCUP, spread / _LESS_LATE, spread)
         apart = np.abs(device - host) / np.maximum(late, 1e-9)
-        return np.maximum(device, host) + late * np.interp(apart, *_LATE)
+        return np.maximum(device, host) + late * np.interp(apart, _STEPS, _EXCESS)
 
     def table(
         self, situation: Situation, action: Action, most: int, alone: bool = False
@@ -128,6 +126,23 @@ class Weighing:
         rows = 0 if alone else s.prompt_rows
         drafts, seconds = self.costs.table(s.requests, rows, action, most, s.context)
         return drafts, self.expected(seconds, self.host_seconds(s, action, alone))
+
+    def seconds(self, situation: Situation, action: Action, alone: bool = False) -> float:
+        """As of ``table``, of a round that verifies nothing."""
+        s = situation
+        prompts = 0 if alone else s.prompt_rows
+        device = float(self.costs.table(s.requests, prompts, action, 0, s.context)[1][0])
+        host = self.host_seconds(s, action, alone)
+        spread = self.host.noise * host
+        # With arrays of one number, every round with prompts would wait longer for this.
+        if not self.overlap or device - host >= spread * _FAR:
+            return self.together(device, host)
+        late = max(spread / _LESS_LATE if device - host < HICCUP else spread, 1e-9)
+        at, part = divmod(abs(device - host) / late * _PER_STEP, 1.0)
+        if at >= len(_EXCESS) - 1:
+            return max(device, host) + late * _EXCESS[-1]
+        before, behind = _EXCESS[int(at)], _EXCESS[int(at) + 1]
+        return max(device, host) + late * (before + part * (behind - before))
 
     def host_seconds(self, situation: Situation, action: Action, alone: bool = False) -> float:
         """Of the host, for a round that proposes so; ``alone`` as in ``table``."""
@@ -217,7 +232,7 @@ class Weighing:
         most. ``plain``: seconds of a round without drafts and proposers, prompts included."""
 
         def seconds(action: Action) -> float:
-            return float(self.table(situation, action, 0)[1][0])
+            return self.seconds(situation, action)
 
         fair = [action for action in actions if MIN_PACE * seconds(action) <= plain]
         return max(fair, key=lambda action: self._promise_of(action).rate, default=NOTHING)
