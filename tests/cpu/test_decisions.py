@@ -122,6 +122,25 @@ def play(planner: Planner, now: Situation, rounds: int) -> list[Decision]:
     return decisions
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("requests", [1, 16])
+def test_rounds_ahead_have_rows_for_what_one_request_usually_has_on_offer(
+    overlap: bool, requests: int
+) -> None:
+    """It has something in every other report. With rounds in flight that is not what the next one
+    finds; a crowd's reports tell how much it has, and without rounds in flight all is known."""
+    planner = Planner(GivenCosts([LOOK], 0.01), HostCosts(), WIDTH, overlap=overlap)
+    given = [situation(*[row] * requests, proposers=(0,)) for row in ([0.9, 0.8, 0.7], [0.0] * 3)]
+    verifies: dict[int, list[bool]] = {0: [], 1: []}
+    for number in range(200):
+        now = given[number % 2]
+        (decision,) = play(planner, now, 1)
+        if decision.action == LOOK and decision.expected.trial is None and number > 100:
+            verifies[number % 2].append(decision.drafts > 0)
+    assert verifies[0] and verifies[1] and all(verifies[0])
+    assert all(verifies[1]) if overlap and requests == 1 else not any(verifies[1])
+
+
 def test_offers_are_asked_for_where_a_decision_is_to_be_made_or_something_was_tried() -> None:
     planner = waiting_planner(GivenCosts([LOOK], 0.0), 48)
     now = situation(*[[0.9, 0.8, 0.7]] * 48, proposers=(0,))

@@ -61,6 +61,23 @@ def test_a_promise_to_one_request_is_the_mean_of_its_best_rounds(
         assert found == pytest.approx(tuple(np.mean(best, axis=0)), rel=1e-5)
 
 
+def test_ahead_of_its_offers_one_request_is_promised_what_one_number_of_drafts_brings() -> None:
+    """Offers come and go: who had to know of each before its round, cannot choose for each."""
+    drafts, seconds = np.arange(WIDTH + 1), np.array([1.0, 1.1, 1.2, 1.4])
+    rows = np.array([[0.9, 0.8, 0.7], [0.0, 0.0, 0.0]] * 8, dtype=np.float32)
+    known, ahead = (OfferMemory(WIDTH, frozenset({DRAFTER}), each) for each in (False, True))
+    for memory in (known, ahead):
+        for row in rows:
+            memory.record(row[np.newaxis], np.zeros(1, int), (LOOKUP,), 0)
+    found = ahead.promise(1, (LOOKUP,), 0, drafts, seconds, 1.0)
+    gains = np.concatenate(([0.0], np.cumsum(rows.mean(axis=0))))
+    best = int(((1.0 + gains) / seconds).argmax())
+    assert found == pytest.approx((1.0 + gains[best], seconds[best]))
+    each = known.promise(1, (LOOKUP,), 0, drafts, seconds, 1.0)
+    assert each == pytest.approx((1.0 + 0.5 * 2.4, 0.5 * (1.0 + 1.4)))
+    assert ahead.usual((LOOKUP,), 0) == pytest.approx([0.45, 0.4, 0.35])
+
+
 def test_drafters_offers_are_seen_as_long_as_they_would_be() -> None:
     """Cut where they would draft less far; continued as usual where further."""
     usual = [0.8, 0.4, 0.1]

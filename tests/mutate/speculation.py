@@ -700,6 +700,42 @@ MUTATIONS = (
     ),
     # --- who proposes -----------------------------------------------------------------------------
     m(
+        "speculation/offers.py",
+        "        if requests == 1 and self.ahead:\n",
+        "        if False:\n",
+        "test_offers.py::test_ahead_of_its_offers_one_request_is_promised_what_one_number_of_drafts_brings",
+    ),
+    m(
+        "speculation/offers_at_hand.py",
+        "        if self.memory.ahead and situation.requests == 1:\n",
+        "        if False:\n",
+        "test_decisions.py::test_rounds_ahead_have_rows_for_what_one_request_usually_has_on_offer",
+    ),
+    m(
+        "speculation/offers_at_hand.py",
+        "        if self.memory.ahead and situation.requests == 1:\n",
+        "        if situation.requests == 1:\n",
+        "test_decisions.py::test_rounds_ahead_have_rows_for_what_one_request_usually_has_on_offer",
+    ),
+    m(
+        "engine/scheduler.py",
+        "        return missing + len(self.running) - len(self._entered)\n",
+        "        return len(self.running) - len(self._entered)\n",
+        "test_scheduler.py",
+    ),
+    m(
+        "kernels/triton/attend.py",
+        "    return tiles <= CHUNKS_COST * chunks",
+        "    return True",
+        "test_triton_prompts.py::test_heads_that_are_packed_in_chunks_only_are_worth_tiles_where_few_spans_have_most_rows",
+    ),
+    m(
+        "kernels/triton/chunk_attention.py",
+        "        tl.store(entry + 4, row % ROWS)",
+        "        tl.store(entry + 4, row * 0)",
+        "test_triton_chunks.py",
+    ),
+    m(
         "speculation/weighing.py",
         "        if self._better(first, self.best):",
         "        if first is None:",

@@ -14,6 +14,9 @@ KEPT = 512
 _LEAST, _MOST, _ROUNDS = 8, 128, 4
 """What rounds expect rests on the latest offers, so many at least and at most, of so many rounds:
 those of one request change with its text."""
+_USUAL = 4
+"""Offers of one request that tell what it finds some rounds later. Of more, it would take longer
+to see that a text repeats itself, or has ceased to; of fewer, chance would decide."""
 _FAIR_TRIES = 6
 _NEWS = 32
 """Of one report, at most."""
@@ -111,9 +114,11 @@ class Offers:
 class OfferMemory:
     """The latest offers of all proposers."""
 
-    def __init__(self, width: int, drafters: frozenset[int]) -> None:
-        """``drafters``: those that pay by steps."""
+    def __init__(self, width: int, drafters: frozenset[int], ahead: bool = False) -> None:
+        """``drafters``: those that pay by steps. ``ahead``: rounds are decided while others are in
+        flight, so that what they find on offer is not known yet."""
         self.width = width
+        self.ahead = ahead
         self.drafters = drafters
         self.reports = 0
         """How many told of offers."""
@@ -200,6 +205,10 @@ class OfferMemory:
             rows = np.where(better[:, np.newaxis], others, rows)
         return rows
 
+    def usual(self, proposers: Sequence[int], steps: int) -> np.ndarray:
+        """float32 [width]: chances of one request's offers, on average of the latest."""
+        return self.latest(_USUAL, proposers, steps).mean(axis=0)
+
     def share(self, proposers: Sequence[int]) -> float:
         """The part of the requests that have something on offer of these."""
         missing = 1.0
@@ -226,7 +235,10 @@ class OfferMemory:
         together = min(requests, count)
         groups = count // together
         rows = self.latest(groups * together, proposers, steps)
-        if requests == 1 and count <= _LEAST:
+        if requests == 1 and self.ahead:
+            # Not each offer by itself: how many drafts have rows is decided before it is made.
+            rows = rows.mean(axis=0, keepdims=True)
+        if requests == 1 and len(rows) <= _LEAST:
             return _of_one(rows, drafts, seconds, margin)
         each = rows.reshape(groups, together, self.width)
         ranked = -np.sort(-rows.reshape(groups, -1), axis=1)

@@ -45,6 +45,10 @@ class OffersAtHand:
         proposers, steps = last
         if not proposers or not situation.requests:
             return None
+        if self.memory.ahead and situation.requests == 1:
+            # Rounds in flight take what was reported. A crowd's offers are about as many in the
+            # next round; one request's come and go.
+            return self.memory.usual(proposers, steps)[np.newaxis]
         reported, reported_steps = self._reported
         if situation.chances is None or situation.whose is None or reported != proposers:
             return self.memory.latest(situation.requests, proposers, steps)

@@ -88,7 +88,7 @@ class Planner:
         of both times, not their sum. ``others``: costs by kind of sampling, of rounds that do more
         than take the likeliest tokens."""
         self.host = host
-        self.offers = OfferMemory(width, frozenset(drafters))
+        self.offers = OfferMemory(width, frozenset(drafters), overlap)
         self._weighings = {
             kind: Weighing(each, host, self.offers, overlap)
             for kind, each in {GREEDY: costs, **(others or {})}.items()
