@@ -67,6 +67,14 @@ def test_every_size_is_recorded_and_those_with_penalties_wait(rounds: Clocked) -
     assert rounds.costs == costs
 
 
+def test_an_engine_for_one_request_and_one_row_at_a_time_is_measured(rounds: Clocked) -> None:
+    """The smallest round is of one row, which was entered twice."""
+    one = Clocked(padded_engine((), {}, "fixed", max_num_seqs=1).round, 1)
+    costs = measure_recorded(one, 400)[GREEDY]
+    [seconds] = costs.table(1, 1, NOTHING, 0, 32.0)[1]
+    assert one.prompt_rows == [1] and seconds > 0
+
+
 def test_what_drawing_adds_is_told_apart(rounds: Clocked) -> None:
     costs = measure_recorded(rounds, 400)
     for context in (32, 96):

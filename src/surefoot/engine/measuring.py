@@ -177,15 +177,12 @@ def _time_prompts(
             last, most = max(curve), next(iter(curves.values()), curve)
             more = curve[last] - most[last] if last in most else 0.0
             curves[spans] = curve | {n: most[n] + more for n in most if n > last}
-    # Fewer rows are padded to those of the smallest round.
-    return {
-        spans: (
-            (1, *curve),
-            (next(iter(curve.values())), *curve.values()),
-            _proposing(rounds, spans, times),
-        )
-        for spans, curve in curves.items()
-    }
+    found: dict[int, tuple[Sequence[int], Sequence[float], dict[int, Proposing]]] = {}
+    for spans, curve in curves.items():
+        # Fewer rows are padded to those of the smallest round.
+        known = {1: next(iter(curve.values()))} | curve
+        found[spans] = list(known), list(known.values()), _proposing(rounds, spans, times)
+    return found
 
 
 def _proposing(
