@@ -171,8 +171,8 @@ MUTATIONS = (
     ),
     m(
         "engine/measuring.py",
-        "(next(iter(curve.values())), *curve.values()),",
-        "(1e-3, *curve.values()),",
+        "known = {1: next(iter(curve.values()))} | curve",
+        "known = {1: 1e-3} | curve",
         "test_measuring.py",
     ),
     m(
