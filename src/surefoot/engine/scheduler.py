@@ -178,6 +178,7 @@ class Scheduler:
 
     def _promised(self) -> int:
         """``_missing_blocks`` of all that run."""
+        # Without a call for each: where the pool is full, every round asks.
         leases, size = self.kv.leases, self.kv.block_size
         missing = (
             -(-(len(each.prompt) + len(each.output)) // size) - len(leases[each.request_id].blocks)

@@ -230,11 +230,7 @@ class Weighing:
     def harmless(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> Action:
         """Of the actions whose rounds are fair to whoever gains nothing, the one that promises
         most. ``plain``: seconds of a round without drafts and proposers, prompts included."""
-
-        def seconds(action: Action) -> float:
-            return self.seconds(situation, action)
-
-        fair = [action for action in actions if MIN_PACE * seconds(action) <= plain]
+        fair = [a for a in actions if MIN_PACE * self.seconds(situation, a) <= plain]
         return max(fair, key=lambda action: self._promise_of(action).rate, default=NOTHING)
 
     def to_try(
