@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -173,3 +174,31 @@ def test_a_new_request_inherits_nothing_from_the_slots_last() -> None:
     assert not controller.estimators[0].trials[0].any()
     assert controller.lengths[:, 0].sum() == 0
     assert int(controller.estimators[0].watched_length[0]) == 0
+
+
+def test_offers_that_agree_are_told_from_those_that_differ() -> None:
+    """Each proposer is right as often with the other as against it; of two that differ, what is
+    right that seldom must not be chosen, or promise what the proposer usually does."""
+    books, dice = make_books(slots=1), Random(3)
+    state, slots = books.state, torch.tensor([0])
+    none, tokens = torch.zeros_like(slots), torch.zeros((1, K + 1), dtype=torch.int64)
+    verdict = RoundVerdict(tokens, none, none + 1, none, none, slots)
+    rates = {"alike": (0.9, 0.9), "apart": (0.2, 0.5), "alone": (0.6, 0.6)}
+    found: dict[str, tuple[int, float]] = {}
+    for turn in range(250):
+        case = ("alike", "apart", "alone")[turn % 3]
+        offers = [7], [7 if case == "alike" else 8], [9]
+        books.learn(0, slots, drafts(offers[0]))
+        books.learn(1, slots, None if case == "alone" else drafts(offers[1]))
+        books.choose_and_report(slots, none, verdict, True)
+        found[case] = int(books.offers.proposer[0]), float(books.offers.chances[0, 0])
+        first, second = rates[case]
+        draw = dice.random()
+        right = offers[0] if draw < first else offers[1] if draw < first + second else offers[2]
+        append(state, 0, *right)
+        judge(books, slots)
+    for case, (proposer, rate) in {"alike": (0, 0.9), "apart": (1, 0.5), "alone": (0, 0.6)}.items():
+        assert found[case][1] == pytest.approx(rate, abs=0.15), case
+        assert found[case][0] == proposer or case == "alike"
+    seen = books.controller.estimators[0].all_trials[4::8, 0]
+    assert seen.tolist() == pytest.approx([4 + 250 / 3] * 3, rel=0.15)

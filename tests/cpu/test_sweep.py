@@ -251,16 +251,21 @@ def test_every_repeat_turns_the_order_around_after_the_warmup(
 ) -> None:
     engine = make_engine(tiny_decoder(), max_num_seqs=2)
     order: list[Any] = []
+    begun: list[int] = []
 
     def fake(_: Any, concurrency: int, mode: Any, load: Load) -> Pass:
         order.append(mode)
+        begun.append(load.prompts[0][0])
+        assert sorted(prompt[0] for prompt in load.prompts) == [3, 4, 5]
         return Pass(1.0 if len(order) <= 2 else 5.0, 10.0 * len(order))
 
     monkeypatch.setattr("surefoot.bench.sweep.run_pass", fake)
-    load = Load([[3, 4, 5]], GREEDY)
+    load = Load([[3], [4], [5]], GREEDY)
     first, second = sweep(engine, SweepSettings((2,), (0, "auto"), 3, 1), load)
     # The first two passes warm up.
     assert order == ["auto", 0, 0, "auto", "auto", 0, 0, "auto"]
+    # Two requests take two prompts; all modes of a turn have the same ones.
+    assert begun == [3, 3, 5, 5, 4, 4, 3, 3]
     assert [item.tokens_per_s for item in first.passes] == [30, 60, 70]
     assert (first.mode, first.median.tokens_per_s, first.lowest.tokens_per_s) == ("plain", 60, 30)
     assert second.mode == "auto" and second.median.end_to_end_per_s == 5

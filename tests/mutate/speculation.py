@@ -882,6 +882,36 @@ MUTATIONS = (
         "if (!length) return;",
         "test_controller.py",
     ),
+    m(
+        "speculation/estimator.py",
+        "compared = bins % BINS + BINS * rivals.unsqueeze(1)",
+        "compared = bins",
+        "test_controller.py",
+    ),
+    m(
+        "speculation/estimator.py",
+        "return torch.where(agreed, 1, torch.where(others.any(dim=1), 2, 0))",
+        "return torch.where(others.any(dim=1), 2, 0)",
+        "test_controller.py",
+    ),
+    m(
+        "kernels/cpu/learn.c",
+        "*bin = *bin % books->sure_bins + apart;",
+        "",
+        "test_controller.py",
+    ),
+    m(
+        "kernels/cpu/learn.c",
+        "if (books->tokens[place * books->drafts] == *first) return 1;",
+        "",
+        "test_controller.py",
+    ),
+    m(
+        "kernels/triton/control.py",
+        "apart = tl.where(agreed > 0, 1,",
+        "apart = tl.where(agreed > 0, 2,",
+        "test_books.py",
+    ),
     # --- offers -----------------------------------------------------------------------------------
     m(
         "speculation/torch_books.py",

@@ -41,6 +41,11 @@ class Load:
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
 
+    def from_prompt(self, first: int) -> Load:
+        """The same, beginning with prompt number ``first``."""
+        first %= len(self.prompts)
+        return replace(self, prompts=[*self.prompts[first:], *self.prompts[:first]])
+
     @property
     def longest(self) -> int:
         """Tokens of the longest request, prompt and output."""
@@ -49,7 +54,8 @@ class Load:
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """``repeats`` passes of every mode, in turn, after ``warmup`` that are not counted."""
+    """``repeats`` passes of every mode, in turn, after ``warmup`` that are not counted. Each turn
+    has the next prompts, the same in every mode: what drafts are worth depends on the text."""
 
     concurrency: tuple[int, ...]
     modes: tuple[Mode, ...]
@@ -197,8 +203,10 @@ def sweep(
     done = 0
     for concurrency in settings.concurrency:
         passes: dict[Mode, list[Pass]] = {mode: [] for mode in settings.modes}
-        for mode, counts in turns(settings.modes, settings.repeats, settings.warmup):
-            result = run_pass(engine, concurrency, mode, load)
+        order = turns(settings.modes, settings.repeats, settings.warmup)
+        for number, (mode, counts) in enumerate(order):
+            first = number // len(settings.modes) * concurrency
+            result = run_pass(engine, concurrency, mode, load.from_prompt(first))
             if counts:
                 passes[mode].append(result)
             done += 1

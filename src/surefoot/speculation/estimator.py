@@ -12,6 +12,11 @@ requests would always look bad by chance, and hold back the drafts of the whole 
 
 A chain is the tree whose parents count up: a draft is tried once the text has gone its parent's
 way, and is a hit if the text goes on with it.
+
+What other proposers offer at the same place tells, too: where two begin alike, both are likelier
+right than each usually is, and where they differ, one of them is wrong. So chances are learnt apart
+for offers without rivals, with one that agrees, and with others. Otherwise the better of two offers
+would be worth less than it promises, and might be worse than what either proposer offers alone.
 """
 
 from __future__ import annotations
@@ -26,6 +31,9 @@ from surefoot.speculation.trees import ancestors, chain_parents
 
 BINS = 8
 """Confidence is sorted into this many bins of equal width; each learns on its own."""
+RIVALS = 3
+"""What else is on offer, of other proposers: nothing, an offer that begins with the same token, or
+only such as do not. Each has bins of its own."""
 SLOT_DECAY = 0.92
 GLOBAL_DECAY = 0.998
 SLOT_PRIOR = 3.0
@@ -39,18 +47,20 @@ _FIRST_WEIGHT = 50.0
 class OfferRecords:
     """What is in view of the offers of P proposers, and what was learnt from them.
 
-    ``hits`` and ``trials`` float32 [P, slots, BINS, K], by confidence and depth. ``seen`` float32
-    [P, 4, BINS, K], of all requests: trials, hits, and the sum and the weight of how a request's
-    trials agree with its earlier ones. In view: ``watched`` and ``watched_bins`` int64 [P, slots,
-    K], ``watched_length`` and ``watched_start`` int64 [P, slots], and ``watched_parents`` int64
-    [P, slots, K] where some proposer offers trees.
+    ``hits`` and ``trials`` float32 [P, slots, bins, K], by bin and depth: ``BINS`` bins, or as many
+    for each of ``RIVALS`` where P > 1. ``seen`` float32 [P, 4, bins, K], of all requests: trials,
+    hits, and the sum and the weight of how a request's trials agree with its earlier ones. In view:
+    ``watched`` and ``watched_bins`` int64 [P, slots, K], ``watched_length`` and ``watched_start``
+    int64 [P, slots], and ``watched_parents`` int64 [P, slots, K] where some proposer offers trees.
     """
 
     def __init__(self, state: SlotState, proposers: int, trees: bool) -> None:
         slots, width, device = state.slots, state.max_drafts, state.device
-        self._counts = torch.zeros((2, proposers, slots, BINS, width), device=device)
+        rivals = RIVALS if proposers > 1 else 1
+        self._counts = torch.zeros((2, proposers, slots, rivals * BINS, width), device=device)
         self.hits, self.trials = self._counts
-        rates = ((torch.arange(BINS, device=device) + 0.5) / BINS).unsqueeze(1).expand(-1, width)
+        rates = ((torch.arange(BINS, device=device) + 0.5) / BINS).repeat(rivals)
+        rates = rates.unsqueeze(1).expand(-1, width)
         first = torch.stack(
             (
                 torch.full_like(rates, _FIRST_PRIOR),
@@ -98,7 +108,7 @@ class AcceptanceEstimator:
         self._chain = lineage(chain_parents(1, width, device))
 
     def prior_weight(self) -> torch.Tensor:
-        """float32 [BINS, K]: how many of a request's own trials the common rate outweighs.
+        """float32 [bins, K]: how many of a request's own trials the common rate outweighs.
 
         Trials of one request have the covariance that rates have between requests; of a beta
         distribution with mean m and weight w that is m (1 - m) / (w + 1)."""
@@ -119,6 +129,13 @@ class AcceptanceEstimator:
                 kept[slots] = torch.where(take.unsqueeze(1), new, kept[slots])
         for kept, new in ((self.watched_length, drafts.lengths), (self.watched_start, start)):
             kept[slots] = torch.where(take, new, kept[slots])
+
+    def compare(self, slots: torch.Tensor, rivals: torch.Tensor) -> None:
+        """What else, int64 [B], of ``RIVALS``, is on offer beside the last offers of ``slots``."""
+        last = self.watched_start[slots] == self.state.length[slots]
+        bins = self.watched_bins[slots]
+        compared = bins % BINS + BINS * rivals.unsqueeze(1)
+        self.watched_bins[slots] = torch.where(last.unsqueeze(1), compared, bins)
 
     def shorten(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
         """The last offers of ``slots`` [B] were cut to ``lengths`` [B]: watch no more of them."""
@@ -152,10 +169,11 @@ class AcceptanceEstimator:
     ) -> None:
         width = self.state.max_drafts
         cells = self.watched_bins[slots] * width + depths - 1
-        empty = torch.zeros((len(slots), BINS * width), device=slots.device)
+        shape = len(slots), *self.all_trials.shape
+        empty = torch.zeros(shape, device=slots.device).flatten(1)
         # Drafts of one offer that share a cell are no earlier trials of each other.
-        trials = empty.scatter_add(1, cells, tried.float()).view(-1, BINS, width)
-        hits = empty.scatter_add(1, cells, hit.float()).view(-1, BINS, width)
+        trials = empty.scatter_add(1, cells, tried.float()).view(shape)
+        hits = empty.scatter_add(1, cells, hit.float()).view(shape)
         own_trials, mean = self.trials[slots], self.all_hits / self.all_trials
         agreement = (hits - trials * mean) * (self.hits[slots] - own_trials * mean)
         new = torch.stack((trials, hits, agreement, trials * own_trials)).sum(dim=1)
@@ -165,13 +183,19 @@ class AcceptanceEstimator:
         # In place: a recorded round reads and writes these very tensors.
         self.seen.mul_(GLOBAL_DECAY ** new[0]).add_(new)
 
-    def chances(self, slots: torch.Tensor, drafts: Drafts) -> torch.Tensor:
+    def chances(
+        self, slots: torch.Tensor, drafts: Drafts, rivals: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """float32 [B, K]: chance that each offered draft and all before it on its path are
         accepted, or less: along a row it never rises, so that the best drafts of all rows are
-        leading ones. 0 beyond an offer's length."""
+        leading ones. 0 beyond an offer's length. ``rivals`` as of ``compare``; None: there are
+        none."""
         masks, depths = self._chain if drafts.parents is None else lineage(drafts.parents)
         width = self.state.max_drafts
-        cells = confidence_bins(drafts.confidence) * width + depths - 1
+        bins = confidence_bins(drafts.confidence)
+        if rivals is not None:
+            bins = bins + BINS * rivals.unsqueeze(1)
+        cells = bins * width + depths - 1
         prior, weight = self.all_hits / self.all_trials, self.prior_weight()
         rates = (self.hits[slots] + weight * prior) / (self.trials[slots] + weight)
         rate = rates.flatten(1).gather(1, cells)
@@ -188,6 +212,16 @@ def lineage(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ancestor, and depths from 1, int64 [B, K] each."""
     masks, depths = ancestors(parents)
     return masks[:, 1:] >> 1, depths[:, 1:]
+
+
+def rivals_of(firsts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """int64 [P, B], of ``RIVALS``: what the other proposers offer beside each offer, of which
+    ``firsts`` [P, B] are the first tokens and ``lengths`` [P, B] the drafts."""
+    offered = lengths > 0
+    others = ~torch.eye(len(firsts), dtype=torch.bool, device=firsts.device).unsqueeze(2)
+    others = others & offered.unsqueeze(0)
+    agreed = (others & (firsts.unsqueeze(0) == firsts.unsqueeze(1))).any(dim=1)
+    return torch.where(agreed, 1, torch.where(others.any(dim=1), 2, 0))
 
 
 def confidence_bins(confidence: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ class NativeBooks(BookKeeping):
             *map(_address, (offers.tokens, offers.lengths, offers.proposer, offers.parents)),
             *map(_address, (offers.chances, self.report)),
             *(state.history.shape[1], state.slots, state.padding_slot, len(controller.names)),
-            *(state.max_drafts, BINS, state.vocab_size, self.columns.count),
+            *(state.max_drafts, records.hits.shape[2], BINS, state.vocab_size, self.columns.count),
             *(SLOT_DECAY, GLOBAL_DECAY, *PRIOR_RANGE, LEAST),
         )
 

@@ -16,7 +16,7 @@ from surefoot.kernels.rounds import (
     lay_out_spans,
 )
 from surefoot.speculation.books import LEAST, BookKeeping
-from surefoot.speculation.estimator import lineage
+from surefoot.speculation.estimator import lineage, rivals_of
 from surefoot.speculation.proposer import Drafts
 
 if TYPE_CHECKING:
@@ -124,8 +124,10 @@ class TorchBooks(BookKeeping):
         offers, controller = self.offers, self.controller
         chances = torch.stack(
             [
-                estimator.chances(slots, self._offer_of(index, slots))
-                for index, estimator in enumerate(controller.estimators)
+                self._compared(index, slots, rivals)
+                for index, rivals in enumerate(
+                    rivals_of(controller.tokens[:, slots, 0], controller.lengths[:, slots])
+                )
             ]
         )
         whose = chances.sum(dim=2).argmax(dim=0)
@@ -139,6 +141,12 @@ class TorchBooks(BookKeeping):
         offers.chances[slots] = torch.where(offered, best.clamp(min=LEAST), 0.0)
         offers.lengths[slots] = lengths
         offers.proposer[slots] = whose
+
+    def _compared(self, index: int, slots: torch.Tensor, rivals: torch.Tensor) -> torch.Tensor:
+        """Chances [B, K] of proposer ``index``'s offers, beside which there are ``rivals`` [B]."""
+        estimator = self.controller.estimators[index]
+        estimator.compare(slots, rivals)
+        return estimator.chances(slots, self._offer_of(index, slots), rivals)
 
     def _offer_of(self, index: int, slots: torch.Tensor) -> Drafts:
         controller = self.controller

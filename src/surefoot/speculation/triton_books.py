@@ -15,7 +15,7 @@ from surefoot.kernels.triton.slots import lay_out
 from surefoot.kernels.triton.verdict import judge_and_advance
 from surefoot.speculation.books import LEAST, BookKeeping
 from surefoot.speculation.controller import Controller
-from surefoot.speculation.estimator import GLOBAL_DECAY, PRIOR_RANGE, SLOT_DECAY
+from surefoot.speculation.estimator import BINS, GLOBAL_DECAY, PRIOR_RANGE, SLOT_DECAY
 from surefoot.speculation.proposer import Commits, Drafts
 from surefoot.speculation.state import SlotState
 from surefoot.speculation.trees import NodeRows, Paths, Trees
@@ -63,14 +63,14 @@ class TritonBooks(BookKeeping):
         offers = None
         if drafts is not None:
             offers = drafts.tokens, drafts.lengths, drafts.confidence, drafts.parents
-        learning.learn(self, self.news, index, slots, offers, SLOT_DECAY_LOG2)
+        learning.learn(self, self.news, index, slots, offers, SLOT_DECAY_LOG2, BINS)
 
     def choose_and_report(
         self, slots: torch.Tensor, drafts: torch.Tensor, verdict: RoundVerdict, proposing: bool
     ) -> None:
         control.keep(
             self, self.news, slots, drafts, verdict, proposing,
-            GLOBAL_DECAY_LOG2, PRIOR_RANGE, LEAST,
+            GLOBAL_DECAY_LOG2, PRIOR_RANGE, LEAST, BINS,
         )  # fmt: skip
 
     def ancestors(self, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,8 +10,8 @@ static int64_t parent_of(const int64_t *parents, int64_t draft) {
 }
 
 static int64_t bin_of(const sf_books *books, float confidence) {
-    const int64_t bin = (int64_t)(confidence * (float)books->bins);
-    return bin < 0 ? 0 : bin >= books->bins ? books->bins - 1 : bin;
+    const int64_t bins = books->sure_bins, bin = (int64_t)(confidence * (float)bins);
+    return bin < 0 ? 0 : bin >= bins ? bins - 1 : bin;
 }
 
 /* Judge the offer of a proposer that is in view for a slot, and add to `new` [4][cells] what all
@@ -124,6 +124,20 @@ SF_EXPORT void sf_learn(const sf_books *books, int64_t index, const int64_t *slo
     }
 }
 
+/* What other proposers offer to a slot beside this one: 0 nothing, 1 an offer that begins alike, 2
+ * only others. */
+static int64_t rivals_of(const sf_books *books, int64_t index, int64_t slot) {
+    const int64_t *first = books->tokens + (index * books->slots + slot) * books->drafts;
+    int64_t rivals = 0;
+    for (int64_t other = 0; other < books->proposers; other++) {
+        const int64_t place = other * books->slots + slot;
+        if (other == index || !books->lengths[place]) continue;
+        if (books->tokens[place * books->drafts] == *first) return 1;
+        rivals = 2;
+    }
+    return rivals;
+}
+
 /* Chance that each draft of a proposer's offer for a slot is accepted, or less: along the row it
  * never rises. Returns their sum. */
 static float weigh(const sf_books *books, int64_t index, int64_t slot, float *chances) {
@@ -134,13 +148,19 @@ static float weigh(const sf_books *books, int64_t index, int64_t slot, float *ch
     const int64_t *parents = books->parents ? books->parents + place * drafts : NULL;
     int64_t depth[SF_MOST_DRAFTS];
     float path[SF_MOST_DRAFTS], sum = 0.0f;
+    const int64_t apart = rivals_of(books, index, slot) * books->sure_bins;
+    if (books->watched_start[place] == books->length[slot]) /* Taken in view just now. */
+        for (int64_t j = 0; j < drafts; j++) {
+            int64_t *bin = books->watched_bins + place * drafts + j;
+            *bin = *bin % books->sure_bins + apart;
+        }
     for (int64_t j = 0; j < drafts; j++) {
         chances[j] = 0.0f;
         if (j >= books->lengths[place]) continue;
         const int64_t up = parent_of(parents, j);
         depth[j] = up < 0 ? 1 : depth[up] + 1;
         const int64_t bin = bin_of(books, books->confidence[place * drafts + j]);
-        const int64_t cell = bin * drafts + depth[j] - 1;
+        const int64_t cell = (apart + bin) * drafts + depth[j] - 1;
         const float mean = seen[cells + cell] / seen[cell];
         const float together = seen[2 * cells + cell] / seen[3 * cells + cell];
         float prior = mean * (1.0f - mean) / (together > 1e-6f ? together : 1e-6f) - 1.0f;

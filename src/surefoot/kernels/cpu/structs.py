@@ -126,7 +126,7 @@ class BooksStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("best_tokens", "best_lengths", "best_proposer")),
         *((name, ctypes.c_void_p) for name in ("best_parents", "best_chances", "report")),
         *((name, ctypes.c_int64) for name in ("width", "slots", "nobody", "proposers", "drafts")),
-        *((name, ctypes.c_int64) for name in ("bins", "vocab", "columns")),
+        *((name, ctypes.c_int64) for name in ("bins", "sure_bins", "vocab", "columns")),
         *((name, ctypes.c_float) for name in ("slot_decay", "global_decay", "least_prior")),
         *((name, ctypes.c_float) for name in ("largest_prior", "least_chance")),
     ]

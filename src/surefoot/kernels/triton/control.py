@@ -123,12 +123,13 @@ def brought_up(seen_ptr, news_ptr, place, forget, inside):
 def keep_kernel(
     slots_ptr, going_ptr, idle, slots, proposers,
     token_ptr, token_length_ptr, confidence_ptr, parent_ptr,
+    watched_bins_ptr, watched_start_ptr, length_ptr,
     hits_ptr, trials_ptr, seen_ptr, news_ptr,
     decay_log2, least_prior, largest_prior, least, width,
     kept_token_ptr, kept_chance_ptr, kept_length_ptr, kept_proposer_ptr, kept_parent_ptr,
     report_ptr, columns, counts_ptr, accepted_ptr, ends_ptr, drafts_ptr, tokens_ptr, alive_ptr,
     PROPOSING: tl.constexpr, TREES: tl.constexpr, JUMPS: tl.constexpr, BINS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    SURE_BINS: tl.constexpr, WIDTH: tl.constexpr, PROPOSERS: tl.constexpr,
 ):  # fmt: skip
     """``token``, ``hits`` and the like: [proposers, slots, ...]; parents only where ``TREES``. The
     report's columns are those of ``speculation.books.ReportColumns``."""
@@ -159,6 +160,11 @@ def keep_kernel(
     token = tl.zeros([WIDTH], tl.int64)
     if PROPOSING:
         best = tl.zeros([], tl.float32) - 1.0
+        each = tl.arange(0, PROPOSERS)
+        there = each < proposers
+        offering = tl.load(token_length_ptr + each * slots + slot, mask=there, other=0) > 0
+        begins = tl.load(token_ptr + (each * slots + slot) * width, mask=offering, other=-1)
+        committed = tl.load(length_ptr + slot)
         for index in range(0, proposers):
             place = index * slots + slot
             size = tl.load(token_length_ptr + place)
@@ -168,7 +174,18 @@ def keep_kernel(
                 up = tl.load(parent_ptr + place * width + step, mask=inside, other=-1)
                 masks, depth = lineage(up, JUMPS, WIDTH)
             sure = tl.load(confidence_ptr + place * width + step, mask=inside, other=0.0)
-            cell = bins_of(sure, BINS) * width + depth - 1
+            first = tl.load(token_ptr + place * width)
+            rival = offering & (each != index)
+            agreed = tl.max((rival & (begins == first)).to(tl.int64), axis=0)
+            apart = tl.where(agreed > 0, 1, tl.max(rival.to(tl.int64), axis=0) * 2) * SURE_BINS
+            # Of what was taken in view just now, it is known only here what else is on offer.
+            watched = inside & (tl.load(watched_start_ptr + place) == committed)
+            bins = tl.load(watched_bins_ptr + place * width + step, mask=watched, other=0)
+            # Several warps may hold the same numbers, as in ``learning.learn_kernel``.
+            tl.debug_barrier()
+            new = bins % SURE_BINS + apart
+            tl.store(watched_bins_ptr + place * width + step, new, mask=watched & (going != idle))
+            cell = (bins_of(sure, SURE_BINS) + apart) * width + depth - 1
             shared = index * 4 * part + cell
             trials = tl.load(news_ptr + shared, mask=inside, other=0)
             forget = tl.exp2(trials.to(tl.float32) / ONE * decay_log2)
@@ -263,20 +280,24 @@ def keep(
     decay_log2: float,
     prior_range: tuple[float, float],
     least: float,
+    sure_bins: int,
 ) -> None:
     """Choose among the proposers' offers (if somebody was ``proposing``), mark ends, and write the
-    report. ``drafts`` int64 [B]: those verified. Otherwise as ``split``."""
+    report. ``drafts`` int64 [B]: those verified. ``sure_bins``: of confidence. Otherwise as
+    ``split``."""
     state, controller, offers, report = books.state, books.controller, books.offers, books.report
     records, trees = controller.records, controller.parents is not None
     proposers, count, bins, width = records.hits.shape
     keep_kernel[(slots.shape[0],)](
         slots, verdict.going, state.padding_slot, count, proposers,
         controller.tokens, controller.lengths, controller.confidence, controller.parents,
+        records.watched_bins, records.watched_start, state.length,
         records.hits, records.trials, records.seen, news,
         decay_log2, *prior_range, least, width,
         offers.tokens, offers.chances, offers.lengths, offers.proposer, offers.parents,
         report, report.stride(0),
         verdict.counts, verdict.accepted, verdict.ends, drafts, verdict.tokens, state.alive,
-        proposing, trees, jumps_of(width), bins, width_of(width),
+        proposing, trees, jumps_of(width), bins, sure_bins, width_of(width),
+        next_power_of_2(proposers, 2),
         num_warps=warps_of(width, trees),
     )  # fmt: skip

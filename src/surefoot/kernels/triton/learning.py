@@ -65,7 +65,8 @@ def learn_kernel(
     offer_ptr, offers, offer_length_ptr, offer_confidence_ptr, confidence_row, confidence_column,
     offer_parent_ptr, allowed_ptr, draft_limit_ptr,
     token_ptr, token_length_ptr, confidence_ptr, parent_ptr, width,
-    TREES: tl.constexpr, JUMPS: tl.constexpr, BINS: tl.constexpr, WIDTH: tl.constexpr,
+    TREES: tl.constexpr, JUMPS: tl.constexpr, BINS: tl.constexpr, SURE_BINS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Tables of one proposer; parents only where ``TREES``."""
     span = tl.program_id(0)
@@ -153,7 +154,7 @@ def learn_kernel(
     tl.store(confidence_ptr + row, confidence, mask=inside)
     take = (watched_length == 0) & (size > 0)
     tl.store(watched_ptr + row, token, mask=inside & take)
-    tl.store(watched_bins_ptr + row, bins_of(confidence, BINS), mask=inside & take)
+    tl.store(watched_bins_ptr + row, bins_of(confidence, SURE_BINS), mask=inside & take)
     if TREES:
         tl.store(watched_parent_ptr + row, up, mask=inside & take)
     if take:
@@ -183,13 +184,15 @@ def learn(
     slots: torch.Tensor,
     offers: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None,
     decay_log2: float,
+    sure_bins: int,
 ) -> None:
     """Judge the watched offers of proposer ``index`` for ``slots`` int64 [B], then enter
     ``offers``: tokens int64 [B, n], lengths int64 [B], confidence float32 [B, n], and parents int64
-    [B, n] if it offers trees; None: it offers nothing. Otherwise as ``control.split``."""
+    [B, n] if it offers trees; None: it offers nothing. ``sure_bins``: of confidence. Otherwise as
+    ``control.split``."""
     state, controller = books.state, books.controller
     records, trees = controller.records, controller.trees[index]
-    history, width, bins = state.history, state.max_drafts, records.hits.shape[2]
+    history, width = state.history, state.max_drafts
     if offers is None:
         # No columns: nothing of these is read but a length, of which none is left.
         tables = controller.tokens[index], slots, controller.confidence[index]
@@ -209,5 +212,6 @@ def learn(
         parents, controller.allowed[index], controller.draft_limit,
         controller.tokens[index], controller.lengths[index], controller.confidence[index],
         controller.parents[index] if trees else None, width,
-        trees, jumps_of(width), bins, width_of(width), num_warps=warps_of(width, trees),
+        trees, jumps_of(width), records.hits.shape[2], sure_bins, width_of(width),
+        num_warps=warps_of(width, trees),
     )  # fmt: skip
