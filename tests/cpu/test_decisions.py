@@ -407,6 +407,32 @@ def test_rounds_of_prompts_alone_leave_what_is_best_for_their_requests() -> None
     assert next_one.action == best or next_one.explores
 
 
+@pytest.mark.parametrize("requests", [1, 2])
+def test_another_request_alone_is_not_expected_to_go_on_as_the_one_before(requests: int) -> None:
+    """Drafts of most were likely, of the last they were not: the next one's are as most were. Of
+    several, who enters is not all that there is."""
+    planner = planner_of(GivenCosts([DRAFT], 0.05, proposing=0.2))
+    likely, unlikely = (
+        situation(
+            *[row] * requests,
+            proposers=(1,),
+            slots=np.arange(requests),
+            whose=np.ones(requests, dtype=np.int64),
+        )
+        for row in ([0.9, 0.85, 0.0], [0.05, 0.01, 0.0])
+    )
+    play(planner, likely, 500)
+    play(planner, unlikely, 60)
+    assert planner.weighing.best == NOTHING
+    planner.admit(np.array([0]), np.array([100]))
+    nothing = replace(unlikely, chances=None, whose=None)
+    play(planner, nothing, 2)
+    assert planner.weighing.best == (DRAFT if requests == 1 else NOTHING)
+    # Once, not whenever there is one.
+    play(planner, unlikely, 60)
+    assert planner.weighing.best == NOTHING
+
+
 def test_rounds_between_two_questions_count() -> None:
     trials, budget = [Trial(False, (index,), ()) for index in range(3)], Budget()
     asked = [budget.next(trials, 3) for _ in range(6)]

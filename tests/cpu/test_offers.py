@@ -132,3 +132,29 @@ def test_a_drafters_offer_is_learnt_number_by_number() -> None:
 def vars_equal(found: Offers, expected: Offers) -> bool:
     pairs = [(vars(found)[name], value) for name, value in vars(expected).items()]
     return all(np.array_equal(*pair) for pair in pairs)
+
+
+def test_what_a_better_offer_hides_is_what_there_usually_is() -> None:
+    """One long offer that was seen last is not taken for what the look-up has ever since."""
+    memory = OfferMemory(WIDTH, frozenset({DRAFTER}))
+    long, none = (np.array([row], dtype=np.float32) for row in ([0.9, 0.8, 0.7], [0.0, 0.0, 0.0]))
+    for row in [none] * 15 + [long]:
+        memory.record(row, np.array([LOOKUP]), (LOOKUP,), 0)
+    hiding = np.array([[0.8, 0.02, 0.01]], dtype=np.float32)
+    memory.record(hiding, np.array([DRAFTER]), (LOOKUP, DRAFTER), 3)
+    assert memory.latest(1, (LOOKUP,), 0)[0].tolist() == pytest.approx([0.9 / 16, 0.02, 0.01])
+
+
+def test_of_another_request_is_expected_what_all_before_it_offered() -> None:
+    """Not what the one before it did, whose text repeated itself."""
+    memory = OfferMemory(WIDTH, frozenset({DRAFTER}))
+    for _ in range(5):
+        for row in [[0.1, 0.0, 0.0]] * 70 + [[0.9, 0.9, 0.9]] * 30:
+            memory.record(np.array([row], dtype=np.float32), np.array([LOOKUP]), (LOOKUP,), 0)
+    assert memory.latest(8, (LOOKUP,), 0).mean(axis=0).tolist() == pytest.approx([0.9] * 3)
+    memory.renew()
+    assert memory.latest(8, (LOOKUP,), 0).mean(axis=0)[0] == pytest.approx(0.34, abs=0.15)
+    few = OfferMemory(WIDTH, frozenset({DRAFTER}))
+    few.record(np.array([[0.5, 0.4, 0.3]], dtype=np.float32), np.array([LOOKUP]), (LOOKUP,), 0)
+    few.renew()
+    assert (few.latest(8, (LOOKUP,), 0) > 0).all()

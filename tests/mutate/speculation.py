@@ -914,6 +914,30 @@ MUTATIONS = (
     ),
     # --- offers -----------------------------------------------------------------------------------
     m(
+        "speculation/planner.py",
+        "                self.weighing.renew()",
+        "                pass",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "            if situation.requests == 1:\n                self.offers",
+        "            if True:\n                self.offers",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/offers.py",
+        "return np.minimum(latest[-1:], latest.mean(axis=0, keepdims=True))",
+        "return latest[-1:]",
+        "test_offers.py",
+    ),
+    m(
+        "speculation/offers.py",
+        "rows = self._rows[(first + np.arange(_LEAST) * kept // _LEAST) % KEPT]",
+        "rows = self._rows[(first + np.arange(_LEAST)) % KEPT]",
+        "test_offers.py",
+    ),
+    m(
         "speculation/torch_books.py",
         "            controller.lengths[index].index_fill_(0, slots, 0)\n            return",
         "            return",

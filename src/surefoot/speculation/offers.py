@@ -17,6 +17,9 @@ those of one request change with its text."""
 _USUAL = 4
 """Offers of one request that tell what it finds some rounds later. Of more, it would take longer
 to see that a text repeats itself, or has ceased to; of fewer, chance would decide."""
+_UNSEEN = 16
+"""Offers of one request that tell, on average, what one is like at most that a better one hides. A
+good one that is the latest would be taken for what there is until another is seen, long after."""
 _FAIR_TRIES = 6
 _NEWS = 32
 """Of one report, at most."""
@@ -102,6 +105,21 @@ class Offers:
             rows[:, steps:wanted] = np.multiply.outer(rows[:, steps - 1], further)
         return rows
 
+    def renew(self) -> None:
+        """Another request is the only one now: of its offers nothing more is known than of those
+        of all before it."""
+        kept, first = self.count, max(0, self._entered - self.count)
+        rows = self._rows[(first + np.arange(_LEAST) * kept // _LEAST) % KEPT]
+        self._rows[(self._entered + np.arange(_LEAST)) % KEPT] = rows
+        self._entered += _LEAST
+
+    def unseen(self, count: int) -> np.ndarray:
+        """float32 [count, width]: what ``count`` offers are like that better ones hid."""
+        if count > 1:
+            return self.latest(count, 0)
+        latest = self.latest(_UNSEEN, 0)
+        return np.minimum(latest[-1:], latest.mean(axis=0, keepdims=True))
+
     def latest(self, count: int, steps: int) -> np.ndarray:
         """float32 [count, width]: the latest offers, again and again if there are not so many, as
         they would be ``steps`` long."""
@@ -159,7 +177,7 @@ class OfferMemory:
                     rows = chances[own]
                 elif not own.all():
                     # A better offer hides what this one has: at most as good as that.
-                    usual = self._alone[proposer].latest(len(chances), 0)
+                    usual = self._alone[proposer].unseen(len(chances))
                     rows = np.where(own[:, np.newaxis], chances, np.minimum(usual, chances))
             elif not offers.stepped:
                 self._alone[proposer].record(rows, steps)
@@ -181,8 +199,13 @@ class OfferMemory:
             elif whose != proposer and first > 0.0:
                 if proposer in self.drafters:
                     continue
-                rows = np.minimum(self._alone[proposer].latest(1, 0), chances)
+                rows = np.minimum(self._alone[proposer].unseen(1), chances)
             offers.record(rows, steps)
+
+    def renew(self) -> None:
+        """As of ``Offers``, of all proposers."""
+        for offers in self._offers.values():
+            offers.renew()
 
     def continued(
         self, chances: np.ndarray, whose: np.ndarray, steps: int, wanted: int

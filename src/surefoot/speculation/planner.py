@@ -109,6 +109,8 @@ class Planner:
         """The best action of those that slow nobody, while only such are taken."""
         self._unweighed = 0
         """Rounds since actions were weighed."""
+        self._entered = False
+        """Whether somebody entered since a decision was made."""
 
     @property
     def costs(self) -> RoundCosts:
@@ -124,6 +126,7 @@ class Planner:
     def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Requests enter ``slots``, int64 [n], that may get so many ``tokens``, int64 [n]."""
         self.fairness.paces.admit(slots, tokens)
+        self._entered = True
 
     def decide(self, situation: Situation) -> Decision:
         """What to launch now."""
@@ -142,6 +145,11 @@ class Planner:
             return held
         rounds = self.held.end(situation)
         self._attend(situation)
+        if self._entered and situation.requests:
+            if situation.requests == 1:
+                self.offers.renew()
+                self.weighing.renew()
+            self._entered = False
         actions = self.weighing.allowed(situation)
         plain, prompts = self.weighing.plain_seconds(situation)
         chances = self._at_hand.chances(situation, self._last.action)

@@ -170,6 +170,10 @@ class Weighing:
         told = self._reports != self.offers.reports
         return self.best == NOTHING and NOTHING in actions and same and not told
 
+    def renew(self) -> None:
+        """Another request is the only one now: what was best for the one before it tells little."""
+        self._weighed_for = 0
+
     def weigh(
         self, situation: Situation, actions: tuple[Action, ...], plain: float, rounds: int = 1
     ) -> None:
