@@ -393,6 +393,20 @@ def test_whoever_arrives_does_not_wait_until_actions_are_weighed(
     assert set(weighed) >= {*actions, NOTHING} and weighing.best == ((1,), 2)
 
 
+def test_nothing_is_tried_while_it_is_not_known_what_is_best() -> None:
+    """A trial in a crowd's first round would make all of it wait."""
+    planner = waiting_planner(GivenCosts([LOOK, *(((1,), depth) for depth in (1, 2, 3))], 0.1), 20)
+    crowd = situation(*[NEVER] * 20, proposers=(0, 1), prompt_rows=50, prompts=20)
+    later = replace(crowd, prompt_rows=0, prompts=0)
+    tried = []
+    for now in [crowd] + [later] * 80:
+        (decision,) = play(planner, now, 1)
+        tried.append(decision.explores)
+        assert not (decision.explores and planner.weighing.undecided)
+    # All of the six actions are weighed in the second and the third.
+    assert not any(tried[:2]) and any(tried)
+
+
 def test_rounds_of_prompts_alone_leave_what_is_best_for_their_requests() -> None:
     """And propose nothing themselves."""
     planner = planner_of(GivenCosts([LOOK, DRAFT], 0.01))
@@ -407,8 +421,11 @@ def test_rounds_of_prompts_alone_leave_what_is_best_for_their_requests() -> None
     assert next_one.action == best or next_one.explores
 
 
+@pytest.mark.parametrize("more", range(5))
 @pytest.mark.parametrize("requests", [1, 2])
-def test_another_request_alone_is_not_expected_to_go_on_as_the_one_before(requests: int) -> None:
+def test_another_request_alone_is_not_expected_to_go_on_as_the_one_before(
+    requests: int, more: int
+) -> None:
     """Drafts of most were likely, of the last they were not: the next one's are as most were. Of
     several, who enters is not all that there is."""
     planner = planner_of(GivenCosts([DRAFT], 0.05, proposing=0.2))
@@ -422,7 +439,8 @@ def test_another_request_alone_is_not_expected_to_go_on_as_the_one_before(reques
         for row in ([0.9, 0.85, 0.0], [0.05, 0.01, 0.0])
     )
     play(planner, likely, 500)
-    play(planner, unlikely, 60)
+    # Otherwise it is looked only every five rounds whether another action is better.
+    play(planner, unlikely, 60 + more)
     assert planner.weighing.best == NOTHING
     planner.admit(np.array([0]), np.array([100]))
     nothing = replace(unlikely, chances=None, whose=None)

@@ -915,6 +915,12 @@ MUTATIONS = (
     # --- offers -----------------------------------------------------------------------------------
     m(
         "speculation/planner.py",
+        "        if self.weighing.undecided:\n            # Trials",
+        "        if False:\n            # Trials",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/planner.py",
         "                self.weighing.renew()",
         "                pass",
         "test_decisions.py",

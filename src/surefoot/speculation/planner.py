@@ -239,6 +239,9 @@ class Planner:
             if verify and (more := self.budget.next(verify)):
                 return tried, self._verify(case, tried, beyond=0), more, plan.seconds
             return tried, plan, trial, plan.seconds
+        if self.weighing.undecided:
+            # Trials are against what is best, and whoever arrives would wait for them.
+            return action, plan, None, plan.seconds
         able = [trial for trial in trials if spare or not trial.verify]
         late = waits_for_host(self.weighing.host_seconds(case.situation, action), plan.seconds)
         restrained, requests = self._restrained(case.situation), case.situation.requests
