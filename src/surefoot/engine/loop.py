@@ -18,6 +18,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+# np.unique would import it in the middle of serving, which holds up everybody.
+import numpy.ma
+
 from surefoot.engine.batch import Batch
 from surefoot.engine.chunks import ChunkLimits
 from surefoot.engine.gathering import Gathering, missing
@@ -97,6 +100,7 @@ class Loop:
         """What the next launch is to find on the device, and is not there yet."""
         # What writes it is compiled now, not when somebody waits for it.
         round_.set_batch((), (), (), self.uploads)
+        self.controller.records.forget(np.array([state.padding_slot]), self.uploads)
         self.uploads.send()
         beyond = state.max_drafts if trees else 0
         self.reservations = Reservations(kv, state, beyond, self.uploads)
