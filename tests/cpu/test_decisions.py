@@ -446,8 +446,10 @@ def test_another_request_alone_is_not_expected_to_go_on_as_the_one_before(
     nothing = replace(unlikely, chances=None, whose=None)
     play(planner, nothing, 2)
     assert planner.weighing.best == (DRAFT if requests == 1 else NOTHING)
-    # Once, not whenever there is one.
-    play(planner, unlikely, 60)
+    # Once, not whenever there is one; nor while it is somebody else who begins.
+    play(planner, unlikely, 60 + more)
+    planner.admit(np.array([7]), np.array([100]))
+    play(planner, nothing, 2)
     assert planner.weighing.best == NOTHING
 
 

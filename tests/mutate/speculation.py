@@ -928,20 +928,26 @@ MUTATIONS = (
     # --- offers -----------------------------------------------------------------------------------
     m(
         "speculation/planner.py",
+        "if int(slots[0]) not in self._entered:",
+        "if False:",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/planner.py",
         "        if self.weighing.undecided:\n            # Trials",
         "        if False:\n            # Trials",
         "test_decisions.py",
     ),
     m(
         "speculation/planner.py",
-        "                self.weighing.renew()",
-        "                pass",
+        "            self.weighing.renew()",
+        "            pass",
         "test_decisions.py",
     ),
     m(
         "speculation/planner.py",
-        "            if situation.requests == 1:\n                self.offers",
-        "            if True:\n                self.offers",
+        "if situation.requests == 1 and slots is not None:",
+        "if slots is not None:",
         "test_decisions.py",
     ),
     m(

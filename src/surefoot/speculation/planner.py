@@ -109,8 +109,8 @@ class Planner:
         """The best action of those that slow nobody, while only such are taken."""
         self._unweighed = 0
         """Rounds since actions were weighed."""
-        self._entered = False
-        """Whether somebody entered since a decision was made."""
+        self._entered = set[int]()
+        """Slots of those of whom no round has sampled yet."""
 
     @property
     def costs(self) -> RoundCosts:
@@ -126,7 +126,7 @@ class Planner:
     def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Requests enter ``slots``, int64 [n], that may get so many ``tokens``, int64 [n]."""
         self.fairness.paces.admit(slots, tokens)
-        self._entered = True
+        self._entered.update(slots.tolist())
 
     def decide(self, situation: Situation) -> Decision:
         """What to launch now."""
@@ -145,11 +145,8 @@ class Planner:
             return held
         rounds = self.held.end(situation)
         self._attend(situation)
-        if self._entered and situation.requests:
-            if situation.requests == 1:
-                self.offers.renew()
-                self.weighing.renew()
-            self._entered = False
+        if self._entered:
+            self._meet(situation)
         actions = self.weighing.allowed(situation)
         plain, prompts = self.weighing.plain_seconds(situation)
         chances = self._at_hand.chances(situation, self._last.action)
@@ -180,6 +177,19 @@ class Planner:
             overlap, choice = self.weighing.overlap, len(actions) > 1
             self.held.grant(situation, self._last, host, overlap, choice)
         return self._last
+
+    def _meet(self, situation: Situation) -> None:
+        """Of a request that begins when there is no other, what all before it offered is expected,
+        not what the last one did."""
+        slots = situation.slots
+        if situation.requests == 1 and slots is not None:
+            if int(slots[0]) not in self._entered:
+                # Others' prompts run beside one that goes on.
+                return
+            self.offers.renew()
+            self.weighing.renew()
+        if situation.requests:
+            self._entered.clear()
 
     def _restrained(self, situation: Situation) -> bool:
         """Whether nobody may be slowed now. Whoever is alone is slowed by nobody, and what held for
