@@ -100,7 +100,8 @@ class Loop:
         """What the next launch is to find on the device, and is not there yet."""
         # What writes it is compiled now, not when somebody waits for it.
         round_.set_batch((), (), (), self.uploads)
-        self.controller.records.forget(np.array([state.padding_slot]), self.uploads)
+        if self.controller.names:
+            self.controller.records.forget(np.array([state.padding_slot]), self.uploads)
         self.uploads.send()
         beyond = state.max_drafts if trees else 0
         self.reservations = Reservations(kv, state, beyond, self.uploads)

@@ -122,13 +122,9 @@ class TorchBooks(BookKeeping):
     def _choose(self, slots: torch.Tensor) -> None:
         """Keep the most promising offer of each of ``slots`` [B]."""
         offers, controller = self.offers, self.controller
+        rivals = rivals_of(controller.tokens[:, slots, 0], controller.lengths[:, slots])
         chances = torch.stack(
-            [
-                self._compared(index, slots, rivals)
-                for index, rivals in enumerate(
-                    rivals_of(controller.tokens[:, slots, 0], controller.lengths[:, slots])
-                )
-            ]
+            [self._compared(index, slots, beside) for index, beside in enumerate(rivals)]
         )
         whose = chances.sum(dim=2).argmax(dim=0)
         chosen = whose, slots
