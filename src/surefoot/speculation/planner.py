@@ -146,7 +146,7 @@ class Planner:
         rounds = self.held.end(situation)
         self._attend(situation)
         if self._entered:
-            self._meet(situation)
+            self._begin_alone(situation)
         actions = self.weighing.allowed(situation)
         plain, prompts = self.weighing.plain_seconds(situation)
         chances = self._at_hand.chances(situation, self._last.action)
@@ -178,7 +178,7 @@ class Planner:
             self.held.grant(situation, self._last, host, overlap, choice)
         return self._last
 
-    def _meet(self, situation: Situation) -> None:
+    def _begin_alone(self, situation: Situation) -> None:
         """Of a request that begins when there is no other, what all before it offered is expected,
         not what the last one did."""
         slots = situation.slots
