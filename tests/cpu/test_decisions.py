@@ -506,8 +506,8 @@ def test_kinds_of_sampling_have_costs_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("best", "requests", "host", "overlap", "every"),
     [
-        (LOOK, 7, 2.0, True, 1), (LOOK, 15, 2.0, True, 2), (LOOK, 48, 2.0, True, 4),
-        (LOOK, 48, 0.1, True, 1), (LOOK, 48, 0.1, False, 1),
+        (LOOK, 1, 2.0, True, 1), (LOOK, 7, 2.0, True, 4), (LOOK, 15, 2.0, True, 4),
+        (LOOK, 48, 2.0, True, 8), (LOOK, 48, 0.1, True, 1), (LOOK, 48, 0.1, False, 1),
         (NOTHING, 7, 2.0, True, 16), (NOTHING, 15, 2.0, True, 16), (NOTHING, 48, 0.1, True, 1),
         (NOTHING, 48, 0.25, True, 1), (NOTHING, 8, 0.4, True, 16), (LOOK, 48, 0.7, True, 1),
         (NOTHING, 7, 0.7, True, 1),
@@ -602,8 +602,10 @@ def test_what_leaves_no_choice_holds(requests: int, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("requests", "steps", "drafts", "host", "rounds"),
     [
-        (1, 3, 3, 2.0, 3), (3, 2, 6, 2.0, 3), (3, 2, 5, 2.0, 0), (1, 3, 2, 2.0, 0),
-        (1, 0, 3, 2.0, 0), (1, 3, 3, 0.5, 0), (1, 3, 0, 2.0, 0), (16, 3, 40, 2.0, 2),
+        (1, 3, 3, 2.0, 3), (3, 2, 6, 2.0, 3), (3, 2, 5, 2.0, 3), (3, 2, 5, 0.5, 0),
+        (1, 3, 2, 2.0, 0),
+        (1, 0, 3, 2.0, 0), (1, 3, 3, 0.5, 0), (1, 3, 0, 2.0, 0), (16, 3, 40, 2.0, 4),
+        (8, 3, 24, 2.0, 2), (48, 3, 40, 2.0, 7),
     ],
 )  # fmt: skip
 def test_for_few_requests_a_decision_holds_where_all_that_drafters_can_offer_is_verified(
@@ -614,8 +616,13 @@ def test_for_few_requests_a_decision_holds_where_all_that_drafters_can_offer_is_
     expected = Expectation(1.0, 1.0, 1.0, 0.0, None, (), 1.5)
     decision = Decision(drafts, (1,) if steps else (0,), steps, False, expected)
     held.end(now)
-    held.grant(now, decision, host, True, True)
+    held.grant(now, decision, host, True, True, 99)
     assert held.left == rounds
+    # No longer than nobody lacks anything.
+    for most in (3, 1, 0):
+        held.end(now)
+        held.grant(now, decision, host, True, True, most)
+        assert held.left == min(rounds, max(0, most - 1))
 
 
 @pytest.mark.parametrize(
@@ -628,12 +635,12 @@ def test_a_decision_outlasts_half_of_a_crowd_that_leaves(requests: int, holds: b
     made_for = situation(*[[0.9, 0.8, 0.7]] * 16)
     held.end(made_for)
     decision = Decision(48, (1,), 3, False, expected)
-    held.grant(made_for, decision, 2.0, True, True)
+    held.grant(made_for, decision, 2.0, True, True, 99)
     now = situation(*[[0.9, 0.8, 0.7]] * requests)
     # Rounds of fewer requests may be recorded with other depths.
     assert held.next(now, [NOTHING, ((1,), 7)]) is None
     assert held.next(now, [NOTHING, ((1,), 3)]) == (decision if holds else None)
-    assert held.left == 3 - holds
+    assert held.left == 4 - holds
 
 
 def test_while_a_crowd_leaves_there_may_be_actions_that_were_never_weighed() -> None:
@@ -692,19 +699,20 @@ def test_what_others_offered_beside_prompts_is_there_for_what_is_held(
     now = situation(*[[0.9, 0.8, 0.7]] * 32, proposers=(0, 1))
     prompts = replace(now, prompt_rows=64)
     planner.decide(now)
-    assert planner.decide(now).action == DRAFT and planner.held.left == 3
+    assert planner.decide(now).action == DRAFT and planner.held.left == 7
     beside = planner.decide(prompts)
-    assert beside.action == every and planner.held.left == 2
-    assert planner.decide(now).action == DRAFT and planner.held.left == 1
-    planner.decide(now)
+    assert beside.action == every and planner.held.left == 6
+    assert planner.decide(now).action == DRAFT and planner.held.left == 5
+    while planner.held.left:
+        planner.decide(now)
     # Made beside prompts: for this round alone.
     assert planner.decide(prompts).action == every and not planner.held.left
-    assert planner.decide(now).action == DRAFT and planner.held.left == 3
+    assert planner.decide(now).action == DRAFT and planner.held.left == 7
     while planner.held.left:
         planner.decide(now)
     best[0] = LOOK
     assert planner.decide(now).action == LOOK and not planner.held.left
-    assert planner.decide(now).action == LOOK and planner.held.left == 3
+    assert planner.decide(now).action == LOOK and planner.held.left == 7
 
 
 def test_rounds_that_told_little_are_learnt_from_now_and_then() -> None:
@@ -744,9 +752,9 @@ def test_what_finds_nothing_on_offer_yet_is_not_held(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(planner.weighing, "weigh", weigh)
         while planner.decide(sure).action != best:
             pass
-        decisions = [planner._last, *play(planner, sure, 8)]
-        assert [bool(each.drafts) for each in decisions] == [not later] + 8 * [later]
-        anew = (0, 4) if later else (0,)
+        decisions = [planner._last, *play(planner, sure, 12)]
+        assert [bool(each.drafts) for each in decisions] == [not later] + 12 * [later]
+        anew = (0, 8) if later else (0,)
         assert all((a is b) == (at not in anew) for at, (a, b) in enumerate(pairwise(decisions)))
 
 
@@ -767,7 +775,8 @@ def test_held_decisions_do_not_keep_other_actions_from_being_weighed() -> None:
         weighing.promise = watch  # type: ignore[method-assign]
         for _ in range(280 // rounds):
             weighing.weigh(now, (NOTHING, LOOK, DRAFT), 1.0, rounds)
-        times = 2 * 280 / max(5, rounds)
+        # Of the rounds for which decisions hold, three count: one action is weighed in each.
+        times = 2 * 280 / rounds * min(rounds, 3) / 5
         assert times - 3 <= len(looked) <= times + 3
         assert set(looked) == {NOTHING, LOOK, DRAFT}
 

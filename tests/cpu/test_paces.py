@@ -15,7 +15,7 @@ from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation import holding
 from surefoot.speculation.decisions import NOTHING, Action, Decision, Situation
 from surefoot.speculation.measured_times import RecordedSize
-from surefoot.speculation.paces import MIN_PACE, Owed, Paces, Restraint
+from surefoot.speculation.paces import MIN_PACE, Fairness, Owed, Paces, Restraint
 from test_planner import DRAFTER, LOOK, Gpu, gpu_host, small
 
 BLOCK: Action = ((DRAFTER,), 8)
@@ -190,14 +190,59 @@ def test_a_decision_that_holds_counts_each_time(monkeypatch: pytest.MonkeyPatch)
     gpu = Gpu(with_a_drafter, 32, [BLOCK])
     monkeypatch.setattr(holding, "_HOST_BOUND", 0.0)
     planner = gpu.planner()
-    rounds: list[float] = []
+    expected = counted = 0.0
     passed = planner.fairness.paces.passed
 
     def watch(slots: np.ndarray, tokens: Any, took: float, pace: float) -> None:
+        nonlocal counted
         assert len(slots) == 32
-        rounds.append(took)
+        counted += took
         passed(slots, tokens, took, pace)
 
     monkeypatch.setattr(planner.fairness.paces, "passed", watch)
-    gpu.world(Uneven(drafter=DRAFTER)).run(planner, 200)
-    assert len(rounds) == 200
+    world, holding_for = gpu.world(Uneven(drafter=DRAFTER)), 0
+    for _ in range(200):
+        decision = world.step(planner).expected
+        expected += decision.seconds / decision.plain_seconds
+        holding_for = max(holding_for, planner.held.left)
+    # Those since the last decision are counted by the next one.
+    planner.fairness.decided(None, np.zeros(1), 1.0)
+    assert holding_for > 3 and counted == pytest.approx(expected)
+
+
+def test_a_decision_holds_while_everybody_can_bear_it() -> None:
+    """Who gains least falls behind by what its rounds take longer."""
+    fairness, slots = Fairness(), np.arange(4)
+    fairness.admit(slots, np.full(4, 1000))
+    for _ in range(40):
+        # What each usually gains is known after a while.
+        bearable = fairness.decided(slots, np.array([0.0, 0.5, 1.0, 1.5]), 1.5)
+    # It is six tokens ahead, and gets one where it is owed 0.95 * 1.5.
+    assert bearable == int(6.0 / (MIN_PACE * 1.5 - 1.0))
+    assert fairness.decided(slots, np.full(4, 1.0), 1.0) > 99
+    assert fairness.decided(slots[:1], np.zeros(1), 9.0) > 99, "nobody slows who is alone"
+    for _ in range(bearable + 4):
+        fairness.decided(slots, np.array([0.0, 0.5, 1.0, 1.5]), 1.5)
+        fairness.launched(slots)
+    assert fairness.decided(slots, np.array([0.0, 0.5, 1.0, 1.5]), 1.5) == 0
+
+
+def test_who_had_a_bad_offer_when_it_was_decided_has_others_later() -> None:
+    """In the rounds for which a decision holds, each gains what it usually does of all gains."""
+    fairness, slots = Fairness(), np.arange(2)
+    fairness.admit(slots, np.full(2, 1000))
+    first = fairness.paces.ahead(slots)
+    for turn in range(40):
+        fairness.decided(slots, np.array([0.2, 0.6]) * (1.5 if turn % 2 else 0.5), 1.3)
+    fairness.decided(slots, np.array([0.8, 0.0]), 1.3)
+    for _ in range(4):
+        fairness.launched(slots)
+    fairness.decided(None, np.zeros(1), 1.0)
+    gained = fairness.paces.ahead(slots) - first - 4 * (1.0 - 1.3 * (MIN_PACE + 0.005))
+    # The first is a quarter of the way from its share, 0.5 of the mean, to twice that mean.
+    shares = np.array([0.5 + 0.25 * 1.5, 1.5 - 0.25 * 1.5])
+    assert gained == pytest.approx(np.array([0.8, 0.0]) + 3 * 0.4 * shares, abs=0.01)
+    # Who enters a slot is as others are.
+    fairness.admit(slots[:1], np.full(1, 1000))
+    assert fairness.paces.usual(slots, np.zeros(2)).tolist() == [0.0, 0.0]
+    assert fairness.paces.usual(slots, np.full(2, 0.4))[0] == pytest.approx(0.4)

@@ -343,7 +343,7 @@ MUTATIONS = (
     m(
         "speculation/holding.py",
         "self._granted = IDLE_HELD",
-        "self._granted = MOST_HELD",
+        "self._granted = FEW_HELD",
         "test_decisions.py",
     ),
     m(
@@ -396,8 +396,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/holding.py",
-        "max(MANY * more, -2 * more)",
-        "MANY * abs(more)",
+        "max(CROWD * more, -2 * more)",
+        "CROWD * abs(more)",
         "test_decisions.py",
     ),
     m(
@@ -585,9 +585,27 @@ MUTATIONS = (
     ),
     m(
         "speculation/paces.py",
-        "self.paces.passed(slots, 1.0 + gains, self._rounds, self.restraint.pace)",
-        "self.paces.passed(slots, 1.0, self._rounds, self.restraint.pace)",
+        "tokens = rounds + (now if self._first else later) + (rounds - 1) * later",
+        "tokens = rounds * (1.0 + now)",
         "test_paces.py",
+    ),
+    m(
+        "speculation/paces.py",
+        "self.paces.passed(slots, tokens, rounds * self._rounds, pace)",
+        "self.paces.passed(slots, tokens, self._rounds, pace)",
+        "test_paces.py",
+    ),
+    m(
+        "speculation/weighing.py",
+        "self._turn + min(rounds, _MOST_TURNS)",
+        "self._turn + rounds",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/holding.py",
+        "self._granted = max(0, min(held, most - 1))",
+        "self._granted = held",
+        "test_decisions.py",
     ),
     m(
         "speculation/offers.py",

@@ -6,15 +6,19 @@ from collections.abc import Sequence
 
 from surefoot.speculation.decisions import NOTHING, Action, Decision, Situation
 
-MANY, MOST_HELD, IDLE_HELD = 8, 3, 15
-"""Where rounds wait for the host, time spent on deciding is lost, and what is best for many
-requests changes slowly: a decision then holds for one more round for each ``MANY`` requests, up to
-some. That nobody shall propose holds longer, also where the host's time adds to the device's: until
-somebody does, nothing new is learnt. And so does what leaves no choice. What is best for a few
-requests depends on each of their offers, except where all that drafters can offer is verified."""
+CROWD, FEW_HELD, EACH_HELD, MOST_HELD = 8, 3, 4, 7
+"""Where rounds wait for the host, time spent on deciding is lost: a decision takes it longer than
+all else of a round. It then holds for some more rounds: ``FEW_HELD`` for a few requests, and for a
+``CROWD`` one for each ``EACH_HELD`` requests, up to some, while nobody falls too far behind. (What
+is on offer then is a report or two old anyhow.) What is best for one request depends on its offers,
+except where all that drafters can offer is verified. Of a crowd one request in eight may come
+without another decision."""
+IDLE_HELD = 15
+"""That nobody shall propose holds longer, also where the host's time adds to the device's: until
+somebody does, nothing new is learnt. And so does what leaves no choice."""
 _HOST_BOUND, _IDLE_BOUND = 0.75, 0.3
 """The part of a round's time that the host needs, from which on rounds wait for it, now and then;
-and from which on those of ``MANY`` requests might while nobody proposes. Of these it is known what
+and from which on those of ``CROWD`` requests might while nobody proposes. Of these it is known what
 the host needs on average only, and a round that decides takes it twice as long as others."""
 
 
@@ -41,7 +45,7 @@ class Held:
         that are on offer for so many requests."""
         # Of a crowd one may come, and, as that leaves the others no worse off, half of it may go.
         more = situation.requests - self._requests
-        same = max(MANY * more, -2 * more) <= self._requests
+        same = max(CROWD * more, -2 * more) <= self._requests
         same = same and _question(situation) == self._asked and situation.hosted is None
         decision = self._decision
         if not (self.left and same) or decision is None or decision.action not in actions:
@@ -58,24 +62,33 @@ class Held:
         return rounds
 
     def grant(
-        self, situation: Situation, decision: Decision, host: float, overlap: bool, choice: bool
+        self,
+        situation: Situation,
+        decision: Decision,
+        host: float,
+        overlap: bool,
+        choice: bool,
+        most: int,
     ) -> None:
         """The decision that was just made may hold for a while, in which nothing else is tried.
         ``host``: seconds that the host needs for its round; ``overlap`` as in ``Planner``;
-        ``choice``: whether there was any."""
+        ``choice``: whether there was any; ``most``: rounds that it may hold, this one included."""
         quiet = decision.action == NOTHING and not decision.drafts
         # Beside prompts there is other room for drafts.
         if situation.hosted is not None or (situation.prompt_rows and not quiet):
             return
         self._decision = decision
-        seconds, many = decision.expected.seconds, situation.requests >= MANY
+        seconds, many = decision.expected.seconds, situation.requests >= CROWD
         late = waits_for_host(host, seconds)
         may_be = late or (many and host >= _IDLE_BOUND * seconds)
         if (decision.action == NOTHING and (may_be or not overlap)) or not choice:
             self._granted = IDLE_HELD
         elif late:
             whole = 0 < situation.requests * decision.steps <= decision.drafts
-            self._granted = MOST_HELD if whole else min(situation.requests // MANY, MOST_HELD)
+            held = FEW_HELD if whole or (overlap and situation.requests > 1) else 0
+            if many:
+                held = min(situation.requests // EACH_HELD, MOST_HELD)
+            self._granted = max(0, min(held, most - 1))
         self.left = self._granted
 
 

@@ -20,6 +20,11 @@ _SHORTEST, _LONGEST = 16, 256
 nothing was gained by slowing them."""
 _ENOUGH = 0.75
 """Tokens that they must be ahead then."""
+_SHARE_WEIGHT = 0.25
+"""Of a decision, in what each request usually has of all gains."""
+_UNEXPECTED = 0.005
+"""Tokens that are owed in addition, in each round without drafts and proposers: what is expected of
+rounds is a little too good, since they were chosen by it."""
 
 
 class Paces:
@@ -32,11 +37,24 @@ class Paces:
 
     def __init__(self) -> None:
         self._ahead = np.full(0, _FIRST)
+        self._shares = np.ones(0)
+        """What each usually gains, of the mean of all in its rounds."""
 
     def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Requests enter ``slots``, int64 [n], that may get so many ``tokens``, int64 [n]."""
         self._reach(slots)
         self._ahead[slots] = np.minimum(_FIRST, _FIRST_PART * tokens)
+        self._shares[slots] = 1.0
+
+    def usual(self, slots: np.ndarray, gains: np.ndarray) -> np.ndarray:
+        """float64 [n]: what each usually has of ``gains`` (float64 [n]), which are then counted as
+        one case more."""
+        self._reach(slots)
+        mean = float(gains.mean())
+        if mean > 0.0:
+            shares = self._shares[slots]
+            self._shares[slots] = shares + _SHARE_WEIGHT * (gains / mean - shares)
+        return mean * self._shares[slots]
 
     def ahead(self, slots: np.ndarray) -> np.ndarray:
         """float64 [n]: tokens that each may fall behind now; 0: none."""
@@ -56,6 +74,7 @@ class Paces:
         most = int(slots.max(initial=-1)) + 1
         if most > len(self._ahead):
             self._ahead = np.append(self._ahead, np.full(most - len(self._ahead), _FIRST))
+            self._shares = np.append(self._shares, np.ones(most - len(self._shares)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,11 +148,25 @@ class Fairness:
         self._gains, self._rounds = np.zeros(1), 1.0
         """Of the last decision: float64 [requests], drafts that are expected to be accepted; and
         its time in rounds without drafts and proposers."""
+        self._usual = self._gains
+        """Likewise, in the rounds after the first for which it holds."""
+        self._slots: np.ndarray | None = None
+        self._launched = 0
+        """Rounds of that decision for the requests in these slots, which are not counted yet: to
+        count every one by itself takes longer than all else that a decision which holds takes."""
+        self._first = True
+        """Whether one of them is the first, for which the drafts on offer were known."""
+
+    def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """As of ``Paces``."""
+        self._count()
+        self.paces.admit(slots, tokens)
 
     def owed(self, slots: np.ndarray | None, plain: float, prompts: float, rounds: int) -> Owed:
         """What requests in ``slots`` (int64 [n]; None: of whom nothing is known) are owed, so many
         ``rounds`` after the last decision. ``plain``: seconds of a round without drafts and
         proposers; ``prompts``: those that prompts add to it. Ends restraint after long enough."""
+        self._count()
         if slots is None or len(slots) < 2:
             # Whoever is alone is slowed by nobody.
             return Owed(plain + prompts, prompts)
@@ -142,17 +175,43 @@ class Fairness:
         self.restraint.passed(rounds, rounds * gained, owed)
         return owed
 
-    def decided(self, gains: np.ndarray, rounds: float) -> None:
-        """Rounds are expected to accept ``gains`` (float64 [n]) drafts of each, in the time of so
-        many ``rounds`` without drafts and proposers."""
-        self._gains, self._rounds = gains, rounds
+    def decided(self, slots: np.ndarray | None, gains: np.ndarray, rounds: float) -> int:
+        """Rounds for requests in ``slots`` (as of ``owed``) are expected to accept ``gains``
+        (float64 [n]) drafts of each, in the time of so many ``rounds`` without drafts and
+        proposers. Returns for how many of these rounds nobody lacks anything."""
+        self._count()
+        self._gains = self._usual = gains
+        self._rounds, self._first = rounds, True
+        if slots is None or len(slots) < 2:
+            return _LONGEST
+        # Who has a bad offer now has others in the rounds after this one.
+        self._usual = self.paces.usual(slots, gains)
+        lost = MIN_PACE * rounds - 1.0 - self._usual
+        if not (lost > 0.0).any():
+            return _LONGEST
+        return int((self.paces.ahead(slots) / np.maximum(lost, 1.0 / _LONGEST)).min())
 
     def launched(self, slots: np.ndarray | None) -> None:
         """Such a round is launched for requests in ``slots``."""
         if slots is None or len(slots) < 2:
             return
-        gains: np.ndarray | float = self._gains
+        if slots is not self._slots:
+            self._count()
+            self._slots = slots
+        self._launched += 1
+
+    def _count(self) -> None:
+        """Add up what was launched."""
+        slots, rounds = self._slots, self._launched
+        if slots is None or not rounds:
+            return
+        self._launched = 0
+        now: np.ndarray | float = self._gains
+        later: np.ndarray | float = self._usual
         if len(self._gains) != len(slots):
-            # A decision that holds, and one request more or less than it was made for.
-            gains = float(self._gains.mean())
-        self.paces.passed(slots, 1.0 + gains, self._rounds, self.restraint.pace)
+            # One request more or less than it was made for.
+            now = later = float(self._gains.mean())
+        tokens = rounds + (now if self._first else later) + (rounds - 1) * later
+        self._first = False
+        pace = self.restraint.pace + _UNEXPECTED
+        self.paces.passed(slots, tokens, rounds * self._rounds, pace)

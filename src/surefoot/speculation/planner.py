@@ -125,7 +125,7 @@ class Planner:
 
     def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Requests enter ``slots``, int64 [n], that may get so many ``tokens``, int64 [n]."""
-        self.fairness.paces.admit(slots, tokens)
+        self.fairness.admit(slots, tokens)
         self._entered.update(slots.tolist())
 
     def decide(self, situation: Situation) -> Decision:
@@ -168,14 +168,15 @@ class Planner:
         tokens = 1.0 + float(plan.gains.mean())
         expected = Expectation(plan.seconds, without, plain, prompts, charged, trials, tokens)
         self._last = Decision(plan.drafts, *action, trial is not None, expected)
-        self.fairness.decided(plan.gains, plan.seconds / owed.plain)
+        slower = plan.seconds / owed.plain
+        bearable = self.fairness.decided(situation.slots, plan.gains, slower)
         # Another action finds nothing on offer yet, or what the one before it has left.
         there = set(action[0]).issubset(last.proposers) and action[1] <= last.steps
         lasts = there and bool(plan.drafts) == bool(action[0])
         if charged is None and (lasts or quiet) and not self.weighing.undecided:
             host = self.weighing.host_seconds(situation, action)
             overlap, choice = self.weighing.overlap, len(actions) > 1
-            self.held.grant(situation, self._last, host, overlap, choice)
+            self.held.grant(situation, self._last, host, overlap, choice, bearable)
         return self._last
 
     def _begin_alone(self, situation: Situation) -> None:
@@ -311,16 +312,17 @@ class Planner:
         self._at_hand.landed(decision.action)
         if not situation.requests:
             return
-        proposing = bool(decision.proposers)
-        s = situation
-        host_seconds = self.host.seconds(s.requests, outcome.drafting, proposing, s.prompts)
-        if outcome.host is not None:
-            self.host.observe(outcome.host)
-            # Prompts that were launched meanwhile are not this round's.
-            if not s.prompts and not outcome.host.prompts:
-                host_seconds = outcome.host.seconds
+        s, host = situation, outcome.host
+        if host is not None:
+            self.host.observe(host)
         if outcome.device_seconds is None:
             return
+        if host is not None and not s.prompts and not host.prompts:
+            host_seconds = host.seconds
+        else:
+            # Prompts that were launched meanwhile are not this round's.
+            proposing = bool(decision.proposers)
+            host_seconds = self.host.seconds(s.requests, outcome.drafting, proposing, s.prompts)
         familiar, like = self._familiar, (s.kind, s.requests, decision.action, decision.drafts)
         if not s.prompt_rows and familiar.passes(like):
             self.costs.pass_over()

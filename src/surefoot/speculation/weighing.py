@@ -23,8 +23,9 @@ from surefoot.speculation.paces import MIN_PACE
 
 _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
-_WEIGH_EVERY = 5
-"""Rounds between two looks whether another action is better."""
+_WEIGH_EVERY, _MOST_TURNS = 5, 3
+"""Rounds between two looks whether another action is better; and of those since the last decision,
+how many count at most: where decisions hold, one of them is to weigh no more than one action."""
 _PER_STEP, _FAR = 4.0, 4.25
 _STEPS = np.arange(0.0, _FAR + 0.1, 1 / _PER_STEP)
 _EXCESS = [
@@ -200,7 +201,7 @@ class Weighing:
             if self.undecided:
                 return
         # One now and then, and none older than that: of old promises the best would be too good.
-        before, self._turn = self._turn, self._turn + rounds
+        before, self._turn = self._turn, self._turn + min(rounds, _MOST_TURNS)
         if before // _WEIGH_EVERY < self._turn // _WEIGH_EVERY:
             self._promises[self.best] = self.promise(situation, self.best, plain)
         if (before - 1) // _WEIGH_EVERY == (self._turn - 1) // _WEIGH_EVERY:
