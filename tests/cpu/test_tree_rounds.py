@@ -16,7 +16,6 @@ from harness import Job, make_engine, run_alone, run_jobs
 from surefoot.engine.engine import Engine
 from surefoot.engine.rounds import PaddedRounds
 from surefoot.kernels.rounds import RoundSpans, lay_out_spans
-from surefoot.kernels.upload import sending
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.decisions import Decision, Situation
 from surefoot.speculation.proposer import Drafts
@@ -267,8 +266,7 @@ def test_every_recorded_size_can_be_run(names: tuple[str, ...], own: dict[str, A
     for spans in rounds.spans:
         for proposers, steps in actions:
             base = Size(spans, spans, spans, GREEDY_STAGES, proposers, steps)
-            with sending(engine.state.device) as uploads:
-                engine.round.set_batch([], [], [], uploads)
+            engine.round.set_batch([], [], [])
             for rows in rounds.rows(spans):
                 rounds.launch(replace(base, rows=rows, samples=rows, verifies=rows > spans), 99)
             for rows, verifies in ((16, True), (16, False), (256, True), (256, False)):

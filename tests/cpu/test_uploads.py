@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import triton_interpreter  # isort: skip
 
 from surefoot.kernels.triton.writes import write_all
-from surefoot.kernels.upload import Uploads, Write, addressed, places_of
+from surefoot.kernels.upload import Mirrored, Uploads, Write, addressed, places_of
 from triton_interpreter import DEVICE
 
 KINDS = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
@@ -99,3 +99,14 @@ def test_places_of_a_table(shape: list[int], data: Any) -> None:
     table = np.arange(np.prod(shape)).reshape(shape)
     found = places_of(np.array(index, dtype=np.int64), shape, dim)
     assert found.reshape(-1).tolist() == table.take(index, axis=dim).reshape(-1).tolist()
+
+
+def test_a_table_is_written_as_a_whole_again_and_again() -> None:
+    """What was there before is gone, also when all that it is written down in had their turn."""
+    table = Mirrored((2, 5), torch.device("cpu"))
+    for number in range(2 * Mirrored.COPIES):
+        table.write()[1, number % 5] = number
+        table.send()
+        expected = torch.zeros((2, 5), dtype=torch.int64)
+        expected[1, number % 5] = number
+        assert torch.equal(table.there, expected)

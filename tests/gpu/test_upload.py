@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from surefoot.kernels.upload import Uploads
+from surefoot.kernels.upload import Mirrored, Uploads
 
 CUDA = torch.device("cuda")
 
@@ -58,3 +58,18 @@ def test_numbers_are_written_where_they_belong() -> None:
         assert seen == [[*range(5)]] * 2
         for name in kinds:
             assert torch.equal(both[0][name], both[1][name].cpu())
+
+
+def test_a_table_that_is_written_again_meanwhile_arrives_as_it_was_sent() -> None:
+    """The device is some copies behind, and each stands there until the next."""
+    table, seen = Mirrored((3, 40), CUDA), list[torch.Tensor]()
+    torch.cuda._sleep(100_000_000)
+    for number in range(1, Mirrored.COPIES):
+        table.write()[1:, number:] = number
+        table.send()
+        seen.append(table.there.clone())
+    assert not torch.cuda.current_stream().query(), "it has to be behind"
+    for number, there in enumerate(seen, 1):
+        expected = torch.zeros((3, 40), dtype=torch.int64)
+        expected[1:, number:] = number
+        assert torch.equal(there.cpu(), expected)

@@ -99,9 +99,10 @@ class Loop:
         self.uploads = Uploads(state.device)
         """What the next launch is to find on the device, and is not there yet."""
         # What writes it is compiled now, not when somebody waits for it.
-        round_.set_batch((), (), (), self.uploads)
+        unused = np.array([state.padding_slot])
+        self.uploads.write(state.length, unused, np.ones(1, dtype=np.int64))
         if self.controller.names:
-            self.controller.records.forget(np.array([state.padding_slot]), self.uploads)
+            self.controller.records.forget(unused, self.uploads)
         self.uploads.send()
         beyond = state.max_drafts if trees else 0
         self.reservations = Reservations(kv, state, beyond, self.uploads)
@@ -204,7 +205,7 @@ class Loop:
         requests = batch.group.requests
         if self._batch_set is not batch:
             group = batch.group
-            self.round.set_batch(group.slots, batch.quota, group.scored, self.uploads)
+            self.round.set_batch(group.slots, batch.quota, group.scored)
             self._batch_set = batch
         self.uploads.send()
         size = self.rounds.size(batch, decision, situation.context)

@@ -36,6 +36,34 @@ class Write(NamedTuple):
     values: np.ndarray
 
 
+class Mirrored:
+    """A table int64 on a device, which the host writes as a whole again and again, without waiting:
+    one copy, which takes it a fifth of what ``Uploads`` do."""
+
+    COPIES = 16
+    """A GPU may be so many behind, less one."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.there = torch.zeros(shape, dtype=torch.int64, device=device)
+        pinned = device.type == "cuda"
+        self._staged = [
+            torch.zeros(shape, dtype=torch.int64, pin_memory=pinned) for _ in range(self.COPIES)
+        ]
+        self._tables = [staged.numpy() for staged in self._staged]
+        self._turn = 0
+
+    def write(self) -> np.ndarray:
+        """A table of zeros, to be filled in and sent."""
+        self._turn = (self._turn + 1) % self.COPIES
+        table = self._tables[self._turn]
+        table.fill(0)
+        return table
+
+    def send(self) -> None:
+        """Have the device copy it when it has done what it was told to do before."""
+        self.there.copy_(self._staged[self._turn], non_blocking=True)
+
+
 class Uploads:
     """What is written on a device, gathered on the host: all of it goes there in one copy, which
     costs the host the same for few bytes as for many, and is put in its places by one kernel."""

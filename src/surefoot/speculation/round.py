@@ -19,7 +19,7 @@ import torch
 
 from surefoot.kernels.batch import FlatBatch, OutputRows
 from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict, sampled_rows
-from surefoot.kernels.upload import Uploads
+from surefoot.kernels.upload import Mirrored
 from surefoot.models.decoder import Decoder, ForwardResult
 from surefoot.sampling.params import SamplingStages
 from surefoot.sampling.sampler import SampleRows, sample_rows
@@ -85,8 +85,8 @@ class Round:
         self.state = state
         self.proposers = list(proposers)
         self.controller = controller
-        self._batch = torch.zeros((3, spans), dtype=torch.int64, device=state.device)
-        self.slots, self.quota, self.scored = self._batch
+        self._batch = Mirrored((3, spans), state.device)
+        self.slots, self.quota, self.scored = self._batch.there
         """int64 [spans] each: the requests of the next round, where the rest are unused entries;
         the most rows of known tokens of each: 1, or a prompt chunk; and the places of those whose
         tokens' logprobs are wanted."""
@@ -121,20 +121,16 @@ class Round:
         """For measurements and the certificate: between sampling and accepting."""
 
     def set_batch(
-        self,
-        slots: Sequence[int] | np.ndarray,
-        quota: Sequence[int],
-        scored: Sequence[int],
-        uploads: Uploads,
+        self, slots: Sequence[int] | np.ndarray, quota: Sequence[int], scored: Sequence[int]
     ) -> None:
-        """Have ``uploads`` say who takes part in the next round (int64 [n]), the most known rows
-        that each of them runs, and the places of those whose tokens' logprobs are wanted."""
-        table = np.zeros(self._batch.shape, dtype=np.int64)
+        """Say who takes part in the next round (int64 [n]), the most known rows that each of them
+        runs, and the places of those whose tokens' logprobs are wanted."""
+        table = self._batch.write()
         table[0] = self.state.padding_slot
         table[0, : len(slots)] = slots
         table[1, : len(slots)] = quota
         table[2, : len(scored)] = scored
-        uploads.write(self._batch, np.arange(table.size), table)
+        self._batch.send()
 
     def __call__(
         self, size: Size, max_keys: int | None = None, reads: PromptReads | None = None
