@@ -47,7 +47,8 @@ class Mirrored:
         self.there = torch.zeros(shape, dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
         self._staged = [
-            torch.zeros(shape, dtype=torch.int64, pin_memory=pinned) for _ in range(self.COPIES)
+            torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=pinned)
+            for _ in range(self.COPIES)
         ]
         self._tables = [staged.numpy() for staged in self._staged]
         self._turn = 0
