@@ -616,12 +616,12 @@ MUTATIONS = (
     # --- trials -----------------------------------------------------------------------------------
     m(
         "speculation/planner.py",
-        "return action, self._verify(case, action, beyond=plan.drafts), trial, plan.seconds",
-        "return action, self._verify(case, action), trial, plan.seconds",
+        "verify(self.weighing, action, beyond=plan.drafts)",
+        "verify(self.weighing, action)",
         "test_decisions.py::test_a_trial_verifies_what_fairness_forbids",
     ),
     m(
-        "speculation/planner.py",
+        "speculation/plans.py",
         "at = min(max(most, at + 1), len(drafts) - 1)",
         "at = min(at, len(drafts) - 1)",
         "test_decisions.py::test_a_trial_verifies_what_fairness_forbids",

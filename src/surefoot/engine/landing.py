@@ -113,25 +113,3 @@ def _add_hosted(
 ) -> Drafting:
     request.stats.offered += count
     return drafting._replace(hosted=count, host=names[host])
-
-
-def read_prompt_scores(report: Report, batch: Batch, targets: Sequence[int]) -> None:
-    """Enter logprobs of prompt tokens, so many (``targets``) for each chunk of ``batch``, and what
-    was pooled of prompts."""
-    pools = iter(report.prompt_scores.pooled)
-    for request, rows in zip(batch.group.requests, batch.chunks, strict=False):
-        if request.pooling is not None:
-            total = next(pools)
-            if request.status is Status.RUNNING:
-                request.pooling.add(rows, total.tolist())
-    if not report.prompt_scores.logprobs:
-        return
-    scores = torch.cat(report.prompt_scores.logprobs).cpu()
-    first = 0
-    for request, count in zip(batch.group.requests, targets, strict=False):
-        if count and request.status is Status.RUNNING:
-            start = 1 + len(request.prompt_logprobs)
-            tokens = request.prompt[start : start + count]
-            width = request.params.prompt_logprobs or 0
-            request.prompt_logprobs += unpack(scores[first:], tokens, width)
-        first += count

@@ -25,14 +25,15 @@ from surefoot.engine.batch import Batch
 from surefoot.engine.chunks import ChunkLimits
 from surefoot.engine.gathering import Gathering, missing
 from surefoot.engine.host_clock import HostClock
-from surefoot.engine.landing import Landing, read_prompt_scores, read_report
+from surefoot.engine.landing import Landing, read_report
+from surefoot.engine.prompt_scores import prompt_reads, prompt_targets, read_prompt_scores
 from surefoot.engine.reported import ReportedOffers
 from surefoot.engine.reports import Report
 from surefoot.engine.reserving import Reach, Reservations
 from surefoot.engine.rounds import Rounds
 from surefoot.engine.scheduler import Scheduler
 from surefoot.engine.structured import GrammarMasks
-from surefoot.kernels.upload import Uploads, upload
+from surefoot.kernels.upload import Uploads
 from surefoot.kv.transaction import KVManager
 from surefoot.request import Request
 from surefoot.speculation.decisions import Decision, Landed, Situation
@@ -41,7 +42,6 @@ from surefoot.speculation.host_costs import HICCUP, HostSample
 from surefoot.speculation.host_offers import HostOffers
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.round import Round
-from surefoot.speculation.scoring import PromptReads
 from surefoot.speculation.size import Size
 from surefoot.speculation.state import slots_of
 
@@ -202,17 +202,16 @@ class Loop:
         reach: Reach,
         hosted: dict[int, tuple[int, int]],
     ) -> Flight:
-        requests = batch.group.requests
         if self._batch_set is not batch:
             group = batch.group
             self.round.set_batch(group.slots, batch.quota, group.scored)
             self._batch_set = batch
         self.uploads.send()
         size = self.rounds.size(batch, decision, situation.context)
-        scored = [_prompt_targets(*pair) for pair in zip(requests, batch.chunks, strict=False)]
-        reads = self._prompt_reads(batch, scored)
+        scored = prompt_targets(batch)
+        reads = prompt_reads(batch, scored, self.state.device)
         if reads is not None:
-            widths = (request.params.prompt_logprobs or 0 for request in requests)
+            widths = (request.params.prompt_logprobs or 0 for request in batch.group.requests)
             size = replace(size, prompt_logprobs=max(widths))
         report = self.rounds.launch(size, reach.keys, reads)
         self.clock.launched(len(batch.chunks))
@@ -231,19 +230,6 @@ class Loop:
             if request.grammar is not None and rows == missing(request)
         ]
         return self._grammars.write(sampling) if sampling else {}
-
-    def _prompt_reads(self, batch: Batch, scored: Sequence[int]) -> PromptReads | None:
-        """What is wanted of the prompts' rows; None: nothing."""
-        rows, pooled, first = [], [], 0
-        chunks = zip(batch.group.requests, batch.chunks, scored, strict=False)
-        for request, chunk, targets in chunks:
-            rows.extend(range(first, first + targets))
-            if request.pooling is not None:
-                pooled.append((first, chunk))
-            first += chunk
-        if not rows and not pooled:
-            return None
-        return PromptReads(upload(rows, self.state.device) if rows else None, tuple(pooled))
 
     def _count_chunks(self, batch: Batch) -> None:
         """Rows of prompts are final as soon as they are launched: whoever comes later finds them in
@@ -341,10 +327,3 @@ class Loop:
         self._batch_set = None
         self.round.keeping_up.backlog.clear()
         self.scheduler.restart()
-
-
-def _prompt_targets(request: Request, rows: int) -> int:
-    """How many prompt tokens are predicted by a chunk's rows and still lack their logprob."""
-    if request.prompt_scored or request.pooling is not None:
-        return 0
-    return max(0, min(request.computed + rows, len(request.prompt) - 1) - request.computed)

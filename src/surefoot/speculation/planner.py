@@ -17,7 +17,6 @@ believed to be best (``exploring``), so that no belief stays wrong.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -34,41 +33,14 @@ from surefoot.speculation.decisions import (
     Situation,
 )
 from surefoot.speculation.exploring import Budget, Trial, Trials, rounds_apart
-from surefoot.speculation.goodput import best_drafts, gains_of, nearest_count
 from surefoot.speculation.holding import Held, waits_for_host
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.offers import OfferMemory
 from surefoot.speculation.offers_at_hand import OffersAtHand
-from surefoot.speculation.paces import Fairness, Owed
+from surefoot.speculation.paces import Fairness
+from surefoot.speculation.plans import Case, Plan
 from surefoot.speculation.size import GREEDY
 from surefoot.speculation.weighing import Weighing
-
-_BEYOND = 1.5
-"""How many times longer rounds may be than they would be, to learn about more drafts."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """What a round verifies."""
-
-    drafts: int
-    seconds: float
-    gains: np.ndarray
-    """float64 [requests, or 1 where there are none]: drafts that are expected to be accepted."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Case:
-    """What a decision is made from."""
-
-    situation: Situation
-    actions: tuple[Action, ...]
-    """What requests allow."""
-    chances: np.ndarray | None
-    """float32 [requests, K]: of the drafts that are on offer; None: there are none."""
-    owed: Owed
-    plain: float
-    """Seconds of a round without drafts, proposers and prompts."""
 
 
 class Planner:
@@ -156,7 +128,7 @@ class Planner:
         if not (settled or self._only_waits(situation, actions)):
             self.weighing.weigh(situation, actions, plain, self._unweighed)
             self._unweighed = 0
-        case = _Case(situation, actions, chances, owed, plain)
+        case = Case(situation, actions, chances, owed, plain)
         best = self._best(case)
         trials = self._trials.beside(self.weighing.best, actions)
         action, plan, trial, without = self._explored(case, *best, trials, rounds)
@@ -219,25 +191,25 @@ class Planner:
         )
         return Decision(held.drafts, *action, held.explores, expected)
 
-    def _best(self, case: _Case) -> tuple[Action, _Plan]:
+    def _best(self, case: Case) -> tuple[Action, Plan]:
         """What is best for all together, if it is fair to each; else, and for some rounds, the best
         of what slows nobody."""
         situation, owed = case.situation, case.owed
         if not self._restrained(situation):
             best = self.weighing.best
             action = self._possible(situation, best if best in case.actions else NOTHING)
-            plan = self._verify(case, action)
+            plan = case.verify(self.weighing, action)
             if situation.requests < 2 or owed.fair(plan.seconds, plan.gains):
                 return action, plan
             self.fairness.restraint.begin()
             self._harmless = self.weighing.harmless(situation, case.actions, owed.plain)
         harmless = self._harmless if self._harmless in case.actions else NOTHING
         action = self._possible(situation, harmless)
-        return action, self._verify(case, action)
+        return action, case.verify(self.weighing, action)
 
     def _explored(
-        self, case: _Case, action: Action, plan: _Plan, trials: tuple[Trial, ...], rounds: int
-    ) -> tuple[Action, _Plan, Trial | None, float]:
+        self, case: Case, action: Action, plan: Plan, trials: tuple[Trial, ...], rounds: int
+    ) -> tuple[Action, Plan, Trial | None, float]:
         """The action and the plan that are believed best, or those of a trial with it; and the
         seconds that the round would take without."""
         trial, tried, chances = self._second, self._last.action, case.chances
@@ -245,10 +217,10 @@ class Planner:
         spare = chances is not None and plan.drafts < np.count_nonzero(chances)
         if trial is not None and tried in case.actions:
             # In a second round there is to verify what the first had others offer.
-            plan = self._verify(case, tried)
+            plan = case.verify(self.weighing, tried)
             verify = [t for t in trials if t.verify] if spare and not plan.drafts else []
-            if verify and (more := self.budget.next(verify)):
-                return tried, self._verify(case, tried, beyond=0), more, plan.seconds
+            if verify and (another := self.budget.next(verify)):
+                return tried, case.verify(self.weighing, tried, beyond=0), another, plan.seconds
             return tried, plan, trial, plan.seconds
         if self.weighing.undecided:
             # Trials are against what is best, and whoever arrives would wait for them.
@@ -260,12 +232,13 @@ class Planner:
         if trial is None:
             return action, plan, None, plan.seconds
         if trial.verify:
-            return action, self._verify(case, action, beyond=plan.drafts), trial, plan.seconds
+            more = case.verify(self.weighing, action, beyond=plan.drafts)
+            return action, more, trial, plan.seconds
         other = self.weighing.to_try(trial, case.situation, case.actions, case.plain)
         other = self._possible(case.situation, other)
         trial = trial if other != action else None
         self._second = trial if other != NOTHING else None
-        return other, self._verify(case, other), trial, plan.seconds
+        return other, case.verify(self.weighing, other), trial, plan.seconds
 
     def _possible(self, situation: Situation, action: Action) -> Action:
         """What this round proposes with where ``action`` is wanted."""
@@ -274,30 +247,6 @@ class Planner:
         if not situation.prompt_rows:
             return action
         return self.costs.with_prompts(situation.requests, action)
-
-    def _verify(self, case: _Case, action: Action, beyond: int | None = None) -> _Plan:
-        """What to verify in a round that then proposes so. ``beyond``: more than so many drafts,
-        which are believed best."""
-        situation, chances, owed = case.situation, case.chances, case.owed
-        offered = 0 if chances is None else int(np.count_nonzero(chances))
-        nothing = np.zeros(max(1, situation.requests))
-        if not offered and action == NOTHING:
-            return _Plan(0, owed.plain, nothing)
-        drafts, seconds = self.weighing.table(situation, action, offered)
-        if chances is None or not offered:
-            return _Plan(0, float(seconds[0]), nothing)
-        fair = owed.prompts, owed.plain, owed.ahead
-        if beyond is None:
-            at, gains = best_drafts(chances, drafts, seconds, *fair, margin=self.weighing.margin)
-            return _Plan(min(int(drafts[at]), offered), float(seconds[at]), gains)
-        if beyond == 0:
-            at = nearest_count(chances, drafts, seconds, *fair)
-        else:
-            at = int(np.searchsorted(drafts, beyond))
-            most = int(np.searchsorted(seconds, _BEYOND * seconds[at], side="right")) - 1
-            at = min(max(most, at + 1), len(drafts) - 1)
-        count = min(int(drafts[at]), offered)
-        return _Plan(count, float(seconds[at]), gains_of(chances, count))
 
     def needs_offers(self, decision: Decision) -> bool:
         """Whether the next situation is to have what a round that was decided so left on offer.
