@@ -625,6 +625,17 @@ def test_for_few_requests_a_decision_holds_where_all_that_drafters_can_offer_is_
         assert held.left == min(rounds, max(0, most - 1))
 
 
+def test_what_a_few_have_on_offer_is_looked_at_where_it_is_known_in_time() -> None:
+    """Where the round before has been read, a decision holds for a few requests only if all that
+    drafters can offer is verified."""
+    now, held = situation(*[[0.9, 0.8, 0.7]] * 3), Held()
+    expected = Expectation(1.0, 1.0, 1.0, 0.0, None, (), 1.5)
+    for drafts, overlap, rounds in ((6, False, 3), (5, False, 0), (5, True, 3)):
+        held.end(now)
+        held.grant(now, Decision(drafts, (1,), 2, False, expected), 2.0, overlap, True, 99)
+        assert held.left == rounds
+
+
 @pytest.mark.parametrize(
     ("requests", "holds"), [(16, True), (18, True), (19, False), (9, True), (8, True), (7, False)]
 )
