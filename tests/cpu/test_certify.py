@@ -133,7 +133,7 @@ def test_noise_of_the_batch_makes_ties_and_every_tie_is_explained() -> None:
     judge = make_judge(subject)
     assert 0.02 < judge.noise.regret_bound < 0.2 and judge.noise.plausible
     for sampled in (False, True):
-        section = run_parity(judge, replace(QUICK, scenarios=SCENARIOS[:2]), sampled, silent)
+        section = run_parity(judge, replace(QUICK, scenarios=SCENARIOS[:3]), sampled, silent)
         assert section.problems == []
         assert section.ties and section.positions > 500
 

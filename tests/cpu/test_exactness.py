@@ -205,7 +205,7 @@ def check_logprobs(want: Request, got: Request, compared: int, params: SamplingP
 
 
 fixed = settings(
-    max_examples=120,
+    max_examples=200,
     derandomize=True,
     phases=[Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
