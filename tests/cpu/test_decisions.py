@@ -608,10 +608,11 @@ def test_what_leaves_no_choice_holds(requests: int, monkeypatch: pytest.MonkeyPa
         (8, 3, 24, 2.0, 2), (48, 3, 40, 2.0, 7),
     ],
 )  # fmt: skip
-def test_for_few_requests_a_decision_holds_where_all_that_drafters_can_offer_is_verified(
+def test_where_rounds_wait_for_the_host_a_decision_holds_the_longer_the_more_requests_there_are(
     requests: int, steps: int, drafts: int, host: float, rounds: int
 ) -> None:
-    """What n-grams offer is now long and now nothing."""
+    """For one, if all that drafters can offer is verified: what n-grams offer is now long and now
+    nothing."""
     now, held = situation(*[[0.9, 0.8, 0.7]] * requests), Held()
     expected = Expectation(1.0, 1.0, 1.0, 0.0, None, (), 1.5)
     decision = Decision(drafts, (1,) if steps else (0,), steps, False, expected)

@@ -38,7 +38,7 @@ class Write(NamedTuple):
 
 class Mirrored:
     """A table int64 on a device, which the host writes as a whole again and again, without waiting:
-    one copy, which takes it a fifth of what ``Uploads`` do."""
+    by one copy, where ``Uploads`` need a kernel besides."""
 
     COPIES = 16
     """A GPU may be so many behind, less one."""

@@ -85,9 +85,10 @@ class Held:
             self._granted = IDLE_HELD
         elif late:
             whole = 0 < situation.requests * decision.steps <= decision.drafts
-            held = FEW_HELD if whole or (overlap and situation.requests > 1) else 0
             if many:
                 held = min(situation.requests // EACH_HELD, MOST_HELD)
+            else:
+                held = FEW_HELD if whole or (overlap and situation.requests > 1) else 0
             self._granted = max(0, min(held, most - 1))
         self.left = self._granted
 

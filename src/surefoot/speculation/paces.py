@@ -153,7 +153,7 @@ class Fairness:
         self._slots: np.ndarray | None = None
         self._launched = 0
         """Rounds of that decision for the requests in these slots, which are not counted yet: to
-        count every one by itself takes longer than all else that a decision which holds takes."""
+        count every one by itself takes as long as all else that a decision which holds takes."""
         self._first = True
         """Whether one of them is the first, for which the drafts on offer were known."""
 

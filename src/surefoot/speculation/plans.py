@@ -1,4 +1,4 @@
-"""What a round that then proposes so would verify, by the drafts at hand."""
+"""How many drafts a round verifies, by the chances of those at hand and what it proposes with."""
 
 from __future__ import annotations
 
