@@ -509,8 +509,8 @@ def test_kinds_of_sampling_have_costs_of_their_own() -> None:
         (LOOK, 1, 2.0, True, 1), (LOOK, 7, 2.0, True, 4), (LOOK, 15, 2.0, True, 4),
         (LOOK, 48, 2.0, True, 8), (LOOK, 48, 0.1, True, 1), (LOOK, 48, 0.1, False, 1),
         (NOTHING, 7, 2.0, True, 16), (NOTHING, 15, 2.0, True, 16), (NOTHING, 48, 0.1, True, 1),
-        (NOTHING, 48, 0.25, True, 1), (NOTHING, 8, 0.4, True, 16), (LOOK, 48, 0.7, True, 1),
-        (NOTHING, 7, 0.7, True, 1),
+        (NOTHING, 48, 0.25, True, 1), (NOTHING, 8, 0.4, True, 16), (LOOK, 48, 0.4, True, 8),
+        (LOOK, 48, 0.25, True, 1), (LOOK, 7, 0.7, True, 1), (NOTHING, 7, 0.7, True, 1),
         (NOTHING, 48, 0.1, False, 16), (NOTHING, 7, 0.1, False, 16), (NOTHING, 1, 0.1, False, 16),
     ],
 )  # fmt: skip

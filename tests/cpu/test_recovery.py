@@ -37,7 +37,7 @@ def recover(timed: TimedEngine) -> Pace:
     """The pace of an engine that has had time to recover, over as many rounds as it takes for
     trials to come as often in one engine as in another."""
     timed.run(WITHIN)
-    return timed.run(tokens=1200 if timed.requests == 1 else 19200)
+    return timed.run(tokens=2400 if timed.requests == 1 else 19200)
 
 
 @functools.cache

@@ -16,10 +16,11 @@ without another decision."""
 IDLE_HELD = 15
 """That nobody shall propose holds longer, also where the host's time adds to the device's: until
 somebody does, nothing new is learnt. And so does what leaves no choice."""
-_HOST_BOUND, _IDLE_BOUND = 0.75, 0.3
-"""The part of a round's time that the host needs, from which on rounds wait for it, now and then;
-and from which on those of ``CROWD`` requests might while nobody proposes. Of these it is known what
-the host needs on average only, and a round that decides takes it twice as long as others."""
+_HOST_BOUND, _CROWD_BOUND = 0.75, 0.3
+"""The part of a round's time that the host needs on average, from which on rounds wait for it; and
+from which on those of a ``CROWD`` would, if each was decided by itself: a decision takes the host
+several times as long as all else of a round. (Judged by the first, a crowd's decisions held, the
+host needed less, they held no longer for that, and it needed more again.)"""
 
 
 def waits_for_host(host: float, seconds: float) -> bool:
@@ -79,9 +80,8 @@ class Held:
             return
         self._decision = decision
         seconds, many = decision.expected.seconds, situation.requests >= CROWD
-        late = waits_for_host(host, seconds)
-        may_be = late or (many and host >= _IDLE_BOUND * seconds)
-        if (decision.action == NOTHING and (may_be or not overlap)) or not choice:
+        late = host >= (_CROWD_BOUND if many else _HOST_BOUND) * seconds
+        if (decision.action == NOTHING and (late or not overlap)) or not choice:
             self._granted = IDLE_HELD
         elif late:
             whole = 0 < situation.requests * decision.steps <= decision.drafts

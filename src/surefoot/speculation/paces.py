@@ -20,8 +20,9 @@ _SHORTEST, _LONGEST = 16, 256
 nothing was gained by slowing them."""
 _ENOUGH = 0.75
 """Tokens that they must be ahead then."""
-_SHARE_WEIGHT = 0.25
-"""Of a decision, in what each request usually has of all gains."""
+_SHARE_CASES = 32
+"""Decisions that tell what each request usually has of all gains, about: of fewer, those that
+seemed to gain enough would be slowed for longer than they can bear."""
 _UNEXPECTED = 0.005
 """Tokens that are owed in addition, in each round without drafts and proposers: what is expected of
 rounds is a little too good, since they were chosen by it."""
@@ -39,22 +40,27 @@ class Paces:
         self._ahead = np.full(0, _FIRST)
         self._shares = np.ones(0)
         """What each usually gains, of the mean of all in its rounds."""
+        self._cases = np.ones(0)
+        """That tell so: first a made-up one."""
 
     def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Requests enter ``slots``, int64 [n], that may get so many ``tokens``, int64 [n]."""
         self._reach(slots)
         self._ahead[slots] = np.minimum(_FIRST, _FIRST_PART * tokens)
-        self._shares[slots] = 1.0
+        self._shares[slots] = self._cases[slots] = 1.0
 
-    def usual(self, slots: np.ndarray, gains: np.ndarray) -> np.ndarray:
-        """float64 [n]: what each usually has of ``gains`` (float64 [n]), which are then counted as
-        one case more."""
+    def compare(self, slots: np.ndarray, gains: np.ndarray) -> None:
+        """Learn from one more case what each usually has of all ``gains``, float64 [n]."""
         self._reach(slots)
-        mean = float(gains.mean())
-        if mean > 0.0:
-            shares = self._shares[slots]
-            self._shares[slots] = shares + _SHARE_WEIGHT * (gains / mean - shares)
-        return mean * self._shares[slots]
+        if (mean := float(gains.mean())) > 0.0:
+            shares, cases = self._shares[slots], self._cases[slots] + 1.0
+            self._shares[slots] = shares + (gains / mean - shares) / cases
+            self._cases[slots] = np.minimum(cases, _SHARE_CASES)
+
+    def usual(self, slots: np.ndarray, gain: float) -> np.ndarray:
+        """float64 [n]: what each usually has where all gain so much on average."""
+        self._reach(slots)
+        return gain * self._shares[slots]
 
     def ahead(self, slots: np.ndarray) -> np.ndarray:
         """float64 [n]: tokens that each may fall behind now; 0: none."""
@@ -75,6 +81,7 @@ class Paces:
         if most > len(self._ahead):
             self._ahead = np.append(self._ahead, np.full(most - len(self._ahead), _FIRST))
             self._shares = np.append(self._shares, np.ones(most - len(self._shares)))
+            self._cases = np.append(self._cases, np.ones(most - len(self._cases)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,17 +152,18 @@ class Fairness:
     def __init__(self) -> None:
         self.paces = Paces()
         self.restraint = Restraint()
-        self._gains, self._rounds = np.zeros(1), 1.0
-        """Of the last decision: float64 [requests], drafts that are expected to be accepted; and
-        its time in rounds without drafts and proposers."""
-        self._usual = self._gains
-        """Likewise, in the rounds after the first for which it holds."""
+        self._gain, self._rounds = 0.0, 1.0
+        """Of the last decision: drafts of a request that are expected to be accepted, on average;
+        and its time in rounds without drafts and proposers."""
         self._slots: np.ndarray | None = None
         self._launched = 0
         """Rounds of that decision for the requests in these slots, which are not counted yet: to
         count every one by itself takes as long as all else that a decision which holds takes."""
-        self._first = True
-        """Whether one of them is the first, for which the drafts on offer were known."""
+
+    @property
+    def _pace(self) -> float:
+        """Tokens that are owed in the time of a round without drafts and proposers."""
+        return self.restraint.pace + _UNEXPECTED
 
     def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """As of ``Paces``."""
@@ -171,22 +179,26 @@ class Fairness:
             # Whoever is alone is slowed by nobody.
             return Owed(plain + prompts, prompts)
         owed = Owed(plain + prompts, prompts, self.paces.ahead(slots))
-        gained = 1.0 + float(self._gains.mean()) - self._rounds
+        gained = 1.0 + self._gain - self._rounds
         self.restraint.passed(rounds, rounds * gained, owed)
         return owed
 
-    def decided(self, slots: np.ndarray | None, gains: np.ndarray, rounds: float) -> int:
-        """Rounds for requests in ``slots`` (as of ``owed``) are expected to accept ``gains``
-        (float64 [n]) drafts of each, in the time of so many ``rounds`` without drafts and
-        proposers. Returns for how many of these rounds nobody lacks anything."""
+    def compare(self, slots: np.ndarray | None, gains: np.ndarray) -> None:
+        """Of as many drafts as were verified before, those in ``slots`` (as of ``owed``) would be
+        expected to have ``gains``, float64 [n], accepted."""
+        if slots is not None and len(slots) > 1:
+            self._count()
+            self.paces.compare(slots, gains)
+
+    def decided(self, slots: np.ndarray | None, gain: float, rounds: float) -> int:
+        """Rounds for requests in ``slots`` (as of ``owed``) are expected to accept ``gain`` drafts
+        of each, on average, in the time of so many ``rounds`` without drafts and proposers. Returns
+        for how many of these rounds nobody lacks anything."""
         self._count()
-        self._gains = self._usual = gains
-        self._rounds, self._first = rounds, True
+        self._gain, self._rounds = gain, rounds
         if slots is None or len(slots) < 2:
             return _LONGEST
-        # Who has a bad offer now has others in the rounds after this one.
-        self._usual = self.paces.usual(slots, gains)
-        lost = MIN_PACE * rounds - 1.0 - self._usual
+        lost = self._pace * rounds - 1.0 - self.paces.usual(slots, gain)
         if not (lost > 0.0).any():
             return _LONGEST
         return int((self.paces.ahead(slots) / np.maximum(lost, 1.0 / _LONGEST)).min())
@@ -206,12 +218,6 @@ class Fairness:
         if slots is None or not rounds:
             return
         self._launched = 0
-        now: np.ndarray | float = self._gains
-        later: np.ndarray | float = self._usual
-        if len(self._gains) != len(slots):
-            # One request more or less than it was made for.
-            now = later = float(self._gains.mean())
-        tokens = rounds + (now if self._first else later) + (rounds - 1) * later
-        self._first = False
-        pace = self.restraint.pace + _UNEXPECTED
-        self.paces.passed(slots, tokens, rounds * self._rounds, pace)
+        # Who had a bad offer when it was decided has others in the rounds after that.
+        tokens = rounds * (1.0 + self.paces.usual(slots, self._gain))
+        self.paces.passed(slots, tokens, rounds * self._rounds, self._pace)

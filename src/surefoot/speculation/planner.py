@@ -33,6 +33,7 @@ from surefoot.speculation.decisions import (
     Situation,
 )
 from surefoot.speculation.exploring import Budget, Trial, Trials, rounds_apart
+from surefoot.speculation.goodput import gains_of
 from surefoot.speculation.holding import Held, waits_for_host
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.offers import OfferMemory
@@ -141,7 +142,11 @@ class Planner:
         expected = Expectation(plan.seconds, without, plain, prompts, charged, trials, tokens)
         self._last = Decision(plan.drafts, *action, trial is not None, expected)
         slower = plan.seconds / owed.plain
-        bearable = self.fairness.decided(situation.slots, plan.gains, slower)
+        if chances is not None and self._at_hand.own and last.drafts and not last.explores:
+            # Of a number that was chosen for these very offers, some would seem to gain too much.
+            count = min(last.drafts, chances.size)
+            self.fairness.compare(situation.slots, gains_of(chances, count))
+        bearable = self.fairness.decided(situation.slots, tokens - 1.0, slower)
         # Another action finds nothing on offer yet, or what the one before it has left.
         there = set(action[0]).issubset(last.proposers) and action[1] <= last.steps
         lasts = there and bool(plan.drafts) == bool(action[0])
