@@ -70,6 +70,6 @@ def test_a_table_that_is_written_again_meanwhile_arrives_as_it_was_sent() -> Non
         seen.append(table.there.clone())
     assert not torch.cuda.current_stream().query(), "it has to be behind"
     for number, there in enumerate(seen, 1):
-        expected = torch.zeros((3, 40), dtype=torch.int64)
+        expected = torch.zeros((3, 40), dtype=torch.int64, device="cpu")
         expected[1:, number:] = number
         assert torch.equal(there.cpu(), expected)
