@@ -1,16 +1,18 @@
 """What has to be set before anything is imported: Triton's interpreter where there is no GPU, and
-as many threads to a worker of pytest-xdist as it has cores of its own, as kernels whose threads
-wait for each other take several times as long where they have to take turns."""
+as many threads to a worker of pytest-xdist, and to whatever it starts, as it has cores of its own:
+kernels whose threads wait for each other take several times as long where they have to take
+turns."""
 
 from __future__ import annotations
 
 import os
 
-import torch
-
 from surefoot.bench.hardware import usable_cores
+
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // workers))
+
+import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
-    torch.set_num_threads(max(1, usable_cores() // workers))

@@ -420,8 +420,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/holding.py",
-        "may_be = late or (many and host >= _IDLE_BOUND * seconds)",
-        "may_be = late",
+        "late = host >= (_CROWD_BOUND if many else _HOST_BOUND) * seconds",
+        "late = host >= _HOST_BOUND * seconds",
         "test_decisions.py",
     ),
     m(
@@ -585,14 +585,26 @@ MUTATIONS = (
     ),
     m(
         "speculation/paces.py",
-        "tokens = rounds + (now if self._first else later) + (rounds - 1) * later",
-        "tokens = rounds * (1.0 + now)",
+        "tokens = rounds * (1.0 + self.paces.usual(slots, self._gain))",
+        "tokens = rounds * (1.0 + self._gain)",
+        "test_paces.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "self._at_hand.own and last.drafts and not last.explores",
+        "last.drafts",
+        "test_paces.py::test_what_others_offered_and_trials_tell_nothing_of_who_gains_what",
+    ),
+    m(
+        "speculation/paces.py",
+        "self._cases[slots] = np.minimum(cases, _SHARE_CASES)",
+        "self._cases[slots] = cases",
         "test_paces.py",
     ),
     m(
         "speculation/paces.py",
-        "self.paces.passed(slots, tokens, rounds * self._rounds, pace)",
-        "self.paces.passed(slots, tokens, self._rounds, pace)",
+        "self.paces.passed(slots, tokens, rounds * self._rounds, self._pace)",
+        "self.paces.passed(slots, tokens, self._rounds, self._pace)",
         "test_paces.py",
     ),
     m(
