@@ -24,6 +24,7 @@ from tiny_models import SPECIALS, tiny_weights, write_tokenizer
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
+    # It takes its time, so that there is some in which something can happen to a request.
     "backend": "torch",
     "threads": 1,
     "max_num_seqs": 8,

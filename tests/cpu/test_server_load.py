@@ -29,7 +29,7 @@ MOST_TRIES = 6
 def test_a_crowd_gets_the_offline_texts_and_leaves_nothing_behind(tmp_path: Path) -> None:
     model = emoji_model(tmp_path)
     # Too few blocks for everybody, so that requests are preempted as well.
-    options = {"kv_cache_memory": 260_000, "max_model_len": 512}
+    options = {"backend": "auto", "kv_cache_memory": 260_000, "max_model_len": 512}
     cases = make_cases(offline(model, **options), 40, 40)
     tally = Tally()
     with running_server(model, "--max-queue", "12", **options) as server:

@@ -31,7 +31,7 @@ READ_ONLY = ("index", "budget_tokens")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = emoji_model(tmp_path_factory.mktemp("model"))
-    with running_server(model, max_model_len=48) as running:
+    with running_server(model, backend="auto", max_model_len=48) as running:
         yield running
         running.wait_idle()
         assert (
