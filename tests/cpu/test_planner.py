@@ -137,7 +137,7 @@ class Gpu:
         return Planner(self.costs, HostCosts(samples(gpu_host)), 8, drafters)
 
 
-_HOPEFUL = 0.8
+_HOPEFUL = 0.9
 """Of the best fixed action's rate, in the first quarter of the rounds."""
 
 
