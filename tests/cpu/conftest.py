@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 
-from surefoot.bench.hardware import usable_cores
-
-if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
-    os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // workers))
-
 import torch
+
+from surefoot.bench.hardware import usable_cores
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    threads = max(1, usable_cores() // workers)
+    # torch has read it by now, and child processes have not.
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)

@@ -142,7 +142,8 @@ class Planner:
         expected = Expectation(plan.seconds, without, plain, prompts, charged, trials, tokens)
         self._last = Decision(plan.drafts, *action, trial is not None, expected)
         slower = plan.seconds / owed.plain
-        if chances is not None and self._at_hand.own and last.drafts and not last.explores:
+        known = self._at_hand.own and last.drafts and not last.explores
+        if situation.requests > 1 and chances is not None and known:
             # Of a number that was chosen for these very offers, some would seem to gain too much.
             count = min(last.drafts, chances.size)
             self.fairness.compare(situation.slots, gains_of(chances, count))
