@@ -349,7 +349,7 @@ def test_leaked_blocks_are_noticed() -> None:
     job = Job((3, 4, 5), SamplingParams(temperature=0, max_tokens=3))
     _, activity = run_jobs(engine, [job])
     assert activity.leaks == 0
-    engine.kv.pool.allocate()
+    engine.kv.pool.allocate(1)
     _, activity = run_jobs(engine, [job])
     assert activity.leaks == 1
 

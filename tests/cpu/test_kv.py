@@ -198,7 +198,7 @@ def test_caching_can_be_off() -> None:
 
 def test_releasing_twice_is_an_error() -> None:
     pool = BlockPool(3)
-    block = pool.allocate()
+    [block] = pool.allocate(1)
     pool.release(block)
     with pytest.raises(RuntimeError):
         pool.release(block)

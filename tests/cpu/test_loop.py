@@ -15,10 +15,11 @@ from harness import AtMost, Job, make_engine, run_alone, run_jobs, tiny_decoder
 from surefoot.engine.batch import Batch
 from surefoot.engine.chunks import ChunkLimits
 from surefoot.engine.engine import Engine
+from surefoot.engine.gathering import TOGETHER_ROUNDS
 from surefoot.engine.reports import Report
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.upload import Uploads
-from surefoot.request import SamplingParams, SpeculationParams
+from surefoot.request import FinishReason, SamplingParams, SpeculationParams
 from surefoot.speculation.decisions import Decision, Situation
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -207,6 +208,57 @@ def test_more_rounds_are_in_flight_where_the_host_is_busy(
     assert len(requests[0].output) == len(requests[1].output) == GREEDY.max_tokens
     # None is launched in vain, however many are in flight.
     assert engine.stats.rounds == GREEDY.max_tokens
+
+
+@pytest.mark.parametrize(
+    ("hurried", "decoding", "arrivals", "waits"),
+    [
+        # One in each round: whoever comes behind another waits, but for four rounds at most.
+        (True, 48, [1] * 9, [0, 3, 2, 1, 0, 3, 2, 1, 0]),
+        (False, 48, [1] * 9, [0] * 9),
+        # Seldom: nobody waits.
+        (True, 32, [1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1], [0, 0, 0]),
+        # More than a sixteenth of those that decode, and beside few.
+        (True, 32, [1, 3, 2, 0, 3], [0, 0, 0, 0, 2, 2, 0, 0, 0]),
+        (True, 11, [1] * 5, [0] * 5),
+    ],
+)
+def test_where_the_host_has_no_time_requests_come_in_together(
+    hurried: bool,
+    decoding: int,
+    arrivals: list[int],
+    waits: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``waits``: rounds that each waited."""
+    engine = make_engine(tiny_decoder(), True, max_num_seqs=64, kv_blocks=1000)
+    monkeypatch.setattr(engine.loop.clock, "compare", lambda host, seconds: None)
+    engine.loop.clock.spare = 1e-4 if hurried else 1e-2
+    for place in range(decoding):
+        add(engine, f"long{place}", 3, replace(GREEDY, max_tokens=60))
+    for _ in range(8):
+        engine.step()
+    came, waited = dict[Any, int](), dict[Any, int]()
+    for step, count in enumerate([*arrivals, *[0] * TOGETHER_ROUNDS]):
+        for place in range(count):
+            came[add(engine, f"{step}.{place}", 3)] = step
+        engine.step()
+        for request in came:
+            if request.slot >= 0:
+                waited.setdefault(request, step - came[request])
+    assert [waited[request] for request in came] == waits
+    while engine.has_work:
+        engine.step()
+
+
+def test_who_comes_when_nobody_decodes_is_let_in_whatever_the_host_has_to_do() -> None:
+    engine = make_engine(tiny_decoder(), True, max_num_seqs=48)
+    engine.loop.clock.spare = 0.0
+    for place in range(3):
+        request = add(engine, f"r{place}", 3, replace(GREEDY, max_tokens=2))
+        engine.step()
+        assert request.slot >= 0 or request.finished
+        engine.finish(request, FinishReason.ABORT)
 
 
 def test_choices_of_a_prompt_share_a_seed_that_no_other_has() -> None:

@@ -14,6 +14,10 @@ from surefoot.request import Request
 SCORED_ROWS = 1.0
 """What a prompt's row takes longer if its logprobs are wanted, in rows: the head is computed for
 it."""
+TOGETHER_ROUNDS, TOGETHER_PART = 4, 16
+"""To let one request in takes the host as long as to let several in, and longer than all else of a
+small model's round. Where it has no time to spare, whoever comes within so many rounds of the last
+one waits for the end of these, unless they are more than this part of those that decode."""
 
 
 class Gathering:
@@ -39,6 +43,8 @@ class Gathering:
         self.most_rows = most_rows
         self.limits = limits
         self.admit = admit
+        self._since_let_in = TOGETHER_ROUNDS
+        """Rounds since it was last tried to let somebody in."""
         self._changes = -1
         """The scheduler's count of changes that the next four are of; -1: none."""
         self._prompts: list[Request] = []
@@ -58,11 +64,13 @@ class Gathering:
         """Some request is in another state than it was."""
         self._changes = -1
 
-    def next(self, in_flight: Collection[Batch]) -> Batch | None:
+    def next(self, in_flight: Collection[Batch], hurried: bool = False) -> Batch | None:
         """The next round's spans, beside the rounds that are launched already; None: there is
-        nobody."""
+        nobody. ``hurried``: whether the host has no time to spare."""
         self._sort()
-        if self.scheduler.waiting:
+        self._since_let_in += 1
+        if self.scheduler.waiting and not (hurried and self._can_wait()):
+            self._since_let_in = 0
             count = sum(map(len, self._able(in_flight)))
             left = self._prompt_room(count) - sum(map(missing, self._prompts))
             if fresh := self.scheduler.admit(left):
@@ -92,6 +100,11 @@ class Gathering:
         if decoding is not None:
             members = join(members, decoding.group)
         return Batch(members, tuple(chunks), ending, round(load))
+
+    def _can_wait(self) -> bool:
+        """Whether those who could come in now may come in a little later, and together."""
+        recent = self._since_let_in < TOGETHER_ROUNDS
+        return recent and TOGETHER_PART * self.scheduler.due <= len(self._free)
 
     def _sort(self) -> None:
         """Who is where, if that has changed."""

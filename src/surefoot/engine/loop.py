@@ -119,11 +119,15 @@ class Loop:
         self._changes = scheduler.changes
 
     @property
+    def hurried(self) -> bool:
+        """Whether the device now and then waits for the host."""
+        return self.depth > 1 and self.clock.spare < HICCUP
+
+    @property
     def in_flight(self) -> int:
         """Rounds that are to be in flight now."""
         # Whoever needs the host would sit out one more of them.
-        more = self.depth > 1 and self.clock.spare < HICCUP and not self.gathering.needs_host
-        return self.depth + more
+        return self.depth + (self.hurried and not self.gathering.needs_host)
 
     def _admit(self, requests: Sequence[Request]) -> None:
         """Requests, new or resumed, enter their slots."""
@@ -190,7 +194,7 @@ class Loop:
         if self._changes != self.scheduler.changes:
             # Who left gave up blocks, which are about to be somebody else's.
             self.round.keeping_up.catch_up()
-        batch = self.gathering.next([flight.batch for flight in self.flights])
+        batch = self.gathering.next([flight.batch for flight in self.flights], self.hurried)
         self._changes = self.scheduler.changes
         return batch
 

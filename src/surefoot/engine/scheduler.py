@@ -108,6 +108,11 @@ class Scheduler:
                 running.sort(key=self._rank)
         return admitted
 
+    @property
+    def due(self) -> int:
+        """Waiting requests for which there are slots."""
+        return min(len(self.waiting), len(self._free_slots))
+
     def due_rows(self, most: int) -> int:
         """Rows of the waiting prompts for which there are slots; it stops counting at ``most``."""
         rows = 0

@@ -44,23 +44,24 @@ class BlockPool:
     def capacity(self) -> int:
         return self.num_blocks - 1
 
-    def allocate(self) -> int:
-        """Take the least recently used free block; its old content is forgotten.
+    def allocate(self, count: int) -> list[int]:
+        """Take the ``count`` least recently used free blocks; their old contents are forgotten.
 
-        Raises IndexError when none is free: callers check ``num_free`` first.
+        Raises IndexError when there are fewer: callers check ``num_free`` first.
         """
-        if not self._free:
-            raise IndexError("no free block")
-        block, _ = self._free.popitem(last=False)
-        self._forget(block)
-        self.references[block] = 1
-        return block
+        free, references, known = self._free, self.references, self._hash_of
+        if count > len(free):
+            raise IndexError(f"{count} blocks wanted, {len(free)} free")
+        blocks = [free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            references[block] = 1
+            if block in known:
+                self._forget(block)
+        return blocks
 
     def _forget(self, block: int) -> None:
         """Nobody finds its content any more."""
-        content = self._hash_of.pop(block, None)
-        if content is not None:
-            del self._block_of[content], self._drafters[block]
+        del self._block_of[self._hash_of.pop(block)], self._drafters[block]
 
     def share(self, block: int) -> None:
         """Add a reference to a block found by ``lookup``."""

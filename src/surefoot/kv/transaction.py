@@ -152,7 +152,8 @@ class Transaction:
         for request, count in missing.items():
             blocks = kv.leases[request].blocks
             self._blocks_before.setdefault(request, len(blocks))
-            blocks.extend(kv.pool.allocate() for _ in range(count))
+            if count > 0:
+                blocks += kv.pool.allocate(count)
         return True
 
     def keep(self) -> None:

@@ -144,14 +144,13 @@ class SlotState:
         """How many of a lease's leading blocks the device has already; the rest is noted as
         written."""
         written = self._blocks_written[slot]
-        if written == blocks:
-            return len(blocks)
+        self._blocks_written[slot] = list(blocks)
+        common = min(len(written), len(blocks))
+        if written[:common] == blocks[:common]:
+            return common
         # Given back and reserved again, blocks may change in the middle and end the same.
         pairs = enumerate(zip(written, blocks, strict=False))
-        shorter = min(len(written), len(blocks))
-        common = next((at for at, (old, new) in pairs if old != new), shorter)
-        self._blocks_written[slot] = list(blocks)
-        return common
+        return next(at for at, (old, new) in pairs if old != new)
 
 
 def _count_up(lengths: Sequence[int]) -> np.ndarray:
