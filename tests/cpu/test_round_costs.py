@@ -458,6 +458,22 @@ def test_samples_tell_the_parts_of_the_host_apart() -> None:
         assert costs.seconds(requests, drafting, drafting > 0) == pytest.approx(want, rel=0.15)
 
 
+def test_the_average_counts_where_some_rounds_take_the_host_much_longer() -> None:
+    """Rounds wait for all of them. In one of eight, those that propose decide, too."""
+    believed, took = np.zeros(2), np.zeros(2)
+    for seed in range(4):
+        costs, chance = HostCosts(samples()), np.random.default_rng(seed)
+        for number in range(2400):
+            proposing = number // 16 % 2
+            seconds = host_seconds(64, 64 * proposing, 0) * math.exp(chance.normal(0, 0.4))
+            seconds += 1e-3 * (proposing and number % 8 == 0)
+            if number >= 400:
+                believed[proposing] += costs.seconds(64, 64 * proposing, bool(proposing))
+                took[proposing] += seconds
+            costs.observe(HostSample(64, 64 * proposing, 0, seconds, bool(proposing)))
+    assert believed == pytest.approx(took, rel=0.05)
+
+
 def test_rounds_of_one_request_do_not_tell_what_many_that_draft_cost() -> None:
     costs, noise = HostCosts(), np.random.default_rng(0)
     for drafting, rounds in ((1, 100), (0, 250), (1, 100)):

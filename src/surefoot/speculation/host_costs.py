@@ -176,8 +176,9 @@ class HostCosts:
         """Returns whether such rounds were known better than one measurement tells."""
         counts, beliefs = _counts(sample), self._beliefs
         total = _sum(self._coefficients, counts)
-        # Of the longer one: a pause as long as a hundred rounds is no more than one as long as ten.
-        off = (sample.seconds - total) / max(sample.seconds, total)
+        # The average counts where rounds wait for the host; but a pause as long as a hundred rounds
+        # is no more than one as long as three.
+        off = min(sample.seconds / total, _FAR) - 1.0
         pairs = zip(self._guess, counts, strict=True)
         firm = beliefs.observe(np.array([guess * count for guess, count in pairs]) / total, off)
         changes = zip(self._guess, beliefs.mean.tolist(), strict=True)
