@@ -8,8 +8,32 @@ MUTATIONS = (
     # --- who takes part in a round ----------------------------------------------------------------
     m(
         "engine/gathering.py",
-        "        if self.scheduler.waiting:\n            count",
-        "        if self.scheduler.waiting and not in_flight:\n            count",
+        "        if self.scheduler.waiting and not (hurried",
+        "        if self.scheduler.waiting and not in_flight and not (hurried",
+        "test_loop.py",
+    ),
+    m(
+        "engine/gathering.py",
+        "self.scheduler.waiting and not (hurried and self._can_wait())",
+        "self.scheduler.waiting and not self._can_wait()",
+        "test_loop.py",
+    ),
+    m(
+        "engine/gathering.py",
+        "return recent and TOGETHER_PART * self.scheduler.due <= len(self._free)",
+        "return recent",
+        "test_loop.py",
+    ),
+    m(
+        "engine/gathering.py",
+        "return recent and TOGETHER_PART",
+        "return TOGETHER_PART",
+        "test_loop.py",
+    ),
+    m(
+        "engine/loop.py",
+        "[flight.batch for flight in self.flights], self.hurried)",
+        "[flight.batch for flight in self.flights])",
         "test_loop.py",
     ),
     m(
@@ -214,14 +238,14 @@ MUTATIONS = (
     ),
     m(
         "engine/loop.py",
-        "self.clock.spare < HICCUP and not self.gathering.needs_host",
-        "self.clock.spare < HICCUP",
+        "(self.hurried and not self.gathering.needs_host)",
+        "self.hurried",
         "test_loop.py",
     ),
     m(
         "engine/loop.py",
-        "        return self.depth + more",
-        "        return self.depth",
+        "return self.depth > 1 and self.clock.spare < HICCUP",
+        "return False",
         "test_loop.py",
     ),
     m(

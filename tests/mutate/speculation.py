@@ -147,6 +147,12 @@ MUTATIONS = (
     ),
     m(
         "speculation/host_costs.py",
+        "off = min(sample.seconds / total, _FAR) - 1.0",
+        "off = (sample.seconds - total) / max(sample.seconds, total)",
+        "test_round_costs.py",
+    ),
+    m(
+        "speculation/host_costs.py",
         "if not sample.prompts and (self._follow_machine(sample)",
         "if (self._follow_machine(sample)",
         "test_round_costs.py",
