@@ -164,6 +164,11 @@ class World:
     stairs: tuple[int, ...] = ()
     """Numbers of drafts at which the device's time rises, beside others."""
     seed: int = 0
+    late: bool = False
+    """Whether what the host was late for one round the next ones have to make up for."""
+    deciding: float = 0.0
+    """Seconds that it takes the host to decide about drafts anew."""
+    host_noise: float = 0.1
     tokens: float = 0.0
     own_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """float64 [requests]: of each, since there are so many."""
@@ -178,6 +183,10 @@ class World:
         self.text_rng = np.random.default_rng(self.seed + 1)
         self.hand: tuple[np.ndarray, np.ndarray] | None = None
         self.report: tuple[np.ndarray, np.ndarray] | None = None
+        self.decision: Decision | None = None
+        self._launched = 0.0
+        self._ends: deque[float] = deque()
+        """When the last round was launched, and when rounds in flight end on the device."""
         self.texts.start(self.requests, self.text_rng)
 
     def run(self, planner: Decides, rounds: int) -> float:
@@ -210,7 +219,9 @@ class World:
             slots=np.arange(self.requests),
             prompts=prompts,
         )
-        decision = planner.decide(situation)
+        before, self.decision = self.decision, planner.decide(situation)
+        decision = self.decision
+        self._decided = decision is not before and bool(decision.proposers)
         self.flights.append((decision, situation, *self._execute(decision, rows, prompts)))
         if len(self.flights) >= self.in_flight:
             decision, situation, landed, report = self.flights.popleft()
@@ -249,8 +260,16 @@ class World:
         device = self.device(requests, rows, decision.action, decision.drafts) * factor
         count = int(np.count_nonzero(drafting))
         host = self.host(requests, count, 0) + self.prompt_host * prompts
-        host *= math.exp(rng.normal(0, 0.1))
-        self.seconds += max(device, host) if self.overlap else device + host
+        host += self.deciding * self._decided
+        host *= math.exp(rng.normal(0, self.host_noise))
+        if self.late:
+            if len(self._ends) == self.in_flight:
+                self._launched = max(self._launched, self._ends.popleft())
+            self._launched += host
+            self.seconds = max(self.seconds, self._launched) + device
+            self._ends.append(self.seconds)
+        else:
+            self.seconds += max(device, host) if self.overlap else device + host
         self.verified += verified
         self.looked += bool(decision.proposers)
         proposing = bool(decision.proposers)
