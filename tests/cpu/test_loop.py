@@ -261,6 +261,27 @@ def test_who_comes_when_nobody_decodes_is_let_in_whatever_the_host_has_to_do() -
         engine.finish(request, FinishReason.ABORT)
 
 
+def test_who_comes_while_rounds_in_flight_end_everybody_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is nobody else to launch a round for."""
+    engine = make_engine(tiny_decoder(), True, max_num_seqs=64, kv_blocks=1000)
+    monkeypatch.setattr(engine.loop.clock, "compare", lambda host, seconds: None)
+    engine.loop.clock.spare = 0.0
+    for place in range(32):
+        add(engine, f"r{place}", 3, replace(GREEDY, max_tokens=6))
+    first = add(engine, "first", 3, replace(GREEDY, max_tokens=3))
+    while not first.finished:
+        engine.step()
+    add(engine, "before", 3, replace(GREEDY, max_tokens=1))
+    engine.step()
+    late = add(engine, "late", 3)
+    engine.step()
+    assert late.slot >= 0
+    while engine.has_work:
+        engine.step()
+
+
 def test_choices_of_a_prompt_share_a_seed_that_no_other_has() -> None:
     engine, params = make_engine(tiny_decoder()), SamplingParams(n=2)
     first = engine.make_request("first", [3], params)

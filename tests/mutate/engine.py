@@ -8,19 +8,19 @@ MUTATIONS = (
     # --- who takes part in a round ----------------------------------------------------------------
     m(
         "engine/gathering.py",
-        "        if self.scheduler.waiting and not (hurried",
-        "        if self.scheduler.waiting and not in_flight and not (hurried",
+        "        if self.scheduler.waiting:\n            count",
+        "        if self.scheduler.waiting and not in_flight:\n            count",
         "test_loop.py",
     ),
     m(
         "engine/gathering.py",
-        "self.scheduler.waiting and not (hurried and self._can_wait())",
-        "self.scheduler.waiting and not self._can_wait()",
+        "if not (hurried and self._can_wait(count))",
+        "if not self._can_wait(count)",
         "test_loop.py",
     ),
     m(
         "engine/gathering.py",
-        "return recent and TOGETHER_PART * self.scheduler.due <= len(self._free)",
+        "return recent and TOGETHER_PART * self.scheduler.due <= count",
         "return recent",
         "test_loop.py",
     ),

@@ -69,14 +69,10 @@ class Gathering:
         nobody. ``hurried``: whether the host has no time to spare."""
         self._sort()
         self._since_let_in += 1
-        if self.scheduler.waiting and not (hurried and self._can_wait()):
-            self._since_let_in = 0
+        if self.scheduler.waiting:
             count = sum(map(len, self._able(in_flight)))
-            left = self._prompt_room(count) - sum(map(missing, self._prompts))
-            if fresh := self.scheduler.admit(left):
-                Wishes.note(fresh)
-                self.admit(fresh)
-                self._sort()
+            if not (hurried and self._can_wait(count)):
+                self._let_in(count)
         decoding = self._decoding(in_flight)
         if not self._prompts:
             return decoding
@@ -101,10 +97,20 @@ class Gathering:
             members = join(members, decoding.group)
         return Batch(members, tuple(chunks), ending, round(load))
 
-    def _can_wait(self) -> bool:
-        """Whether those who could come in now may come in a little later, and together."""
+    def _can_wait(self, count: int) -> bool:
+        """Whether those who could come in now may come in a little later, and together, while so
+        many decode."""
         recent = self._since_let_in < TOGETHER_ROUNDS
-        return recent and TOGETHER_PART * self.scheduler.due <= len(self._free)
+        return recent and TOGETHER_PART * self.scheduler.due <= count
+
+    def _let_in(self, count: int) -> None:
+        """As many as there is room for beside so many that decode."""
+        self._since_let_in = 0
+        left = self._prompt_room(count) - sum(map(missing, self._prompts))
+        if fresh := self.scheduler.admit(left):
+            Wishes.note(fresh)
+            self.admit(fresh)
+            self._sort()
 
     def _sort(self) -> None:
         """Who is where, if that has changed."""
