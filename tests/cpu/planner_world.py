@@ -183,7 +183,7 @@ class World:
         self.text_rng = np.random.default_rng(self.seed + 1)
         self.hand: tuple[np.ndarray, np.ndarray] | None = None
         self.report: tuple[np.ndarray, np.ndarray] | None = None
-        self.decision: Decision | None = None
+        self._decision: Decision | None = None
         self._launched = 0.0
         self._ends: deque[float] = deque()
         """When the last round was launched, and when rounds in flight end on the device."""
@@ -219,10 +219,9 @@ class World:
             slots=np.arange(self.requests),
             prompts=prompts,
         )
-        before, self.decision = self.decision, planner.decide(situation)
-        decision = self.decision
-        self._decided = decision is not before and bool(decision.proposers)
-        self.flights.append((decision, situation, *self._execute(decision, rows, prompts)))
+        decision = planner.decide(situation)
+        anew, self._decision = decision is not self._decision, decision
+        self.flights.append((decision, situation, *self._execute(decision, rows, prompts, anew)))
         if len(self.flights) >= self.in_flight:
             decision, situation, landed, report = self.flights.popleft()
             planner.landed(decision, situation, landed)
@@ -231,7 +230,7 @@ class World:
         return decision
 
     def _execute(
-        self, decision: Decision, rows: int, prompts: int
+        self, decision: Decision, rows: int, prompts: int, anew: bool
     ) -> tuple[Landed, tuple[np.ndarray, np.ndarray]]:
         requests, rng = self.requests, self.rng
         verified, drafting = 0, np.zeros(requests, dtype=bool)
@@ -260,7 +259,7 @@ class World:
         device = self.device(requests, rows, decision.action, decision.drafts) * factor
         count = int(np.count_nonzero(drafting))
         host = self.host(requests, count, 0) + self.prompt_host * prompts
-        host += self.deciding * self._decided
+        host += self.deciding * (anew and bool(decision.proposers))
         host *= math.exp(rng.normal(0, self.host_noise))
         if self.late:
             if len(self._ends) == self.in_flight:

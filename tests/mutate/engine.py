@@ -86,7 +86,7 @@ MUTATIONS = (
     ),
     m(
         "engine/scheduler.py",
-        "for request in itertools.islice(self.waiting, len(self._free_slots)):",
+        "for request in itertools.islice(self.waiting, self.due):",
         "for request in self.waiting:",
         "test_loop.py::test_limits_are_told_of_all_prompts_that_could_run",
     ),
@@ -299,8 +299,8 @@ MUTATIONS = (
     ),
     m(
         "kv/transaction.py",
-        "        if sum(count for count in missing.values() if count > 0) > kv.pool.num_free:",
-        "        if max(missing.values()) > kv.pool.num_free:",
+        "        if sum(missing.values()) > kv.pool.num_free:",
+        "        if max(missing.values(), default=0) > kv.pool.num_free:",
         "test_kv.py",
     ),
     m(

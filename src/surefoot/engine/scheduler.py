@@ -114,9 +114,9 @@ class Scheduler:
         return min(len(self.waiting), len(self._free_slots))
 
     def due_rows(self, most: int) -> int:
-        """Rows of the waiting prompts for which there are slots; it stops counting at ``most``."""
+        """Rows of the prompts of those that are ``due``; it stops counting at ``most``."""
         rows = 0
-        for request in itertools.islice(self.waiting, len(self._free_slots)):
+        for request in itertools.islice(self.waiting, self.due):
             # Second choices find the first one's prompt in the prefix cache.
             rows += request.length if request.leader is None else 0
             if rows >= most:

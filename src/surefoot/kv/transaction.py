@@ -142,18 +142,18 @@ class Transaction:
         """Make blocks for ``wanted[request]`` positions beyond the computed ones available to
         every request, or to none of them: returns whether there were enough."""
         kv = self.kv
-        missing = {
-            request: kv.blocks_for(kv.leases[request].text.computed + positions)
-            - len(kv.leases[request].blocks)
-            for request, positions in wanted.items()
-        }
-        if sum(count for count in missing.values() if count > 0) > kv.pool.num_free:
+        missing: dict[str, int] = {}
+        for request, positions in wanted.items():
+            lease = kv.leases[request]
+            count = kv.blocks_for(lease.text.computed + positions) - len(lease.blocks)
+            if count > 0:
+                missing[request] = count
+        if sum(missing.values()) > kv.pool.num_free:
             return False
         for request, count in missing.items():
             blocks = kv.leases[request].blocks
             self._blocks_before.setdefault(request, len(blocks))
-            if count > 0:
-                blocks += kv.pool.allocate(count)
+            blocks += kv.pool.allocate(count)
         return True
 
     def keep(self) -> None:
