@@ -152,8 +152,7 @@ class Request:
     wishes: Any = None
     """What it wants of its rounds (``engine.batch.Wishes``), since it was let in."""
     upkeep: Any = None
-    """The ``Record`` of ``speculation.upkeep`` that counts it, if any, and whether drafters serve
-    it."""
+    """The ``Case`` of ``speculation.upkeep`` that it counts as, if any."""
     _proposed_by: list[str | None] = field(default_factory=list)
     """As far as somebody asked."""
     _accepted: list[tuple[int, str | None, int]] = field(default_factory=list)
@@ -192,9 +191,9 @@ class Request:
     def known(self, first: int, end: int) -> list[int]:
         """Tokens ``first`` to ``end`` (exclusive) of the text."""
         prompt = len(self.prompt)
-        if end <= prompt:
-            return list(self.prompt[first:end])
-        return [*self.prompt[first:], *self.output[max(first - prompt, 0) : end - prompt]]
+        if first >= prompt:
+            return self.output[first - prompt : end - prompt]
+        return [*self.prompt[first:end], *self.output[: max(end - prompt, 0)]]
 
     @property
     def prompt_scored(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,9 +49,11 @@ def running(count: int, caching: bool, finished: set[int]) -> tuple[KVManager, l
 
 def read(rows: torch.Tensor, scores: Any, requests: list[Request], kv: KVManager) -> Landing:
     Wishes.note(requests)
-    batch = Batch(group(requests, kv, {0: "a", 1: "b"}, 2), (), 0)
+    batch = Batch(group(requests, {0: "a", 1: "b"}, 2), (), 0)
     report = Report(rows.numpy(), scores, PromptScores([], []), lambda: None, lambda: None)
-    return read_report(report, batch, kv, ("a", "b"), COLUMNS, 2, {})
+    alive = [request.status is Status.RUNNING for request in requests]
+    committed = report.rows[: len(requests), COLUMNS.COUNT] * np.array(alive)
+    return read_report(report, batch, committed, kv, ("a", "b"), COLUMNS, 2, {})
 
 
 def told(landing: Landing) -> list[Any]:
@@ -161,9 +164,9 @@ def test_prompts_leave_room_for_drafts(
     """In rounds of as many rows as are recorded; seven eighths of the prompts' rows go on."""
     drafts, most = data.draw(st.integers(0, 12)), data.draw(st.integers(1, 90))
     ending = len(chunks) - (not whole) if chunks else 0
-    kv, requests = running(len(chunks) + decoding, False, set())
+    _, requests = running(len(chunks) + decoding, False, set())
     Wishes.note(requests)
-    batch = Batch(group(requests, kv, {}, 0), tuple(chunks), ending)
+    batch = Batch(group(requests, {}, 0), tuple(chunks), ending)
     shorter = batch.beside(drafts, most)
     assert shorter.group is batch.group and len(shorter.chunks) == len(chunks)
     put_off = batch.rows - shorter.rows

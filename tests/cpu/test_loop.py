@@ -58,6 +58,21 @@ def test_a_long_prompt_is_chunked_beside_running_requests() -> None:
     assert seen[1:] == [{"b": 7, "a": 1}, {"b": 7, "a": 1}, {"b": 6, "a": 1}, {"b": 1, "a": 1}]
 
 
+def test_who_comes_first_by_priority_goes_before_a_prompt_that_is_under_way() -> None:
+    """Where the rest of that prompt leaves rows for it, and too few."""
+    engine = make_engine(
+        tiny_decoder(), max_num_batched_tokens=8, max_num_seqs=4, enable_prefix_caching=False
+    )
+    params = SamplingParams(max_tokens=2)
+    long = engine.make_request("long", list(range(1, 13)), params)
+    engine.add(long)
+    engine.step()
+    urgent = engine.make_request("urgent", list(range(8)), params, priority=-1)
+    engine.add(urgent)
+    engine.step()
+    assert urgent.output and not long.output
+
+
 def test_chunks_are_as_long_as_running_requests_can_bear() -> None:
     engine = make_engine(
         tiny_decoder(), max_num_batched_tokens=8, max_num_seqs=4, enable_prefix_caching=False

@@ -140,8 +140,8 @@ def test_who_shares_a_choice_may_be_served_or_not() -> None:
     Wishes.note((served, other))
     names = {0: "ngram", 1: DRAFTER}
     for requests in ((served, other), (other, served)):
-        assert group(requests, kv, names, 4).proposers == (0, 1)
-    assert group((other,), kv, names, 4).proposers == (0,)
+        assert group(requests, names, 4).proposers == (0, 1)
+    assert group((other,), names, 4).proposers == (0,)
 
 
 def test_where_every_draft_is_verified_all_are_served() -> None:

@@ -110,8 +110,8 @@ MUTATIONS = (
     ),
     m(
         "engine/scheduler.py",
-        "request = max(self.running, key=self._rank)",
-        "request = min(self.running, key=self._rank)",
+        "request = max(self.running, key=self.rank)",
+        "request = min(self.running, key=self.rank)",
         "test_scheduler.py",
     ),
     m(
@@ -140,7 +140,7 @@ MUTATIONS = (
     ),
     m(
         "engine/scheduler.py",
-        "            running.sort(key=self._rank)",
+        "            running.sort(key=self.rank)",
         "            pass",
         "test_scheduler.py",
     ),
@@ -262,8 +262,8 @@ MUTATIONS = (
     ),
     m(
         "engine/loop.py",
-        "scheduler, kv, self.controller.active, state.max_drafts",
-        "scheduler, kv, dict(enumerate(self.controller.names)), state.max_drafts",
+        "scheduler, self.controller.active, state.max_drafts",
+        "scheduler, dict(enumerate(self.controller.names)), state.max_drafts",
         "test_faults.py::test_without_a_drafter_that_failed_texts_go_on",
     ),
     m(
@@ -305,8 +305,8 @@ MUTATIONS = (
     ),
     m(
         "kv/block_pool.py",
-        "digest = hashlib.blake2b(parent, digest_size=16)",
-        'digest = hashlib.blake2b(b"", digest_size=16)',
+        "hashlib.blake2b(parent + _packer",
+        "hashlib.blake2b(_packer",
         "test_kv.py",
     ),
     m(
@@ -328,9 +328,42 @@ MUTATIONS = (
         "test_landing.py",
     ),
     m(
+        "engine/loop.py",
+        "np.where(slots >= 0, report.rows[: len(slots), columns.COUNT], 0)",
+        "report.rows[: len(slots), columns.COUNT]",
+        "test_loop.py",
+        "test_scheduler.py",
+    ),
+    m(
+        "engine/scheduler.py",
+        "        self.left[request.slot] += 1\n",
+        "",
+        "test_loop.py",
+        "test_scheduler.py",
+    ),
+    m(
+        "engine/gathering.py",
+        "            prompts.sort(key=self.scheduler.rank)\n",
+        "            pass\n",
+        "test_loop.py",
+        "test_scheduler.py",
+    ),
+    m(
+        "engine/gathering.py",
+        "free = [each for each in self._free if each.status is running]",
+        "free = list(self._free)",
+        "test_loop.py",
+    ),
+    m(
+        "engine/reserving.py",
+        "        self.computed[slots] += committed\n",
+        "        pass\n",
+        "test_landing.py",
+    ),
+    m(
         "engine/landing.py",
-        "before + count - (index < chunks)",
-        "before + count",
+        "    computed[: len(batch.chunks)] -= 1\n",
+        "",
         "test_loop.py",
         "test_exactness.py",
     ),

@@ -73,8 +73,8 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "_drafting(None, offered, 0, 0, names[offerer])",
-        "_drafting(None, offered, 0, 0, names[0])",
+        "names[offerer] if offered else None",
+        "names[0] if offered else None",
         "test_landing.py::test_a_draft_is_its_proposer_s_and_the_rest_the_target_s",
     ),
     m(

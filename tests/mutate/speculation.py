@@ -249,8 +249,8 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "    if after // size > before // size:\n",
-        "    if False:\n",
+        "        if after % size < more:\n",
+        "        if False:\n",
         "test_landing.py",
         "test_kv.py",
     ),
@@ -396,8 +396,8 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "        if not count or request.status is not running:\n",
-        "        if not count:\n",
+        "np.flatnonzero(told * committed)",
+        "np.flatnonzero(told)",
         "test_landing.py",
     ),
     m(

@@ -8,7 +8,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from surefoot.kv.transaction import KVManager, Lease
 from surefoot.request import Request, SpeculationParams
 from surefoot.sampling.logprobs import width_for
 from surefoot.sampling.params import SamplingStages
@@ -46,7 +45,6 @@ class Group:
     """Requests, and what their rounds need on their account."""
 
     requests: tuple[Request, ...]
-    leases: tuple[Lease, ...]
     slots: np.ndarray
     """int64 [n]."""
     kind: SamplingStages
@@ -62,9 +60,7 @@ class Group:
     """Whether some have a grammar."""
 
 
-def group(
-    requests: Sequence[Request], kv: KVManager, names: Mapping[int, str], max_drafts: int
-) -> Group:
+def group(requests: Sequence[Request], names: Mapping[int, str], max_drafts: int) -> Group:
     """``names``: of the proposers that may offer, by index; ``max_drafts``: the engine's limit."""
     # By identity, as to compare them takes long.
     kinds = {id(each.wishes): each for each in requests}.values()
@@ -79,7 +75,6 @@ def group(
         scored = tuple(place for place, each in places if each.params.logprobs is not None)
     return Group(
         requests=tuple(requests),
-        leases=tuple([kv.leases[request.request_id] for request in requests]),
         slots=slots_of(requests),
         kind=SamplingStages.together(each.wishes.stages for each in kinds),
         proposers=tuple(
@@ -97,7 +92,6 @@ def join(first: Group, second: Group) -> Group:
     widths = [each for each in (first.logprobs, second.logprobs) if each is not None]
     return Group(
         requests=first.requests + second.requests,
-        leases=first.leases + second.leases,
         slots=np.concatenate((first.slots, second.slots)),
         kind=SamplingStages.together((first.kind, second.kind)),
         proposers=tuple(sorted({*first.proposers, *second.proposers})),

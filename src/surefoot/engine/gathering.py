@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from surefoot.engine.batch import Batch, Group, Wishes, group, join
 from surefoot.engine.chunks import ChunkLimits
 from surefoot.engine.scheduler import Scheduler
-from surefoot.kv.transaction import KVManager
-from surefoot.request import Request
+from surefoot.request import Request, Status
 
 SCORED_ROWS = 1.0
 """What a prompt's row takes longer if its logprobs are wanted, in rows: the head is computed for
@@ -26,7 +25,6 @@ class Gathering:
     def __init__(
         self,
         scheduler: Scheduler,
-        kv: KVManager,
         names: Mapping[int, str],
         max_drafts: int,
         most_rows: int,
@@ -37,7 +35,6 @@ class Gathering:
         a request, ``most_rows``: known rows of a round. ``limits`` of prompts' rows beside requests
         that decode. ``admit`` is told who was let in."""
         self.scheduler = scheduler
-        self.kv = kv
         self.names = names
         self.max_drafts = max_drafts
         self.most_rows = most_rows
@@ -110,26 +107,30 @@ class Gathering:
         if fresh := self.scheduler.admit(left):
             Wishes.note(fresh)
             self.admit(fresh)
-            self._sort()
+            self._sort(fresh)
 
-    def _sort(self) -> None:
-        """Who is where, if that has changed."""
+    def _sort(self, fresh: Sequence[Request] = ()) -> None:
+        """Who is where, if that has changed, since ``fresh`` were let in."""
         if self._changes == self.scheduler.changes:
             return
+        running = Status.RUNNING
         # Whoever decodes goes on with it while it runs: hundreds need not be asked again.
-        known = set(self._free)
-        running = self.scheduler.running
-        others = [request for request in running if request not in known]
-        self._prompts = [request for request in others if request.in_prompt]
-        decoding = [request for request in others if not request.in_prompt]
-        self._synchronous = [request for request in decoding if request.grammar is not None]
-        known.update(request for request in decoding if request.grammar is None)
-        self._free = [request for request in running if request in known]
+        free = [each for each in self._free if each.status is running]
+        others = [
+            each for each in (*self._synchronous, *self._prompts, *fresh) if each.status is running
+        ]
+        prompts = [each for each in others if each.in_prompt]
+        decoding = [each for each in others if not each.in_prompt]
+        if fresh:
+            prompts.sort(key=self.scheduler.rank)
+        self._prompts = prompts
+        self._synchronous = [each for each in decoding if each.grammar is not None]
+        self._free = free + [each for each in decoding if each.grammar is None]
         self._batch = None
         self._changes = self.scheduler.changes
 
     def _group(self, requests: Sequence[Request]) -> Group:
-        return group(requests, self.kv, self.names, self.max_drafts)
+        return group(requests, self.names, self.max_drafts)
 
     def _able(self, in_flight: Collection[Batch]) -> tuple[list[Request], list[Request]]:
         """Of those with a current token who can take part: the free ones, and others."""

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from surefoot.engine.stats import NO_DRAFTING, Drafting, Progress
 from surefoot.kv.transaction import KVManager
-from surefoot.request import Request, Status
 from surefoot.sampling.logprobs import unpack
 from surefoot.speculation.books import ReportColumns
 
@@ -44,72 +43,109 @@ class Landing:
 def read_report(
     report: Report,
     batch: Batch,
+    committed: np.ndarray,
     kv: KVManager,
     names: Sequence[str],
     columns: ReportColumns,
     longest: int,
     hosted: Mapping[int, tuple[int, int]],
 ) -> Landing:
-    """Enter a landed round's tokens: those of at most ``longest`` drafts for each request of
-    ``batch``, and one more. Requests that have ended are left alone. ``names`` are the
-    proposers'; ``hosted`` says by slot who had how many drafts on offer for this very round."""
-    requests, leases = batch.group.requests, batch.group.leases
+    """Enter a landed round's tokens: of those of at most ``longest`` drafts and one more, so many
+    as ``committed`` says for each request of ``batch`` (int [spans]; 0: also those that no longer
+    run). ``names`` are the proposers'; ``hosted`` says by slot who had how many drafts on offer for
+    this very round."""
+    requests = batch.group.requests
     rows = report.rows[: len(requests)]
-    scores: dict[int, torch.Tensor] = {}
-    if report.scores is not None:
-        scores.update(zip(batch.group.scored, report.scores, strict=False))
     # Hundreds of requests pass here every two milliseconds, and a device waits for nothing else:
     # lists are made of all of them at once, and no object for each that others can share.
-    landing, size, chunks = Landing(), kv.block_size, len(batch.chunks)
+    landing, size = Landing(), kv.block_size
+    progress = landing.progress
     first = columns.FIRST_TOKEN
     tokens = rows[:, first : first + 1 + longest].tolist()
-    counts, *others = rows[:, :first].T.tolist()
-    of_each = zip(counts, requests, leases, tokens, *others, strict=True)
-    running, progress = Status.RUNNING, landing.progress
-    for index, each in enumerate(of_each):
-        count, request, lease, row, accepted, end, verified, whose, offered, offerer = each
-        if not count or request.status is not running:
+    draftings = _note_drafts(landing, rows, batch, committed, names, columns)
+    if hosted:
+        _note_hosted(draftings, batch, committed, names, hosted)
+    landing.drafting = len(draftings) - draftings.count(NO_DRAFTING)
+    # Rows of a prompt's end are kept already.
+    computed = committed.copy()
+    computed[: len(batch.chunks)] -= 1
+    of_each = zip(
+        committed.tolist(), computed.tolist(), requests, tokens, draftings,
+        rows[:, columns.END].tolist(), strict=True,
+    )  # fmt: skip
+    for count, more, request, row, drafting, end in of_each:
+        if not count:
             continue
-        del row[count:]
-        drafting, stats = NO_DRAFTING, request.stats
-        if verified:
-            name, accepted = names[whose], min(accepted, count)
-            stats.count(name, offered, verified, accepted)
-            request.note_drafts(name, accepted)
-            drafting = _drafting(
-                name, offered, verified, accepted, names[offerer] if offered else None
-            )
-            landing.verified += verified
-            landing.accepted += accepted
-        else:
-            stats.rounds += 1
-            if offered:
-                stats.offered += offered
-                drafting = _drafting(None, offered, 0, 0, names[offerer])
+        if count <= longest:
+            del row[count:]
+        if drafting is NO_DRAFTING:
+            request.stats.rounds += 1
         request.output += row
-        before = request.computed
-        # Rows of a prompt's end are kept already.
-        request.computed = after = before + count - (index < chunks)
-        if after // size > before // size:
-            kv.keep(lease)
-        if hosted and (count_on_host := hosted.get(int(batch.group.slots[index]))):
-            drafting = _add_hosted(request, drafting, names, *count_on_host)
-        if scores and index in scores and request.params.logprobs is not None:
-            request.logprobs += unpack(scores[index], row, request.params.logprobs)
+        request.computed = after = request.computed + more
+        if after % size < more:
+            # A block is full.
+            kv.keep(kv.leases[request.request_id])
         item = Progress(request, row, drafting)
         progress.append(item)
-        landing.drafting += drafting is not NO_DRAFTING
         if end:
             landing.ended.append((item, end))
+    if report.scores is not None:
+        for place, scores in zip(batch.group.scored, report.scores, strict=False):
+            request, width = requests[place], requests[place].params.logprobs
+            if committed[place] and width is not None:
+                request.logprobs += unpack(scores, tokens[place], width)
     return landing
+
+
+def _note_drafts(
+    landing: Landing,
+    rows: np.ndarray,
+    batch: Batch,
+    committed: np.ndarray,
+    names: Sequence[str],
+    columns: ReportColumns,
+) -> list[Drafting]:
+    """Enter what became of the drafts, before the tokens are added. Returns it by request."""
+    requests, draftings = batch.group.requests, [NO_DRAFTING] * len(rows)
+    told = rows[:, columns.VERIFIED] | rows[:, columns.OFFERED]
+    places = np.flatnonzero(told * committed)
+    if not len(places):
+        return draftings
+    table = zip(places.tolist(), *rows[places, : columns.FIRST_TOKEN].T.tolist(), strict=True)
+    for place, count, accepted, _, verified, whose, offered, offerer in table:
+        request, offers = requests[place], names[offerer] if offered else None
+        if not verified:
+            request.stats.rounds += 1
+            request.stats.offered += offered
+            draftings[place] = _drafting(None, offered, 0, 0, offers)
+            continue
+        name, accepted = names[whose], min(accepted, count)
+        request.note_drafts(name, accepted)
+        request.stats.count(name, offered, verified, accepted)
+        landing.verified += verified
+        landing.accepted += accepted
+        draftings[place] = _drafting(name, offered, verified, accepted, offers)
+    return draftings
 
 
 _drafting = lru_cache(maxsize=4096)(Drafting)
 """One object for all that are equal: to make one takes longer than all else of a request."""
 
 
-def _add_hosted(
-    request: Request, drafting: Drafting, names: Sequence[str], host: int, count: int
-) -> Drafting:
-    request.stats.offered += count
-    return drafting._replace(hosted=count, host=names[host])
+def _note_hosted(
+    draftings: list[Drafting],
+    batch: Batch,
+    committed: np.ndarray,
+    names: Sequence[str],
+    hosted: Mapping[int, tuple[int, int]],
+) -> None:
+    """Add what the host had on offer, as ``read_report`` has it."""
+    for place, slot in enumerate(batch.group.slots.tolist()):
+        if committed[place] and slot in hosted:
+            host, count = hosted[slot]
+            request, drafting = batch.group.requests[place], draftings[place]
+            if drafting is NO_DRAFTING:
+                request.stats.count(None, count, 0, 0)
+            else:
+                request.stats.offered += count
+            draftings[place] = drafting._replace(hosted=count, host=names[host])

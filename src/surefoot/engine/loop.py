@@ -43,7 +43,6 @@ from surefoot.speculation.host_offers import HostOffers
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.round import Round
 from surefoot.speculation.size import Size
-from surefoot.speculation.state import slots_of
 
 
 @dataclass(eq=False)
@@ -59,6 +58,8 @@ class Flight:
     """By prompt chunk, how many prompt tokens' logprobs come back."""
     hosted: dict[int, tuple[int, int]]
     """By slot, who had how many drafts on offer for it on the host."""
+    left: np.ndarray
+    """How often the slots of its requests were left before, int64 [spans]."""
     report: Report
 
 
@@ -112,7 +113,7 @@ class Loop:
         self._grammars = GrammarMasks(round_.books.offers, self.controller, self._reported, hosts)
         self.names = (*self.controller.names, *hosts.names)
         self.gathering = Gathering(
-            scheduler, kv, self.controller.active, state.max_drafts, most_rows,
+            scheduler, self.controller.active, state.max_drafts, most_rows,
             limits, self._admit,
         )  # fmt: skip
         self._batch_set: Batch | None = None
@@ -224,7 +225,8 @@ class Loop:
         self.reservations.launched(batch, reach)
         if self.scheduler.upkeep is not None and (sampling := batch.sampling):
             self.scheduler.upkeep.launched(sampling, decision, batch.kind)
-        return Flight(batch, size, decision, situation, reach, scored, hosted, report)
+        left = self.scheduler.left[batch.group.slots]
+        return Flight(batch, size, decision, situation, reach, scored, hosted, left, report)
 
     def _write_masks(self, batch: Batch) -> dict[int, tuple[int, int]]:
         """Of those that sample. Returns by slot who offers how many drafts on the host."""
@@ -238,11 +240,9 @@ class Loop:
     def _count_chunks(self, batch: Batch) -> None:
         """Rows of prompts are final as soon as they are launched: whoever comes later finds them in
         the prefix cache, and reads them behind this round."""
-        for request, lease, rows in zip(
-            batch.group.requests, batch.group.leases, batch.chunks, strict=False
-        ):
+        for request, rows in zip(batch.group.requests, batch.chunks, strict=False):
             request.computed += rows
-            self.kv.keep(lease)
+            self.kv.keep(self.kv.leases[request.request_id])
             if not request.in_prompt:
                 # Its last row alone is a current token's: drafts may follow it.
                 self.gathering.forget()
@@ -274,18 +274,21 @@ class Loop:
         report.wait()
         self.clock.report_came()
         read_prompt_scores(report, batch, flight.scored)
+        columns, slots = self.round.books.columns, batch.group.slots
+        slots = np.where(self.scheduler.left[slots] == flight.left, slots, -1)
+        committed = np.where(slots >= 0, report.rows[: len(slots), columns.COUNT], 0)
         landing = read_report(
             report,
             batch,
+            committed,
             self.kv,
             self.names,
-            self.round.books.columns,
+            columns,
             self.state.max_drafts if flight.size.verifies else 0,
             flight.hosted,
         )
-        slots = slots_of(batch.group.requests)
         self._note_offers(flight, slots)
-        self.reservations.landed(batch, slots, flight.reach)
+        self.reservations.landed(batch, slots, flight.reach, committed)
         outcome = Landed(
             device_seconds=report.seconds(),
             host=host,

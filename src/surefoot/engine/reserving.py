@@ -122,17 +122,16 @@ class Reservations:
             self.computed[slots[:chunks]] += reach.rows[:chunks]
         self.reach[slots[chunks:]] += reach.rows[chunks:]
 
-    def landed(self, batch: Batch, slots: np.ndarray, reach: Reach) -> None:
-        """Its report was read, and the requests, which now have ``slots`` (as of ``slots_of``),
-        know what is final."""
+    def landed(self, batch: Batch, slots: np.ndarray, reach: Reach, committed: np.ndarray) -> None:
+        """Its report was read: the requests, which now have ``slots`` (int64 [spans]; below 0:
+        those that no longer run), got so many tokens each (int [spans])."""
         chunks = len(batch.chunks)
-        decoding, slots, rows = batch.group.requests[chunks:], slots[chunks:], reach.rows[chunks:]
-        computed = np.array([request.computed for request in decoding], dtype=np.int64)
+        slots, rows, committed = slots[chunks:], reach.rows[chunks:], committed[chunks:]
         running = slots >= 0
         if not running.all():
-            slots, rows, computed = slots[running], rows[running], computed[running]
+            slots, rows, committed = slots[running], rows[running], committed[running]
         self.reach[slots] -= rows
-        self.computed[slots] = computed
+        self.computed[slots] += committed
 
     def give_back(self, requests: Sequence[Request]) -> bool:
         """With nothing in flight: release what ``requests`` hold beyond what is final. False if

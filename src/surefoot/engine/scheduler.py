@@ -11,6 +11,8 @@ import itertools
 from collections import deque
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from surefoot.kv.transaction import KVManager
 from surefoot.request import FinishReason, Request, Status
 
@@ -29,6 +31,8 @@ class Scheduler:
         """Like ``waiting`` in order of priority, and within one of arrival."""
         self.changes = 0
         """How often ``running`` changed."""
+        self.left = np.zeros(max_num_seqs, dtype=np.int64)
+        """How often each slot was left."""
         self._entered: list[Request] = []
         """Running requests whose prompts may not have all their blocks."""
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -104,8 +108,8 @@ class Scheduler:
             running = self.running
             first = len(running) - len(admitted)
             # Mostly those that came last are let in last.
-            if first and self._rank(running[first - 1]) > self._rank(admitted[0]):
-                running.sort(key=self._rank)
+            if first and self.rank(running[first - 1]) > self.rank(admitted[0]):
+                running.sort(key=self.rank)
         return admitted
 
     @property
@@ -125,7 +129,7 @@ class Scheduler:
 
     def preempt(self) -> Request:
         """The last running request in order goes back to the queue and gives up its blocks."""
-        request = max(self.running, key=self._rank)
+        request = max(self.running, key=self.rank)
         self._leave(request)
         request.status = Status.WAITING
         request.preemptions += 1
@@ -147,24 +151,26 @@ class Scheduler:
             request.preemptions += request.status is Status.RUNNING
             request.status = Status.WAITING
             request.slot, request.computed = -1, 0
-        self.waiting = deque(sorted(self._arrivals, key=self._rank))
+        self.waiting = deque(sorted(self._arrivals, key=self.rank))
 
     def _leave(self, request: Request) -> None:
         self.changes += 1
         self.running.remove(request)
+        self.left[request.slot] += 1
         self._free_slots.append(request.slot)
         request.slot = -1
         self.kv.close(request.request_id)
 
     def _wait(self, request: Request) -> None:
         """Put a request in its place in the queue."""
-        rank, place = self._rank(request), len(self.waiting)
+        rank, place = self.rank(request), len(self.waiting)
         # Those that come to a queue mostly belong at its end.
-        while place and self._rank(self.waiting[place - 1]) > rank:
+        while place and self.rank(self.waiting[place - 1]) > rank:
             place -= 1
         self.waiting.insert(place, request)
 
-    def _rank(self, request: Request) -> tuple[int, int]:
+    def rank(self, request: Request) -> tuple[int, int]:
+        """Lower ones come first."""
         return request.priority, self._arrivals[request]
 
     def _missing_blocks(self, request: Request) -> int:
@@ -202,7 +208,7 @@ class Scheduler:
         assert all(request.status is Status.WAITING for request in self.waiting)
         assert {*self.running, *self.waiting} == set(self._arrivals)
         for queue in (list(self.waiting), self.running):
-            assert queue == sorted(queue, key=self._rank)
+            assert queue == sorted(queue, key=self.rank)
         for request in self.running:
             assert self.kv.leases[request.request_id].text is request
             assert 0 <= request.computed <= request.length

@@ -8,15 +8,19 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Hash of a full block given the hash of the block before it (``b""`` for the first), so that
     equal hashes mean equal token prefixes."""
-    digest = hashlib.blake2b(parent, digest_size=16)
-    digest.update(struct.pack(f"<{len(tokens)}I", *tokens))
-    return digest.digest()
+    return hashlib.blake2b(parent + _packer(len(tokens))(*tokens), digest_size=16).digest()
+
+
+@lru_cache
+def _packer(count: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<{count}I").pack
 
 
 class BlockPool:

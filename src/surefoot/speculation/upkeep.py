@@ -52,6 +52,11 @@ class Record:
     patience: int = _SHORTEST // 2
     """How many times as long a crowd would be without as with drafters."""
 
+    def __post_init__(self) -> None:
+        self.cases = Case(self, False), Case(self, True)
+        """One for all requests that it counts with drafters, and one for those without: hundreds
+        are counted in a round."""
+
     @property
     def weight(self) -> float:
         """What it takes to serve them, against a crowd."""
@@ -99,6 +104,14 @@ class Record:
             )
 
 
+@dataclass(eq=False)
+class Case:
+    """What a ``record`` counts a request as: one that drafters serve, or one without."""
+
+    record: Record
+    served: bool
+
+
 class Upkeep:
     """Lets requests in with drafters or without."""
 
@@ -109,8 +122,8 @@ class Upkeep:
         self._kind = GREEDY
         """Of the last round, with the requests that were let in since."""
         self._requests: Sequence[Request] = ()
-        self._shares: list[tuple[Record, bool, float]] = []
-        """Of the last round's requests: by record those with drafters, or those without."""
+        self._shares: list[tuple[Case, float]] = []
+        """Of the last round's requests."""
         self._tells = False
 
     def choose(self, request: Request, running: int, load: int) -> None:
@@ -129,7 +142,7 @@ class Upkeep:
         about = 2 ** round(math.log2(load))
         record = self.records.setdefault((about, self._kind), Record(about))
         serves = self._serves(record)
-        request.upkeep = record, serves
+        request.upkeep = record.cases[serves]
         if not serves:
             request.drafters, request.declined = frozenset(), request.drafters
 
@@ -165,12 +178,12 @@ class Upkeep:
         if expected.trial is None and not self.drafters.isdisjoint(decision.proposers):
             seconds = expected.seconds - expected.prompt_seconds
             gain = expected.tokens - seconds / plain
-        for record, served, share in self._shares:
+        for case, share in self._shares:
             known = gain if self._tells else None
-            record.passed(served, share, expected.seconds / plain, known)
+            case.record.passed(case.served, share, expected.seconds / plain, known)
 
     def _share(self, requests: Sequence[Request]) -> None:
         total = len(requests)
-        counts: Counter[tuple[Record, bool] | None] = Counter([each.upkeep for each in requests])
-        self._shares = [(*key, count / total) for key, count in counts.items() if key is not None]
-        self._tells = sum(share for _, served, share in self._shares if not served) <= _FEW
+        counts: Counter[Case | None] = Counter([each.upkeep for each in requests])
+        self._shares = [(case, count / total) for case, count in counts.items() if case is not None]
+        self._tells = sum(share for case, share in self._shares if not case.served) <= _FEW
