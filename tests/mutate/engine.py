@@ -329,8 +329,8 @@ MUTATIONS = (
     ),
     m(
         "engine/loop.py",
-        "np.where(slots >= 0, report.rows[: len(slots), columns.COUNT], 0)",
-        "report.rows[: len(slots), columns.COUNT]",
+        "            committed = np.where(slots >= 0, committed, 0)\n",
+        "",
         "test_loop.py",
         "test_scheduler.py",
     ),
@@ -362,8 +362,8 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "    computed[: len(batch.chunks)] -= 1\n",
-        "",
+        "*(count - 1 for count in counts[:chunks])",
+        "*counts[:chunks]",
         "test_loop.py",
         "test_exactness.py",
     ),

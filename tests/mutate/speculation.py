@@ -396,8 +396,8 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "np.flatnonzero(told * committed)",
-        "np.flatnonzero(told)",
+        "(told * committed).nonzero()",
+        "told.nonzero()",
         "test_landing.py",
     ),
     m(

@@ -66,13 +66,12 @@ def read_report(
     if hosted:
         _note_hosted(draftings, batch, committed, names, hosted)
     landing.drafting = len(draftings) - draftings.count(NO_DRAFTING)
-    # Rows of a prompt's end are kept already.
-    computed = committed.copy()
-    computed[: len(batch.chunks)] -= 1
-    of_each = zip(
-        committed.tolist(), computed.tolist(), requests, tokens, draftings,
-        rows[:, columns.END].tolist(), strict=True,
-    )  # fmt: skip
+    computed = counts = committed.tolist()
+    if chunks := len(batch.chunks):
+        # Rows of a prompt's end are kept already.
+        computed = [*(count - 1 for count in counts[:chunks]), *counts[chunks:]]
+    ends = rows[:, columns.END].tolist()
+    of_each = zip(counts, computed, requests, tokens, draftings, ends, strict=True)
     for count, more, request, row, drafting, end in of_each:
         if not count:
             continue
@@ -108,7 +107,7 @@ def _note_drafts(
     """Enter what became of the drafts, before the tokens are added. Returns it by request."""
     requests, draftings = batch.group.requests, [NO_DRAFTING] * len(rows)
     told = rows[:, columns.VERIFIED] | rows[:, columns.OFFERED]
-    places = np.flatnonzero(told * committed)
+    (places,) = (told * committed).nonzero()
     if not len(places):
         return draftings
     table = zip(places.tolist(), *rows[places, : columns.FIRST_TOKEN].T.tolist(), strict=True)

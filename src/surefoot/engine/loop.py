@@ -58,8 +58,10 @@ class Flight:
     """By prompt chunk, how many prompt tokens' logprobs come back."""
     hosted: dict[int, tuple[int, int]]
     """By slot, who had how many drafts on offer for it on the host."""
+    changes: int
+    """As of the scheduler, when it was launched."""
     left: np.ndarray
-    """How often the slots of its requests were left before, int64 [spans]."""
+    """How often the slots of its requests had been left, int64 [spans]."""
     report: Report
 
 
@@ -225,8 +227,10 @@ class Loop:
         self.reservations.launched(batch, reach)
         if self.scheduler.upkeep is not None and (sampling := batch.sampling):
             self.scheduler.upkeep.launched(sampling, decision, batch.kind)
-        left = self.scheduler.left[batch.group.slots]
-        return Flight(batch, size, decision, situation, reach, scored, hosted, left, report)
+        changes, left = self.scheduler.changes, self.scheduler.left[batch.group.slots]
+        return Flight(
+            batch, size, decision, situation, reach, scored, hosted, changes, left, report
+        )
 
     def _write_masks(self, batch: Batch) -> dict[int, tuple[int, int]]:
         """Of those that sample. Returns by slot who offers how many drafts on the host."""
@@ -275,8 +279,10 @@ class Loop:
         self.clock.report_came()
         read_prompt_scores(report, batch, flight.scored)
         columns, slots = self.round.books.columns, batch.group.slots
-        slots = np.where(self.scheduler.left[slots] == flight.left, slots, -1)
-        committed = np.where(slots >= 0, report.rows[: len(slots), columns.COUNT], 0)
+        committed = report.rows[: len(slots), columns.COUNT]
+        if self.scheduler.changes != flight.changes:
+            slots = np.where(self.scheduler.left[slots] == flight.left, slots, -1)
+            committed = np.where(slots >= 0, committed, 0)
         landing = read_report(
             report,
             batch,
