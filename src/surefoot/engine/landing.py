@@ -50,10 +50,10 @@ def read_report(
     longest: int,
     hosted: Mapping[int, tuple[int, int]],
 ) -> Landing:
-    """Enter a landed round's tokens: of those of at most ``longest`` drafts and one more, so many
-    as ``committed`` says for each request of ``batch`` (int [spans]; 0: also those that no longer
-    run). ``names`` are the proposers'; ``hosted`` says by slot who had how many drafts on offer for
-    this very round."""
+    """Enter a landed round's tokens. ``committed`` int [spans]: how many each request of ``batch``
+    got; 0 for those that no longer run. ``longest``: drafts of a request, at most, that the round
+    verified. ``names`` are the proposers'; ``hosted`` says by slot who had how many drafts on offer
+    for this very round."""
     requests = batch.group.requests
     rows = report.rows[: len(requests)]
     # Hundreds of requests pass here every two milliseconds, and a device waits for nothing else:
@@ -82,7 +82,7 @@ def read_report(
         request.output += row
         request.computed = after = request.computed + more
         if after % size < more:
-            # A block is full.
+            # A block ends among these tokens.
             kv.keep(kv.leases[request.request_id])
         item = Progress(request, row, drafting)
         progress.append(item)
