@@ -48,8 +48,13 @@ class SpeculationStats:
     verified_by_proposer: dict[str, int] = field(default_factory=dict)
 
     def count(self, name: str | None, offered: int, verified: int, accepted: int) -> None:
-        """Enter a round that committed tokens; ``name`` proposed the drafts, None for none."""
+        """Enter a round that committed tokens, and its drafts."""
         self.rounds += 1
+        self.count_drafts(name, offered, verified, accepted)
+
+    def count_drafts(self, name: str | None, offered: int, verified: int, accepted: int) -> None:
+        """Enter drafts of a round that is counted by itself; ``name`` proposed those that were
+        verified, None where there were none."""
         self.offered += offered
         if name is not None:
             self.verified += verified

@@ -328,6 +328,13 @@ MUTATIONS = (
         "test_landing.py",
     ),
     m(
+        "engine/landing.py",
+        "        request.stats.rounds += 1\n",
+        "",
+        "test_turns.py",
+        "test_forced.py",
+    ),
+    m(
         "engine/loop.py",
         "            committed = np.where(slots >= 0, committed, 0)\n",
         "",

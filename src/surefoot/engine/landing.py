@@ -77,8 +77,7 @@ def read_report(
             continue
         if count <= longest:
             del row[count:]
-        if drafting is NO_DRAFTING:
-            request.stats.rounds += 1
+        request.stats.rounds += 1
         request.output += row
         request.computed = after = request.computed + more
         if after % size < more:
@@ -114,13 +113,12 @@ def _note_drafts(
     for place, count, accepted, _, verified, whose, offered, offerer in table:
         request, offers = requests[place], names[offerer] if offered else None
         if not verified:
-            request.stats.rounds += 1
             request.stats.offered += offered
             draftings[place] = _drafting(None, offered, 0, 0, offers)
             continue
         name, accepted = names[whose], min(accepted, count)
         request.note_drafts(name, accepted)
-        request.stats.count(name, offered, verified, accepted)
+        request.stats.count_drafts(name, offered, verified, accepted)
         landing.verified += verified
         landing.accepted += accepted
         draftings[place] = _drafting(name, offered, verified, accepted, offers)
@@ -142,9 +140,5 @@ def _note_hosted(
     for place, slot in enumerate(batch.group.slots.tolist()):
         if committed[place] and slot in hosted:
             host, count = hosted[slot]
-            request, drafting = batch.group.requests[place], draftings[place]
-            if drafting is NO_DRAFTING:
-                request.stats.count(None, count, 0, 0)
-            else:
-                request.stats.offered += count
-            draftings[place] = drafting._replace(hosted=count, host=names[host])
+            batch.group.requests[place].stats.offered += count
+            draftings[place] = draftings[place]._replace(hosted=count, host=names[host])
