@@ -35,15 +35,17 @@ BLOCK = {8: (0.55, 0.007), 32: (0.9, 0.05), 128: (1.2, 0.25)}
 """Those of the drafter's blocks: what they take in any case, and for each draft."""
 
 
-def rounds_of(drafters: dict[int, int], whole: set[int]) -> PaddedRounds:
-    """Of an engine for 128 requests whose proposers draft so far."""
+def rounds_of(
+    drafters: dict[int, int], whole: set[int], requests: int = 128, weighed: bool = True
+) -> PaddedRounds:
+    """Of an engine for so many requests whose proposers draft so far."""
     state = SimpleNamespace(device=torch.device("cpu"), max_drafts=WIDTH)
     controller = SimpleNamespace(trees=(False,) * len(drafters))
     round_ = SimpleNamespace(
-        state=state, controller=controller, slots=range(128), drafters=drafters, whole=whole,
+        state=state, controller=controller, slots=range(requests), drafters=drafters, whole=whole,
         proposers=list(drafters),
     )  # fmt: skip
-    return PaddedRounds(cast(Any, round_), 2048)
+    return PaddedRounds(cast(Any, round_), 2048, weighed)
 
 
 def seconds(requests: int, rows: int, action: Action) -> float:
@@ -60,6 +62,19 @@ def test_a_few_depths_of_blocks_are_recorded_where_there_are_many_rows() -> None
     assert steps.depths(4) == steps.depths(32) == [1, 2, 3, 4, 8, 15]
     assert 192 not in steps.rows(32)
     assert rounds_of({0: 15, 1: 4}, {0}).depths(32) == [1, 2, 3, 4, 8, 15]
+
+
+def test_beside_prompts_a_crowd_s_drafters_make_few_drafts() -> None:
+    blocks = rounds_of({0: 7}, {0}, 512)
+    assert blocks.prompt_spans == [16, 64, 160, 512]
+    assert [blocks.prompt_depth(spans) for spans in blocks.prompt_spans] == [7, 7, 5, 2]
+    steps = rounds_of({0: 15, 1: 5}, {0}, 512)
+    assert [steps.prompt_depth(spans) for spans in (16, 64, 160, 512, 2048)] == [15, 15, 4, 2, 1]
+
+
+def test_where_drafts_need_not_pay_all_are_made_beside_prompts() -> None:
+    rounds = rounds_of({0: 15}, {0}, 512, weighed=False)
+    assert [rounds.prompt_depth(spans) for spans in rounds.prompt_spans] == [15] * 4
 
 
 def best_of(requests: int) -> float:

@@ -60,7 +60,7 @@ def engines() -> Iterator[dict[str, Engine]]:
         patch.setattr(cuda_graphs, "RECORDING_SHARE", 1e9)
         made = {kind: engine_of(kind != "called") for kind in KINDS}
         engine = made["recorded"]
-        rounds = RecordedRounds(engine.round, engine.config.max_num_batched_tokens)
+        rounds = RecordedRounds(engine.round, engine.config.max_num_batched_tokens, True)
         engine.rounds = engine.loop.rounds = rounds
         yield made
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from surefoot.engine import rounds as engine_rounds
 from surefoot.engine import timing
 from surefoot.engine.cuda_graphs import RecordedRounds, Recording
 from surefoot.engine.measuring import measure_recorded
@@ -48,7 +49,7 @@ def rounds() -> Iterator[Clocked]:
         patch.setattr(torch.cuda, "Stream", lambda device: None)
         patch.setattr(timing, "CONTEXTS", (32, 96))
         engine = padded_engine(("eagle3", "ngram"), CHAIN, "fixed", max_num_seqs=4)
-        yield Clocked(engine.round, 64)
+        yield Clocked(engine.round, 64, True)
 
 
 def test_every_size_is_recorded_and_those_with_penalties_wait(rounds: Clocked) -> None:
@@ -69,7 +70,7 @@ def test_every_size_is_recorded_and_those_with_penalties_wait(rounds: Clocked) -
 
 def test_an_engine_for_one_request_and_one_row_at_a_time_is_measured(rounds: Clocked) -> None:
     """The smallest round is of one row, which was entered twice."""
-    one = Clocked(padded_engine((), {}, "fixed", max_num_seqs=1).round, 1)
+    one = Clocked(padded_engine((), {}, "fixed", max_num_seqs=1).round, 1, True)
     costs = measure_recorded(one, 400)[GREEDY]
     [seconds] = costs.table(1, 1, NOTHING, 0, 32.0)[1]
     assert one.prompt_rows == [1] and seconds > 0
@@ -123,14 +124,15 @@ def test_rounds_with_prompts_cost_what_they_are_padded_to() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         patch.setattr(torch.cuda, "Stream", lambda device: None)
+        patch.setattr(engine_rounds, "PROMPT_DRAFTED", 100)
         engine = padded_engine(("eagle3", "ngram"), CHAIN, "fixed", max_num_seqs=80)
-        rounds = Padded(engine.round, 4096)
-        assert rounds.prompt_spans == [16, 64, 80]
+        rounds = Padded(engine.round, 4096, True)
+        steps = {spans: rounds.prompt_depth(spans) for spans in rounds.prompt_spans}
+        assert steps == {16: 3, 64: 1, 80: 1}
         costs = measure_recorded(rounds, 400)[GREEDY]
-    actions = (NOTHING, (EVERYTHING, 3), ((1,), 0))
 
     def check(requests: int, spans: int, rows: int) -> None:
-        for action in actions:
+        for action in (NOTHING, (EVERYTHING, steps[spans]), ((1,), 0)):
             _, [found] = costs.table(requests, 200 - requests, action, 0, 128)
             size = Size(spans, rows, spans, GREEDY, *action)
             assert found == pytest.approx(padded_seconds(size), rel=0.03)
@@ -142,7 +144,7 @@ def test_rounds_with_prompts_cost_what_they_are_padded_to() -> None:
     for requests, spans in ((1, 16), (16, 16), (17, 64), (80, 80)):
         check(requests, spans, 200)
     for _ in range(100):
-        for action in actions:
+        for action in (NOTHING, (EVERYTHING, 1), ((1,), 0)):
             costs.observe(
                 80, 120, action, 0, 128, 5 * padded_seconds(Size(80, 200, 80, GREEDY, *action))
             )
@@ -161,7 +163,7 @@ def test_where_no_round_has_room_for_prompts_beside_all_requests() -> None:
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         patch.setattr(torch.cuda, "Stream", lambda device: None)
         engine = padded_engine((), {}, "fixed", max_num_seqs=80)
-        rounds = Padded(engine.round, 0)
+        rounds = Padded(engine.round, 0, True)
         assert rounds.prompt_rows[-1] <= rounds.prompt_spans[-1]
         costs = measure_recorded(rounds, 400)[GREEDY]
     _, [found] = costs.table(80, 1, NOTHING, 0, 128)

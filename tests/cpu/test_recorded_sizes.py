@@ -11,6 +11,7 @@ import pytest
 
 from eagle3_engines import folder, target
 from harness import Job, make_engine, run_jobs
+from surefoot.engine import rounds as engine_rounds
 from surefoot.engine.batch import Batch
 from surefoot.engine.cuda_graphs import RecordedRounds
 from surefoot.engine.engine import Engine
@@ -50,7 +51,7 @@ def recorded_sizes(rounds: RecordedRounds) -> set[Size]:
         for action in actions_of(rounds, spans):
             found.update(decoding_sizes(rounds, spans, GREEDY, action))
     for spans in rounds.prompt_spans:
-        for action in prompt_actions(rounds):
+        for action in prompt_actions(rounds, spans):
             found.update(prompt_sizes(rounds, spans, GREEDY, action))
     return found
 
@@ -72,7 +73,8 @@ def made_up_planner(rounds: RecordedRounds, sizes: set[Size]) -> Planner:
         for index in range(len(rounds.round.proposers))
     }
     prompts = ExactCosts([1, 64, 4096], [2e-3, 3.3e-3, 8.4e-2], proposing)
-    costs = RecordedCosts(times, {4: prompts}, prompt_actions(rounds))
+    actions = {spans: prompt_actions(rounds, spans) for spans in rounds.prompt_spans}
+    costs = RecordedCosts(times, dict.fromkeys(actions, prompts), actions)
     rounds.costs = {GREEDY: costs}
     return Planner(costs, HostCosts(), rounds.width, tuple(rounds.round.drafters))
 
@@ -94,8 +96,9 @@ def arrivals(method: str, count: int) -> list[Job]:
     ids=["ngram", "chain", "both", "tree"],
 )
 def test_no_round_is_of_a_size_that_was_not_recorded(
-    proposers: tuple[str, ...], own: dict[str, Any], policy: str
+    proposers: tuple[str, ...], own: dict[str, Any], policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(engine_rounds, "PROMPT_DRAFTED", 40)
     engine = padded_engine(proposers, own, policy)
     assert isinstance(engine.rounds, PaddedRounds)
     # What is asked of them here, padded rounds have as well.

@@ -256,13 +256,15 @@ def test_the_size_that_is_launched_holds_what_was_decided() -> None:
 
 def test_prompts_take_rows_of_their_own() -> None:
     size = RecordedSize(4, 100, 100, DRAFT)
-    costs = RecordedCosts({size: [(128, 5e-3)]}, {4: exact()}, (NOTHING, ((0, 1), 3)))
+    actions = {4: (NOTHING, ((0, 1), 3)), 9: (NOTHING, ((0, 1), 2))}
+    costs = RecordedCosts({size: [(128, 5e-3)]}, {4: exact(), 9: exact()}, actions)
     _, seconds = costs.table(3, 61, NOTHING, 0, 128.0)
     assert seconds[0] == pytest.approx(true_seconds(64), rel=0.01)
     costs.observe(3, 61, NOTHING, 0, 128.0, 1.0)
     assert costs.table(3, 0, DRAFT, 97, 128.0)[1][-1] == pytest.approx(5e-3)
     assert costs.with_prompts(3, NOTHING) == NOTHING
     assert costs.with_prompts(3, ((1,), 2)) == ((0, 1), 3)
+    assert costs.with_prompts(5, ((1,), 3)) == costs.with_prompts(12, ((1,), 3)) == ((0, 1), 2)
 
 
 def test_rounds_with_prompts_leave_the_times_of_others_alone() -> None:

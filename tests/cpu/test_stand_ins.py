@@ -93,7 +93,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         tiny_decoder(), True, proposers=("ngram",), max_num_seqs=6, kv_blocks=300,
         max_draft_tokens=4, draft_policy="fixed",
     )  # fmt: skip
-    rounds = RecordedRounds(engine.round, engine.config.max_num_batched_tokens)
+    rounds = RecordedRounds(engine.round, engine.config.max_num_batched_tokens, True)
     engine.rounds = engine.loop.rounds = rounds
     return engine
 

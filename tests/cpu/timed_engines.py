@@ -149,7 +149,7 @@ class TimedEngine:
             for size in sizes
         }
         exact = {spans: self._exact(wrong) for spans in rounds.prompt_spans}
-        costs = RecordedCosts(times, exact, [NOTHING, LOOK])
+        costs = RecordedCosts(times, exact, dict.fromkeys(exact, (NOTHING, LOOK)))
         rounds.costs = dict.fromkeys((GREEDY, DRAWN, ADJUSTED), costs)
         return costs
 

@@ -176,6 +176,36 @@ MUTATIONS = (
         "test_measuring.py",
     ),
     m(
+        "engine/rounds.py",
+        "few = [depth for depth in depths if depth * spans <= PROMPT_DRAFTED]",
+        "few = depths",
+        "test_block_depths.py",
+    ),
+    m(
+        "engine/rounds.py",
+        "        if not self.weighed:\n",
+        "        if False:\n",
+        "test_block_depths.py",
+    ),
+    m(
+        "engine/rounds.py",
+        "steps = self.prompt_depth(spans)",
+        "steps = self.longest",
+        "test_recorded_sizes.py",
+    ),
+    m(
+        "speculation/recorded_costs.py",
+        "there = self._prompt_actions[self._padded_to(requests)]",
+        "there = self._prompt_actions[max(self._prompt_actions)]",
+        "test_round_costs.py",
+    ),
+    m(
+        "engine/measuring.py",
+        "max(1, min(longest, everything[1]))",
+        "max(1, longest)",
+        "test_measuring.py",
+    ),
+    m(
         "engine/measuring.py",
         "known = {1: next(iter(curve.values()))} | curve",
         "known = {1: 1e-3} | curve",

@@ -59,8 +59,8 @@ class Recording(NamedTuple):
 class RecordedRounds(PaddedRounds):
     """Records each size on first use, in one memory pool."""
 
-    def __init__(self, round_: Round, most_rows: int) -> None:
-        super().__init__(round_, most_rows)
+    def __init__(self, round_: Round, most_rows: int, weighed: bool) -> None:
+        super().__init__(round_, most_rows, weighed)
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)
         self.graphs: dict[Size, Recording] = {}

@@ -51,13 +51,14 @@ def decoding_sizes(
     return [replace(base, rows=each, samples=each, verifies=each > spans) for each in rows]
 
 
-def prompt_actions(rounds: RecordedRounds) -> list[Action]:
-    """What rounds with prompts propose with, of ``actions_of``: all drafters or none, and these as
-    far as they can."""
+def prompt_actions(rounds: RecordedRounds, spans: int) -> list[Action]:
+    """What rounds with prompts, of so many spans, propose with, of ``actions_of``: all drafters or
+    none, and these to one depth."""
     round_ = rounds.round
     everything = tuple(range(len(round_.proposers)))
     lookups = tuple(index for index in everything if index not in round_.drafters)
-    chosen = {(): 0, lookups: 0, everything: rounds.longest}
+    steps = rounds.prompt_depth(spans) if round_.drafters else 0
+    chosen = {(): 0, lookups: 0, everything: steps}
     return list(chosen.items())
 
 
@@ -86,7 +87,7 @@ def usual_sizes(rounds: RecordedRounds, kind: SamplingStages) -> list[Size]:
     prompts = (
         prompt_sizes(rounds, spans, kind, action)
         for spans in rounds.prompt_spans
-        for action in prompt_actions(rounds)
+        for action in prompt_actions(rounds, spans)
     )
     return [size for sizes in (*decoding, *prompts) for size in sizes]
 
@@ -105,7 +106,7 @@ def measure_recorded(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages
     for spans in rounds.spans:
         _time_decoding(rounds, blocks, spans, times)
     prompts = _time_prompts(rounds, blocks, times)
-    proposing = prompt_actions(rounds)
+    proposing = {spans: prompt_actions(rounds, spans) for spans in rounds.prompt_spans}
     exact = {spans: ExactCosts(*each) for spans, each in prompts.items()}
     costs = {GREEDY: RecordedCosts(times, exact, proposing)}
     for kind, cost in _time_sampling(rounds, blocks).items():
@@ -163,7 +164,7 @@ def _time_prompts(
     curves: dict[int, dict[int, float]] = {}
     with made_up_requests(rounds.round, blocks, 128) as set_batch:
         for spans in reversed(rounds.prompt_spans):
-            for action in prompt_actions(rounds):
+            for action in prompt_actions(rounds, spans):
                 for size in prompt_sizes(rounds, spans, GREEDY, action):
                     rounds.graph(size)
             plain = prompt_sizes(rounds, spans, GREEDY, NOTHING)
@@ -191,16 +192,17 @@ def _proposing(
     """What proposing adds to rounds of so many spans, by ``times`` of rounds without prompts."""
     round_ = rounds.round
     lookups = tuple(i for i in range(len(round_.proposers)) if i not in round_.drafters)
+    everything = prompt_actions(rounds, spans)[-1]
 
     def seconds(action: Action) -> float:
         return times[RecordedSize(spans, spans, spans, action)][0][1]
 
-    nobody, everybody = seconds(NOTHING), seconds(actions_of(rounds, spans)[-1])
+    nobody, everybody = seconds(NOTHING), seconds(everything)
     looking = seconds((lookups, 0)) - nobody if lookups else 0.0
     drafting = everybody - nobody - looking
     found = {index: Proposing(max(looking / len(lookups), 1e-6)) for index in lookups}
     for index, longest in round_.drafters.items():
-        step = drafting / len(round_.drafters) / max(1, longest)
+        step = drafting / len(round_.drafters) / max(1, min(longest, everything[1]))
         found[index] = Proposing(max(step, 1e-6), longest=longest)
     return found
 

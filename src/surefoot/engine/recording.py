@@ -35,8 +35,9 @@ def prepare_rounds(
     ``ahead``: in few sizes, recorded on a GPU."""
     width = round_.state.max_drafts
     blocks, most = kv.pool.num_blocks, config.max_num_batched_tokens
-    rounds = _padded(round_, most) if ahead else Rounds(round_)
-    if config.draft_policy == "fixed":
+    fixed = config.draft_policy == "fixed"
+    rounds = _padded(round_, most, not fixed) if ahead else Rounds(round_)
+    if fixed:
         return rounds, FixedPlanner(width, exact=not ahead), ChunkLimits()
     rows_per_key = 0.0
     if isinstance(rounds, PaddedRounds):
@@ -51,12 +52,12 @@ def prepare_rounds(
     return rounds, planner, TimedLimits(lambda: planner.costs, rounds.recorded, most, rows_per_key)
 
 
-def _padded(round_: Round, most: int) -> PaddedRounds:
+def _padded(round_: Round, most: int, weighed: bool) -> PaddedRounds:
     if round_.state.device.type != "cuda":
-        return PaddedRounds(round_, most)
+        return PaddedRounds(round_, most, weighed)
     from surefoot.engine.cuda_graphs import RecordedRounds
 
-    rounds = RecordedRounds(round_, most)
+    rounds = RecordedRounds(round_, most, weighed)
     decoder = round_.decoder
     decoder.backend.prepare(decoder.layers, rounds.prompt_rows)
     return rounds

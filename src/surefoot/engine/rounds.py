@@ -28,6 +28,9 @@ PROMPT_SPANS = (16, 64, 160)
 crowd of 128 and who joins it: of SmolLM2, padding it to 512 requests takes half as long again."""
 PROMPT_DRAFTS = 8
 """Drafts of a request, on average, that rounds with prompts have room for."""
+PROMPT_DRAFTED = 1024
+"""Drafts that drafters make beside prompts, at most, unless they can make no fewer: a crowd
+verifies one or two of each request's, and the others take as long to make."""
 FEW_SCORED = 4
 """Requests with logprobs that recorded rounds have room for, unless there are more."""
 
@@ -140,9 +143,11 @@ class PaddedRounds(Rounds):
 
     recorded = True
 
-    def __init__(self, round_: Round, most_rows: int) -> None:
-        """``most_rows``: known rows of a round."""
+    def __init__(self, round_: Round, most_rows: int, weighed: bool) -> None:
+        """``most_rows``: known rows of a round. ``weighed``: drafts have to pay, and beside prompts
+        a crowd's drafters make as many as usually do; else all that they can."""
         super().__init__(round_)
+        self.weighed = weighed
         self.spans = span_counts(len(round_.slots))
         self.prompt_spans = sorted({min(n, self.spans[-1]) for n in (*PROMPT_SPANS, 1 << 30)})
         """Spans of rounds with prompts."""
@@ -201,7 +206,17 @@ class PaddedRounds(Rounds):
         if not any(index in self.round.drafters for index in decision.proposers):
             return replace(base, rows=rows, samples=samples)
         everything = tuple(range(len(self.round.proposers)))
-        return replace(base, rows=rows, samples=samples, proposers=everything, steps=self.longest)
+        steps = self.prompt_depth(spans)
+        return replace(base, rows=rows, samples=samples, proposers=everything, steps=steps)
+
+    def prompt_depth(self, spans: int) -> int:
+        """How far drafters draft in rounds of so many spans that hold prompts: these come in many
+        sizes, and for each of them there is one depth."""
+        depths = self.depths(spans)
+        if not self.weighed:
+            return depths[-1]
+        few = [depth for depth in depths if depth * spans <= PROMPT_DRAFTED]
+        return few[-1] if few else depths[0]
 
     def prompt_samples(self, spans: int, rows: int, verifies: bool) -> int:
         """Sampled rows of a round with prompts that has so many rows: without drafts, or with as

@@ -43,14 +43,19 @@ class RecordedCosts:
         self,
         times: Mapping[RecordedSize, Sequence[tuple[int, float]]],
         prompts: Mapping[int, ExactCosts] | None = None,
-        prompt_actions: Sequence[Action] = (NOTHING,),
+        prompt_actions: Mapping[int, Sequence[Action]] | None = None,
     ) -> None:
         """``times``: (tokens of every text, seconds), rising, one or more for every size of rounds
         without prompts. ``prompts``: of rounds with prompts, and of those that no size holds, by
-        the most requests that they have room for; they propose as one of ``prompt_actions`` has
-        it."""
+        the most requests that they have room for; they propose as one of ``prompt_actions`` for as
+        many has it, or not at all."""
         self.prompts = dict(sorted((prompts or {}).items()))
-        self._prompt_actions = sorted(prompt_actions, key=lambda action: (len(action[0]), action))
+        self._prompt_actions = {
+            spans: sorted(actions, key=lambda action: (len(action[0]), action))
+            for spans, actions in (
+                prompt_actions or dict.fromkeys(self.prompts, (NOTHING,))
+            ).items()
+        }
         self.sizes = sorted(times, key=lambda size: (size.spans, size.action, size.samples, size))
         self._places = {size: place for place, size in enumerate(self.sizes)}
         self._layouts = Layouts(self.sizes)
@@ -97,7 +102,8 @@ class RecordedCosts:
     def with_prompts(self, requests: int, action: Action) -> Action:
         """As ``RoundCosts`` has it: with the same proposers, or more if need be."""
         wanted = set(action[0])
-        return next(each for each in self._prompt_actions if wanted.issubset(each[0]))
+        there = self._prompt_actions[self._padded_to(requests)]
+        return next(each for each in there if wanted.issubset(each[0]))
 
     def with_drafts(self, requests: int, action: Action) -> Action:
         """As ``RoundCosts`` has it: with the same proposers, or more if need be."""
@@ -162,10 +168,14 @@ class RecordedCosts:
 
     def _exact(self, requests: int) -> ExactCosts:
         """What rounds with prompts cost that have room for so many requests, or for most."""
+        return self.prompts[self._padded_to(requests)]
+
+    def _padded_to(self, requests: int) -> int:
+        """For how many requests there is room in rounds with prompts of so many."""
         if not self.prompts:
             raise ValueError("no recorded round holds so many rows")
         fitting = (spans for spans in self.prompts if spans >= requests)
-        return self.prompts[next(fitting, max(self.prompts))]
+        return next(fitting, max(self.prompts))
 
     def _own_now(self, places: np.ndarray) -> np.ndarray:
         own = self._own[places]
