@@ -64,6 +64,18 @@ def test_a_few_depths_of_blocks_are_recorded_where_there_are_many_rows() -> None
     assert rounds_of({0: 15, 1: 4}, {0}).depths(32) == [1, 2, 3, 4, 8, 15]
 
 
+def test_of_a_crowd_s_first_drafts_any_part_is_verified() -> None:
+    rounds = cast(Any, rounds_of({0: 7}, {0}))
+
+    def rows(spans: int, steps: int) -> list[int]:
+        return [size.rows for size in decoding_sizes(rounds, spans, GREEDY, ((0,), steps))]
+
+    assert rows(32, 2) == [32, 40, 48, 64, 80, 96] and rows(32, 3) == [32, 128]
+    assert rows(16, 2) == [16, 48], "rows cost these little"
+    assert rows(128, 2) == [128, 160, 192, 256, 320, 384] and rows(128, 5) == [128, 768]
+    assert rows(128, 7) == rounds.rows(128)
+
+
 def test_beside_prompts_a_crowd_s_drafters_make_few_drafts() -> None:
     blocks = rounds_of({0: 7}, {0}, 512)
     assert blocks.prompt_spans == [16, 64, 160, 512]

@@ -176,6 +176,18 @@ MUTATIONS = (
         "test_measuring.py",
     ),
     m(
+        "engine/measuring.py",
+        "if steps <= SHALLOW and spans >= CROWD else (spans,)",
+        "if steps <= SHALLOW else (spans,)",
+        "test_block_depths.py",
+    ),
+    m(
+        "engine/measuring.py",
+        "if steps <= SHALLOW and spans >= CROWD else (spans,)",
+        "if spans >= CROWD else (spans,)",
+        "test_block_depths.py",
+    ),
+    m(
         "engine/rounds.py",
         "few = [depth for depth in depths if depth * spans <= PROMPT_DRAFTED]",
         "few = depths",

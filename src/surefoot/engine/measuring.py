@@ -17,6 +17,10 @@ from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
 
 _TIMED_ROWS = 2048
 """Of rounds with prompts that are timed whatever their spans are padded to."""
+SHALLOW, CROWD = 2, 32
+"""Drafts of a request that are as good as more where not all are verified, and requests of whom
+that may be: 256 of the drafts of 512 texts are worth as much, whether two or seven were made of
+each (1.44 tokens a round, drawn at 0.8 1.34)."""
 Curve = list[tuple[int, float]]
 """(Tokens of every text, seconds), rising."""
 
@@ -40,14 +44,17 @@ def decoding_sizes(
 ) -> list[Size]:
     """Rounds of so many spans that propose so, by rows; the first verifies no drafts. With drafters
     at full depth or asleep, any number of rows; with another depth just as many as hold that for
-    every request; where nobody proposes, none for drafts, unless nobody ever does on the device."""
+    every request, and of a crowd's first drafts any part; where nobody proposes, none for drafts,
+    unless nobody ever does on the device."""
     base = Size(spans, spans, spans, kind, *action)
     proposers, steps = action
     if not proposers and rounds.round.proposers:
         return [base]
     rows = rounds.rows(spans)
     if 0 < steps < rounds.longest:
-        rows = [count for count in rows if count in (spans, spans * (1 + steps))]
+        most = spans * (1 + steps)
+        parts = range(spans, most) if steps <= SHALLOW and spans >= CROWD else (spans,)
+        rows = [count for count in rows if count in parts or count == most]
     return [replace(base, rows=each, samples=each, verifies=each > spans) for each in rows]
 
 
