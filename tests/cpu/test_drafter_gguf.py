@@ -30,17 +30,24 @@ from test_train_dflash import recipe_of as spark_of
 from train_harness import recipe_of, tiny_target
 
 
-def test_blocks_are_rounded_as_elsewhere() -> None:
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_blocks_are_rounded_as_elsewhere(kind: str) -> None:
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
-    matrix = torch.randn(7, 96, generator=torch.Generator().manual_seed(5))
+    matrix = torch.randn(70, 96, generator=torch.Generator().manual_seed(5))
     matrix[2, 32:64] = 0
-    found = QuantTensor.of(matrix)
-    assert np.array_equal(found.data.numpy(), quantize(matrix.numpy(), GGMLQuantizationType.Q8_0))
-    assert torch.equal(QuantTensor.of(found.dequantize()).data, found.data)
+    matrix[3, :32] = 0.25
+    found = QuantTensor.of(matrix, kind)
+    assert found.kind == kind
+    wanted = quantize(matrix.numpy(), GGMLQuantizationType[kind])
+    assert np.array_equal(found.data.numpy(), wanted)
+    if kind == "Q8_0":
+        assert torch.equal(QuantTensor.of(found.dequantize()).data, found.data)
     with pytest.raises(ValueError, match="not a multiple of 32"):
-        QuantTensor.of(matrix[:, :40])
+        QuantTensor.of(matrix[:, :40], kind)
+    with pytest.raises(ValueError, match="nothing is rounded to Q4_0"):
+        QuantTensor.of(matrix, "Q4_0")
 
 
 def test_dspark_is_written_as_by_its_converter(tmp_path: Path) -> None:
@@ -157,12 +164,48 @@ def test_the_command_writes_what_loads_and_drafts(
     torch.testing.assert_close(small.logits(hidden), whole.logits(hidden)[:, places])
     result = CliRunner().invoke(app, [*wanted, "--out", str(tmp_path / "other.bin")])
     assert result.exit_code != 0
+    result = CliRunner().invoke(app, [*wanted, "--out", str(path), "--bits", "5"])
+    assert result.exit_code != 0 and "use 8 or 4" in result.output
+    coarse, fine = tmp_path / "coarse.gguf", tmp_path / "fine.gguf"
+    for bits, name in (("4", coarse), ("8", fine)):
+        result = CliRunner().invoke(app, [*wanted, "--out", str(name), "--bits", bits])
+        assert result.exit_code == 0, result.output
+    assert coarse.stat().st_size < fine.stat().st_size
     with torch.no_grad():
         recipe.network.tensors()["lm_head.weight" if kind == "eagle3" else "fc.weight"][0] += 1
     recipe.export(tmp_path / "other")
     assert export_gguf(str(tmp_path / "other"), path, tiny_target()) == (kind == "dspark")
     if kind == "eagle3":
         assert "lm_head.weight" in open_eagle3(str(path)).tensors
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_layers_of_4_bits_are_those_of_8_but_for_rounding(kind: str, tmp_path: Path) -> None:
+    """Tables keep 8, and what has 4 already keeps its blocks."""
+    folder = GOLDEN / ("eagle3_chain" if kind == "eagle3" else "dspark") / "draft"
+    opened: Any = open_eagle3 if kind == "eagle3" else open_dflash
+    written: Any = write_eagle3 if kind == "eagle3" else write_dflash
+    checkpoint = opened(str(folder))
+    target = replace(checkpoint.config.layer, layers=30)
+    path, again = tmp_path / "own.gguf", tmp_path / "again.gguf"
+    written(path, checkpoint, target, False, bits=4)
+    found = opened(str(path))
+    kinds: dict[str, set[str]] = {}
+    for name, tensor in found.tensors.items():
+        if isinstance(tensor, QuantTensor):
+            kinds.setdefault(tensor.kind, set()).add(name)
+            expected = dense(checkpoint.tensors[name]).float()
+            steps = 15 if tensor.kind == "Q4_1" else 127
+            off = (dense(tensor) - expected).abs().max()
+            assert off <= 1.02 * expected.abs().max() / steps, name
+    assert all(name.startswith(("layers.", "fc.")) for name in kinds["Q4_1"])
+    assert {"fc.weight", "layers.0.mlp.down_proj.weight"} <= kinds["Q4_1"]
+    if kind == "dspark":
+        assert "embed_tokens.weight" in kinds["Q8_0"]
+        written(again, found, target, False)
+        assert torch.equal(
+            opened(str(again)).tensors["fc.weight"].data, found.tensors["fc.weight"].data
+        )
 
 
 def test_training_goes_on_from_8_bits_and_fewer_tokens(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from harness import needs_native, random_weights, tiny_config
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.cpu.backend import NativeBackend
 from surefoot.kernels.drafting import Drafting
+from surefoot.kernels.quant import BLOCK, QuantTensor, dense
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.proposer import DraftRequest, Drafts
 from surefoot.speculation.proposers.dflash import proposer
@@ -52,10 +53,15 @@ SLOTS = torch.tensor([2, 0])
 
 
 def bench_of(
-    kind: tuple[Flags, dict[str, Any]], folder: Path, threads: int = 1, most_rows: int = 256
+    kind: tuple[Flags, dict[str, Any]],
+    folder: Path,
+    threads: int = 1,
+    most_rows: int = 256,
+    blocks: str | None = None,
 ) -> Bench:
-    """Two requests' texts and keys, of different lengths."""
-    flags, changes = kind
+    """Two requests' texts and keys, of different lengths. ``blocks``: of the matrices whose rows
+    these fit."""
+    (flags, changes), packed = kind, list[str]()
     random_checkpoint(folder, flags)
     embedding = random_weights(tiny_config())["model.embed_tokens.weight"]
     backend = NativeBackend(torch.float32, threads=threads)
@@ -63,13 +69,20 @@ def bench_of(
 
     def changed(path: str) -> DFlashCheckpoint:
         checkpoint = open_aligned(path)
-        return replace(checkpoint, config=replace(checkpoint.config, **changes))
+        tensors = dict(checkpoint.tensors)
+        for name, tensor in checkpoint.tensors.items():
+            if blocks and len(tensor.shape) == 2 and tensor.shape[1] % BLOCK == 0:
+                tensors[name] = QuantTensor.of(dense(tensor), blocks)
+                packed.append(name)
+        config = replace(checkpoint.config, **changes)
+        return replace(checkpoint, config=config, tensors=tensors)
 
     with (
         patch.object(proposer, "MOST_LOGIT_ROWS", most_rows),
         patch.object(dflash_golden, "open_aligned", changed),
     ):
         bench = Bench(folder, backend, {"model.embed_tokens.weight": embedding})
+    assert bool(packed) == (blocks is not None)
     generator = torch.Generator().manual_seed(7)
     state = bench.state
     state.history.random_(3, 48, generator=generator)
@@ -93,10 +106,11 @@ def offers(drafter: DFlashProposer) -> tuple[Drafts, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("most_rows", [256, 3], ids=["whole", "in parts"])
-@pytest.mark.parametrize("name", AT_ONCE)
+@pytest.mark.parametrize("name", [*AT_ONCE, "Q8_0", "Q4_1"])
 def test_blocks_at_once(name: str, most_rows: int, threads: int, tmp_path: Path) -> None:
     """The same drafts and keys, to the bit; confidence but for the order of a sum."""
-    bench = bench_of(AT_ONCE[name], tmp_path, threads, most_rows)
+    kind, blocks = (AT_ONCE[name], None) if name in AT_ONCE else (AT_ONCE["DSpark"], name)
+    bench = bench_of(kind, tmp_path, threads, most_rows, blocks)
     drafter = bench.proposer
     at_once = drafter.at_once
     assert at_once is not None

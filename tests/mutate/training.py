@@ -10,6 +10,18 @@ DATA, RUN = "test_train_data.py", "test_train_run.py"
 
 MUTATIONS = (
     m(
+        "train/gguf.py",
+        "few = bits if name.startswith(_READ_WHOLE) else 8",
+        "few = bits",
+        "test_drafter_gguf.py",
+    ),
+    m(
+        "kernels/quant.py",
+        "* _inverse(scale) + 0.5).clamp(0, 15)",
+        "* _inverse(scale)).clamp(0, 15)",
+        "test_drafter_gguf.py",
+    ),
+    m(
         TRAIN + "eagle3/network.py",
         "batch.positions + step, self.rope",
         "batch.positions, self.rope",

@@ -173,6 +173,9 @@ def export(
             show_default=False,
         ),
     ] = None,
+    bits: Annotated[
+        int, typer.Option(help="Of the layers' weights: 8, or 4 for still fewer bytes.")
+    ] = 8,
 ) -> None:
     """Write a drafter as a GGUF file of 8-bit blocks: half the bytes, so sooner on a CPU.
 
@@ -183,12 +186,14 @@ def export(
 
     from surefoot.speculation.drafting.folders import errors_about
     from surefoot.train.corpus import Corpus
-    from surefoot.train.gguf import export_gguf
+    from surefoot.train.gguf import KINDS_BY_BITS, export_gguf
     from surefoot.train.target import load_target
     from surefoot.train.vocabulary import choose_vocabulary
 
     if out.suffix != ".gguf":
         raise SurefootError("out", f"{out} is not named *.gguf", "other names are not read as GGUF")
+    if bits not in KINDS_BY_BITS:
+        raise SurefootError("bits", f"there are no blocks of {bits}", "use 8 or 4")
     with progress_bars() as progress:
         target = load_target(EngineConfig.from_dict(engine), 1, progress)
     vocabulary, told = None, ""
@@ -201,7 +206,7 @@ def export(
         ids, share = choose_vocabulary(corpus, np.arange(len(corpus)), size, draft_vocab)
         vocabulary, told = torch.from_numpy(ids), f"; these tokens are {share:.1%} of the texts"
     with errors_about("drafter"):
-        shared = export_gguf(drafter, out, target, vocabulary)
+        shared = export_gguf(drafter, out, target, vocabulary, bits)
     head = "; the head is the target's" if shared else ""
     print(f"{out}: {out.stat().st_size} bytes{head}{told}")
 

@@ -61,20 +61,44 @@ class QuantTensor:
         return values.reshape(self.shape).to(dtype)
 
     @staticmethod
-    def of(matrix: torch.Tensor) -> QuantTensor:
-        """``matrix`` [out_features, in_features] rounded to Q8_0 as llama.cpp rounds it. What came
-        from Q8_0 blocks becomes the same blocks again. ValueError for rows that blocks do not
-        fit."""
+    def of(matrix: torch.Tensor, kind: str = "Q8_0") -> QuantTensor:
+        """``matrix`` [out_features, in_features] rounded to blocks of ``kind``, Q8_0 or Q4_1, as
+        llama.cpp rounds them. What came from Q8_0 blocks becomes the same Q8_0 blocks again.
+        ValueError for rows that blocks do not fit, and for other kinds."""
         outputs, inputs = matrix.shape
         if inputs % BLOCK:
             raise ValueError(f"rows of {inputs} weights, not a multiple of {BLOCK}")
         values = matrix.detach().float().view(outputs, inputs // BLOCK, BLOCK)
-        scale = values.abs().amax(-1, keepdim=True) / 127
-        # Halves away from zero, as C's roundf.
-        scaled = values * torch.where(scale == 0, 0.0, 1 / scale)
-        q = (scaled.abs() + 0.5).floor().copysign(scaled).to(torch.int8)
-        data = torch.cat((scale.half().view(torch.uint8), q.view(torch.uint8)), dim=-1)
-        return QuantTensor("Q8_0", data.view(outputs, -1).contiguous(), inputs)
+        if kind == "Q8_0":
+            fields = _rounded_to_8_bits(values)
+        elif kind == "Q4_1":
+            fields = _rounded_to_4_bits(values)
+        else:
+            raise ValueError(f"nothing is rounded to {kind}")
+        data = torch.cat([field.view(torch.uint8) for field in fields], dim=-1)
+        return QuantTensor(kind, data.view(outputs, -1).contiguous(), inputs)
+
+
+def _rounded_to_8_bits(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The fields of Q8_0 blocks: float32 [..., 32]."""
+    scale = values.abs().amax(-1, keepdim=True) / 127
+    # Halves away from zero, as C's roundf.
+    scaled = values * _inverse(scale)
+    q = (scaled.abs() + 0.5).floor().copysign(scaled).to(torch.int8)
+    return scale.half(), q
+
+
+def _rounded_to_4_bits(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The fields of Q4_1 blocks, which reach from the smallest weight to the largest."""
+    low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
+    scale = (high - low) / 15
+    q = ((values - low) * _inverse(scale) + 0.5).clamp(0, 15).to(torch.uint8)
+    half = BLOCK // 2
+    return scale.half(), low.half(), q[..., :half] | q[..., half:] << 4
+
+
+def _inverse(scale: torch.Tensor) -> torch.Tensor:
+    return torch.where(scale == 0, 0.0, 1 / scale)
 
 
 def dense(weight: torch.Tensor | QuantTensor) -> torch.Tensor:

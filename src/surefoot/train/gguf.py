@@ -1,6 +1,6 @@
-"""Drafters as GGUF files of 8-bit blocks, in llama.cpp's layouts.
+"""Drafters as GGUF files of 8-bit and 4-bit blocks, in llama.cpp's layouts.
 
-On a CPU reading the weights is most of what a draft costs, so a drafter in half the bytes drafts
+On a CPU reading the weights is most of what a draft costs, so a drafter in fewer bytes drafts
 sooner; and it can be shipped. Vectors stay float32, as llama.cpp keeps them. The tokenizer is not
 copied: it is the target's.
 """
@@ -17,7 +17,7 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Weight
-from surefoot.kernels.quant import BLOCK, QuantTensor, dense
+from surefoot.kernels.quant import BLOCK, BYTES_PER_BLOCK, QuantTensor, dense
 from surefoot.models.config import ModelConfig
 from surefoot.models.loading.gguf_file import BLOCK_NAMES
 from surefoot.speculation.drafting import gguf as layout
@@ -32,17 +32,25 @@ if TYPE_CHECKING:
 
 _VOCABULARY_ROWS = ("lm_head.weight", "markov_head.markov_w2.weight")
 """Tensors with a row for each token of the draft vocabulary."""
+_READ_WHOLE = "layers.", "fc."
+"""How the names of matrices begin that are read whole for each draft, and may be of 4 bits. Rows
+of tables are not, and few bits cost these more."""
+KINDS_BY_BITS = {8: "Q8_0", 4: "Q4_1"}
 _ROUNDING = 2**-7
 """Relative difference between numbers that are the same but for bfloat16."""
 
 
 def export_gguf(
-    drafter: str, path: Path, target: Target, vocabulary: torch.Tensor | None = None
+    drafter: str,
+    path: Path,
+    target: Target,
+    vocabulary: torch.Tensor | None = None,
+    bits: int = 8,
 ) -> bool:
     """Write the ``drafter`` (a folder or a name of the hub) to the file ``path``; a head that is
     made of the target's rows is left out. Whether one is. ``vocabulary`` int64 [n], ascending ids
-    of the target: draft these only. Raises SurefootError for what is no drafter of a kind that is
-    trained here, for this target."""
+    of the target: draft these only. ``bits`` as for ``write``. Raises SurefootError for what is no
+    drafter of a kind that is trained here, for this target."""
     folder = find_folder(drafter)
     for kind in KINDS.values():
         known, opened, written = kind.files()
@@ -56,7 +64,7 @@ def export_gguf(
             # Rows that are left out are taken from the target's embedding, if its head is that.
             kept = "lm_head.weight" in checkpoint.tensors and few
             own = (kept and not target.config.tied_embeddings) or own_head(checkpoint, target)
-            written(path, checkpoint, target.config, own)
+            written(path, checkpoint, target.config, own, bits)
             return not own
     raise SurefootError("drafter", f"{folder} holds no drafter of a kind that is written")
 
@@ -107,8 +115,10 @@ def write(
     checkpoint: DrafterCheckpoint[Any],
     names: Mapping[str, str],
     mask_token_id: int | None = None,
+    bits: int = 8,
 ) -> None:
-    """All of it or nothing."""
+    """All of it or nothing. ``bits``: of the weights of layers, and of what joins the target's
+    features; others have 8."""
     from gguf import GGUFWriter
 
     unfinished = path.with_suffix(".unfinished")
@@ -136,7 +146,8 @@ def write(
         writer.add_tensor(layout.IDS, checkpoint.target_ids.numpy())
     for name, weight in tensors.items():
         if name != "d2t":
-            _add(writer, names[name], weight)
+            few = bits if name.startswith(_READ_WHOLE) else 8
+            _add(writer, names[name], weight, KINDS_BY_BITS[few])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -144,7 +155,7 @@ def write(
     os.replace(unfinished, path)
 
 
-def _add(writer: GGUFWriter, name: str, weight: Weight) -> None:
+def _add(writer: GGUFWriter, name: str, weight: Weight, kind: str) -> None:
     from gguf import GGMLQuantizationType
 
     if len(weight.shape) < 2 or weight.shape[-1] % BLOCK:
@@ -153,6 +164,10 @@ def _add(writer: GGUFWriter, name: str, weight: Weight) -> None:
         values = values if len(values.shape) < 2 else values.half()
         writer.add_tensor(name, values.contiguous().numpy())
         return
-    blocks = weight if isinstance(weight, QuantTensor) else QuantTensor.of(weight)
-    kind = GGMLQuantizationType[blocks.kind]
-    writer.add_tensor(name, blocks.data.contiguous().numpy(), raw_dtype=kind)
+    coarse = (
+        isinstance(weight, QuantTensor) and BYTES_PER_BLOCK[weight.kind] <= BYTES_PER_BLOCK[kind]
+    )
+    blocks = weight if coarse else QuantTensor.of(dense(weight), kind)
+    assert isinstance(blocks, QuantTensor)
+    raw = GGMLQuantizationType[blocks.kind]
+    writer.add_tensor(name, blocks.data.contiguous().numpy(), raw_dtype=raw)

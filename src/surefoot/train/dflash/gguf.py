@@ -16,9 +16,14 @@ from surefoot.train.gguf import names_in, write
 
 
 def write_dflash(
-    path: Path, checkpoint: DrafterCheckpoint[DFlashConfig], target: ModelConfig, head: bool
+    path: Path,
+    checkpoint: DrafterCheckpoint[DFlashConfig],
+    target: ModelConfig,
+    head: bool,
+    bits: int = 8,
 ) -> None:
-    """DSpark or DFlash with full attention in both directions; ``head`` as for ``write_eagle3``."""
+    """DSpark or DFlash with full attention in both directions; ``head`` and ``bits`` as for
+    ``write_eagle3``."""
     config = checkpoint.config
     usual = all(not each.causal and not each.window for each in config.layers)
     scaled = config.embedding_scale != 1 or config.logit_scale != 1 or config.logit_cap
@@ -39,7 +44,7 @@ def write_dflash(
     taps = config.layers_of(target.layers)
     write(
         path, dflash.ARCHITECTURE, config.layer, keys, taps, tensors, checkpoint, names,
-        config.mask_token_id,
+        config.mask_token_id, bits,
     )  # fmt: skip
 
 

@@ -16,10 +16,14 @@ from surefoot.train.gguf import names_in, write
 
 
 def write_eagle3(
-    path: Path, checkpoint: DrafterCheckpoint[Eagle3Config], target: ModelConfig, head: bool
+    path: Path,
+    checkpoint: DrafterCheckpoint[Eagle3Config],
+    target: ModelConfig,
+    head: bool,
+    bits: int = 8,
 ) -> None:
-    """``head`` False: leave the head out, as it is the target's rows. Raises SurefootError for what
-    the layout cannot express."""
+    """``head`` False: leave the head out, as it is the target's rows. ``bits`` as for
+    ``train.gguf.write``. Raises SurefootError for what the layout cannot express."""
     config = checkpoint.config
     plain = config.norm_before_head and not config.norm_fed_back and config.logit_scale == 1
     if not plain or config.fc_norm or config.captured != 3 or config.layer.qk_norm:
@@ -37,7 +41,9 @@ def write_eagle3(
         name = f"layers.0.self_attn.{part}_proj.weight"
         tensors[name] = permute(dense(tensors[name]), heads)
     taps = config.layers_of(target.layers)
-    write(path, eagle3.ARCHITECTURE, config.layer, keys, taps, tensors, checkpoint, names)
+    write(
+        path, eagle3.ARCHITECTURE, config.layer, keys, taps, tensors, checkpoint, names, bits=bits
+    )
 
 
 FILES = is_eagle3, open_checkpoint, write_eagle3
