@@ -193,7 +193,7 @@ def export(
     if out.suffix != ".gguf":
         raise SurefootError("out", f"{out} is not named *.gguf", "other names are not read as GGUF")
     if bits not in KINDS_BY_BITS:
-        raise SurefootError("bits", f"there are no blocks of {bits}", "use 8 or 4")
+        raise SurefootError("bits", f"there are no blocks of {bits} bits", "use 8 or 4")
     with progress_bars() as progress:
         target = load_target(EngineConfig.from_dict(engine), 1, progress)
     vocabulary, told = None, ""

@@ -18,9 +18,9 @@ from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
 _TIMED_ROWS = 2048
 """Of rounds with prompts that are timed whatever their spans are padded to."""
 SHALLOW, CROWD = 2, 32
-"""Drafts of a request that are as good as more where not all are verified, and requests of whom
-that may be: 256 of the drafts of 512 texts are worth as much, whether two or seven were made of
-each (1.44 tokens a round, drawn at 0.8 1.34)."""
+"""Where so many requests (``CROWD``) decode, only the likeliest of their drafts are verified, and
+nearly all of these are the first or second (``SHALLOW``) of their request: the best 256 drafts of 512
+texts give 1.44 tokens a round, drawn at 0.8 1.34, whether two or seven were made for each."""
 Curve = list[tuple[int, float]]
 """(Tokens of every text, seconds), rising."""
 

@@ -29,8 +29,9 @@ crowd of 128 and who joins it: of SmolLM2, padding it to 512 requests takes half
 PROMPT_DRAFTS = 8
 """Drafts of a request, on average, that rounds with prompts have room for."""
 PROMPT_DRAFTED = 1024
-"""Drafts that drafters make beside prompts, at most, unless they can make no fewer: a crowd
-verifies one or two of each request's, and the others take as long to make."""
+"""Drafts that drafters make beside prompts, over all requests, at most (or as few for each request
+as there is a depth for): a crowd verifies one or two of each request's, and each takes as long to
+make."""
 FEW_SCORED = 4
 """Requests with logprobs that recorded rounds have room for, unless there are more."""
 
