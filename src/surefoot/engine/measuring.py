@@ -19,8 +19,8 @@ _TIMED_ROWS = 2048
 """Of rounds with prompts that are timed whatever their spans are padded to."""
 SHALLOW, CROWD = 2, 32
 """Where so many requests (``CROWD``) decode, only the likeliest of their drafts are verified, and
-nearly all of these are the first or second (``SHALLOW``) of their request: the best 256 drafts of 512
-texts give 1.44 tokens a round, drawn at 0.8 1.34, whether two or seven were made for each."""
+nearly all of these are the first or second (``SHALLOW``) of their request: the best 256 drafts of
+512 texts give 1.44 tokens a round, drawn at 0.8 1.34, whether two or seven were made for each."""
 Curve = list[tuple[int, float]]
 """(Tokens of every text, seconds), rising."""
 
