@@ -177,7 +177,7 @@ def export(
         int, typer.Option(help="Of the layers' weights: 8, or 4 for still fewer bytes.")
     ] = 8,
 ) -> None:
-    """Write a drafter as a GGUF file of 8-bit blocks: half the bytes, so sooner on a CPU.
+    """Write a drafter as a GGUF file of 8-bit or 4-bit blocks: fewer bytes, so sooner on a CPU.
 
     In llama.cpp's layout, without the tokenizer. A head that is the target's is left out.
     """

@@ -53,8 +53,8 @@ def decoding_sizes(
     rows = rounds.rows(spans)
     if 0 < steps < rounds.longest:
         most = spans * (1 + steps)
-        parts = range(spans, most) if steps <= SHALLOW and spans >= CROWD else (spans,)
-        rows = [count for count in rows if count in parts or count == most]
+        any_part = steps <= SHALLOW and spans >= CROWD
+        rows = [count for count in rows if count in (spans, most) or (any_part and count < most)]
     return [replace(base, rows=each, samples=each, verifies=each > spans) for each in rows]
 
 
@@ -64,8 +64,7 @@ def prompt_actions(rounds: RecordedRounds, spans: int) -> list[Action]:
     round_ = rounds.round
     everything = tuple(range(len(round_.proposers)))
     lookups = tuple(index for index in everything if index not in round_.drafters)
-    steps = rounds.prompt_depth(spans) if round_.drafters else 0
-    chosen = {(): 0, lookups: 0, everything: steps}
+    chosen = {(): 0, lookups: 0, everything: rounds.prompt_depth(spans)}
     return list(chosen.items())
 
 

@@ -216,8 +216,8 @@ class PaddedRounds(Rounds):
         depths = self.depths(spans)
         if not self.weighed:
             return depths[-1]
-        few = [depth for depth in depths if depth * spans <= PROMPT_DRAFTED]
-        return few[-1] if few else depths[0]
+        few = (depth for depth in depths if depth * spans <= PROMPT_DRAFTED)
+        return max(few, default=depths[0])
 
     def prompt_samples(self, spans: int, rows: int, verifies: bool) -> int:
         """Sampled rows of a round with prompts that has so many rows: without drafts, or with as

@@ -171,7 +171,7 @@ class RecordedCosts:
         return self.prompts[self._padded_to(requests)]
 
     def _padded_to(self, requests: int) -> int:
-        """For how many requests there is room in rounds with prompts of so many."""
+        """Rounds with prompts of so many requests have room for how many."""
         if not self.prompts:
             raise ValueError("no recorded round holds so many rows")
         fitting = (spans for spans in self.prompts if spans >= requests)

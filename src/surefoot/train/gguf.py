@@ -164,10 +164,8 @@ def _add(writer: GGUFWriter, name: str, weight: Weight, kind: str) -> None:
         values = values if len(values.shape) < 2 else values.half()
         writer.add_tensor(name, values.contiguous().numpy())
         return
-    coarse = (
-        isinstance(weight, QuantTensor) and BYTES_PER_BLOCK[weight.kind] <= BYTES_PER_BLOCK[kind]
-    )
-    blocks = weight if coarse else QuantTensor.of(dense(weight), kind)
-    assert isinstance(blocks, QuantTensor)
-    raw = GGMLQuantizationType[blocks.kind]
-    writer.add_tensor(name, blocks.data.contiguous().numpy(), raw_dtype=raw)
+    most = BYTES_PER_BLOCK[kind]
+    if not isinstance(weight, QuantTensor) or BYTES_PER_BLOCK[weight.kind] > most:
+        weight = QuantTensor.of(dense(weight), kind)
+    raw = GGMLQuantizationType[weight.kind]
+    writer.add_tensor(name, weight.data.contiguous().numpy(), raw_dtype=raw)
