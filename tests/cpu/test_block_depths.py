@@ -84,9 +84,17 @@ def test_beside_prompts_a_crowd_s_drafters_make_few_drafts() -> None:
     assert [steps.prompt_depth(spans) for spans in (16, 64, 160, 512, 2048)] == [15, 15, 4, 2, 1]
 
 
+def test_beside_prompts_a_crowd_has_few_drafts_verified() -> None:
+    rounds = rounds_of({0: 7}, {0}, 640)
+    assert rounds.prompt_spans == [16, 64, 160, 640]
+    assert [rounds.most_samples(n) for n in rounds.prompt_spans] == [144, 576, 160 + 512, 1280]
+    assert [rounds.prompt_samples(64, rows, True) for rows in (128, 600)] == [127, 576]
+
+
 def test_where_drafts_need_not_pay_all_are_made_beside_prompts() -> None:
     rounds = rounds_of({0: 15}, {0}, 512, weighed=False)
     assert [rounds.prompt_depth(spans) for spans in rounds.prompt_spans] == [15] * 4
+    assert [rounds.most_samples(spans) for spans in rounds.prompt_spans] == [144, 576, 1440, 4608]
 
 
 def best_of(requests: int) -> float:

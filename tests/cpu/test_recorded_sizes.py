@@ -27,7 +27,7 @@ from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import Decision
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.planner import Planner
-from surefoot.speculation.recorded_costs import RecordedCosts, RecordedSize
+from surefoot.speculation.recorded_costs import PromptRounds, RecordedCosts, RecordedSize
 from surefoot.speculation.scoring import PromptReads, PromptScores
 from surefoot.speculation.size import GREEDY, Size
 from test_eagle3_engine import crowd
@@ -73,8 +73,11 @@ def made_up_planner(rounds: RecordedRounds, sizes: set[Size]) -> Planner:
         for index in range(len(rounds.round.proposers))
     }
     prompts = ExactCosts([1, 64, 4096], [2e-3, 3.3e-3, 8.4e-2], proposing)
-    actions = {spans: prompt_actions(rounds, spans) for spans in rounds.prompt_spans}
-    costs = RecordedCosts(times, dict.fromkeys(actions, prompts), actions)
+    beside = {
+        spans: PromptRounds(prompts, prompt_actions(rounds, spans), rounds.most_samples(spans))
+        for spans in rounds.prompt_spans
+    }
+    costs = RecordedCosts(times, beside)
     rounds.costs = {GREEDY: costs}
     return Planner(costs, HostCosts(), rounds.width, tuple(rounds.round.drafters))
 
@@ -99,6 +102,7 @@ def test_no_round_is_of_a_size_that_was_not_recorded(
     proposers: tuple[str, ...], own: dict[str, Any], policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_rounds, "PROMPT_DRAFTED", 40)
+    monkeypatch.setattr(engine_rounds, "PROMPT_VERIFIED", 30)
     engine = padded_engine(proposers, own, policy)
     assert isinstance(engine.rounds, PaddedRounds)
     # What is asked of them here, padded rounds have as well.

@@ -16,7 +16,7 @@ from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action
 from surefoot.speculation.host_costs import HostCosts, HostSample
 from surefoot.speculation.measured_times import RecordedSize, at_context
-from surefoot.speculation.recorded_costs import RecordedCosts
+from surefoot.speculation.recorded_costs import PromptRounds, RecordedCosts
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 LOOK = ((0,), 0)
@@ -217,7 +217,7 @@ def sizes() -> list[RecordedSize]:
 
 
 def recorded(
-    wrong: dict[RecordedSize, float] | None = None, prompts: dict[int, ExactCosts] | None = None
+    wrong: dict[RecordedSize, float] | None = None, prompts: dict[int, PromptRounds] | None = None
 ) -> RecordedCosts:
     factor = wrong or {}
     return RecordedCosts(
@@ -238,11 +238,12 @@ def test_stairs_are_those_of_the_real_number_of_requests() -> None:
 
 
 def test_beside_prompts_there_are_drafts_where_somebody_proposes() -> None:
-    costs = recorded(
-        prompts={8: ExactCosts([1, 64], [1e-3, 2e-3], {0: Proposing(1e-4), 1: Proposing(1e-4)})}
-    )
+    exactly = ExactCosts([1, 64], [1e-3, 2e-3], {0: Proposing(1e-4), 1: Proposing(1e-4)})
+    costs = recorded(prompts={8: PromptRounds(exactly, samples=8)})
     assert costs.table(5, 30, LOOK, 2, 128.0)[0].tolist() == [0, 1, 2]
     assert costs.table(5, 30, NOTHING, 2, 128.0)[0].tolist() == [0]
+    assert costs.table(5, 30, LOOK, 9, 128.0)[0].tolist() == [0, 1, 2, 3], "rows that are sampled"
+    assert costs.table(9, 30, LOOK, 9, 128.0)[0].tolist() == [0]
 
 
 def test_the_size_that_is_launched_holds_what_was_decided() -> None:
@@ -256,8 +257,9 @@ def test_the_size_that_is_launched_holds_what_was_decided() -> None:
 
 def test_prompts_take_rows_of_their_own() -> None:
     size = RecordedSize(4, 100, 100, DRAFT)
-    actions = {4: (NOTHING, ((0, 1), 3)), 9: (NOTHING, ((0, 1), 2))}
-    costs = RecordedCosts({size: [(128, 5e-3)]}, {4: exact(), 9: exact()}, actions)
+    depths = {4: 3, 9: 2}
+    prompts = {n: PromptRounds(exact(), (((0, 1), depths[n]), NOTHING)) for n in depths}
+    costs = RecordedCosts({size: [(128, 5e-3)]}, prompts)
     _, seconds = costs.table(3, 61, NOTHING, 0, 128.0)
     assert seconds[0] == pytest.approx(true_seconds(64), rel=0.01)
     costs.observe(3, 61, NOTHING, 0, 128.0, 1.0)
@@ -270,7 +272,7 @@ def test_prompts_take_rows_of_their_own() -> None:
 def test_rounds_with_prompts_leave_the_times_of_others_alone() -> None:
     """Even where a recorded size would hold all their rows."""
     times = {size: [(128, size_seconds(size))] for size in sizes()}
-    costs, prompts = RecordedCosts(times, {16: exact()}), exact()
+    costs, prompts = RecordedCosts(times, {16: PromptRounds(exact())}), exact()
     _, before = costs.table(4, 0, DRAFT, 16, 128.0)
     for _ in range(50):
         costs.observe(4, 8, DRAFT, 4, 128.0, 1.0)

@@ -27,7 +27,7 @@ from surefoot.speculation.decisions import NOTHING, Action, Decision, Landed, Si
 from surefoot.speculation.host_costs import HostCosts, HostSample
 from surefoot.speculation.measured_times import RecordedSize
 from surefoot.speculation.planner import Planner
-from surefoot.speculation.recorded_costs import RecordedCosts
+from surefoot.speculation.recorded_costs import PromptRounds, RecordedCosts
 from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
 
 LOOK: Action = ((0,), 0)
@@ -148,8 +148,11 @@ class TimedEngine:
             size: [(128, self.kind.device(size.rows, size.action) * wrong(size.rows))]
             for size in sizes
         }
-        exact = {spans: self._exact(wrong) for spans in rounds.prompt_spans}
-        costs = RecordedCosts(times, exact, dict.fromkeys(exact, (NOTHING, LOOK)))
+        beside = {
+            spans: PromptRounds(self._exact(wrong), (NOTHING, LOOK), rounds.most_samples(spans))
+            for spans in rounds.prompt_spans
+        }
+        costs = RecordedCosts(times, beside)
         rounds.costs = dict.fromkeys((GREEDY, DRAWN, ADJUSTED), costs)
         return costs
 

@@ -171,7 +171,7 @@ MUTATIONS = (
     ),
     m(
         "speculation/recorded_costs.py",
-        "fitting = (spans for spans in self.prompts if spans >= requests)",
+        "fitting = (spans for spans in self._prompts if spans >= requests)",
         "fitting = iter(())",
         "test_measuring.py",
     ),
@@ -207,9 +207,27 @@ MUTATIONS = (
     ),
     m(
         "speculation/recorded_costs.py",
-        "there = self._prompt_actions[self._padded_to(requests)]",
-        "there = self._prompt_actions[max(self._prompt_actions)]",
+        "there = self._beside_prompts(requests).actions",
+        "there = self._beside_prompts(1 << 30).actions",
         "test_round_costs.py",
+    ),
+    m(
+        "speculation/recorded_costs.py",
+        "most = max(0, min(most, there.samples - requests)) if action[0] else 0",
+        "most = most if action[0] else 0",
+        "test_round_costs.py",
+    ),
+    m(
+        "engine/rounds.py",
+        "return spans + (min(drafts, max(spans, PROMPT_VERIFIED)) if self.weighed else drafts)",
+        "return spans + drafts",
+        "test_block_depths.py",
+    ),
+    m(
+        "engine/rounds.py",
+        "return spans + (min(drafts, max(spans, PROMPT_VERIFIED)) if self.weighed else drafts)",
+        "return spans + min(drafts, max(spans, PROMPT_VERIFIED))",
+        "test_block_depths.py",
     ),
     m(
         "engine/measuring.py",
@@ -760,8 +778,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/recorded_costs.py",
-        "most = most if action[0] else 0",
-        "pass",
+        "most = max(0, min(most, there.samples - requests)) if action[0] else 0",
+        "most = max(0, min(most, there.samples - requests))",
         "test_round_costs.py::test_beside_prompts_there_are_drafts_where_somebody_proposes",
     ),
     m(

@@ -12,7 +12,7 @@ from surefoot.engine.timing import contexts_to_time, made_up_requests
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action, SamplingCost
-from surefoot.speculation.recorded_costs import RecordedCosts, RecordedSize
+from surefoot.speculation.recorded_costs import PromptRounds, RecordedCosts, RecordedSize
 from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
 
 _TIMED_ROWS = 2048
@@ -112,16 +112,24 @@ def measure_recorded(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages
     for spans in rounds.spans:
         _time_decoding(rounds, blocks, spans, times)
     prompts = _time_prompts(rounds, blocks, times)
-    proposing = {spans: prompt_actions(rounds, spans) for spans in rounds.prompt_spans}
-    exact = {spans: ExactCosts(*each) for spans, each in prompts.items()}
-    costs = {GREEDY: RecordedCosts(times, exact, proposing)}
+
+    def beside(*sampling: SamplingCost) -> dict[int, PromptRounds]:
+        return {
+            spans: PromptRounds(
+                ExactCosts(*each, *sampling),
+                prompt_actions(rounds, spans),
+                rounds.most_samples(spans),
+            )
+            for spans, each in prompts.items()
+        }
+
+    costs = {GREEDY: RecordedCosts(times, beside())}
     for kind, cost in _time_sampling(rounds, blocks).items():
         slower = {
             size: [(context, seconds + cost.of(size.samples)) for context, seconds in curve]
             for size, curve in times.items()
         }
-        exact = {spans: ExactCosts(*each, cost) for spans, each in prompts.items()}
-        costs[kind] = RecordedCosts(slower, exact, proposing)
+        costs[kind] = RecordedCosts(slower, beside(cost))
     rounds.costs = costs
     for size in (*usual_sizes(rounds, GREEDY), *usual_sizes(rounds, DRAWN)):
         for each in (size, *_without_drafters(rounds, size)):

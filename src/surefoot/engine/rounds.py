@@ -32,6 +32,9 @@ PROMPT_DRAFTED = 1024
 """Drafts that drafters make beside prompts, over all requests, at most (or as few for each request
 as there is a depth for): a crowd verifies one or two of each request's, and each takes as long to
 make."""
+PROMPT_VERIFIED = 512
+"""Drafts that can be verified beside prompts, over all requests, or one of each: rows to sample are
+padded to so many, and for a crowd of 512 eight each took a fifth of such a round."""
 FEW_SCORED = 4
 """Requests with logprobs that recorded rounds have room for, unless there are more."""
 
@@ -146,13 +149,14 @@ class PaddedRounds(Rounds):
 
     def __init__(self, round_: Round, most_rows: int, weighed: bool) -> None:
         """``most_rows``: known rows of a round. ``weighed``: drafts have to pay, and beside prompts
-        a crowd's drafters make as many as usually do; else all that they can."""
+        a crowd has as many made, and verified, as usually do; else all that it can."""
         super().__init__(round_)
         self.weighed = weighed
         self.spans = span_counts(len(round_.slots))
         self.prompt_spans = sorted({min(n, self.spans[-1]) for n in (*PROMPT_SPANS, 1 << 30)})
         """Spans of rounds with prompts."""
-        self.prompt_rows = prompt_row_counts(most_rows + len(round_.slots) * self.width)
+        most = len(round_.slots)
+        self.prompt_rows = prompt_row_counts(most_rows + self.most_samples(most) - most)
         self.longest = min(self.width, max(round_.drafters.values(), default=0))
         """Most steps that a drafter drafts; 0 where there is none."""
         self.costs: Mapping[SamplingStages, RecordedCosts] = {}
@@ -195,7 +199,7 @@ class PaddedRounds(Rounds):
 
     def _with_prompts(self, batch: Batch, decision: Decision, drafts: int) -> Size:
         spans = next(spans for spans in self.prompt_spans if spans >= batch.count)
-        most = self._most_samples(spans) - batch.samples
+        most = self.most_samples(spans) - batch.samples
         drafts = min(drafts, most) if decision.proposers else 0
         known = batch.rows + drafts
         # Larger than the rows that are sampled: what tells that there are prompts.
@@ -222,10 +226,12 @@ class PaddedRounds(Rounds):
     def prompt_samples(self, spans: int, rows: int, verifies: bool) -> int:
         """Sampled rows of a round with prompts that has so many rows: without drafts, or with as
         many as it has room for, and as pay there."""
-        return min(self._most_samples(spans), rows - 1) if verifies else spans
+        return min(self.most_samples(spans), rows - 1) if verifies else spans
 
-    def _most_samples(self, spans: int) -> int:
-        return spans * (1 + min(self.width, PROMPT_DRAFTS))
+    def most_samples(self, spans: int) -> int:
+        """Rows that rounds of so many spans sample at most beside prompts, drafts included."""
+        drafts = spans * min(self.width, PROMPT_DRAFTS)
+        return spans + (min(drafts, max(spans, PROMPT_VERIFIED)) if self.weighed else drafts)
 
     def rows(self, spans: int) -> list[int]:
         """Rows of rounds of so many spans without prompts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,17 @@ _REVIEW = 64
 """Rounds between two looks at what is no longer true, or never was."""
 
 
+class PromptRounds(NamedTuple):
+    """Rounds with prompts that have room for as many requests."""
+
+    costs: ExactCosts
+    """Also of those that no size holds."""
+    actions: Sequence[Action] = (NOTHING,)
+    """What they may propose with."""
+    samples: int = 1 << 30
+    """Most rows that they sample, drafts included."""
+
+
 class RecordedCosts:
     """Seconds by recorded size and length of texts; a round takes the cheapest size that holds it.
     Rounds with prompts are told apart by what they are padded to, and by their rows.
@@ -42,19 +54,14 @@ class RecordedCosts:
     def __init__(
         self,
         times: Mapping[RecordedSize, Sequence[tuple[int, float]]],
-        prompts: Mapping[int, ExactCosts] | None = None,
-        prompt_actions: Mapping[int, Sequence[Action]] | None = None,
+        prompts: Mapping[int, PromptRounds] | None = None,
     ) -> None:
         """``times``: (tokens of every text, seconds), rising, one or more for every size of rounds
-        without prompts. ``prompts``: of rounds with prompts, and of those that no size holds, by
-        the most requests that they have room for; they propose as one of ``prompt_actions`` for as
-        many has it, or not at all."""
-        self.prompts = dict(sorted((prompts or {}).items()))
-        self._prompt_actions = {
-            spans: sorted(actions, key=lambda action: (len(action[0]), action))
-            for spans, actions in (
-                prompt_actions or dict.fromkeys(self.prompts, (NOTHING,))
-            ).items()
+        without prompts. ``prompts``: rounds with prompts, by the most requests that they have room
+        for."""
+        self._prompts = {
+            spans: kind._replace(actions=sorted(kind.actions, key=lambda one: (len(one[0]), one)))
+            for spans, kind in sorted((prompts or {}).items())
         }
         self.sizes = sorted(times, key=lambda size: (size.spans, size.action, size.samples, size))
         self._places = {size: place for place, size in enumerate(self.sizes)}
@@ -102,7 +109,7 @@ class RecordedCosts:
     def with_prompts(self, requests: int, action: Action) -> Action:
         """As ``RoundCosts`` has it: with the same proposers, or more if need be."""
         wanted = set(action[0])
-        there = self._prompt_actions[self._padded_to(requests)]
+        there = self._beside_prompts(requests).actions
         return next(each for each in there if wanted.issubset(each[0]))
 
     def with_drafts(self, requests: int, action: Action) -> Action:
@@ -120,9 +127,10 @@ class RecordedCosts:
         """As ``RoundCosts`` has it; the drafts are those that fill each size."""
         layout = self._layouts.of(requests, action)
         if prompt_rows or not len(layout.places):
+            there = self._beside_prompts(requests)
             # Beside prompts there is room for drafts only where somebody proposes.
-            most = most if action[0] else 0
-            return self._exact(requests).table(requests, prompt_rows, action, most, context)
+            most = max(0, min(most, there.samples - requests)) if action[0] else 0
+            return there.costs.table(requests, prompt_rows, action, most, context)
         room = layout.room(requests)
         seconds = self._seconds_of(requests, action, context)[1]
         last = int(room.searchsorted(most)) + 1
@@ -166,16 +174,12 @@ class RecordedCosts:
             known = self._believed[key] = seconds, least
         return known
 
-    def _exact(self, requests: int) -> ExactCosts:
-        """What rounds with prompts cost that have room for so many requests, or for most."""
-        return self.prompts[self._padded_to(requests)]
-
-    def _padded_to(self, requests: int) -> int:
-        """Rounds with prompts of so many requests have room for how many."""
-        if not self.prompts:
+    def _beside_prompts(self, requests: int) -> PromptRounds:
+        """Rounds with prompts that have room for so many requests, or for most."""
+        if not self._prompts:
             raise ValueError("no recorded round holds so many rows")
-        fitting = (spans for spans in self.prompts if spans >= requests)
-        return next(fitting, max(self.prompts))
+        fitting = (spans for spans in self._prompts if spans >= requests)
+        return self._prompts[next(fitting, max(self._prompts))]
 
     def _own_now(self, places: np.ndarray) -> np.ndarray:
         own = self._own[places]
@@ -212,7 +216,7 @@ class RecordedCosts:
             return False
         size = None if prompt_rows else self.size_for(requests, action, drafts, context)
         if size is None:
-            exact = self._exact(requests)
+            exact = self._beside_prompts(requests).costs
             return exact.observe(requests, prompt_rows, action, drafts, context, seconds)
         place = self._places[size]
         self._rounds += 1
