@@ -236,15 +236,15 @@ def chain(slot: int, first: int, last: int) -> list[Row]:
     return [Row(slot, key) for key in range(first, last)]
 
 
-def threaded(dtype: torch.dtype = torch.float32) -> NativeBackend:
+def threaded(dtype: torch.dtype = torch.float32, threads: int | None = None) -> NativeBackend:
     """A backend that uses its threads for the smallest work."""
-    backend = NativeBackend(dtype)
+    backend = NativeBackend(dtype, threads=threads)
     backend.serial_below = 0
     return backend
 
 
 def native(layout: Layout, threads: int = 1, **options: Any) -> Runner:
-    backend = NativeBackend(layout.dtype) if threads == 1 else threaded(layout.dtype)
+    backend = NativeBackend(layout.dtype) if threads == 1 else threaded(layout.dtype, threads)
     return Runner(layout, backend, **options)
 
 
@@ -423,11 +423,22 @@ def test_rows_do_not_depend_on_batch_chunks_pages_or_threads(name: str) -> None:
     layout = LAYOUTS[name]
     plain = run_chunks(native(layout), one_by_one())
     whole = [chain(slot, 0, length) for slot, length in LENGTHS.items()]
-    for threads in (1, 2):
+    for threads in (1, 2, 3):
         assert_same(run_chunks(native(layout, threads, seed=9), whole), plain)
     for seed, block_size in enumerate((16, 4, 8, 32, 24)):
         runner = native(layout, seed % 2 + 1, block_size=block_size, seed=seed)
         assert_same(run_chunks(runner, shuffled_chunks(seed)), plain)
+
+
+@each_layout
+def test_rows_that_threads_share_are_as_those_that_each_prepares(name: str) -> None:
+    """Few rows each thread prepares for itself, of many each prepares some."""
+    layout, rows = LAYOUTS[name], chain(0, 0, 150)
+    alone = native(layout).forward(rows)
+    for threads in (2, 5):
+        assert torch.equal(native(layout, threads).forward(rows), alone)
+    runner, few = native(layout, 2), [rows[i : i + 5] for i in range(0, 150, 5)]
+    assert torch.equal(torch.cat([runner.forward(part) for part in few]), alone)
 
 
 @each_layout
@@ -530,7 +541,7 @@ def test_argmax_takes_the_lowest_of_the_largest(columns: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", *QUANT_KINDS])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 12])
 def test_greedy_takes_the_lowest_of_the_largest_logits(kind: str, threads: int) -> None:
     generator = torch.Generator().manual_seed(6)
     backend = NativeBackend(threads=threads)

@@ -644,4 +644,46 @@ MUTATIONS = (
         "        if not cuda_takes(x):",
         "test_product_plan.py",
     ),
+    m(
+        "kernels/cpu/gemm.c",
+        "(top == best->value && col < best->column)",
+        "(top == best->value)",
+        "test_native_backend.py",
+    ),
+    m(
+        "kernels/cpu/gemm.c",
+        "found = (run){s, first + done, count - done, column, 0};",
+        "found = (run){s, first, count - done, column, 0};",
+        "test_native_backend.py",
+    ),
+    m(
+        "kernels/cpu/gemm.c",
+        "return thread == sf_team ? s->panels : s->panels * thread / sf_team / 2 * 2;",
+        "return s->panels * thread / sf_team / 2 * 2;",
+        "test_native_backend.py",
+    ),
+    m(
+        "kernels/cpu/gemm.c",
+        "next, next + count, 0,",
+        "next, next + count + 1, 0,",
+        "test_native_backend.py",
+    ),
+    m(
+        "kernels/cpu/layer.c",
+        "if (!input->apart) sf_share(count, first, last);",
+        "sf_share(count, first, last);",
+        "test_native_backend.py",
+    ),
+    m(
+        "kernels/cpu/layer.c",
+        "int64_t row = item % acts->rows, first = item / acts->rows * COLUMNS;",
+        "int64_t row = item % acts->rows, first = item % acts->rows * COLUMNS;",
+        "test_native_backend.py",
+    ),
+    m(
+        "kernels/cpu/layer.c",
+        "turn_head(w, batch, row, keys + at, w->k_norm, 1.0f);",
+        "turn_head(w, batch, row, keys + at, w->k_norm, w->scale);",
+        "test_native_backend.py",
+    ),
 )

@@ -12,7 +12,8 @@
 #define MOST_VECTORS 48   /* of a unit */
 #define SCORES (1 << 18)  /* floats of scores that a unit should not exceed */
 #define MIXED_TILES 4     /* that pass a mix together; their values stay in the nearest cache */
-#define UNITS_A_THREAD 4  /* so that the threads finish together */
+#define READING 15        /* vectors that take as long as reading a unit's keys, and as */
+#define WIDENING 12       /* widening them */
 
 static size_t element_bytes(const sf_layer_weights *w) { return w->kv_kind == SF_BF16 ? 2 : 4; }
 
@@ -339,14 +340,23 @@ static segment segment_at(const sf_batch *batch, int64_t row, int64_t most) {
     return s;
 }
 
-/* Rows of a unit: many share the keys, unless threads would be left without work. */
-static int64_t rows_of_unit(const sf_batch *batch, int64_t most, int64_t parts) {
-    for (;; most = (most + 1) / 2) {
-        int64_t units = 0;
-        for (segment s = {0, 0, 0}; s.row + s.rows < batch->rows; units += s.pieces * parts)
-            s = segment_at(batch, s.row + s.rows, most);
-        if (most == 1 || units >= UNITS_A_THREAD * sf_team) return most;
+/* Rows of a unit, of which each has `parts` of so many heads: what lets all threads finish first.
+ * The rows of a unit share what it costs to read the keys, and more than a group also what it costs
+ * to widen them. */
+static int64_t rows_of_unit(const sf_batch *batch, int64_t most, int64_t parts, int64_t heads) {
+    int64_t best = 1, least = INT64_MAX;
+    for (int64_t rows = most; rows; rows = rows > 1 ? (rows + 1) / 2 : 0) {
+        int64_t units = 0, longest = 0;
+        for (segment s = {0, 0, 0}; s.row + s.rows < batch->rows; units += s.pieces * parts) {
+            s = segment_at(batch, s.row + s.rows, rows);
+            int64_t own = (s.rows + s.pieces - 1) / s.pieces;
+            if (own > longest) longest = own;
+        }
+        int64_t vectors = longest * heads, turns = (units + sf_team - 1) / sf_team;
+        int64_t cost = turns * (READING + vectors + (vectors > SF_GROUP ? WIDENING : 0));
+        if (cost < least) least = cost, best = rows;
     }
+    return best;
 }
 
 /* Vectors of `rows` rows from `row` on, each with the same `heads` heads from `head` on. */
@@ -382,7 +392,7 @@ void sf_attend(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv
     int shared = w->heads / w->kv_heads; /* heads of a kv head */
     int chunk = shared < most ? shared : (int)most, chunks = (shared + chunk - 1) / chunk;
     int64_t parts = (int64_t)w->kv_heads * chunks;
-    int64_t rows = rows_of_unit(batch, most / chunk, parts);
+    int64_t rows = rows_of_unit(batch, most / chunk, parts, chunk);
     unit u = {.head_dim = w->head_dim, .bf16 = w->kv_kind == SF_BF16};
     u.list.tile = (const uint8_t **)scratch;
     u.list.size = (int32_t *)(scratch + 8 * tiles);

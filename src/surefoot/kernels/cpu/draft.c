@@ -132,7 +132,7 @@ typedef struct {
     int64_t steps, rows;
     int64_t *tokens;
     sf_acts acts;
-    sf_counter *work; /* by step */
+    sf_counter *work; /* by step and thread */
     sf_best *best;    /* by thread and row */
     float *buffers;   /* a row's embedding, by thread */
     int bad;
@@ -154,7 +154,7 @@ static void markov_task(void *argument) {
         }
         sf_wait(&j->barrier);
         float *logits = j->logits + step * rows * n;
-        sf_gemm(j->after, &j->acts, (sf_out){logits, n, 1, NULL}, &j->work[step], sf_team);
+        sf_gemm(j->after, &j->acts, (sf_out){logits, n, 1, NULL}, &j->work[step * sf_team]);
         sf_wait(&j->barrier);
         sf_share(n, &column, &end);
         for (row = 0; row < rows && end > column; row++) {
@@ -181,13 +181,14 @@ SF_EXPORT int sf_markov(sf_context *context, const sf_segment *before, const sf_
                         int64_t rows, int64_t *tokens, int threads) {
     size_t cursor = 0, place[2];
     sf_acts acts = sf_reserve_acts(&cursor, after, rows, place);
-    size_t work_at = sf_reserve(&cursor, (size_t)steps * sizeof(sf_counter));
+    size_t counters = (size_t)(steps * threads) * sizeof(sf_counter);
+    size_t work_at = sf_reserve(&cursor, counters);
     size_t best_at = sf_reserve(&cursor, (size_t)(threads * rows) * sizeof(sf_best));
     size_t buffers_at = sf_reserve(&cursor, (size_t)(threads * after->inputs) * 4);
     if (sf_grow(context, cursor)) return SF_NO_MEMORY;
     uint8_t *memory = context->memory;
     sf_place_acts(&acts, memory, place);
-    memset(memory + work_at, 0, (size_t)steps * sizeof(sf_counter));
+    memset(memory + work_at, 0, counters);
     sf_best *best = (sf_best *)(memory + best_at);
     for (int64_t i = 0; i < threads * rows; i++) best[i] = (sf_best){-__builtin_inff(), -1};
     markov_job job = {before, after, current, ids, logits, steps, rows, tokens, acts,

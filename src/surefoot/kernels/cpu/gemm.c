@@ -1,8 +1,11 @@
-/* Linear layers: work is handed out in runs of panels, and each run meets all row tiles while its
- * weights are in cache. */
+/* Linear layers: threads do runs of panels, and each run meets all row tiles while its weights are
+ * in cache. */
 #include "act.h"
 #include "gemm_kernels.h"
 #include "team.h"
+
+#define EXPECTED 16384 /* bytes of a thread's weights that are asked for before it is their turn */
+#define HELPED 8       /* others whose parts a thread looks at: each look is a line that they write */
 
 typedef struct {
     sf_out out;
@@ -72,12 +75,15 @@ RUNS(1) RUNS(2) RUNS(3) RUNS(4)
 static panel_run *const runs[5][SF_MAX_PANELS][SF_MAX_ROWS + 1] = {
     DENSE_TABLE(f32), DENSE_TABLE(bf16), QUANT_TABLE(q4_0), QUANT_TABLE(q4_1), QUANT_TABLE(q8_0)};
 
+/* Of a register tile. */
+static int panels_at_once(const sf_segment *s) { return s->kind <= SF_BF16 ? 3 : 2; }
+
 static void run_panels(const sf_linear *linear, const sf_segment *s, int first, int count, int col,
                        const sf_acts *acts, sf_out out, int origin) {
     for (int done = 0, step; done < count; done += step) {
         const uint8_t *panel = s->data + (first + done) * s->panel_bytes;
         int at = 16 * (first + done);
-        step = s->kind <= SF_BF16 ? 3 : 2;
+        step = panels_at_once(s);
         if (step > count - done) step = count - done;
         for (int64_t row = 0; row < acts->rows; row += SF_MAX_ROWS) {
             int R = sf_tile_rows(acts->rows - row);
@@ -90,7 +96,7 @@ static void run_panels(const sf_linear *linear, const sf_segment *s, int first, 
     }
 }
 
-/* Let the outputs [rows][n] of columns col .. col + n compete. */
+/* Let the outputs [rows][n] of columns col .. col + n compete; the first of equals wins. */
 static void keep_best(const float *y, int64_t ld, int64_t rows, int col, int n, sf_best *best) {
     for (int64_t row = 0; row < rows; row++, y += ld, best++) {
         vf highest = vf_set1(-__builtin_inff());
@@ -98,51 +104,84 @@ static void keep_best(const float *y, int64_t ld, int64_t rows, int col, int n, 
         for (; i + 16 <= n; i += 16) highest = vf_max(highest, vf_load(y + i));
         float top = vf_hmax(highest);
         for (int j = i; j < n; j++) top = y[j] > top ? y[j] : top;
-        if (!(top > best->value) && best->column >= 0) continue;
-        /* A thread's runs come in rising order of columns: the first of equals stays. */
+        int wins = top > best->value || (top == best->value && col < best->column);
+        if (!wins && best->column >= 0) continue;
         for (i = 0; i < n - 1 && y[i] != top; i++)
             ;
         *best = (sf_best){top, col + i};
     }
 }
 
-void sf_gemm(const sf_linear *linear, const sf_acts *acts, sf_out out, sf_counter *work,
-             int threads) {
-    int64_t total = 0;
-    for (int i = 0; i < linear->segments; i++) total += linear->segment[i].panels;
-    int64_t next = __atomic_load_n(&work->next, __ATOMIC_RELAXED);
-    while (next < total) {
-        int64_t first = next, col = 0;
-        const sf_segment *s = linear->segment;
-        while (first >= s->panels) {
-            first -= s->panels;
-            col += s->outputs;
-            s++;
-        }
-        /* Runs shrink towards the end so that the threads finish together. Where several row tiles
-         * pass, a run's weights should stay in a second-level cache meanwhile. */
-        int64_t count = (total - next) / (2 * threads), most = SF_MOST_PANELS;
-        if (acts->rows > SF_MAX_ROWS && most > 524288 / s->panel_bytes)
-            most = 524288 / s->panel_bytes;
-        if (most < 3) most = 3;
-        if (count > most) count = most;
-        if (count > 6) count -= count % 6; /* whole register tiles */
-        if (count < 1) count = 1;
-        if (count > s->panels - first) count = s->panels - first;
-        if (!__atomic_compare_exchange_n(&work->next, &next, next + count, 0, __ATOMIC_RELAXED,
-                                         __ATOMIC_RELAXED))
-            continue;
-        if (!out.best) {
-            run_panels(linear, s, (int)first, (int)count, (int)col, acts, out, 0);
-        } else {
+/* Panels [first, first + count) of a segment, whose outputs begin at `column`; `left` are all that
+ * are left of a thread's part, from the first of these on. */
+typedef struct {
+    const sf_segment *segment;
+    int64_t first, count, column, left;
+} run;
+
+/* Where a thread's part of a segment begins; register tiles stay whole. */
+static int64_t part_of(const sf_segment *s, int thread) {
+    return thread == sf_team ? s->panels : s->panels * thread / sf_team / 2 * 2;
+}
+
+/* What is left of a thread's part when `done` panels of it are, as far as it lies in one segment:
+ * a part is an even share of each. The count is 0 where nothing is left. */
+static run what_is_left(const sf_linear *linear, int thread, int64_t done) {
+    run found = {linear->segment, 0, 0, 0, 0};
+    int64_t column = 0;
+    for (int i = 0; i < linear->segments; i++) {
+        const sf_segment *s = &linear->segment[i];
+        int64_t first = part_of(s, thread), count = part_of(s, thread + 1) - first;
+        if (done < count && !found.count)
+            found = (run){s, first + done, count - done, column, 0};
+        if (found.count) found.left += found.segment == s ? found.count : count;
+        done -= count;
+        column += s->outputs;
+    }
+    return found;
+}
+
+void sf_expect(const sf_linear *linear, const sf_counter *work) {
+    run first = what_is_left(linear, sf_me, 0);
+    const uint8_t *at = first.segment->data + first.first * first.segment->panel_bytes;
+    int64_t bytes = first.count * first.segment->panel_bytes;
+    if (bytes > EXPECTED) bytes = EXPECTED;
+    __builtin_prefetch(&work[sf_me], 1);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
+void sf_gemm(const sf_linear *linear, const sf_acts *acts, sf_out out, sf_counter *work) {
+    /* Each thread begins with its own part, which lies in one piece: weights can be asked for
+     * ahead, and what it wrote is still at hand when it goes on with it. Then it helps others with
+     * theirs. Runs shrink towards a part's end so that all finish together. */
+    for (int turn = 0; turn < sf_team && turn <= HELPED; turn++) {
+        int thread = (sf_me + turn) % sf_team;
+        int64_t next = __atomic_load_n(&work[thread].next, __ATOMIC_RELAXED);
+        for (run r; (r = what_is_left(linear, thread, next)).count;) {
+            const sf_segment *s = r.segment;
+            int64_t count = r.left / 2, most = SF_MOST_PANELS, tile = panels_at_once(s);
+            /* Where several row tiles pass, a run's weights should stay in a second-level cache
+             * meanwhile. */
+            if (acts->rows > SF_MAX_ROWS && most > 524288 / s->panel_bytes)
+                most = 524288 / s->panel_bytes;
+            if (count > most) count = most;
+            count = count < tile ? tile : count - count % tile;
+            if (count > r.count) count = r.count;
+            if (!__atomic_compare_exchange_n(&work[thread].next, &next, next + count, 0,
+                                             __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+                continue;
+            next += count;
+            if (!out.best) {
+                run_panels(linear, s, (int)r.first, (int)count, (int)r.column, acts, out, 0);
+                continue;
+            }
             sf_out own = out;
-            int at = (int)(col + 16 * first), left = (int)(s->outputs - 16 * first);
+            int at = (int)(r.column + 16 * r.first), left = (int)(s->outputs - 16 * r.first);
             own.ld = SF_MOST_PANELS * 16;
             own.y += sf_me * acts->rows * own.ld;
-            run_panels(linear, s, (int)first, (int)count, (int)col, acts, own, at);
+            run_panels(linear, s, (int)r.first, (int)count, (int)r.column, acts, own, at);
             keep_best(own.y, own.ld, acts->rows, at, left < 16 * count ? left : 16 * (int)count,
                       out.best + sf_me * acts->rows);
         }
-        next = __atomic_load_n(&work->next, __ATOMIC_RELAXED);
     }
 }

@@ -8,6 +8,7 @@
 
 #define STORE_ROWS 16 /* fewer rows of keys do not pay for waking other threads */
 #define COLUMNS 256 /* of a row, handed to one thread; a multiple of SF_BLOCK */
+#define ALONE 8192  /* inputs of a linear that each thread prepares for itself: sharing takes longer */
 
 int sf_grow(sf_context *context, size_t bytes) {
     if (bytes <= context->capacity) return SF_OK;
@@ -25,22 +26,49 @@ SF_EXPORT void sf_release(sf_context *context) {
     context->capacity = 0;
 }
 
-static void norm_rows(const float *x, const float *weight, float eps, const sf_acts *acts,
+/* The rows of a linear's input: each thread's own copy, or one for all. */
+typedef struct {
+    sf_acts acts; /* the first thread's */
+    size_t apart; /* bytes from one thread's to the next; 0: all have the same */
+} sf_input;
+
+static sf_acts own_acts(const sf_input *input) {
+    sf_acts own = input->acts;
+    own.q += input->apart * (size_t)sf_me;
+    own.f += input->apart / 4 * (size_t)sf_me;
+    return own;
+}
+
+/* Wait until all rows are there, where others prepare some. */
+static void await_input(const sf_input *input, sf_barrier *barrier) {
+    if (!input->apart) sf_wait(barrier);
+}
+
+/* The part of `count` items that falls to the calling thread: all, if nobody else does any. */
+static void share_of(const sf_input *input, int64_t count, int64_t *first, int64_t *last) {
+    *first = 0, *last = count;
+    if (!input->apart) sf_share(count, first, last);
+}
+
+static void norm_rows(const float *x, const float *weight, float eps, const sf_input *input,
                       float *buffer) {
+    sf_acts own = own_acts(input), *acts = &own;
     int64_t row, last;
-    sf_share(acts->rows, &row, &last);
+    share_of(input, acts->rows, &row, &last);
     for (; row < last; row++) {
         sf_rms_norm(x + row * acts->inputs, weight, eps, acts->inputs, buffer);
         sf_acts_put(acts, row, 0, acts->inputs, buffer);
     }
 }
 
-/* Rows of `x` as the input of a linear, or of silu(gate) * up where x is [gate | up]. */
-static void put_rows(const float *x, int64_t stride, int gated, const sf_acts *acts) {
+/* Rows of `x` as the input of a linear, or of silu(gate) * up where x is [gate | up]. Threads share
+ * columns, about those that they have computed. */
+static void put_rows(const float *x, int64_t stride, int gated, const sf_input *input) {
+    sf_acts own = own_acts(input), *acts = &own;
     int64_t parts = (acts->inputs + COLUMNS - 1) / COLUMNS, item, last;
-    sf_share(acts->rows * parts, &item, &last);
+    share_of(input, acts->rows * parts, &item, &last);
     for (; item < last; item++) {
-        int64_t row = item / parts, first = item % parts * COLUMNS;
+        int64_t row = item % acts->rows, first = item / acts->rows * COLUMNS;
         int n = (int)(acts->inputs - first < COLUMNS ? acts->inputs - first : COLUMNS);
         const float *from = x + row * stride + first;
         float buffer[COLUMNS];
@@ -69,26 +97,33 @@ static void rotate(float *x, const float *cos, const float *sin, int half, float
     }
 }
 
-/* Per row and head: norms and rotation of q and k in place, and the write of k and v. */
+/* Norm and rotation of a row's query or key in place. */
+static void turn_head(const sf_layer_weights *w, const sf_batch *batch, int64_t row, float *x,
+                      const float *norm, float scale) {
+    int64_t half = w->head_dim / 2, at = batch->positions[row] * half;
+    if (norm) sf_rms_norm(x, norm, w->eps, w->head_dim, x);
+    rotate(x, w->cos + at, w->sin + at, (int)half, scale);
+}
+
+/* Per row and head: norms and rotation of q and k in place, and the write of k and v. Threads share
+ * the heads of each of the three, about those that they have computed. */
 static void prepare_heads(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv,
                           float *qkv, int64_t stride) {
-    int64_t heads = w->heads + 2 * w->kv_heads, half = w->head_dim / 2, item, last;
-    sf_share(batch->rows * heads, &item, &last);
+    const int64_t rows = batch->rows;
+    float *const keys = qkv + (int64_t)w->heads * w->head_dim;
+    float *const values = keys + (int64_t)w->kv_heads * w->head_dim;
+    int64_t item, last;
+    sf_share(rows * w->heads, &item, &last);
+    for (; item < last; item++)
+        if (batch->row_slot[item % rows] >= 0)
+            turn_head(w, batch, item % rows,
+                      qkv + item % rows * stride + item / rows * w->head_dim, w->q_norm, w->scale);
+    sf_share(rows * w->kv_heads, &item, &last);
     for (; item < last; item++) {
-        int64_t row = item / heads, head = item % heads;
-        float *x = qkv + row * stride + head * w->head_dim;
+        int64_t row = item % rows, head = item / rows, at = row * stride + head * w->head_dim;
         if (batch->row_slot[row] < 0) continue;
-        if (head >= w->heads + w->kv_heads) {
-            sf_write_row(w, batch, kv, row, (int)(head - w->heads - w->kv_heads), NULL, x);
-            continue;
-        }
-        int is_q = head < w->heads;
-        const float *norm = is_q ? w->q_norm : w->k_norm;
-        const float *cos = w->cos + batch->positions[row] * half;
-        const float *sin = w->sin + batch->positions[row] * half;
-        if (norm) sf_rms_norm(x, norm, w->eps, w->head_dim, x);
-        rotate(x, cos, sin, (int)half, is_q ? w->scale : 1.0f);
-        if (!is_q) sf_write_row(w, batch, kv, row, (int)(head - w->heads), x, NULL);
+        turn_head(w, batch, row, keys + at, w->k_norm, 1.0f);
+        sf_write_row(w, batch, kv, row, (int)head, keys + at, values + at);
     }
 }
 
@@ -102,11 +137,11 @@ typedef struct {
     const sf_layer_weights *w;
     const sf_kv *kv;
     const sf_batch *outputs; /* the rows whose results are wanted; NULL: all */
-    sf_acts acts[4];
+    sf_input input[4]; /* of qkv, o, gate_up and down */
     float *qkv, *attended, *inner;
     uint8_t *scratch;
     size_t per_thread;
-    sf_counter work[5];
+    sf_counter *work; /* of attention, and of each linear by thread */
 } layer_step;
 
 typedef struct {
@@ -144,17 +179,36 @@ static void capture_rows(const sf_capture *c, int64_t layer, const float *x, int
                (size_t)hidden * 4);
 }
 
+static const sf_linear *linear_of(const layer_step *step, int which) {
+    const sf_layer_weights *w = step->w;
+    const sf_linear *const all[4] = {&w->qkv, &w->o, &w->gate_up, &w->down};
+    return all[which];
+}
+
+static sf_counter *work_of(const layer_step *step, int which) {
+    return step->work + 1 + which * sf_team;
+}
+
+/* Linear number `which`, when its rows are there, after which `next` comes, or nothing. */
+static void multiply(layers_job *j, const layer_step *step, int which, float *y, int add,
+                     const layer_step *behind, int next) {
+    const sf_linear *linear = linear_of(step, which);
+    sf_acts acts = own_acts(&step->input[which]);
+    await_input(&step->input[which], &j->barrier);
+    sf_gemm(linear, &acts, (sf_out){y, linear->outputs, add, NULL}, work_of(step, which));
+    if (behind) sf_expect(linear_of(behind, next), work_of(behind, next));
+    sf_wait(&j->barrier);
+}
+
 static void run_step(layers_job *j, layer_step *step, const float *inputs) {
     const sf_layer_weights *w = step->w;
     float *buffer = j->buffers + (int64_t)sf_me * (w->hidden + 16);
+    layer_step *following = step + 1 < j->steps + j->count ? step + 1 : NULL;
     if (inputs)
-        put_rows(inputs, w->qkv.inputs, 0, &step->acts[0]);
+        put_rows(inputs, w->qkv.inputs, 0, &step->input[0]);
     else
-        norm_rows(j->x, w->input_norm, w->eps, &step->acts[0], buffer);
-    sf_wait(&j->barrier);
-    sf_gemm(&w->qkv, &step->acts[0], (sf_out){step->qkv, w->qkv.outputs, 0, NULL}, &step->work[0],
-            sf_team);
-    sf_wait(&j->barrier);
+        norm_rows(j->x, w->input_norm, w->eps, &step->input[0], buffer);
+    multiply(j, step, 0, step->qkv, 0, step, 1);
     prepare_heads(w, j->batch, step->kv, step->qkv, w->qkv.outputs);
     sf_wait(&j->barrier);
     const sf_batch *batch = j->batch;
@@ -165,30 +219,37 @@ static void run_step(layers_job *j, layer_step *step, const float *inputs) {
         sf_wait(&j->barrier);
     }
     sf_attend(w, batch, step->kv, step->qkv, w->qkv.outputs, step->attended, w->o.inputs,
-              step->scratch + step->per_thread * (size_t)sf_me, &step->work[1]);
+              step->scratch + step->per_thread * (size_t)sf_me, step->work);
     sf_wait(&j->barrier);
-    put_rows(step->attended, w->o.inputs, 0, &step->acts[1]);
-    sf_wait(&j->barrier);
-    sf_gemm(&w->o, &step->acts[1], (sf_out){j->x, w->hidden, 1, NULL}, &step->work[2], sf_team);
-    if (!w->gate_up.segments) return;
-    sf_wait(&j->barrier);
-    norm_rows(j->x, w->post_norm, w->eps, &step->acts[2], buffer);
-    sf_wait(&j->barrier);
-    sf_gemm(&w->gate_up, &step->acts[2], (sf_out){step->inner, w->gate_up.outputs, 0, NULL},
-            &step->work[3], sf_team);
-    sf_wait(&j->barrier);
-    put_rows(step->inner, w->gate_up.outputs, 1, &step->acts[3]);
-    sf_wait(&j->barrier);
-    sf_gemm(&w->down, &step->acts[3], (sf_out){j->x, w->hidden, 1, NULL}, &step->work[4], sf_team);
+    put_rows(step->attended, w->o.inputs, 0, &step->input[1]);
+    if (!w->gate_up.segments) {
+        multiply(j, step, 1, j->x, 1, following, 0);
+        return;
+    }
+    multiply(j, step, 1, j->x, 1, step, 2);
+    norm_rows(j->x, w->post_norm, w->eps, &step->input[2], buffer);
+    multiply(j, step, 2, step->inner, 0, step, 3);
+    put_rows(step->inner, w->gate_up.outputs, 1, &step->input[3]);
+    multiply(j, step, 3, j->x, 1, following, 0);
 }
 
 static void layers_task(void *argument) {
     layers_job *j = argument;
     for (int64_t i = 0; i < j->count; i++) {
-        if (i) sf_wait(&j->barrier);
         capture_rows(j->capture, i, j->x, j->batch->rows, j->steps[i].w->hidden);
         run_step(j, &j->steps[i], i ? NULL : j->inputs);
     }
+}
+
+/* Room for a linear's input: a copy for each of so many threads, if that is little work. */
+static sf_input reserve_input(size_t *cursor, const sf_linear *linear, int64_t rows, int threads,
+                              size_t place[2]) {
+    size_t begin = *cursor, other[2];
+    sf_input found = {sf_reserve_acts(cursor, linear, rows, place), 0};
+    if (threads == 1 || rows * linear->inputs > ALONE) return found;
+    found.apart = *cursor - begin;
+    for (int i = 1; i < threads; i++) sf_reserve_acts(cursor, linear, rows, other);
+    return found;
 }
 
 /* Where a layer's scratch memory lies from `cursor` on; the first byte behind it. `memory` NULL:
@@ -201,16 +262,16 @@ static size_t place_step(layer_step *step, int64_t rows, const sf_batch *batch, 
     size_t place[4][2];
     step->per_thread = sf_attention_scratch(w, batch, step->kv);
     for (int i = 0; i < 4; i++)
-        step->acts[i] = sf_reserve_acts(&cursor, linear[i], i ? wanted : rows, place[i]);
+        step->input[i] = reserve_input(&cursor, linear[i], i ? wanted : rows, i < 3 ? threads : 1,
+                                     place[i]);
     size_t qkv_at = sf_reserve(&cursor, (size_t)(rows * w->qkv.outputs) * 4);
     size_t attended_at = sf_reserve(&cursor, (size_t)(wanted * w->o.inputs) * 4);
     size_t inner_at = sf_reserve(&cursor, (size_t)(wanted * w->gate_up.outputs) * 4);
     size_t scratch_at = sf_reserve(&cursor, step->per_thread * (size_t)threads);
     if (!memory) return cursor;
-    for (int i = 0; i < 4; i++) sf_place_acts(&step->acts[i], memory, place[i]);
+    for (int i = 0; i < 4; i++) sf_place_acts(&step->input[i].acts, memory, place[i]);
     step->qkv = (float *)(memory + qkv_at), step->attended = (float *)(memory + attended_at);
     step->inner = (float *)(memory + inner_at), step->scratch = memory + scratch_at;
-    memset(step->work, 0, sizeof(step->work));
     return cursor;
 }
 
@@ -231,6 +292,8 @@ SF_EXPORT int sf_layers(sf_context *context, const sf_layer_weights *const *w, i
     for (int64_t i = 0; i < count; i++)
         if ((size_t)w[i]->hidden > hidden) hidden = (size_t)w[i]->hidden;
     size_t buffers_at = sf_reserve(&first, (size_t)threads * (hidden + 16) * 4);
+    size_t counters = (size_t)(1 + 4 * threads) * sizeof(sf_counter);
+    size_t work_at = sf_reserve(&first, (size_t)count * counters);
     for (int64_t i = 0; i < count; i++) {
         layer_step step = {.w = w[i], .kv = kv[i], .outputs = i == count - 1 ? outputs : NULL};
         size_t needed = place_step(&step, rows, batch, threads, first, NULL);
@@ -242,8 +305,10 @@ SF_EXPORT int sf_layers(sf_context *context, const sf_layer_weights *const *w, i
     for (int64_t i = 0; i < count; i++) {
         steps[i].w = w[i], steps[i].kv = kv[i];
         steps[i].outputs = i == count - 1 ? outputs : NULL;
+        steps[i].work = (sf_counter *)(memory + work_at + (size_t)i * counters);
         place_step(&steps[i], rows, batch, threads, first, memory);
     }
+    memset(memory + work_at, 0, (size_t)count * counters);
     layers_job job = {steps, count, batch, inputs, index, capture, x,
                       (float *)(memory + buffers_at), {0, 0, 0}};
     sf_run(threads, layers_task, &job);
@@ -279,8 +344,8 @@ typedef struct {
     const float *x;
     sf_out out;
     float *buffers;
-    sf_acts acts;
-    sf_counter work;
+    sf_input input;
+    sf_counter *work; /* by thread */
     sf_barrier barrier;
 } head_job;
 
@@ -288,11 +353,12 @@ static void head_task(void *argument) {
     head_job *j = argument;
     float *buffer = j->buffers + (int64_t)sf_me * (j->linear->inputs + 16);
     if (j->norm)
-        norm_rows(j->x, j->norm, j->eps, &j->acts, buffer);
+        norm_rows(j->x, j->norm, j->eps, &j->input, buffer);
     else
-        put_rows(j->x, j->linear->inputs, 0, &j->acts);
-    sf_wait(&j->barrier);
-    sf_gemm(j->linear, &j->acts, j->out, &j->work, sf_team);
+        put_rows(j->x, j->linear->inputs, 0, &j->input);
+    await_input(&j->input, &j->barrier);
+    sf_acts acts = own_acts(&j->input);
+    sf_gemm(j->linear, &acts, j->out, j->work);
 }
 
 /* The largest outputs, each thread's own at first, in the order of the columns. */
@@ -316,7 +382,9 @@ SF_EXPORT int sf_head(sf_context *context, const float *norm, float eps, const s
     if (rows == 0) return SF_OK;
     if (multiplications(linear, rows) < context->serial_below) threads = 1;
     size_t cursor = 0, place[2], best_at = 0, scratch_at = 0;
-    sf_acts acts = sf_reserve_acts(&cursor, linear, rows, place);
+    sf_input input = reserve_input(&cursor, linear, rows, threads, place);
+    size_t counters = (size_t)threads * sizeof(sf_counter);
+    size_t work_at = sf_reserve(&cursor, counters);
     size_t buffers_at = sf_reserve(&cursor, (size_t)threads * (size_t)(linear->inputs + 16) * 4);
     int64_t cells = threads * rows;
     if (columns) {
@@ -325,14 +393,15 @@ SF_EXPORT int sf_head(sf_context *context, const float *norm, float eps, const s
     }
     if (sf_grow(context, cursor)) return SF_NO_MEMORY;
     uint8_t *memory = context->memory;
-    sf_place_acts(&acts, memory, place);
+    sf_place_acts(&input.acts, memory, place);
+    memset(memory + work_at, 0, counters);
     sf_out out = {logits, linear->outputs, 0, NULL};
     if (columns) {
         out = (sf_out){(float *)(memory + scratch_at), 0, 0, (sf_best *)(memory + best_at)};
         for (int64_t i = 0; i < cells; i++) out.best[i] = (sf_best){-__builtin_inff(), -1};
     }
-    head_job job = {norm, eps, linear, x, out, (float *)(memory + buffers_at), acts, {0},
-                    {0, 0, 0}};
+    head_job job = {norm, eps, linear, x, out, (float *)(memory + buffers_at), input,
+                    (sf_counter *)(memory + work_at), {0, 0, 0}};
     sf_run(threads, head_task, &job);
     if (columns) choose_best(out.best, rows, threads, columns);
     return SF_OK;

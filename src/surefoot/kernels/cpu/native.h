@@ -112,14 +112,17 @@ typedef struct {
     sf_best *best;
 } sf_out;
 
-/* A work counter on its own cache line. */
+/* How much of some work is done, on a cache line of its own. */
 typedef struct {
     _Alignas(64) int64_t next;
 } sf_counter;
 
-/* gemm.c: every thread of the team calls it with the same arguments and a zeroed counter. */
-void sf_gemm(const sf_linear *linear, const sf_acts *acts, sf_out out, sf_counter *work,
-             int threads);
+/* gemm.c: every thread of the team calls it, with the same weights and zeroed counters, one for each
+ * thread; and with the same rows, though they may be a copy of its own. */
+void sf_gemm(const sf_linear *linear, const sf_acts *acts, sf_out out, sf_counter *work);
+
+/* The calling thread will soon multiply with these. */
+void sf_expect(const sf_linear *linear, const sf_counter *work);
 
 /* attention.c */
 size_t sf_attention_scratch(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv);
