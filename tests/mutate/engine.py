@@ -686,4 +686,40 @@ MUTATIONS = (
         "turn_head(w, batch, row, keys + at, w->k_norm, w->scale);",
         "test_native_backend.py",
     ),
+    m(
+        "kernels/cpu/weight_memory.py",
+        "self._used += -(-size // CACHE_LINE) * CACHE_LINE",
+        "self._used += size",
+        "test_weight_memory.py",
+    ),
+    m(
+        "kernels/cpu/weight_memory.py",
+        "if self._used + size > len(self._chunk):",
+        "if self._used > len(self._chunk) or not self._used:",
+        "test_weight_memory.py",
+    ),
+    m(
+        "kernels/cpu/weight_memory.py",
+        "flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS",
+        "flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS",
+        "test_weight_memory.py",
+    ),
+    m(
+        "kernels/cpu/weight_memory.py",
+        "with contextlib.suppress(OSError):",
+        "if True:",
+        "test_weight_memory.py",
+    ),
+    m(
+        "kernels/cpu/attention.c",
+        "int64_t end = all.before * parts * (thread + 1) / sf_team, mine;",
+        "int64_t end = all.before * parts * (thread + 2) / sf_team, mine;",
+        "test_native_backend.py",
+    ),
+    m(
+        "kernels/cpu/attention.c",
+        "return (piece){s.row + first, s.rows * (own + 1) / s.pieces - first, index};",
+        "return (piece){s.row + first, s.rows / s.pieces, index};",
+        "test_native_backend.py",
+    ),
 )

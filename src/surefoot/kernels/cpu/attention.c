@@ -359,6 +359,24 @@ static int64_t rows_of_unit(const sf_batch *batch, int64_t most, int64_t parts, 
     return best;
 }
 
+/* Some adjacent rows of one request, and how many pieces come before them. */
+typedef struct {
+    int64_t row, rows, before;
+} piece;
+
+/* Piece number `index` of a batch that is cut into pieces of so many rows; beyond the last, none,
+ * behind all. */
+static piece piece_at(const sf_batch *batch, int64_t most, int64_t index) {
+    int64_t before = 0;
+    for (segment s = {0, 0, 0}; s.row + s.rows < batch->rows; before += s.pieces) {
+        s = segment_at(batch, s.row + s.rows, most);
+        if (index >= before + s.pieces) continue;
+        int64_t own = index - before, first = s.rows * own / s.pieces;
+        return (piece){s.row + first, s.rows * (own + 1) / s.pieces - first, index};
+    }
+    return (piece){batch->rows, 0, before};
+}
+
 /* Vectors of `rows` rows from `row` on, each with the same `heads` heads from `head` on. */
 static void gather_vectors(unit *u, const sf_batch *batch, int64_t row, int64_t rows, int head,
                            int heads, const float *q, int64_t q_stride, float *out,
@@ -384,7 +402,7 @@ static void gather_vectors(unit *u, const sf_batch *batch, int64_t row, int64_t 
 }
 
 /* q [rows][heads * head_dim], already rotated and scaled -> out, the same shape. Called by every
- * thread of the team; scratch is the thread's own. */
+ * thread of the team, with a zeroed counter for each; scratch is the thread's own. */
 void sf_attend(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv, const float *q,
                int64_t q_stride, float *out, int64_t out_stride, uint8_t *scratch,
                sf_counter *work) {
@@ -400,29 +418,28 @@ void sf_attend(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv
     u.wide = u.q + MOST_VECTORS * w->head_dim;
     u.scores = u.wide + MIXED_TILES * SF_LANES * w->head_dim;
 
-    /* Each thread walks the segments in order, up to the one that holds the unit it drew. */
-    segment s = segment_at(batch, 0, rows);
-    int64_t before = 0; /* pieces of the segments passed */
-    for (;;) {
-        int64_t mine = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED), piece = mine / parts;
-        while (piece >= before + s.pieces) {
-            before += s.pieces;
-            if (s.row + s.rows >= batch->rows) return;
-            s = segment_at(batch, s.row + s.rows, rows);
+    /* In the order of the heads: each thread begins with those whose vectors it has computed, about,
+     * and whose keys it has written. */
+    piece all = piece_at(batch, rows, INT64_MAX);
+    for (int turn = 0; turn < sf_team && turn <= SF_HELPED; turn++) {
+        int thread = (sf_me + turn) % sf_team;
+        int64_t first = all.before * parts * thread / sf_team;
+        int64_t end = all.before * parts * (thread + 1) / sf_team, mine;
+        while ((mine = first + __atomic_fetch_add(&work[thread].next, 1, __ATOMIC_RELAXED)) < end) {
+            piece p = piece_at(batch, rows, mine % all.before);
+            int64_t part = mine / all.before, slot = batch->row_slot[p.row];
+            int kv_head = (int)(part / chunks), skip = (int)(part % chunks) * chunk;
+            int head = kv_head * shared + skip;
+            int heads = shared - skip < chunk ? shared - skip : chunk;
+            if (slot < 0) {
+                for (int64_t row = p.row; row < p.row + p.rows; row++)
+                    memset(out + row * out_stride + (int64_t)head * w->head_dim, 0,
+                           (size_t)(heads * w->head_dim) * 4);
+                continue;
+            }
+            list_tiles(w, batch, kv, slot, kv_head, key_limit(batch, p.row, p.rows), &u.list);
+            gather_vectors(&u, batch, p.row, p.rows, head, heads, q, q_stride, out, out_stride);
+            attend_unit(&u);
         }
-        int64_t at = s.rows * (piece - before) / s.pieces;
-        int64_t count = s.rows * (piece - before + 1) / s.pieces - at, slot = batch->row_slot[s.row];
-        int part = (int)(mine % parts), kv_head = part / chunks, skip = part % chunks * chunk;
-        int head = kv_head * shared + skip, heads = shared - skip < chunk ? shared - skip : chunk;
-        at += s.row;
-        if (slot < 0) {
-            for (int64_t row = at; row < at + count; row++)
-                memset(out + row * out_stride + (int64_t)head * w->head_dim, 0,
-                       (size_t)(heads * w->head_dim) * 4);
-            continue;
-        }
-        list_tiles(w, batch, kv, slot, kv_head, key_limit(batch, at, count), &u.list);
-        gather_vectors(&u, batch, at, count, head, heads, q, q_stride, out, out_stride);
-        attend_unit(&u);
     }
 }

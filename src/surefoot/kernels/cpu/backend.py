@@ -43,6 +43,7 @@ from surefoot.kernels.cpu.prepare import (
     prepare_layer,
 )
 from surefoot.kernels.cpu.structs import BAD_INDEX, ContextStruct
+from surefoot.kernels.cpu.weight_memory import WeightMemory
 from surefoot.kernels.draws import Adjustments, Draws, TokenMasks
 from surefoot.kernels.quant import QuantTensor
 
@@ -82,6 +83,7 @@ class NativeBackend(Backend):
         self.device = torch.device("cpu")
         self.dtype = dtype
         self.library = library
+        self._weights = WeightMemory()
         self._context = ContextStruct(None, 0, SERIAL_BELOW)
         self.context_address = ctypes.addressof(self._context)
         self._work = ContextStruct(None, 0, SERIAL_BELOW)
@@ -127,8 +129,8 @@ class NativeBackend(Backend):
         if len({part.shape[1] for part in parts}) != 1:
             raise ValueError(f"parts of one linear differ in inputs: {[p.shape for p in parts]}")
         kept = None if bias is None else bias.detach().float().contiguous()
-        library, threads = self.library, self.thread_count
-        return NativeLinear([pack_part(library, part, self.dtype, threads) for part in parts], kept)
+        how = self.dtype, self._weights, self.thread_count
+        return NativeLinear([pack_part(self.library, part, *how) for part in parts], kept)
 
     def pack_norm(self, weight: torch.Tensor) -> torch.Tensor:
         """float32, contiguous."""

@@ -141,7 +141,7 @@ typedef struct {
     float *qkv, *attended, *inner;
     uint8_t *scratch;
     size_t per_thread;
-    sf_counter *work; /* of attention, and of each linear by thread */
+    sf_counter *work; /* by thread: of attention, and of each linear */
 } layer_step;
 
 typedef struct {
@@ -186,7 +186,7 @@ static const sf_linear *linear_of(const layer_step *step, int which) {
 }
 
 static sf_counter *work_of(const layer_step *step, int which) {
-    return step->work + 1 + which * sf_team;
+    return step->work + (1 + which) * sf_team;
 }
 
 /* Linear number `which`, when its rows are there, after which `next` comes, or nothing. */
@@ -292,7 +292,7 @@ SF_EXPORT int sf_layers(sf_context *context, const sf_layer_weights *const *w, i
     for (int64_t i = 0; i < count; i++)
         if ((size_t)w[i]->hidden > hidden) hidden = (size_t)w[i]->hidden;
     size_t buffers_at = sf_reserve(&first, (size_t)threads * (hidden + 16) * 4);
-    size_t counters = (size_t)(1 + 4 * threads) * sizeof(sf_counter);
+    size_t counters = (size_t)(5 * threads) * sizeof(sf_counter);
     size_t work_at = sf_reserve(&first, (size_t)count * counters);
     for (int64_t i = 0; i < count; i++) {
         layer_step step = {.w = w[i], .kv = kv[i], .outputs = i == count - 1 ? outputs : NULL};

@@ -10,6 +10,7 @@ import torch
 
 from surefoot.kernels.backend import Weight
 from surefoot.kernels.cpu.structs import LinearStruct, SegmentStruct
+from surefoot.kernels.cpu.weight_memory import WeightMemory
 from surefoot.kernels.quant import BLOCK, QuantTensor
 
 LANES = 16
@@ -49,10 +50,11 @@ class NativeLinear:
 
 
 def pack_part(
-    library: ctypes.CDLL, part: Weight, dtype: torch.dtype, threads: int
+    library: ctypes.CDLL, part: Weight, dtype: torch.dtype, memory: WeightMemory, threads: int
 ) -> tuple[SegmentStruct, torch.Tensor]:
     """One matrix ``[out, in]`` as panels (``native.h`` has the layouts) and the tensor that holds
-    them; a dense one is stored as ``dtype``. ValueError for blocks that do not fit its rows."""
+    them, from ``memory``; a dense one is stored as ``dtype``. ValueError for blocks that do not fit
+    its rows."""
     outputs, inputs = part.shape
     if isinstance(part, QuantTensor):
         if inputs % BLOCK:
@@ -63,7 +65,7 @@ def pack_part(
         source = part.detach().to("cpu", dtype).contiguous()
     panels = -(-outputs // LANES)
     panel_bytes = library.sf_panel_bytes(kind, inputs)
-    data = torch.empty(panels * panel_bytes, dtype=torch.uint8)
+    data = memory.take(panels * panel_bytes)
     library.sf_pack(kind, source.data_ptr(), outputs, inputs, data.data_ptr(), threads)
     return SegmentStruct(kind, outputs, inputs, panels, panel_bytes, data.data_ptr()), data
 

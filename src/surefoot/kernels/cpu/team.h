@@ -24,6 +24,10 @@
 #define SF_HASTE_NS 20000
 #define SF_CROWDED_WAITS 2048
 
+/* Others whose parts of some work a thread looks at when it is done with its own: each look is at a
+ * cache line that they write. */
+#define SF_HELPED 8
+
 typedef void (*sf_task)(void *argument);
 
 /* The calling thread's number in its team, and the team's size. */
