@@ -676,8 +676,8 @@ MUTATIONS = (
     ),
     m(
         "kernels/cpu/layer.c",
-        "int64_t row = item % acts->rows, first = item / acts->rows * COLUMNS;",
-        "int64_t row = item % acts->rows, first = item % acts->rows * COLUMNS;",
+        "int64_t first = (by_columns ? item / acts->rows : item % parts) * COLUMNS;",
+        "int64_t first = item % parts * COLUMNS;",
         "test_native_backend.py",
     ),
     m(

@@ -61,14 +61,16 @@ static void norm_rows(const float *x, const float *weight, float eps, const sf_i
     }
 }
 
-/* Rows of `x` as the input of a linear, or of silu(gate) * up where x is [gate | up]. Threads share
- * columns, about those that they have computed. */
+/* Rows of `x` as the input of a linear, or of silu(gate) * up where x is [gate | up]. Of few rows
+ * threads share the columns, about those that they have computed; many are read one by one. */
 static void put_rows(const float *x, int64_t stride, int gated, const sf_input *input) {
     sf_acts own = own_acts(input), *acts = &own;
     int64_t parts = (acts->inputs + COLUMNS - 1) / COLUMNS, item, last;
+    const int by_columns = acts->rows <= SF_MAX_ROWS;
     share_of(input, acts->rows * parts, &item, &last);
     for (; item < last; item++) {
-        int64_t row = item % acts->rows, first = item / acts->rows * COLUMNS;
+        int64_t row = by_columns ? item % acts->rows : item / parts;
+        int64_t first = (by_columns ? item / acts->rows : item % parts) * COLUMNS;
         int n = (int)(acts->inputs - first < COLUMNS ? acts->inputs - first : COLUMNS);
         const float *from = x + row * stride + first;
         float buffer[COLUMNS];
