@@ -26,6 +26,7 @@ from surefoot.kernels.backend import (
 from surefoot.kernels.cpu import sampling
 from surefoot.kernels.cpu.build import load_native, native_unavailable
 from surefoot.kernels.cpu.drafting import NativeDrafting
+from surefoot.kernels.cpu.huge_pages import WeightMemory
 from surefoot.kernels.cpu.kv import NativeKV, allocate, bytes_per_block, move_keys
 from surefoot.kernels.cpu.linear import (
     DENSE_KINDS,
@@ -43,7 +44,6 @@ from surefoot.kernels.cpu.prepare import (
     prepare_layer,
 )
 from surefoot.kernels.cpu.structs import BAD_INDEX, ContextStruct
-from surefoot.kernels.cpu.weight_memory import WeightMemory
 from surefoot.kernels.draws import Adjustments, Draws, TokenMasks
 from surefoot.kernels.quant import QuantTensor
 

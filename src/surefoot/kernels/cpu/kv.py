@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from surefoot.kernels.backend import AttentionShape
+from surefoot.kernels.cpu.huge_pages import in_huge_pages
 from surefoot.kernels.cpu.linear import LANES
 from surefoot.kernels.cpu.structs import KVStruct
 
@@ -38,9 +39,7 @@ def allocate(
     if shape.head_dim % LANES or not 0 < shape.head_dim <= 256:
         raise ValueError(f"head_dim {shape.head_dim} is not a multiple of 16 up to 256")
     size = blocks * bytes_per_block(block_size, shape, dtype)
-    return [
-        NativeKV(torch.zeros(size, dtype=torch.uint8), block_size, shape) for _ in range(layers)
-    ]
+    return [NativeKV(in_huge_pages(size), block_size, shape) for _ in range(layers)]
 
 
 def move_keys(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from surefoot.kernels.backend import Weight
+from surefoot.kernels.cpu.huge_pages import WeightMemory
 from surefoot.kernels.cpu.structs import LinearStruct, SegmentStruct
-from surefoot.kernels.cpu.weight_memory import WeightMemory
 from surefoot.kernels.quant import BLOCK, QuantTensor
 
 LANES = 16

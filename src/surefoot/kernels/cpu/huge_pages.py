@@ -1,7 +1,7 @@
-"""Memory for packed weights, in huge pages where the system grants them.
+"""Memory for packed weights, and for keys and values, in huge pages where the system grants them.
 
-A round reads all weights once. In pages of 4 KB, a twentieth of that time goes to finding out where
-they lie (docs/log.md).
+A round reads all weights once, and keys from all over their pool. In pages of 4 KB, a tenth of its
+time goes to finding out where they lie (docs/log.md).
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ class WeightMemory:
         self._used = 0
 
     def take(self, size: int) -> torch.Tensor:
-        """uint8 [size], unwritten, on a cache line. The chunk that it is a part of is given back
-        with the last of its parts."""
+        """Zeros, uint8 [size], on a cache line. Their chunk is given back with the last of its
+        parts."""
         if size > CHUNK // 2:
-            return _in_huge_pages(size)
+            return in_huge_pages(size)
         if self._used + size > len(self._chunk):
-            self._chunk, self._used = _in_huge_pages(CHUNK), 0
+            self._chunk, self._used = in_huge_pages(CHUNK), 0
         taken = self._chunk[self._used : self._used + size]
         self._used += -(-size // CACHE_LINE) * CACHE_LINE
         return taken
 
 
-def _in_huge_pages(size: int) -> torch.Tensor:
-    """uint8 [size] from the beginning of a page on."""
+def in_huge_pages(size: int) -> torch.Tensor:
+    """Zeros, uint8 [size], from the beginning of a page on. A page takes memory when something is
+    written into it."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.zeros(size, dtype=torch.uint8)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, -(-size // HUGE_PAGE) * HUGE_PAGE + HUGE_PAGE, flags=flags)
     # A kernel that was built without them refuses.

@@ -1,4 +1,4 @@
-"""Where packed weights lie."""
+"""Where packed weights, keys and values lie."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from surefoot.kernels.cpu import weight_memory
-from surefoot.kernels.cpu.weight_memory import CACHE_LINE, CHUNK, HUGE_PAGE, WeightMemory
+from surefoot.kernels.backend import AttentionShape
+from surefoot.kernels.cpu import huge_pages
+from surefoot.kernels.cpu.huge_pages import (
+    CACHE_LINE,
+    CHUNK,
+    HUGE_PAGE,
+    WeightMemory,
+    in_huge_pages,
+)
+from surefoot.kernels.cpu.kv import allocate
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_memory, "CHUNK", 2 * HUGE_PAGE)
+    monkeypatch.setattr(huge_pages, "CHUNK", 2 * HUGE_PAGE)
 
 
 def test_nobody_writes_into_what_another_has() -> None:
@@ -67,7 +75,8 @@ def test_huge_pages_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mmap, "mmap", Memory)
     WeightMemory().take(3 * HUGE_PAGE + 1)
-    assert asked == [(mmap.MADV_HUGEPAGE, 5 * HUGE_PAGE)]
+    allocate(1, 2, 16, AttentionShape(2, 1, 16, 0.25), torch.float32)
+    assert asked == [(mmap.MADV_HUGEPAGE, pages * HUGE_PAGE) for pages in (5, 2)]
 
 
 def test_a_system_without_huge_pages_gives_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +85,10 @@ def test_a_system_without_huge_pages_gives_others(monkeypatch: pytest.MonkeyPatc
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(mmap, "mmap", Refused)
+    assert not in_huge_pages(100).any()
     WeightMemory().take(100).fill_(1)
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    assert not in_huge_pages(100).any()
     WeightMemory().take(100).fill_(1)
 
 
