@@ -251,7 +251,7 @@ def native(layout: Layout, threads: int = 1, **options: Any) -> Runner:
 # --- equivalence with torch ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 9, 21])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 9, 21, 40])
 @pytest.mark.parametrize("kind", ["dense", *QUANT_KINDS])
 def test_a_linear_equals_its_twin(kind: str, rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)

@@ -722,4 +722,16 @@ MUTATIONS = (
         "return (piece){s.row + first, s.rows / s.pieces, index};",
         "test_native_backend.py",
     ),
+    m(
+        "kernels/cpu/act.h",
+        "if (row < first) return (sf_tile){row - row % (small + 1), (int)small + 1};",
+        "if (row < first) return (sf_tile){row - row % small, (int)small + 1};",
+        "test_native_backend.py",
+    ),
+    m(
+        "kernels/cpu/act.h",
+        "return (sf_tile){row - (row - first) % small, (int)small};",
+        "return (sf_tile){row - row % small, (int)small};",
+        "test_native_backend.py",
+    ),
 )

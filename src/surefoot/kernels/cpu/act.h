@@ -1,5 +1,4 @@
-/* The input rows of a linear, laid out for register tiles of R rows: SF_MAX_ROWS, and what is left
- * for the last tile. Layouts of a tile:
+/* The input rows of a linear, laid out for register tiles of R rows. Layouts of a tile:
  *   float  [K][R], K rounded up to even
  *   int8   per block of 32: q [R][32], then four words each [R]: scale dx (f32), dx * sum(q) (f32),
  *          -8 * sum(q) (int32), -128 * sum(q) (int32)
@@ -13,8 +12,27 @@
 
 #define SF_ACT_BYTES 48 /* of an int8 row's block, words included */
 
-SF_INLINE int sf_tile_rows(int64_t left) {
-    return left < SF_MAX_ROWS ? (int)left : SF_MAX_ROWS;
+typedef struct {
+    int64_t start;
+    int rows;
+} sf_tile;
+
+/* The tile that a row is in. Up to SF_MAX_ROWS rows are one tile, more are cut into as even ones as
+ * can be, of at most `most`. */
+SF_INLINE sf_tile sf_tile_of(int64_t row, int64_t rows, int most) {
+    if (rows <= SF_MAX_ROWS) return (sf_tile){0, (int)rows};
+    int64_t tiles = (rows + most - 1) / most, small = rows / tiles, larger = rows % tiles;
+    int64_t first = larger * (small + 1); /* row of the small ones */
+    if (row < first) return (sf_tile){row - row % (small + 1), (int)small + 1};
+    return (sf_tile){row - (row - first) % small, (int)small};
+}
+
+SF_INLINE sf_tile sf_float_tile(int64_t row, int64_t rows) {
+    return sf_tile_of(row, rows, SF_MAX_ROWS);
+}
+
+SF_INLINE sf_tile sf_int8_tile(int64_t row, int64_t rows) {
+    return sf_tile_of(row, rows, SF_INT8_ROWS);
 }
 
 SF_INLINE int64_t sf_even(int64_t n) { return (n + 1) & ~(int64_t)1; }
@@ -46,16 +64,18 @@ SF_INLINE void sf_quantize_block(const float *x, int8_t *q, float *scale, float 
 /* Store columns [first, first + n) of a row; `first` is a multiple of 32, and so is n unless the
  * columns are the row's last. */
 static inline void sf_acts_put(const sf_acts *acts, int64_t row, int first, int n, const float *x) {
-    int64_t start = row / SF_MAX_ROWS * SF_MAX_ROWS;
-    int r = (int)(row - start), R = sf_tile_rows(acts->rows - start);
     if (acts->formats & SF_WANTS_FLOAT) {
-        float *to = acts->f + start * sf_even(acts->inputs) + (int64_t)first * R + r;
+        sf_tile tile = sf_float_tile(row, acts->rows);
+        int64_t r = row - tile.start, R = tile.rows;
+        float *to = acts->f + tile.start * sf_even(acts->inputs) + (int64_t)first * R + r;
         for (int k = 0; k < n; k++) to[(int64_t)k * R] = x[k];
         if (first + n == acts->inputs && (acts->inputs & 1)) to[(int64_t)n * R] = 0.0f;
     }
     if (acts->formats & SF_WANTS_INT8) {
-        int64_t blocks = acts->inputs / SF_BLOCK;
-        int8_t *to = acts->q + (start * blocks + (int64_t)(first / SF_BLOCK) * R) * SF_ACT_BYTES;
+        sf_tile tile = sf_int8_tile(row, acts->rows);
+        int64_t blocks = acts->inputs / SF_BLOCK, before = tile.start * blocks;
+        int r = (int)(row - tile.start), R = tile.rows;
+        int8_t *to = acts->q + (before + (int64_t)(first / SF_BLOCK) * R) * SF_ACT_BYTES;
         for (int k = 0; k < n; k += SF_BLOCK, to += (size_t)R * SF_ACT_BYTES) {
             float *scale = (float *)(to + 32 * R), *sum = scale + R;
             int32_t *sum8 = (int32_t *)(sum + R), *sum128 = sum8 + R;

@@ -84,8 +84,8 @@ static void run_panels(const sf_linear *linear, const sf_segment *s, int first, 
         int at = 16 * (first + done);
         step = panels_at_once(s);
         if (step > count - done) step = count - done;
-        for (int64_t row = 0; row < acts->rows; row += SF_MAX_ROWS) {
-            int R = sf_tile_rows(acts->rows - row);
+        for (int64_t row = 0, R; row < acts->rows; row += R) {
+            R = (s->kind <= SF_BF16 ? sf_float_tile : sf_int8_tile)(row, acts->rows).rows;
             tile_target to = {out, linear->bias, row, origin};
             const void *x = s->kind <= SF_BF16
                 ? (const void *)(acts->f + row * sf_even(s->inputs))

@@ -3,6 +3,7 @@
 
 #define SF_ISA "avx2"
 #define SF_MAX_ROWS 4
+#define SF_INT8_ROWS SF_MAX_ROWS
 #define SF_OWN_DOTS "dots_avx2.h"
 
 typedef struct { __m256 a, b; } vf;

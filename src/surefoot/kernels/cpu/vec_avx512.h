@@ -2,7 +2,8 @@
 #include <immintrin.h>
 
 #define SF_ISA_BASE "avx512"
-#define SF_MAX_ROWS 8 /* rows of a register tile */
+#define SF_MAX_ROWS 8  /* rows of a register tile */
+#define SF_INT8_ROWS 6 /* of several int8 tiles: of eight rows, registers do not hold all sums */
 
 typedef __m512 vf;
 typedef __m512i vi;

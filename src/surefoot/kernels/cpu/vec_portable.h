@@ -3,6 +3,7 @@
 
 #define SF_ISA "portable"
 #define SF_MAX_ROWS 4
+#define SF_INT8_ROWS SF_MAX_ROWS
 
 typedef float f4 __attribute__((vector_size(16)));
 typedef int32_t i4 __attribute__((vector_size(16)));
