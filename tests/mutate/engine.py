@@ -712,14 +712,20 @@ MUTATIONS = (
     ),
     m(
         "kernels/cpu/attention.c",
-        "int64_t end = all.before * parts * (thread + 1) / sf_team, mine;",
-        "int64_t end = all.before * parts * (thread + 2) / sf_team, mine;",
+        "int64_t end = pieces * parts * (thread + 1) / sf_team, mine;",
+        "int64_t end = pieces * parts * (thread + 2) / sf_team, mine;",
         "test_native_backend.py",
     ),
     m(
         "kernels/cpu/attention.c",
-        "return (piece){s.row + first, s.rows * (own + 1) / s.pieces - first, index};",
-        "return (piece){s.row + first, s.rows / s.pieces, index};",
+        "return (piece){at->s.row + first, at->s.rows * (own + 1) / at->s.pieces - first};",
+        "return (piece){at->s.row + first, at->s.rows / at->s.pieces};",
+        "test_native_backend.py",
+    ),
+    m(
+        "kernels/cpu/attention.c",
+        "if (index < at->before) *at",
+        "if (0) *at",
         "test_native_backend.py",
     ),
     m(

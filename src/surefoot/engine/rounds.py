@@ -34,7 +34,7 @@ as there is a depth for): a crowd verifies one or two of each request's, and eac
 make."""
 PROMPT_VERIFIED = 512
 """Drafts that can be verified beside prompts, over all requests, or one of each: rows to sample are
-padded to so many, and for a crowd of 512 eight each took a fifth of such a round."""
+padded to so many, and for a crowd of 512 eight each took a tenth of such a round."""
 FEW_SCORED = 4
 """Requests with logprobs that recorded rounds have room for, unless there are more."""
 

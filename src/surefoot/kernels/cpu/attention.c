@@ -340,41 +340,47 @@ static segment segment_at(const sf_batch *batch, int64_t row, int64_t most) {
     return s;
 }
 
-/* Rows of a unit, of which each has `parts` of so many heads: what lets all threads finish first.
- * The rows of a unit share what it costs to read the keys, and more than a group also what it costs
- * to widen them. */
-static int64_t rows_of_unit(const sf_batch *batch, int64_t most, int64_t parts, int64_t heads) {
+/* Rows of a unit, of which each has `parts` of so many heads, and the `pieces` that all rows are cut
+ * into for that: what lets all threads finish first. The rows of a unit share what it costs to read
+ * the keys, and more than a group also what it costs to widen them. */
+static int64_t rows_of_unit(const sf_batch *batch, int64_t most, int64_t parts, int64_t heads,
+                            int64_t *pieces) {
     int64_t best = 1, least = INT64_MAX;
     for (int64_t rows = most; rows; rows = rows > 1 ? (rows + 1) / 2 : 0) {
-        int64_t units = 0, longest = 0;
-        for (segment s = {0, 0, 0}; s.row + s.rows < batch->rows; units += s.pieces * parts) {
+        int64_t count = 0, longest = 0;
+        for (segment s = {0, 0, 0}; s.row + s.rows < batch->rows; count += s.pieces) {
             s = segment_at(batch, s.row + s.rows, rows);
             int64_t own = (s.rows + s.pieces - 1) / s.pieces;
             if (own > longest) longest = own;
         }
-        int64_t vectors = longest * heads, turns = (units + sf_team - 1) / sf_team;
+        int64_t vectors = longest * heads, turns = (count * parts + sf_team - 1) / sf_team;
         int64_t cost = turns * (READING + vectors + (vectors > SF_GROUP ? WIDENING : 0));
-        if (cost < least) least = cost, best = rows;
+        if (cost < least) least = cost, best = rows, *pieces = count;
     }
     return best;
 }
 
-/* Some adjacent rows of one request, and how many pieces come before them. */
+/* Rows of one request that a unit has. */
 typedef struct {
-    int64_t row, rows, before;
+    int64_t row, rows;
 } piece;
 
-/* Piece number `index` of a batch that is cut into pieces of so many rows; beyond the last, none,
- * behind all. */
-static piece piece_at(const sf_batch *batch, int64_t most, int64_t index) {
-    int64_t before = 0;
-    for (segment s = {0, 0, 0}; s.row + s.rows < batch->rows; before += s.pieces) {
-        s = segment_at(batch, s.row + s.rows, most);
-        if (index >= before + s.pieces) continue;
-        int64_t own = index - before, first = s.rows * own / s.pieces;
-        return (piece){s.row + first, s.rows * (own + 1) / s.pieces - first, index};
+/* A segment, and the pieces of those before it. */
+typedef struct {
+    segment s;
+    int64_t before;
+} place;
+
+/* Piece number `index` of a batch that is cut into pieces of so many rows, from the place of the
+ * last one on: of long prompts, to begin anew for each would take longer than to attend. */
+static piece piece_at(const sf_batch *batch, int64_t most, int64_t index, place *at) {
+    if (index < at->before) *at = (place){segment_at(batch, 0, most), 0};
+    while (index >= at->before + at->s.pieces) {
+        at->before += at->s.pieces;
+        at->s = segment_at(batch, at->s.row + at->s.rows, most);
     }
-    return (piece){batch->rows, 0, before};
+    int64_t own = index - at->before, first = at->s.rows * own / at->s.pieces;
+    return (piece){at->s.row + first, at->s.rows * (own + 1) / at->s.pieces - first};
 }
 
 /* Vectors of `rows` rows from `row` on, each with the same `heads` heads from `head` on. */
@@ -410,7 +416,7 @@ void sf_attend(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv
     int shared = w->heads / w->kv_heads; /* heads of a kv head */
     int chunk = shared < most ? shared : (int)most, chunks = (shared + chunk - 1) / chunk;
     int64_t parts = (int64_t)w->kv_heads * chunks;
-    int64_t rows = rows_of_unit(batch, most / chunk, parts, chunk);
+    int64_t pieces = 0, rows = rows_of_unit(batch, most / chunk, parts, chunk, &pieces);
     unit u = {.head_dim = w->head_dim, .bf16 = w->kv_kind == SF_BF16};
     u.list.tile = (const uint8_t **)scratch;
     u.list.size = (int32_t *)(scratch + 8 * tiles);
@@ -420,14 +426,13 @@ void sf_attend(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv
 
     /* In the order of the heads: each thread begins with those whose vectors it has computed, about,
      * and whose keys it has written. */
-    piece all = piece_at(batch, rows, INT64_MAX);
-    for (int turn = 0; turn < sf_team && turn <= SF_HELPED; turn++) {
-        int thread = (sf_me + turn) % sf_team;
-        int64_t first = all.before * parts * thread / sf_team;
-        int64_t end = all.before * parts * (thread + 1) / sf_team, mine;
+    place at = {segment_at(batch, 0, rows), 0};
+    for (int turn = 0, thread; (thread = sf_turn(turn)) >= 0; turn++) {
+        int64_t first = pieces * parts * thread / sf_team;
+        int64_t end = pieces * parts * (thread + 1) / sf_team, mine;
         while ((mine = first + __atomic_fetch_add(&work[thread].next, 1, __ATOMIC_RELAXED)) < end) {
-            piece p = piece_at(batch, rows, mine % all.before);
-            int64_t part = mine / all.before, slot = batch->row_slot[p.row];
+            piece p = piece_at(batch, rows, mine % pieces, &at);
+            int64_t part = mine / pieces, slot = batch->row_slot[p.row];
             int kv_head = (int)(part / chunks), skip = (int)(part % chunks) * chunk;
             int head = kv_head * shared + skip;
             int heads = shared - skip < chunk ? shared - skip : chunk;

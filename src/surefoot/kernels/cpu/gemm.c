@@ -153,8 +153,7 @@ void sf_gemm(const sf_linear *linear, const sf_acts *acts, sf_out out, sf_counte
     /* Each thread begins with its own part, which lies in one piece: weights can be asked for
      * ahead, and what it wrote is still at hand when it goes on with it. Then it helps others with
      * theirs. Runs shrink towards a part's end so that all finish together. */
-    for (int turn = 0; turn < sf_team && turn <= SF_HELPED; turn++) {
-        int thread = (sf_me + turn) % sf_team;
+    for (int turn = 0, thread; (thread = sf_turn(turn)) >= 0; turn++) {
         int64_t next = __atomic_load_n(&work[thread].next, __ATOMIC_RELAXED);
         for (run r; (r = what_is_left(linear, thread, next)).count;) {
             const sf_segment *s = r.segment;

@@ -108,7 +108,7 @@ static void turn_head(const sf_layer_weights *w, const sf_batch *batch, int64_t 
 }
 
 /* Per row and head: norms and rotation of q and k in place, and the write of k and v. Threads share
- * the heads of each of the three, about those that they have computed. */
+ * the heads of queries, and those of keys and values, about as they have computed them. */
 static void prepare_heads(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv,
                           float *qkv, int64_t stride) {
     const int64_t rows = batch->rows;
@@ -191,14 +191,16 @@ static sf_counter *work_of(const layer_step *step, int which) {
     return step->work + (1 + which) * sf_team;
 }
 
-/* Linear number `which`, when its rows are there, after which `next` comes, or nothing. */
+/* Linear number `which`, when its rows are there. After it comes the `next` one of the step `behind`,
+ * or where that is NULL the end of the task, for which others wait. */
 static void multiply(layers_job *j, const layer_step *step, int which, float *y, int add,
                      const layer_step *behind, int next) {
     const sf_linear *linear = linear_of(step, which);
     sf_acts acts = own_acts(&step->input[which]);
     await_input(&step->input[which], &j->barrier);
     sf_gemm(linear, &acts, (sf_out){y, linear->outputs, add, NULL}, work_of(step, which));
-    if (behind) sf_expect(linear_of(behind, next), work_of(behind, next));
+    if (!behind) return;
+    sf_expect(linear_of(behind, next), work_of(behind, next));
     sf_wait(&j->barrier);
 }
 
@@ -259,13 +261,12 @@ static sf_input reserve_input(size_t *cursor, const sf_linear *linear, int64_t r
 static size_t place_step(layer_step *step, int64_t rows, const sf_batch *batch, int threads,
                          size_t cursor, uint8_t *memory) {
     const sf_layer_weights *w = step->w;
-    const sf_linear *linear[4] = {&w->qkv, &w->o, &w->gate_up, &w->down};
     int64_t wanted = step->outputs ? step->outputs->rows : rows;
     size_t place[4][2];
     step->per_thread = sf_attention_scratch(w, batch, step->kv);
     for (int i = 0; i < 4; i++)
-        step->input[i] = reserve_input(&cursor, linear[i], i ? wanted : rows, i < 3 ? threads : 1,
-                                     place[i]);
+        step->input[i] = reserve_input(&cursor, linear_of(step, i), i ? wanted : rows,
+                                       i < 3 ? threads : 1, place[i]);
     size_t qkv_at = sf_reserve(&cursor, (size_t)(rows * w->qkv.outputs) * 4);
     size_t attended_at = sf_reserve(&cursor, (size_t)(wanted * w->o.inputs) * 4);
     size_t inner_at = sf_reserve(&cursor, (size_t)(wanted * w->gate_up.outputs) * 4);

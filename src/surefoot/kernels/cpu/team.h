@@ -36,6 +36,12 @@ extern _Thread_local int sf_me, sf_team;
 /* Run task(argument) on `threads` threads at once, the caller being one; returns when all have. */
 void sf_run(int threads, sf_task task, void *argument);
 
+/* Whose part of some work the calling thread does in its turn number 0, 1, ...: its own, then that
+ * of others; -1: it looks at no more. */
+static inline int sf_turn(int turn) {
+    return turn < sf_team && turn <= SF_HELPED ? (sf_me + turn) % sf_team : -1;
+}
+
 /* The part [first, last) of `count` items that falls to the calling thread. */
 static inline void sf_share(int64_t count, int64_t *first, int64_t *last) {
     *first = count * sf_me / sf_team;
