@@ -22,9 +22,10 @@ from harness import (
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend, FlatBatch
 from surefoot.kernels.torch_backend import TorchBackend
+from surefoot.kernels.tree_growth import BestNodes, GrownTree, best_nodes
 from surefoot.request import SamplingParams
 from surefoot.sampling.noise import gumbel, gumbel_at
-from surefoot.speculation.drafting.tree import BestNodes, GrownTree, best_nodes, grow
+from surefoot.speculation.drafting.tree import grow
 from surefoot.speculation.proposers.eagle3.proposer import Eagle3Options, Eagle3Proposer
 from surefoot.speculation.trees import ancestors
 from test_eagle3_engine import by_formulas

@@ -80,15 +80,23 @@ class Picker:
     def pick_several(
         self, slots: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ``count`` best candidates of each row [R], the best first: (tokens,
-        log-probabilities), [R, count] each. Under noise those of the highest noised scores, and
-        their log-probabilities given the noise. Penalties see the committed text, not the
-        drafts."""
-        ids, state, stages = self.ids, self.state, self.stages
+        """The ``count`` best candidates of each row, the best first: (tokens, log-probabilities),
+        [R, count] each. Rows [R, draft vocabulary] are as many for each of ``slots`` int64 [B],
+        whose tokens are to stand at ``positions`` int64 [B]. Under noise those of the highest
+        noised scores, and their log-probabilities given the noise. Penalties see the committed
+        text, not the drafts."""
+        drafting, ids, state, stages = self.backend.drafting, self.ids, self.state, self.stages
         if stages == GREEDY:
-            best, columns = logits.log_softmax(dim=-1).topk(count, dim=-1)
-            return columns if ids is None else ids[columns], best
+            return drafting.likeliest_several(logits, ids, count)
+        each = len(logits) // len(slots)
+        slots, positions = slots.repeat_interleave(each), positions.repeat_interleave(each)
         params = state.params
+        adjusted = stages.penalties or stages.bias or stages.min_tokens
+        if stages.noise and not adjusted:
+            rows = SampleRows(slots, positions, state.history, state.history.shape[1])
+            drawn = drafting.draw_several(logits, ids, draws_of(rows, params), CANDIDATES, count)
+            if drawn is not None:
+                return drawn
         rows = SampleRows(slots, state.length[slots], state.history, state.history.shape[1])
         scores = adjust(self._by_target(logits), rows, params, stages)
         if not stages.noise:

@@ -19,7 +19,7 @@ from surefoot.models.config import ModelConfig
 from surefoot.models.decoder import Decoder
 from surefoot.speculation.drafting import dummy
 from surefoot.speculation.drafting.proposer import NetworkOptions, NetworkProposer
-from surefoot.speculation.drafting.tree import best_nodes, grow
+from surefoot.speculation.drafting.tree import grow
 from surefoot.speculation.proposer import Commits, Drafts, Needs
 from surefoot.speculation.proposers.eagle3.checkpoint import (
     checkpoint_facts,
@@ -136,21 +136,17 @@ class Eagle3Proposer(NetworkProposer):
         depth, pools = self.depth, self.pools
         live = pools.live_rows(slots, self.before, depth, self.wanted.max_keys)
         assert live.features is not None
-        current = live.keys[0]
 
         def successors(logits: torch.Tensor, deep: int) -> tuple[torch.Tensor, torch.Tensor]:
-            nodes = logits.shape[0] // len(slots)
-            owner = slots.repeat_interleave(nodes)
-            places = (current + 1 + deep).repeat_interleave(nodes)
-            return self.picker.pick_several(owner, places, logits, self.options.top_k)
+            return self.picker.pick_several(slots, live.keys[1 + deep], logits, self.options.top_k)
 
         # Positions of a tree are counted from the live row's.
         rows = pools.rows(live, 0)
         highest = max(self.network.last_position - depth, 0)
         rows = replace(rows, positions=rows.positions.clamp(max=highest))
         tree = grow(self.network, pools.kv, rows, live.features, successors, depth - 1)
-        nodes = best_nodes(tree, self.most)
-        return Drafts(nodes.tokens, (nodes.chance > 0).sum(dim=1), nodes.chance, nodes.parents)
+        nodes = self.network.backend.drafting.best_nodes(tree, self.most)
+        return Drafts(nodes.tokens, nodes.lengths, nodes.chance, nodes.parents)
 
     @classmethod
     def inspect(cls, path: str, target: ModelConfig | None) -> dict[str, Any] | None:
