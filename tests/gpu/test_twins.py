@@ -15,6 +15,7 @@ from test_books import (  # noqa: F401
 )
 from test_triton_control import test_rows_go_to_prompts_and_to_the_most_likely_drafts  # noqa: F401
 from test_triton_drafting import *  # noqa: F403
+from test_triton_growth import *  # noqa: F403
 from test_triton_kernels import *  # noqa: F403
 from test_triton_products import *  # noqa: F403
 from test_triton_prompts import *  # noqa: F403

@@ -16,7 +16,7 @@ import triton.language as tl
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.drafter_parts import EntryWeights, FeatureWeights, LiveRows, Scratch
 from surefoot.kernels.drafting import Drafting
-from surefoot.kernels.triton import blocks, drawn_picks, markov, picks
+from surefoot.kernels.triton import blocks, drawn_picks, growth, markov, picks, several
 from surefoot.kernels.triton.attend import attend_inputs, work_of
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.lookup import ngram_lookup
@@ -64,10 +64,10 @@ def entry_inputs_kernel(
 @jit(do_not_specialize=["spans"], do_not_specialize_on_alignment=["served_ptr"])
 def shift_kernel(
     feature_ptr, before_ptr, last_of_block_ptr, width, row_slot_ptr, key_ptr,
-    tables_ptr, table_stride, row_ptr, count_ptr, spans, served_ptr,
+    tables_ptr, table_stride, row_ptr, count_ptr, spans, served_ptr, above_ptr, last_ptr,
     shifted_ptr, position_ptr, out_slot_ptr, last_position,
-    MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    MASKED: tl.constexpr, TREES: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPANS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row; the first of a span replaces ``before`` when it has read it."""
     release_next(PDL)
@@ -82,11 +82,15 @@ def shift_kernel(
         return
     column = tl.arange(0, BLOCK)
     inside = column < width
-    previous = tl.load(row_slot_ptr + row - 1, mask=row > 0, other=-1)
+    if TREES:
+        above = tl.load(above_ptr + row)
+    else:
+        previous = tl.load(row_slot_ptr + row - 1, mask=row > 0, other=-1)
+        above = tl.where(previous == slot, row - 1, -1)
     key = tl.load(key_ptr + row)
     tl.store(position_ptr + row, tl.minimum(tl.maximum(key - 1, 0), last_position))
-    if previous == slot:
-        x = tl.load(feature_ptr + (row - 1) * width + column, mask=inside)
+    if above >= 0:
+        x = tl.load(feature_ptr + above * width + column, mask=inside)
         tl.store(shifted_ptr + row * width + column, x, mask=inside)
     else:
         x = tl.load(before_ptr + slot * width + column, mask=inside)
@@ -94,7 +98,10 @@ def shift_kernel(
         entry = tl.arange(0, SPANS)
         first = tl.load(row_ptr + entry, mask=entry < spans, other=-1)
         count = tl.load(count_ptr + entry, mask=entry < spans, other=0)
-        live = tl.max(tl.where((first == row) & (count > 0), first + count - 1, -1), axis=0)
+        last = first + count - 1
+        if TREES:
+            last = tl.load(last_ptr + entry, mask=entry < spans, other=-1)
+        live = tl.max(tl.where((first == row) & (count > 0), last, -1), axis=0)
         if live >= 0:
             x = tl.load(feature_ptr + live * width + column, mask=inside)
             # Other threads may have yet to read what is replaced.
@@ -147,12 +154,16 @@ def live_rows_kernel(
 
 
 class TritonDrafting(Drafting):
-    """The operations as kernels; those of trees in torch."""
+    """The operations as kernels."""
 
     backend: TritonBackend
     ngram_lookup = staticmethod(ngram_lookup)
     likeliest = staticmethod(picks.likeliest)
     draw = staticmethod(drawn_picks.draw)
+    likeliest_several = staticmethod(several.likeliest_several)
+    draw_several = staticmethod(several.draw_several)
+    branch = staticmethod(growth.branch)
+    best_nodes = staticmethod(growth.best_nodes)
     block_rows = staticmethod(blocks.block_rows)
     convolve = staticmethod(blocks.convolve)
 
@@ -300,11 +311,6 @@ class TritonDrafting(Drafting):
         above: torch.Tensor | None = None,
         last: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if above is not None or last is not None:
-            return super().shift_features(
-                features, before, last_of_block, slots, rows, counts, batch, block_size,
-                last_position, served, above, last,
-            )  # fmt: skip
         count, width = features.shape
         features = features.contiguous()
         shifted, positions = torch.empty_like(features), torch.empty_like(batch.key_index)
@@ -313,9 +319,9 @@ class TritonDrafting(Drafting):
         shift_kernel[(count,)](
             features, before, last_of_block, width, batch.row_slot, batch.key_index,
             batch.block_tables, batch.block_tables.stride(0), rows, counts, rows.shape[0], served,
-            shifted, positions, masked, last_position,
-            served is not None, block_size, next_power_of_2(rows.shape[0]), block,
-            num_warps=min(8, max(1, block // 512)), **pdl(features.device),
+            above, last, shifted, positions, masked, last_position,
+            served is not None, above is not None, block_size, next_power_of_2(rows.shape[0]),
+            block, num_warps=min(8, max(1, block // 512)), **pdl(features.device),
         )  # fmt: skip
         return shifted, positions, masked
 

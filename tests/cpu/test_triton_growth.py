@@ -1,0 +1,186 @@
+"""The Triton kernels that grow trees against their torch twins, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton_interpreter  # isort: skip
+
+from surefoot.kernels.batch import FlatBatch
+from surefoot.kernels.torch_backend import TorchBackend
+from surefoot.kernels.tree_growth import Frontier, empty_tree
+from surefoot.kernels.triton.drafting import TritonDrafting
+from surefoot.kernels.upload import sending
+from surefoot.request import Request, SamplingParams, SpeculationParams
+from surefoot.sampling.params import SamplingStages
+from surefoot.speculation.drafting.picking import Picker
+from surefoot.speculation.state import SlotState
+from triton_interpreter import DEVICE
+
+pytestmark = pytest.mark.skipif(
+    triton_interpreter.ON_GPU, reason="tests/gpu run the same checks compiled"
+)
+BACKEND = TorchBackend(DEVICE, torch.float32)
+TORCH, TRITON = BACKEND.drafting, TritonDrafting(BACKEND)
+GROUPS = 64
+"""Groups of a part of 2048 logits: neighbours lie in different ones."""
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize(("width", "count"), [(40, 4), (2048, 1), (5000, 8), (4097, 3)])
+def test_the_likeliest_several(width: int, count: int, mapped: bool) -> None:
+    torch.manual_seed(width)
+    logits = 4 * torch.randn(5, width)
+    logits[1, width // 3 :] = float("-inf")
+    logits[2] -= 300
+    logits[3, width - 1] = 50
+    ids = torch.randperm(3 * width)[:width].sort().values if mapped else None
+    expected = TORCH.likeliest_several(logits, ids, count)
+    tokens, scores = TRITON.likeliest_several(logits, ids, count)
+    assert torch.equal(tokens, expected[0])
+    torch.testing.assert_close(scores, expected[1], rtol=1e-5, atol=1e-4)
+
+
+def test_of_equal_logits_the_first_count() -> None:
+    logits = torch.zeros(1, 3000)
+    logits[0, [7, 2900]] = 2.0
+    tokens, _ = TRITON.likeliest_several(logits, None, 4)
+    assert tokens.tolist() == [[7, 2900, 0, 1]]
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.6, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 12},
+        {"temperature": 0.8, "min_p": 0.05},
+        {"temperature": 0.9, "top_k": 20, "top_p": 0.8, "min_p": 0.01},
+    ],
+)
+def test_several_are_drawn(params: dict[str, Any], mapped: bool) -> None:
+    """Beside a greedy request. Whatever could be drawn lies in groups of its own."""
+    torch.manual_seed(3)
+    width, vocab, count, each = 5000, 9000 if mapped else 5000, 5, 3
+    state = SlotState(2, 64, 4, 16, vocab, DEVICE)
+    asked = [SamplingParams(seed=5, **params), SamplingParams(temperature=0)]
+    requests = [
+        Request(str(slot), (1, 2), each, SpeculationParams(), 0, 64, slot=slot)
+        for slot, each in enumerate(asked)
+    ]
+    with sending(state.device) as uploads:
+        state.admit(requests, uploads)
+    ids = torch.randperm(vocab)[:width].sort().values if mapped else None
+    logits = torch.randn(2 * each, width) - 60
+    likely = torch.randperm(GROUPS)[:40] + GROUPS * torch.randint(0, 70, (40,))
+    for row in logits:
+        row[likely] = 2 * torch.randn(40)
+    slots, places = torch.tensor([0, 1]), torch.tensor([9, 4])
+    found = []
+    for drafting in (TORCH, TRITON):
+        backend: Any = SimpleNamespace(drafting=drafting)
+        network: Any = SimpleNamespace(backend=backend, target_ids=ids)
+        picker = Picker(network, state, coupled=True)
+        picker.serve(SamplingStages.together([SamplingStages.of([one]) for one in asked]))
+        found.append(picker.pick_several(slots, places, logits, count))
+    kept = found[0][1].isfinite()
+    assert kept.sum() > 2 * each
+    assert torch.equal(kept, found[1][1].isfinite())
+    assert torch.equal(found[0][0][kept], found[1][0][kept])
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-3)
+
+
+def rows(batch: int) -> FlatBatch:
+    """The live rows."""
+    keys = torch.randint(3, 900, (batch,))
+    return FlatBatch(
+        tokens=torch.zeros_like(keys),
+        positions=keys - 1,
+        key_index=keys,
+        row_slot=torch.randperm(batch),
+        block_tables=torch.zeros(batch, 1, dtype=torch.int32),
+        span_start=keys,
+        max_keys=1000,
+    )
+
+
+@pytest.mark.parametrize(("batch", "top_k", "levels"), [(1, 4, 6), (3, 8, 6), (2, 5, 2), (2, 3, 1)])
+def test_a_tree_grows(batch: int, top_k: int, levels: int) -> None:
+    torch.manual_seed(10 * batch + top_k)
+    live, width = rows(batch), 40
+    trees = [empty_tree(batch, top_k, levels, torch.device(DEVICE)) for _ in range(2)]
+    before: list[Frontier | None] = [None, None]
+    for level in range(levels):
+        nodes = batch * (top_k if level else 1)
+        # No two alike, as which of equal ones torch takes is not said.
+        chances = -torch.rand(nodes, top_k).sort(dim=1).values
+        if level == 1:
+            chances[::2, -1] = float("-inf")
+        offers = torch.randint(0, 1000, (nodes, top_k)), chances
+        features = torch.randn(nodes, width)
+        before = [
+            module.branch(tree, level, offers, known, features, live)
+            for module, tree, known in zip((TORCH, TRITON), trees, before, strict=True)
+        ]
+        if level < levels - 1:
+            for field in fields(Frontier):
+                expected, found = (getattr(each, field.name) for each in before)
+                assert torch.equal(found, expected), field.name
+    for name in ("tokens", "scores", "parents"):
+        assert torch.equal(*(getattr(tree, name) for tree in trees)), name
+    for count in (1, 7, 16, 63):
+        expected, found = (m.best_nodes(trees[0], count) for m in (TORCH, TRITON))
+        for field in fields(expected):
+            pair = getattr(found, field.name), getattr(expected, field.name)
+            torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-7)
+
+
+def test_equal_nodes_stay_in_order() -> None:
+    """A chance of 1 puts a child on its parent's score: the parent comes first all the same."""
+    tree = empty_tree(1, 3, 2, torch.device(DEVICE))
+    tree.tokens[0] = torch.arange(12)
+    tree.parents[0] = torch.tensor([-1] * 3 + [0] * 3 + [1] * 3 + [2] * 3)
+    tree.scores[0] = torch.tensor([-1.0, -1, -2, -1, -2, -9, -1, -2, -9, -2, -9, -9])
+    best = TRITON.best_nodes(tree, 8)
+    assert best.tokens[0].tolist() == [0, 1, 3, 6, 2, 4, 7, 9]
+    assert best.parents[0].tolist() == [-1, -1, 0, 1, -1, 0, 1, 4]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_features_follow_trees(masked: bool) -> None:
+    """Spans of a tree, a chain and one row: the features before rows are those of their parents."""
+    torch.manual_seed(7)
+    slots, width, block = torch.tensor([2, 0, 1]), 40, 4
+    first, settled = torch.tensor([0, 5, 8]), torch.tensor([3, 2, 1])
+    above = torch.tensor([-1, 0, 0, 1, 3, -1, 5, 6, -1, 0])
+    last = torch.tensor([4, 6, 8])
+    # Of the tree rows 0, 1 and 4 are kept; the last row is padding.
+    owner = torch.tensor([2, 2, -1, -1, 2, 0, 0, 0, 1, -1])
+    keys = torch.tensor([6, 7, 7, 8, 8, 2, 3, 4, 11, 3])
+    batch = FlatBatch(
+        tokens=keys, positions=keys, key_index=keys, row_slot=owner,
+        block_tables=1 + torch.arange(12).view(3, 4).int(), span_start=keys, max_keys=16,
+    )  # fmt: skip
+    features, before, ends = torch.randn(10, width), torch.randn(3, width), torch.randn(13, width)
+    served = torch.tensor([True, False, True]) if masked else None
+    valid = (owner >= 0) & (owner != 1) if masked else owner >= 0
+    results = []
+    for module in (TORCH, TRITON):
+        own = before.clone(), ends.clone()
+        shifted, positions, row_slot = module.shift_features(
+            features, *own, slots, first, settled, batch, block, 30, served, above, last
+        )
+        assert torch.equal(row_slot, torch.where(valid, owner, -1))
+        kept = own[0] if served is None else own[0][served]
+        results.append((shifted[valid], positions[valid], kept, own[1][1:]))
+    for left, right in zip(*results, strict=True):
+        assert torch.equal(left, right)
+    assert torch.equal(results[1][0][2], features[3]), "the tree's third kept row is below row 3"
