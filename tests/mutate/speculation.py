@@ -1208,6 +1208,72 @@ MUTATIONS = (
         "moved = depth < paths.lengths.unsqueeze(1)",
         "test_trees.py",
     ),
+    m(
+        "kernels/triton/several.py",
+        "    return (bits.to(tl.int64) << 32) | (0xFFFFFFFF - index.to(tl.int64))",
+        "    return (bits.to(tl.int64) << 32) | index.to(tl.int64)",
+        "test_triton_growth.py",
+    ),
+    m(
+        "kernels/triton/several.py",
+        "    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)\n    return (bits",
+        "    return (bits",
+        "test_triton_growth.py",
+    ),
+    m(
+        "kernels/triton/several.py",
+        "        drops = scores < border",
+        "        drops = scores > 1.0",
+        "test_triton_growth.py",
+    ),
+    m(
+        "kernels/triton/several.py",
+        "        top_k = tl.minimum(tl.load(top_k_ptr + slot), most)",
+        "        top_k = most",
+        "test_triton_growth.py",
+    ),
+    m(
+        "kernels/triton/several.py",
+        "        kept = tl.sum(tl.where(likely >= border, tl.exp(likely), 0.0), axis=0)",
+        "        kept = total * 1.0",
+        "test_triton_growth.py",
+    ),
+    m(
+        "kernels/triton/growth.py",
+        "            seen |= tl.load(old_seen_ptr + tree * TOP_K + chosen // TOP_K)",
+        "            seen |= tl.load(old_seen_ptr + tree * TOP_K + i)",
+        "test_triton_growth.py",
+    ),
+    m(
+        "kernels/triton/growth.py",
+        "(tree * NODES + chosen // TOP_K) * width",
+        "(tree * NODES + i // TOP_K) * width",
+        "test_triton_growth.py",
+    ),
+    m(
+        "kernels/triton/growth.py",
+        "(other[None, :] < node[:, None])",
+        "(other[None, :] > node[:, None])",
+        "test_triton_growth.py",
+    ),
+    m(
+        "kernels/triton/growth.py",
+        "    parent = tl.load(place_ptr + begin + above, mask=inner, other=-1)",
+        "    parent = tl.where(inner, above, -1)",
+        "test_triton_growth.py",
+    ),
+    m(
+        "kernels/triton/drafting.py",
+        "            last = tl.load(last_ptr + entry, mask=entry < spans, other=-1)",
+        "            last = last + 0",
+        "test_triton_growth.py",
+    ),
+    m(
+        "kernels/triton/drafting.py",
+        "        above = tl.load(above_ptr + row)",
+        "        above = row - 1",
+        "test_triton_growth.py",
+    ),
     # --- drafters with a network ------------------------------------------------------------------
     m(
         "kernels/drafting.py",
