@@ -22,7 +22,7 @@ from harness import (
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend, FlatBatch
 from surefoot.kernels.torch_backend import TorchBackend
-from surefoot.kernels.tree_growth import BestNodes, GrownTree, best_nodes
+from surefoot.kernels.tree_growth import BestNodes, GrownTree, TreeGrowth
 from surefoot.request import SamplingParams
 from surefoot.sampling.noise import gumbel, gumbel_at
 from surefoot.speculation.drafting.tree import grow
@@ -112,7 +112,7 @@ def test_the_tree_is_the_official_one(name: str) -> None:
         bits = (rows.mask.unsqueeze(1) >> torch.arange(visible.shape[1] - prompt)) & 1
         assert bool(visible[:, :prompt].all())
         assert torch.equal(bits.bool(), visible[:, prompt:])
-    check_tree(best_nodes(tree, count), arrays)
+    check_tree(TreeGrowth().best_nodes(tree, count), arrays)
 
     # The next round: catch-up over the accepted path, and the next tree.
     path = facts["posterior"][5]["path_nodes"]
@@ -121,7 +121,7 @@ def test_the_tree_is_the_official_one(name: str) -> None:
         arrays["next.node_features"][path], arrays["next.slot_tokens"], prompt + 1
     )
     live, token = prompt + len(path), int(arrays["next.slot_tokens"][-1])
-    check_tree(best_nodes(grower.grow(live, token, feature), count), arrays, "next.")
+    check_tree(TreeGrowth().best_nodes(grower.grow(live, token, feature), count), arrays, "next.")
 
 
 def test_noise_of_some_tokens_equals_that_of_all() -> None:

@@ -1221,21 +1221,21 @@ MUTATIONS = (
         "test_triton_growth.py",
     ),
     m(
-        "kernels/triton/several.py",
+        "kernels/triton/drawn_picks.py",
         "        drops = scores < border",
         "        drops = scores > 1.0",
         "test_triton_growth.py",
     ),
     m(
-        "kernels/triton/several.py",
-        "        top_k = tl.minimum(tl.load(top_k_ptr + slot), most)",
-        "        top_k = most",
+        "kernels/triton/drawn_picks.py",
+        "        wanted = tl.minimum(top_k, most)",
+        "        wanted = most",
         "test_triton_growth.py",
     ),
     m(
-        "kernels/triton/several.py",
-        "        kept = tl.sum(tl.where(likely >= border, tl.exp(likely), 0.0), axis=0)",
-        "        kept = total * 1.0",
+        "kernels/triton/drawn_picks.py",
+        "            kept = tl.sum(tl.where(likely >= border, tl.exp(likely), 0.0), axis=0)",
+        "            kept = total * 1.0",
         "test_triton_growth.py",
     ),
     m(

@@ -25,13 +25,13 @@ from surefoot.kernels.drafter_parts import (
 from surefoot.kernels.draws import Draws
 from surefoot.kernels.lookup import Matches, ngram_lookup
 from surefoot.kernels.reference import silu_mul
-from surefoot.kernels.tree_growth import BestNodes, Frontier, GrownTree, best_nodes, branch
+from surefoot.kernels.tree_growth import TreeGrowth
 
 if TYPE_CHECKING:
     from surefoot.kernels.backend import AttentionShape, Backend, LayerWeights, RopeTable
 
 
-class Drafting(ABC):
+class Drafting(TreeGrowth, ABC):
     """The operations in torch, on any device; backends may do them faster."""
 
     def __init__(self, backend: Backend) -> None:
@@ -396,44 +396,3 @@ class Drafting(ABC):
         float32 [B]. Borders of top-k and top-p may be found roughly: what is drafted is verified.
         False, and nothing done, where the device has no kernel for it."""
         return False
-
-    def likeliest_several(
-        self, logits: torch.Tensor, ids: torch.Tensor | None, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of float32 logits [R, n] each row's ``count`` largest, the largest first: their columns,
-        or what ``ids`` int64 [n] call them, int64 [R, count], and their log-probabilities, float32
-        [R, count]."""
-        best, columns = logits.log_softmax(dim=-1).topk(count, dim=-1)
-        return columns if ids is None else ids[columns], best
-
-    def draw_several(
-        self, logits: torch.Tensor, ids: torch.Tensor | None, draws: Draws, most: int, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As ``likeliest_several``, by the noised scores of tokens over the target's ``ids``, and
-        log-probabilities given the noise: a share of the exponentials of the noised scores of the
-        ``most`` likeliest tokens. Borders of filters, and these, may be found roughly: what is
-        drafted is verified. None where the device has no kernel for it."""
-        return None
-
-    def branch(
-        self,
-        tree: GrownTree,
-        level: int,
-        offers: tuple[torch.Tensor, torch.Tensor],
-        before: Frontier | None,
-        features: torch.Tensor,
-        live: FlatBatch,
-    ) -> Frontier:
-        """Enter in ``tree`` what a level's nodes offer, and choose the frontier that the next pass
-        runs: the best of all that a request's nodes offer. ``offers``: tokens int64 [B * n, K] and
-        log-probabilities float32 [B * n, K] of the nodes of ``before``, or of the live rows at
-        level 0, where it is None; ``features`` [B * n, hidden]: what they are to their successors;
-        ``live``: the rows that the trees grow behind, one for each of B requests. Of the last level
-        the frontier is nobody's."""
-        return branch(tree, level, offers, before, features, live)
-
-    def best_nodes(self, tree: GrownTree, count: int) -> BestNodes:
-        """The ``count`` best nodes of each tree, or all. Scores never rise from parent to child,
-        and of equal ones the earlier comes first: every ancestor of a kept node is kept, before
-        it."""
-        return best_nodes(tree, count)

@@ -49,6 +49,11 @@ class SamplingStages:
             top_p=any(each.top_p for each in every),
         )
 
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before temperature and filters."""
+        return self.penalties or self.bias or self.min_tokens
+
 
 _shared = lru_cache(maxsize=1024)(SamplingStages)
 

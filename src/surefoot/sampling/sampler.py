@@ -54,7 +54,7 @@ def sample_rows(
     if masks is not None:
         # First of all, so that filters keep their share of what is allowed.
         logits = backend.mask_tokens(logits, masks) if backend else mask_tokens(logits, masks)
-    if stages.penalties or stages.bias or stages.min_tokens:
+    if stages.adjusts:
         adjusted = backend.adjust(logits, adjustments_of(rows, params, stages)) if backend else None
         logits = adjust(logits, rows, params, stages) if adjusted is None else adjusted
     if not stages.noise:

@@ -18,7 +18,7 @@ told apart on the device."""
 
 def kind_of(stages: SamplingStages) -> SamplingStages:
     """The recorded kind that serves these stages."""
-    if stages.penalties or stages.bias or stages.min_tokens:
+    if stages.adjusts:
         return ADJUSTED
     return DRAWN if stages.noise else GREEDY
 

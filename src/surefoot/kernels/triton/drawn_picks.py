@@ -7,6 +7,8 @@ A draft that is drawn in another's place costs a row at most; what the text is, 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton.language as tl
 
@@ -88,21 +90,15 @@ def halved(scores, weights, wanted):
     return low
 
 
-@jit(
-    do_not_specialize=["token_stride", "chance_stride"],
-    do_not_specialize_on_alignment=["slot_ptr", "position_ptr", "token_ptr", "chance_ptr"],
-)
-def draw_final_kernel(
-    place_ptr, number_ptr, pivot_ptr, total_ptr, parts, width, ids_ptr, slot_ptr, position_ptr,
-    temperature_ptr, min_p_ptr, top_p_ptr, top_k_ptr, history_ptr, history_stride,
-    token_ptr, token_stride, chance_ptr, chance_stride,
-    MAPPED: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
+@jit
+def candidates(
+    place_ptr, number_ptr, pivot_ptr, total_ptr, parts, width, row, slot,
+    temperature, min_p_ptr, top_p_ptr, top_k_ptr, most,
+    GROUPS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    release_next(PDL)
-    await_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + row)
-    temperature = tl.load(temperature_ptr + slot)
+    """What ``draw_part_kernel`` left of a row, as far as it passes the filters of a slot that draws
+    and is among the ``most`` likeliest, about: by group, the noised scores (-inf where none does),
+    the scores, and their places in the row; and the sum of all exponentials."""
     divisor = tl.where(temperature == 0, 1.0, temperature)
     group = tl.arange(0, PADDED * GROUPS)
     inside = group < parts * GROUPS
@@ -130,11 +126,12 @@ def draw_final_kernel(
         kept = total
         if min_p > 0:
             border = tl.maximum(border, tl.log(min_p))
-        if top_k < width:
+        wanted = tl.minimum(top_k, most)
+        if wanted < width:
             border = tl.maximum(
-                border, halved(likely, tl.full(likely.shape, 1.0, tl.float32), top_k)
+                border, halved(likely, tl.full(likely.shape, 1.0, tl.float32), wanted)
             )
-        if (min_p > 0) | (top_k < width):
+        if (min_p > 0) | (top_k < most):
             kept = tl.sum(tl.where(likely >= border, tl.exp(likely), 0.0), axis=0)
         if top_p < 1:
             border = tl.maximum(border, halved(likely, tl.exp(likely), top_p * kept))
@@ -144,6 +141,27 @@ def draw_final_kernel(
         places = tl.where(drops, likely_places, places)
         noised = tl.where(drops, tl.where(likely >= border, likely_noised, float("-inf")), noised)
         scores = tl.where(drops, likely, scores)
+    return noised, scores, places, total
+
+
+@jit(
+    do_not_specialize=["token_stride", "chance_stride"],
+    do_not_specialize_on_alignment=["slot_ptr", "position_ptr", "token_ptr", "chance_ptr"],
+)
+def draw_final_kernel(
+    place_ptr, number_ptr, pivot_ptr, total_ptr, parts, width, ids_ptr, slot_ptr, position_ptr,
+    temperature_ptr, min_p_ptr, top_p_ptr, top_k_ptr, history_ptr, history_stride,
+    token_ptr, token_stride, chance_ptr, chance_stride,
+    MAPPED: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    release_next(PDL)
+    await_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + row)
+    noised, scores, places, total = candidates(
+        place_ptr, number_ptr, pivot_ptr, total_ptr, parts, width, row, slot,
+        tl.load(temperature_ptr + slot), min_p_ptr, top_p_ptr, top_k_ptr, width, GROUPS, PADDED,
+    )  # fmt: skip
     best = tl.max(noised, axis=0)
     found = tl.min(tl.where(noised == best, places, width - 1), axis=0)
     score = tl.max(tl.where((noised == best) & (places == found), scores, float("-inf")), axis=0)
@@ -155,6 +173,37 @@ def draw_final_kernel(
     tl.store(history_ptr + slot * history_stride + tl.load(position_ptr + row), token)
 
 
+class DrawnParts(NamedTuple):
+    """What ``draw_part_kernel`` leaves of rows of logits, as ``candidates`` reads it."""
+
+    places: torch.Tensor
+    numbers: torch.Tensor
+    pivots: torch.Tensor
+    totals: torch.Tensor
+    parts: int
+    """Of a row."""
+    shape: dict[str, int]
+    """Constants of the kernel that reads it, its number of warps among them."""
+
+
+def drawn_parts(logits: torch.Tensor, ids: torch.Tensor | None, draws: Draws) -> DrawnParts:
+    """Float32 logits [R, n] of the tokens ``ids`` int64 [n] (None: all), with the draws' noise."""
+    (rows, width), groups = logits.shape, PART // GROUP
+    parts = cdiv(width, PART)
+    padded = next_power_of_2(parts)
+    pivots, totals = (logits.new_empty((rows, parts)) for _ in range(2))
+    numbers = logits.new_empty((4, rows, parts * groups))
+    places = torch.empty((2, rows, parts * groups), dtype=torch.int32, device=logits.device)
+    draw_part_kernel[(rows, parts)](
+        logits, logits.stride(0), width, ids, draws.slots, draws.positions, draws.temperature,
+        draws.seed, draws.choice, places, numbers, pivots, totals,
+        ids is not None, groups, GROUP, num_warps=4, **pdl(logits.device),
+    )  # fmt: skip
+    warps = 4 if padded * groups <= 2048 else 8
+    shape = {"GROUPS": groups, "PADDED": padded, "num_warps": warps}
+    return DrawnParts(places, numbers, pivots, totals, parts, shape)
+
+
 def draw(
     logits: torch.Tensor,
     ids: torch.Tensor | None,
@@ -164,22 +213,11 @@ def draw(
     chances: torch.Tensor,
 ) -> bool:
     """``kernels.drafting.Drafting.draw``."""
-    (rows, width), groups = logits.shape, PART // GROUP
-    parts = cdiv(width, PART)
-    pivots, totals = (logits.new_empty((rows, parts)) for _ in range(2))
-    numbers = logits.new_empty((4, rows, parts * groups))
-    places = torch.empty((2, rows, parts * groups), dtype=torch.int32, device=logits.device)
-    draw_part_kernel[(rows, parts)](
-        logits, logits.stride(0), width, ids, draws.slots, draws.positions, draws.temperature,
-        draws.seed, draws.choice, places, numbers, pivots, totals,
-        ids is not None, groups, GROUP, num_warps=4, **pdl(logits.device),
-    )  # fmt: skip
-    padded = next_power_of_2(parts)
-    draw_final_kernel[(rows,)](
-        places, numbers, pivots, totals, parts, width, ids, draws.slots, draws.positions,
+    *found, shape = drawn_parts(logits, ids, draws)
+    draw_final_kernel[(len(logits),)](
+        *found, logits.shape[1], ids, draws.slots, draws.positions,
         draws.temperature, draws.min_p, draws.top_p, draws.top_k, history, history.stride(0),
         tokens, tokens.stride(0), chances, chances.stride(0),
-        ids is not None, groups, padded, num_warps=4 if padded * groups <= 2048 else 8,
-        **pdl(logits.device),
+        MAPPED=ids is not None, **shape, **pdl(logits.device),
     )  # fmt: skip
     return True

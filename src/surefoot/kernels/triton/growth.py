@@ -1,6 +1,6 @@
 """Growing trees of drafts between a network's passes: a program for each request.
 
-Twins: ``kernels.tree_growth``.
+Twins: ``kernels.tree_growth.TreeGrowth``.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def branch(
     features: torch.Tensor,
     live: FlatBatch,
 ) -> Frontier:
-    """``kernels.drafting.Drafting.branch``."""
+    """``TreeGrowth.branch``."""
     tokens, chances = (each.contiguous() for each in offers)
     features = features.contiguous()
     (batch, size), (rows, top_k) = tree.tokens.shape, tokens.shape
@@ -146,7 +146,7 @@ def best_nodes_kernel(
 
 
 def best_nodes(tree: GrownTree, count: int) -> BestNodes:
-    """``kernels.drafting.Drafting.best_nodes``."""
+    """``TreeGrowth.best_nodes``."""
     batch, size = tree.tokens.shape
     count, tokens = min(count, size), tree.tokens
     places = torch.empty((batch, size), dtype=torch.int32, device=tokens.device)

@@ -93,7 +93,7 @@ class Sampler:
         Penalties, bias and masked ends change float32 ``logits`` in place: take logprobs before.
         ValueError for more rows than the scratch table has.
         """
-        if stages.penalties or stages.bias or stages.min_tokens:
+        if stages.adjusts:
             logits = logits.float()
         if stages.penalties:
             if logits.shape[0] > self.rows:

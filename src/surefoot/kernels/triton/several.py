@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 
 from surefoot.kernels.draws import Draws
-from surefoot.kernels.triton.drawn_picks import FARTHEST, GROUP, PART, draw_part_kernel, halved
+from surefoot.kernels.triton.drawn_picks import PART, candidates, drawn_parts
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 
@@ -37,6 +37,21 @@ def index_of(key):
 def value_of(key):
     bits = (key >> 32).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@jit
+def write_best(
+    keys, total, ids_ptr, token_ptr, score_ptr, MAPPED: tl.constexpr, COUNT: tl.constexpr
+):
+    """The tokens of the largest keys, the largest first, and their values less ``total``."""
+    for i in range(COUNT):
+        best = tl.max(keys, axis=0)
+        token = index_of(best)
+        if MAPPED:
+            token = tl.load(ids_ptr + token)
+        tl.store(token_ptr + i, token)
+        tl.store(score_ptr + i, value_of(best) - total)
+        keys = tl.where(keys == best, LEAST, keys)
 
 
 @jit
@@ -83,14 +98,9 @@ def final_several_kernel(
     total = pivot + tl.log(tl.sum(totals * tl.exp(pivots - pivot), axis=0))
     known = parts * COUNT
     keys = tl.load(key_ptr + row * known + entry, mask=entry < known, other=LEAST)
-    for i in range(COUNT):
-        best = tl.max(keys, axis=0)
-        token = index_of(best)
-        if MAPPED:
-            token = tl.load(ids_ptr + token)
-        tl.store(token_ptr + row * COUNT + i, token)
-        tl.store(score_ptr + row * COUNT + i, value_of(best) - total)
-        keys = tl.where(keys == best, LEAST, keys)
+    write_best(
+        keys, total, ids_ptr, token_ptr + row * COUNT, score_ptr + row * COUNT, MAPPED, COUNT
+    )
 
 
 def likeliest_several(
@@ -128,80 +138,31 @@ def draw_several_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + row)
     temperature = tl.load(temperature_ptr + slot)
-    divisor = tl.where(temperature == 0, 1.0, temperature)
-    group = tl.arange(0, PADDED * GROUPS)
-    inside = group < parts * GROUPS
-    every = (tl.zeros([], tl.int64) + tl.num_programs(0)) * parts * GROUPS
-    place = row * parts * GROUPS + group
-    part = tl.arange(0, PADDED)
-    pivots = tl.load(pivot_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
-    totals = tl.load(total_ptr + row * parts + part, mask=part < parts, other=0.0)
-    pivot = tl.max(pivots, axis=0)
-    total = tl.sum(totals * tl.exp((pivots - pivot) / divisor), axis=0)
-    lower = tl.load(
-        pivot_ptr + row * parts + group // GROUPS, mask=inside, other=float("-inf")
+    noised, _, places, total = candidates(
+        place_ptr, number_ptr, pivot_ptr, total_ptr, parts, width, row, slot,
+        temperature, min_p_ptr, top_p_ptr, top_k_ptr, most, GROUPS, PADDED,
     )  # fmt: skip
-    lower = (lower - pivot) / divisor
-    noised = tl.load(number_ptr + place, mask=inside, other=float("-inf")) + lower
-    places = tl.load(place_ptr + place, mask=inside, other=width - 1)
     whole = tl.log(total)
     if temperature != 0:
-        scores = tl.load(number_ptr + every + place, mask=inside, other=float("-inf")) + lower
-        likely_noised = tl.load(
-            number_ptr + 2 * every + place, mask=inside, other=float("-inf")
-        )  # fmt: skip
-        likely_noised += lower
-        likely = tl.load(number_ptr + 3 * every + place, mask=inside, other=float("-inf")) + lower
-        min_p, top_p = tl.load(min_p_ptr + slot), tl.load(top_p_ptr + slot)
-        top_k = tl.minimum(tl.load(top_k_ptr + slot), most)
-        border, kept = -FARTHEST, total
-        if min_p > 0:
-            border = tl.maximum(border, tl.log(min_p))
-        one = tl.full(likely.shape, 1.0, tl.float32)
-        border = tl.maximum(border, halved(likely, one, top_k))
-        if (min_p > 0) | (top_k < most):
-            kept = tl.sum(tl.where(likely >= border, tl.exp(likely), 0.0), axis=0)
-        if top_p < 1:
-            border = tl.maximum(border, halved(likely, tl.exp(likely), top_p * kept))
-        # Where the best noised one is not kept, the likeliest one may be.
-        drops = scores < border
-        likely_places = tl.load(place_ptr + every + place, mask=inside, other=width - 1)
-        places = tl.where(drops, likely_places, places)
-        noised = tl.where(drops, tl.where(likely >= border, likely_noised, float("-inf")), noised)
         highest = tl.max(noised, axis=0)
         whole = highest + tl.log(tl.sum(tl.exp(noised - highest), axis=0))
+    inside = tl.arange(0, PADDED * GROUPS) < parts * GROUPS
     keys = tl.where(inside, ordered_key(noised, places), LEAST)
-    for i in range(COUNT):
-        best = tl.max(keys, axis=0)
-        token = index_of(best)
-        if MAPPED:
-            token = tl.load(ids_ptr + token)
-        tl.store(token_ptr + row * COUNT + i, token)
-        tl.store(score_ptr + row * COUNT + i, value_of(best) - whole)
-        keys = tl.where(keys == best, LEAST, keys)
+    write_best(
+        keys, whole, ids_ptr, token_ptr + row * COUNT, score_ptr + row * COUNT, MAPPED, COUNT
+    )
 
 
 def draw_several(
     logits: torch.Tensor, ids: torch.Tensor | None, draws: Draws, most: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``kernels.drafting.Drafting.draw_several``."""
-    (rows, width), groups = logits.shape, PART // GROUP
-    parts = cdiv(width, PART)
-    pivots, totals = (logits.new_empty((rows, parts)) for _ in range(2))
-    numbers = logits.new_empty((4, rows, parts * groups))
-    places = torch.empty((2, rows, parts * groups), dtype=torch.int32, device=logits.device)
-    draw_part_kernel[(rows, parts)](
-        logits, logits.stride(0), width, ids, draws.slots, draws.positions, draws.temperature,
-        draws.seed, draws.choice, places, numbers, pivots, totals,
-        ids is not None, groups, GROUP, num_warps=4, **pdl(logits.device),
-    )  # fmt: skip
+    *found, shape = drawn_parts(logits, ids, draws)
     tokens, scores = _results(logits, count)
-    padded = next_power_of_2(parts)
-    draw_several_kernel[(rows,)](
-        places, numbers, pivots, totals, parts, width, ids, draws.slots,
+    draw_several_kernel[(len(logits),)](
+        *found, logits.shape[1], ids, draws.slots,
         draws.temperature, draws.min_p, draws.top_p, draws.top_k, max(most, count),
-        tokens, scores, ids is not None, count, groups, padded,
-        num_warps=4 if padded * groups <= 2048 else 8, **pdl(logits.device),
+        tokens, scores, MAPPED=ids is not None, COUNT=count, **shape, **pdl(logits.device),
     )  # fmt: skip
     return tokens, scores
 

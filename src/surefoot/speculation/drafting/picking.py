@@ -63,8 +63,7 @@ class Picker:
             backend.drafting.likeliest(logits, ids, *out)
             return
         rows = SampleRows(slots, positions, state.history, state.history.shape[1])
-        adjusted = stages.penalties or stages.bias or stages.min_tokens
-        if stages.noise and not adjusted:
+        if stages.noise and not stages.adjusts:
             draws = draws_of(rows, state.params)
             if backend.drafting.draw(logits, ids, draws, state.history, *out):
                 return
@@ -91,8 +90,7 @@ class Picker:
         each = len(logits) // len(slots)
         slots, positions = slots.repeat_interleave(each), positions.repeat_interleave(each)
         params = state.params
-        adjusted = stages.penalties or stages.bias or stages.min_tokens
-        if stages.noise and not adjusted:
+        if stages.noise and not stages.adjusts:
             rows = SampleRows(slots, positions, state.history, state.history.shape[1])
             drawn = drafting.draw_several(logits, ids, draws_of(rows, params), CANDIDATES, count)
             if drawn is not None:
