@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,9 +22,11 @@ from surefoot.engine.engine import Engine
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.cpu.backend import NativeBackend
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
+from surefoot.speculation import keeping_up
 from surefoot.speculation.backlog import MANY
 from surefoot.speculation.decisions import Decision, Landed, Situation
 from surefoot.speculation.fixed import FixedPlanner
+from surefoot.speculation.keeping_up import RowSeconds
 from surefoot.speculation.proposer import Drafts
 from surefoot.speculation.proposers.eagle3.proposer import Eagle3Proposer
 from surefoot.speculation.proposers.ngram import NgramProposer
@@ -368,6 +371,53 @@ def test_what_is_owed_for_earlier_rounds_is_no_part_of_a_round_s_time() -> None:
     engine.step()
     assert time.perf_counter() - begun > 0.03
     assert (drowsy.seconds or 1.0) < time.perf_counter() - begun - 0.03
+
+
+@needs_native
+def test_what_a_row_takes_is_observed_where_nobody_drafts_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt's, told at once, and those of rounds, told together; what catching up takes in a
+    round with drafts belongs to these."""
+    now, row = 0.0, 1e-3
+    monkeypatch.setattr(keeping_up, "time", SimpleNamespace(perf_counter=lambda: now))
+    engine = engine_of("native", proposers=(DRAFTER,))
+    drowsy, watch, seconds = Drowsy(engine, 0), Watch(engine), engine.round.keeping_up.row_seconds
+    network = cast(Eagle3Proposer, engine.proposers[watch.index]).network
+
+    def write_slowly(features: torch.Tensor, batch: FlatBatch, kv: Any) -> None:
+        nonlocal now
+        now += row * len(batch.tokens)
+        watch.write_keys(features, batch, kv)
+
+    network.write_keys = write_slowly  # type: ignore[method-assign]
+    assert seconds.mean == 0.0
+    stepped(engine, [Job((*PROMPT, *PROMPT), LONG)], 1)
+    assert len(PROMPT) * 2 > MANY and seconds.mean == pytest.approx(row)
+    for _ in range(5):
+        engine.step()
+    drowsy.awake, row = 10, 3e-3
+    engine.step()
+    mean = seconds.mean
+    assert 1e-3 < mean < 2e-3
+    row = 1.0
+    for _ in range(3):
+        engine.step()
+    assert seconds.mean == mean and len(watch.written) >= 5
+
+
+def test_what_a_row_takes_is_a_mean_of_late() -> None:
+    """A pause of the machine counts little, and what lasts counts soon."""
+    seconds = RowSeconds()
+    seconds.observe(10, 0.0)
+    for _ in range(100):
+        seconds.observe(10, 1e-3)
+    assert seconds.mean == pytest.approx(1e-4, rel=0.1)
+    seconds.observe(10, 100.0)
+    assert seconds.mean < 1.3e-4
+    for _ in range(200):
+        seconds.observe(100, 3e-2)
+    assert seconds.mean == pytest.approx(3e-4, rel=0.1)
 
 
 @ROUNDS

@@ -104,6 +104,34 @@ def test_costs_are_those_that_were_measured(rounds: Clocked) -> None:
         assert one == pytest.approx(seconds_of(Size(1, 64, 1, GREEDY, ()), 0) + extra, rel=0.02)
 
 
+class Keeping(Clocked):
+    """Drafters take a while to keep up, and rounds now and then longer than they have to."""
+
+    calls = 0
+
+    def time(self, size: Size, prepare: Callable[[], None], repeats: int = 4) -> float:
+        self.calls += 1
+        seconds = super().time(size, prepare, repeats)
+        kept = int(self.round.quota.max()) * size.catches_up
+        return seconds + 2e-6 * kept + 0.5 * (self.calls % 3 == 0)
+
+
+def test_what_keeping_up_takes_is_measured_by_rows() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        patch.setattr(torch.cuda, "Stream", lambda device: None)
+        for proposers, options, seconds in ((("eagle3",), CHAIN, 2e-6), (("ngram",), {}, 0.0)):
+            engine = padded_engine(proposers, options, "fixed", max_num_seqs=4)
+            rounds = Keeping(engine.round, 64, True)
+            measure_recorded(rounds, 400)
+            assert engine.round.keeping_up.row_seconds.mean == pytest.approx(seconds)
+            # Where prompts come a few rows at a time, there is nothing to measure.
+            few = Keeping(
+                padded_engine(proposers, options, "fixed", max_num_seqs=80).round, 0, True
+            )
+            measure_recorded(few, 400)
+
+
 class Padded(Clocked):
     """Padding to more requests takes time, and so does drafting for them."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from surefoot.speculation.exploring import Trial
 from surefoot.speculation.size import DRAWN as DRAWN_KIND
 from surefoot.speculation.size import GREEDY as KIND
 from surefoot.speculation.size import kind_of
-from surefoot.speculation.upkeep import COST, ENOUGH, Record, Upkeep
+from surefoot.speculation.upkeep import ENOUGH, Record, Upkeep
 from test_planner import DRAFTER
 
 NAME = "drafter"
@@ -49,6 +50,8 @@ class Traffic:
     upkeep: Upkeep = field(default_factory=lambda: Upkeep((DRAFTER,)))
     gain: Callable[[], float] = lambda: 0.0
     """What rounds gain in which the drafter drafts; where that is nothing, nobody drafts."""
+    takes: float = 0.02
+    """What keeping up with the rows of a round takes."""
     load: int = 4
     length: int = 60
     params: SamplingParams = GREEDY
@@ -83,7 +86,7 @@ class Traffic:
             # Drafts take as long for few requests as for many.
             pays = share * (1.5 + gain) + (1.0 - share) > 1.5
             decision = drafting(share * (1.5 + gain) + 1.0 - share - 1.5) if pays else PLAIN
-            self.upkeep.launched(batch, decision, kind)
+            self.upkeep.launched(batch, decision, kind, 0, self.takes / self.load)
             self.served += share
             self.running = {each: left - 1 for each, left in self.running.items()}
         return (self.served - before) / rounds
@@ -110,17 +113,28 @@ def test_where_drafters_never_pay_few_requests_are_served(load: int, length: int
 @pytest.mark.parametrize("load", [1, 4, 64])
 def test_where_drafters_pay_all_requests_are_served(load: int) -> None:
     assert Traffic(load=load, gain=lambda: 0.3).run(20_000) == 1.0
-    assert Traffic(load=load, gain=lambda: 2 * COST).run(20_000) == 1.0
-    assert Traffic(load=load, gain=lambda: 0.2 * COST).run(20_000) < 0.5
-    # A single request pays less for it.
-    assert (Traffic(load=load, gain=lambda: 0.75 * COST).run(20_000) == 1.0) == (load == 1)
+    assert Traffic(load=load, gain=lambda: 0.01).run(20_000) == 1.0
+
+
+@pytest.mark.parametrize("load", [1, 4, 64])
+@pytest.mark.parametrize("takes", [0.0, 0.002, 0.05])
+def test_gains_are_held_against_what_keeping_up_takes(load: int, takes: float) -> None:
+    """In every fourth round drafters draft, and in three they keep up with all requests' rows."""
+
+    def served(gain: float) -> float:
+        rounds = itertools.cycle((gain, 0.0, 0.0, 0.0))
+        traffic = Traffic(gain=lambda: next(rounds), load=load, takes=takes)
+        return traffic.run(20_000)
+
+    assert served(1.2 * 3 * takes + 0.01) == 1.0
+    assert not takes or served(0.8 * 3 * takes) < 0.5
 
 
 def test_rounds_of_which_nothing_is_believed_tell_nothing() -> None:
     """Those of a fixed number of drafts, while that is measured."""
     upkeep, served = Upkeep((DRAFTER,)), request()
     upkeep.choose(served, 0, 1)
-    upkeep.launched((served,), Decision(3, (DRAFTER,), 3), kind_of(SamplingStages()))
+    upkeep.launched((served,), Decision(3, (DRAFTER,), 3), KIND, 0, 0.01)
     assert record(upkeep).served == record(upkeep).known == 0.0
 
 
@@ -207,7 +221,7 @@ def test_who_names_its_drafter_keeps_it_and_who_forbids_it_is_no_matter() -> Non
     upkeep, own = Upkeep((DRAFTER,)), request()
     upkeep.choose(own, 3, 4)
     for _ in range(int(4 * ENOUGH)):
-        upkeep.launched((own, *others), PLAIN, KIND)
+        upkeep.launched((own, *others), PLAIN, KIND, 0, 0.01)
     assert record(upkeep).told and not record(upkeep).pays
 
 
@@ -227,23 +241,25 @@ def test_few_rounds_tell_nothing() -> None:
         new = request()
         upkeep.choose(new, 0, 4)
         assert bool(new.drafters) == (rounds < ENOUGH)
-        upkeep.launched((own,), PLAIN, KIND)
+        upkeep.launched((own,), PLAIN, KIND, 0, 0.01)
 
 
 def test_trials_and_prompts_are_no_gain_and_no_loss() -> None:
-    """Nor are the gains of others than drafters."""
+    """Nor are the gains of others than drafters; but what keeping up takes is a loss: with prompts,
+    and with all rows that nobody drafts behind."""
     trial = Trial(False, (DRAFTER,), ())
-    for decision, gained in (
-        (drafting(0.5), 0.5),
-        (drafting(0.5, trial=trial), 0.0),
-        (Decision(2, (DRAFTER + 1,), 0, expected=Expectation(1.0, 1.0, 1.0, tokens=1.7)), 0.0),
-        (Decision(4, (DRAFTER,), 4, expected=Expectation(3.5, 3.5, 1.0, 2.0, tokens=2.0)), 0.5),
+    for decision, prompt_rows, gained in (
+        (drafting(0.5), 0, 0.5),
+        (drafting(0.5, trial=trial), 0, 0.0),
+        (Decision(2, (DRAFTER + 1,), 0, expected=Expectation(1, 1, 1, tokens=1.7)), 0, -0.01),
+        (Decision(4, (DRAFTER,), 4, expected=Expectation(3.5, 3.5, 1, 2, tokens=2.0)), 7, 0.43),
+        (Decision(0, (), 0, expected=Expectation(6, 6, 2, 4)), 7, -0.04),
     ):
         upkeep, own = Upkeep((DRAFTER,)), request()
         upkeep.choose(own, 0, 1)
-        upkeep.launched((own,), decision, KIND)
-        # Keeping up takes its part of prompts' time, too.
-        assert record(upkeep).known == pytest.approx(decision.expected.seconds)
+        upkeep.launched((own,), decision, KIND, prompt_rows, 0.01)
+        expected = decision.expected
+        assert record(upkeep).known == pytest.approx(expected.seconds / expected.plain_seconds)
         assert record(upkeep).gained == pytest.approx(gained)
 
 
@@ -264,7 +280,8 @@ def test_a_look_takes_in_all_that_were_given_up() -> None:
                 running.append(new)
                 batch = tuple(running)
             served = sum(bool(each.drafters) for each in batch) / len(batch)
-            upkeep.launched(batch, drafting(gain) if gain and served == 1.0 else PLAIN, KIND)
+            decision = drafting(gain) if gain and served == 1.0 else PLAIN
+            upkeep.launched(batch, decision, KIND, 0, 0.005)
             share.append(served)
         return sum(share[-rounds:]) / rounds
 
@@ -298,7 +315,7 @@ def test_rounds_that_many_are_not_served_in_do_not_tell() -> None:
     assert own.drafters and other.declined
     rounds = 0
     while own.drafters:
-        upkeep.launched((own, other), drafting(0.5), KIND)
+        upkeep.launched((own, other), drafting(0.5), KIND, 0, 0.01)
         rounds += 1
         upkeep.choose(own, 1, 4)
         assert rounds < 10 * ENOUGH
@@ -310,7 +327,7 @@ def test_rounds_that_many_are_not_served_in_do_not_tell() -> None:
 def test_the_kind_is_that_of_the_rounds_that_a_request_joins() -> None:
     upkeep, own = Upkeep((DRAFTER,)), request()
     for running, kind, there in ((1, DRAWN_KIND, 1), (0, DRAWN_KIND, 2), (1, KIND, 2)):
-        upkeep.launched((own,), PLAIN, kind)
+        upkeep.launched((own,), PLAIN, kind, 0, 0.01)
         upkeep.choose(own, running, 4)
         assert len(upkeep.records) == there
     assert set(upkeep.records) == {(4, DRAWN_KIND), (4, KIND)}
@@ -332,7 +349,7 @@ def test_whatever_comes_served_time_is_paid_for(phases: list[tuple]) -> None:
     upkeep = Upkeep((DRAFTER,))
     for load, length, drawn, gain, rounds in phases:
         params = DRAWN if drawn else GREEDY
-        traffic = Traffic(upkeep, lambda gain=gain: gain, load, length, params)
+        traffic = Traffic(upkeep, lambda gain=gain: gain, 0.02, load, length, params)
         traffic.run(rounds)
         for each in traffic.running:
             assert each.drafters | each.declined == {NAME}

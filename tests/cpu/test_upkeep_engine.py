@@ -17,6 +17,7 @@ from surefoot.engine.engine import Engine
 from surefoot.kv.transaction import KVManager
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.speculation import upkeep
+from surefoot.speculation.keeping_up import RowSeconds
 from surefoot.speculation.upkeep import Record, Upkeep
 from test_drafter_state import DRAFTER, GREEDY, PROMPT, ROUNDS, Watch, crowd, engine_of
 
@@ -147,6 +148,24 @@ def test_who_shares_a_choice_may_be_served_or_not() -> None:
 def test_where_every_draft_is_verified_all_are_served() -> None:
     assert engine_of().scheduler.upkeep is None
     assert engine_of(draft_policy="auto", proposers=("ngram",)).scheduler.upkeep is None
+
+
+@ROUNDS
+def test_what_rounds_tell_of_keeping_up(ahead: bool) -> None:
+    """The rows of prompts, and what one of them takes by now."""
+    engine = engine_of(ahead=ahead, draft_policy="auto", enable_prefix_caching=False)
+    told: list[tuple[int, float]] = []
+
+    class Listens(Upkeep):
+        def launched(self, *told_of: Any) -> None:
+            told.append(told_of[3:])
+
+    engine.scheduler.upkeep = Listens((engine.controller.names.index(DRAFTER),))
+    engine.round.keeping_up.row_seconds = rows = RowSeconds()
+    rows.observe(10, 0.5)
+    engine.round.keeping_up._observes = False
+    run_jobs(engine, [Job(PROMPT, GREEDY)])
+    assert told[0] == (len(PROMPT), 0.05) and set(told[1:]) == {(0, 0.05)}
 
 
 @ROUNDS

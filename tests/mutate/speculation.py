@@ -1359,9 +1359,27 @@ MUTATIONS = (
     # --- whom drafters serve ----------------------------------------------------------------------
     m(
         "speculation/upkeep.py",
-        "return self.gained > COST * self.weight * self.known",
-        "return self.gained > 0.0",
+        "        gain -= kept * row_seconds / plain\n",
+        "",
         "test_upkeep.py",
+    ),
+    m(
+        "speculation/upkeep.py",
+        "            kept += len(requests)",
+        "            kept += 1",
+        "test_upkeep.py",
+    ),
+    m(
+        "speculation/keeping_up.py",
+        "seconds = min(seconds, _PAUSE * self.mean * rows)",
+        "pass",
+        "test_drafter_state.py",
+    ),
+    m(
+        "engine/timing.py",
+        "replace(size, catches_up=keeps)",
+        "size",
+        "test_measuring.py",
     ),
     m(
         "speculation/upkeep.py",

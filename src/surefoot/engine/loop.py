@@ -226,7 +226,10 @@ class Loop:
         self._count_chunks(batch)
         self.reservations.launched(batch, reach)
         if self.scheduler.upkeep is not None and (sampling := batch.sampling):
-            self.scheduler.upkeep.launched(sampling, decision, batch.kind)
+            row_seconds = self.round.keeping_up.row_seconds.mean
+            self.scheduler.upkeep.launched(
+                sampling, decision, batch.kind, batch.prompt_rows, row_seconds
+            )
         changes, left = self.scheduler.changes, self.scheduler.left[batch.group.slots]
         return Flight(
             batch, size, decision, situation, reach, scored, hosted, changes, left, report

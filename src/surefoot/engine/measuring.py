@@ -8,15 +8,13 @@ from functools import partial
 
 from surefoot.engine.cuda_graphs import RecordedRounds
 from surefoot.engine.sampling_times import drawing_requests, sampling_costs
-from surefoot.engine.timing import contexts_to_time, made_up_requests
+from surefoot.engine.timing import TIMED_ROWS, contexts_to_time, made_up_requests, time_keeping_up
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action, SamplingCost
 from surefoot.speculation.recorded_costs import PromptRounds, RecordedCosts, RecordedSize
 from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
 
-_TIMED_ROWS = 2048
-"""Of rounds with prompts that are timed whatever their spans are padded to."""
 SHALLOW, CROWD = 2, 32
 """Where so many requests (``CROWD``) decode, only the likeliest of their drafts are verified, and
 nearly all of these are the first or second (``SHALLOW``) of their request: the best 256 drafts of
@@ -112,6 +110,9 @@ def measure_recorded(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages
     for spans in rounds.spans:
         _time_decoding(rounds, blocks, spans, times)
     prompts = _time_prompts(rounds, blocks, times)
+    chunks = prompt_sizes(rounds, rounds.prompt_spans[0], GREEDY, NOTHING)
+    if timed := [size for size in chunks if size.rows <= TIMED_ROWS]:
+        time_keeping_up(rounds.round, blocks, timed[-1], rounds.time)
 
     def beside(*sampling: SamplingCost) -> dict[int, PromptRounds]:
         return {
@@ -183,7 +184,7 @@ def _time_prompts(
                     rounds.graph(size)
             plain = prompt_sizes(rounds, spans, GREEDY, NOTHING)
             # The longest ones take seconds, and what the spans are padded to hardly matters.
-            timed = [size for size in plain if not curves or size.rows <= _TIMED_ROWS]
+            timed = [size for size in plain if not curves or size.rows <= TIMED_ROWS]
             curve = {size.rows: _time_chunk(rounds, set_batch, size) for size in timed}
             if not curve:
                 # There is no room for prompts beside so many requests.

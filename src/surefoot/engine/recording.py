@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from surefoot.config import EngineConfig
 from surefoot.engine.chunks import ChunkLimits, TimedLimits
 from surefoot.engine.memory import MemoryPlan
 from surefoot.engine.rounds import PaddedRounds, Rounds
 from surefoot.engine.sampling_times import time_sampling_called
-from surefoot.engine.timing import ProposingTimes, time_called, time_keys, time_proposing
+from surefoot.engine.timing import (
+    TIMED_ROWS,
+    ProposingTimes,
+    time_called,
+    time_keeping_up,
+    time_keys,
+    time_proposing,
+    time_round,
+)
 from surefoot.kv.transaction import KVManager
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.costs import ExactCosts, Proposing
@@ -19,7 +28,7 @@ from surefoot.speculation.fixed import FixedPlanner
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.round import Round
-from surefoot.speculation.size import GREEDY
+from surefoot.speculation.size import GREEDY, Size
 
 MOST_ROWS_PER_KEY = 1 / 128
 """Several times what a small model needs (SmolLM2: 1/1000): what a busy machine makes of it at the
@@ -70,9 +79,18 @@ def _measure_called(
     times = time_proposing(round_, blocks, config.calibration_seconds / 4)
     sampling = time_sampling_called(round_, blocks, config.calibration_seconds / 4)
     proposing = _proposing(round_, times)
+    if round_.state.device.type == "cuda":
+        # Elsewhere it is observed as it happens.
+        chunk = Size(1, min(most, TIMED_ROWS), 1, GREEDY, *NOTHING)
+        time_keeping_up(round_, blocks, chunk, partial(_time_called, round_))
     return ExactCosts(rows, seconds, proposing), {
         kind: ExactCosts(rows, seconds, proposing, cost) for kind, cost in sampling.items()
     }
+
+
+def _time_called(round_: Round, size: Size, prepare: Callable[[], None]) -> float:
+    prepare()
+    return time_round(round_, size, min(size.rows + 1, round_.state.history.shape[1]))
 
 
 def _rows_per_key(round_: Round, costs: ExactCosts, blocks: int, seconds: float) -> float:

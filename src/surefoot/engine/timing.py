@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +21,8 @@ CONTEXTS = (128, 1024, 4096, 16384)
 KNOTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
 """Rows of rounds that are timed where rounds are called."""
 REPEATS = 3
+TIMED_ROWS = 2048
+"""Rows of rounds with prompts, up to which it is timed what else there is to such a round."""
 CHUNK_ROWS = 16
 """Of the prompt chunks that are timed far from a prompt's beginning."""
 
@@ -193,6 +195,24 @@ def time_keys(round_: Round, blocks: int, seconds: float) -> float:
             if time.perf_counter() - started > seconds:
                 break
     return max(0.0, best[before] - best[0]) / (before * CHUNK_ROWS)
+
+
+def time_keeping_up(
+    round_: Round, blocks: int, size: Size, timed: Callable[[Size, Callable[[], None]], float]
+) -> None:
+    """Have ``round_`` know what drafters take to keep up with a row: by how much longer rounds with
+    a prompt take then, least times of a few of each. ``size``: of such a round, in which nobody
+    proposes. ``timed`` gives the seconds of one, and prepares it by its second argument."""
+    if not round_.drafters:
+        return
+    chunk = min(size.rows, _farthest(round_))
+    seconds = {True: math.inf, False: math.inf}
+    with made_up_requests(round_, blocks, 1) as set_batch:
+        for _ in range(REPEATS):
+            for keeps in seconds:
+                taken = timed(replace(size, catches_up=keeps), partial(set_batch, 1, chunk))
+                seconds[keeps] = min(seconds[keeps], taken)
+    round_.keeping_up.row_seconds.observe(chunk, max(0.0, seconds[True] - seconds[False]))
 
 
 @dataclass(frozen=True)

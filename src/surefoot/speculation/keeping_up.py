@@ -14,6 +14,32 @@ from surefoot.speculation.controller import Controller
 from surefoot.speculation.proposer import Commits, Needs, Proposer, blamed
 from surefoot.speculation.state import SlotState
 
+_MEAN_OF = 50
+"""Catch-ups of late, about, that tell what a row takes."""
+_PAUSE = 8.0
+"""Times as long as believed, that a catch-up took at most: else the machine did something else."""
+
+
+class RowSeconds:
+    """What drafters take to keep up with a row that they do not draft behind, as a mean of late:
+    with how few rows at a time they do depends on the traffic."""
+
+    def __init__(self) -> None:
+        self._rows = self._seconds = 0.0
+
+    @property
+    def mean(self) -> float:
+        """0.0 as long as nothing is known."""
+        return self._seconds / self._rows if self._rows else 0.0
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """They caught up on so many rows at a time."""
+        if self._seconds:
+            seconds = min(seconds, _PAUSE * self.mean * rows)
+        kept = 1.0 - 1.0 / _MEAN_OF
+        self._rows = kept * self._rows + rows
+        self._seconds = kept * self._seconds + seconds
+
 
 class KeepingUp:
     """Those without a network hear of every round. Those with one keep up for the requests that
@@ -50,6 +76,10 @@ class KeepingUp:
         as well as its own: that is owed whoever drafts, and no part of what its drafts cost."""
         self._seconds = 0.0
         """For the rows of a round alone."""
+        self.row_seconds = RowSeconds()
+        """Observed whenever drafters catch up on a CPU; of a GPU, whose operations end later than
+        they are called, it is told when the engine starts."""
+        self._observes = state.device.type == "cpu"
 
     def tells(self, networks: bool) -> bool:
         """Whether anybody wants to hear of a round; ``networks``: also if drafters keep up."""
@@ -98,7 +128,7 @@ class KeepingUp:
             self.late_seconds += self.catch_up()
             late = False
             if trees or not self.backlog.keep(commits):
-                self._tell(self._networks, commits)
+                self._tell_apart(commits, time.perf_counter())
         if drafting:
             seconds = self.catch_up()
             if late:
@@ -109,10 +139,16 @@ class KeepingUp:
         changes hands. Returns the seconds that it took."""
         begun = time.perf_counter()
         commits = self.backlog.take()
-        if commits is None:
-            return 0.0
+        return 0.0 if commits is None else self._tell_apart(commits, begun)
+
+    def _tell_apart(self, commits: Commits, begun: float) -> float:
+        """Tell drafters of rows that are no part of what drafts cost. Returns the seconds since it
+        ``begun``."""
         self._tell(self._networks, commits)
-        return time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        if self._observes:
+            self.row_seconds.observe(int(commits.counts.sum()), seconds)
+        return seconds
 
     def _active(self, proposers: Sequence[int]) -> list[int]:
         """Those of them that were not switched off."""

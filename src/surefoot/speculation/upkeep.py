@@ -18,10 +18,8 @@ from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.decisions import Decision
 from surefoot.speculation.size import GREEDY, kind_of
 
-COST, _CROWD = 0.025, 4
-"""The part of the time that keeping up takes with so many requests or more, of prompts as of rounds
-without drafts: measured with SmolLM2 and its drafter on a CPU. Fewer requests take as much less.
-What drafters gain is held against it."""
+_CROWD = 4
+"""So many requests and more are a crowd."""
 ENOUGH = 512.0
 """The time, in rounds without drafts, after which it is known what a crowd gains; that of fewer
 requests has to be seen for longer, as it depends on their texts."""
@@ -45,7 +43,8 @@ class Record:
     known: float = 0.0
     """Of this, in which nearly all requests were served."""
     gained: float = 0.0
-    """Tokens in that beyond what a request would have got without drafts."""
+    """Tokens in that beyond what a request would have got without drafters: what drafts gained,
+    less what keeping up with all other rows took."""
     without: float = 0.0
     """Time without drafters since these were given up."""
     given_up: bool = False
@@ -59,7 +58,7 @@ class Record:
 
     @property
     def weight(self) -> float:
-        """What it takes to serve them, against a crowd."""
+        """Their number, against a crowd's."""
         return min(1.0, self.load / _CROWD)
 
     @property
@@ -73,7 +72,7 @@ class Record:
 
     @property
     def pays(self) -> bool:
-        return self.gained > COST * self.weight * self.known
+        return self.gained > 0.0
 
     @property
     def rested(self) -> bool:
@@ -162,22 +161,31 @@ class Upkeep:
         return True
 
     def launched(
-        self, requests: Sequence[Request], decision: Decision, kind: SamplingStages
+        self,
+        requests: Sequence[Request],
+        decision: Decision,
+        kind: SamplingStages,
+        prompt_rows: int,
+        row_seconds: float,
     ) -> None:
-        """Such a round was launched, in which these requests sample. ``kind`` as in
-        ``Situation``."""
+        """Such a round was launched, in which these requests sample, with so many rows of prompts.
+        ``kind`` as in ``Situation``; ``row_seconds``: what drafters take to keep up with a row that
+        they do not draft behind."""
         self._kind = kind
         if requests is not self._requests:
             self._requests = requests
             self._share(requests)
         expected = decision.expected
-        plain, gain = expected.plain_seconds, 0.0
+        plain, gain, kept = expected.plain_seconds, 0.0, prompt_rows
         if plain <= 0.0:
             # Somebody else decides, who believes nothing: a fixed number of drafts is measured.
             return
-        if expected.trial is None and not self.drafters.isdisjoint(decision.proposers):
+        if self.drafters.isdisjoint(decision.proposers):
+            kept += len(requests)
+        elif expected.trial is None:
             seconds = expected.seconds - expected.prompt_seconds
             gain = expected.tokens - seconds / plain
+        gain -= kept * row_seconds / plain
         for case, share in self._shares:
             known = gain if self._tells else None
             case.record.passed(case.served, share, expected.seconds / plain, known)
