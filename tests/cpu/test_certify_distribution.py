@@ -11,8 +11,10 @@ import torch
 
 from certify_setups import make_judge, make_subject, one_thread, silent  # noqa: F401
 from harness import needs_native
+from surefoot.certify import distribution
 from surefoot.certify.distribution import run_distribution
 from surefoot.certify.findings import Section
+from surefoot.certify.hypotheses import Draws
 from surefoot.certify.seams import sample_with
 from surefoot.certify.sizes import QUICK
 from surefoot.engine.engine import Engine
@@ -74,6 +76,25 @@ def test_sound_sampling_is_not_rejected_and_the_power_is_reported() -> None:
     # Under the null hypothesis about half of the p-values are above one half.
     high = sum(test["p"] > 0.5 for test in tests)
     assert 0.25 < high / len(tests) < 0.75
+
+
+@needs_native
+def test_no_two_cells_share_their_random_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does what is drawn again: where a model is sure of each token, the numbers consist of
+    them alone, and an accident among them would be found wherever it is looked for."""
+    found: list[list[float]] = []
+
+    def tests_of(name: str, draws: dict[str, Draws], positions: int) -> list[Any]:
+        found.extend(sorted(draw.uniforms.values()) for draw in draws.values())
+        return []
+
+    monkeypatch.setattr(distribution, "tests_of", tests_of)
+    monkeypatch.setattr(distribution, "CELLS", (("sure", {"temperature": 1e-3}),) * 2)
+    judge, size = make_judge(make_subject()), replace(QUICK, seeds=8, sampled_positions=3)
+    for number, seed in ((0, 100), (1, 100), (0, 900)):
+        distribution._run_cell(judge, Section("distribution"), size, number, seed)
+    assert len({tuple(values) for values in found}) == len(found) == 6
+    assert len({round(value, 9) for values in found for value in values}) > 6 * 40
 
 
 @pytest.mark.parametrize("offset", [0, 1])
