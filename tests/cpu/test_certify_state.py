@@ -196,3 +196,14 @@ def test_trees_near_the_end_of_a_text_are_cut_alike() -> None:
     size = replace(QUICK, greedy_jobs=4, greedy_length=12, offers=200)
     section = run_offers(Judge(subject, noise), size, lambda label, done, total: None)
     assert section.problems == [] and section.details["eagle3"]["with drafts"] > 20
+
+
+def test_short_texts_are_preempted_beside_large_trees() -> None:
+    """Room for two requests and their trees would be room for all."""
+    own = {"path": folder("skilled"), "top_k": 4, "depth": 6, "draft_tokens": 16}
+    config = EngineConfig(proposers=("eagle3",), proposer_options={"eagle3": own})
+    subject = Subject(target("torch"), config, default_prompts(VOCAB, 160))
+    noise = measure_noise(subject.decoder, calibration_texts(subject))
+    size = replace(QUICK, greedy_jobs=4, greedy_length=16)
+    section = run_offers(Judge(subject, noise), size, lambda label, done, total: None)
+    assert section.gaps == [] and section.activity.preemptions > 0

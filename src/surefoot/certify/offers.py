@@ -123,7 +123,8 @@ def _record(
 
 
 def _short_engine(subject: Subject, jobs: Sequence[Job], recorded: bool) -> Engine:
-    """With room for two requests."""
+    """With room for a request and its drafts, and for another without: were there room for two with
+    long drafts, short texts would never be preempted."""
     longest = max(job.longest for job in jobs)
     drafts = subject.max_drafts
     block_size = subject.small_block
@@ -133,7 +134,7 @@ def _short_engine(subject: Subject, jobs: Sequence[Job], recorded: bool) -> Engi
         recorded=recorded,
         enable_prefix_caching=True,
         block_size=block_size,
-        kv_blocks=2 * (-(-(longest + drafts) // block_size) + 1),
+        kv_blocks=-(-(longest + drafts) // block_size) + -(-longest // block_size) + 2,
         max_num_batched_tokens=24,
     )
 
