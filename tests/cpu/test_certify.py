@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from certify_setups import SMALL, make_judge, make_subject, one_thread, register, silent  # noqa: F401
@@ -22,6 +24,7 @@ from surefoot.certify.certificate import (
     Certificate,
     calibration_texts,
     certify,
+    go_on,
 )
 from surefoot.certify.compare import Judge
 from surefoot.certify.defect import Defect
@@ -29,15 +32,19 @@ from surefoot.certify.defects import DEFECTS
 from surefoot.certify.findings import Difference, Refusals, Section
 from surefoot.certify.html import page
 from surefoot.certify.jobs import Job, Outcome, run_jobs
-from surefoot.certify.noise import measure_noise
+from surefoot.certify.more import MORE
+from surefoot.certify.noise import Noise, measure_noise
+from surefoot.certify.offers import OFFERS
 from surefoot.certify.parity import run_parity
 from surefoot.certify.prompts import default_prompts
 from surefoot.certify.selftest import try_defect
 from surefoot.certify.sizes import QUICK, SCENARIOS
 from surefoot.certify.subject import Subject
+from surefoot.certify.terminal import show
 from surefoot.cli.main import app
 from surefoot.config import EngineConfig
 from surefoot.engine.engine import Engine
+from surefoot.engine.stats import Progress
 from surefoot.errors import SurefootError
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
@@ -164,6 +171,43 @@ def test_a_defect_fails_the_certificate() -> None:
     text = page(certificate)
     assert "Worst regrets" in text and "No self-test" in text
     json.dumps(certificate.to_json(), allow_nan=False)
+
+
+@pytest.mark.parametrize("token", [VOCAB, -1])
+@needs_native
+def test_a_token_that_there_is_not_fails_every_section(token: int) -> None:
+    """A broken engine on a GPU reads whatever lies there; no reference can go on behind it."""
+
+    def impossible(engine: Engine, speculative: bool) -> None:
+        step = engine.step
+
+        def broken() -> list[Progress]:
+            progress = step()
+            return [*progress[:-1], *(replace(item, tokens=[token]) for item in progress[-1:])]
+
+        if speculative:
+            engine.step = broken  # type: ignore[method-assign]
+
+    subject = replace(make_subject(), sabotage=impossible)
+    certificate = certify(subject, {}, silent, SMALL, self_test=False)
+    assert certificate.result == FAIL and certificate.sections[-1].name == OFFERS
+    for section in certificate.sections:
+        assert section.name == MORE or "of a vocabulary of" in section.problems[0], section.name
+    assert "of a vocabulary of" in page(certificate)
+    console = Console(file=StringIO(), width=200)
+    show(certificate, console)
+    assert "of a vocabulary of" in cast(StringIO, console.file).getvalue()
+    # And where counts are missing, though nothing failed so far.
+    certificate = Certificate({"proposers": ["ngram"]}, replace(SMALL, more=2), measure(subject))
+    go_on(certificate, Judge(subject, certificate.noise), silent)
+    [section] = certificate.sections
+    assert len(section.problems) == 1 == certificate.more
+    trial = try_defect(make_judge(make_subject()), SMALL, Defect("x", impossible, "greedy parity"))
+    assert trial.caught and "vocabulary" in trial.finding
+
+
+def measure(subject: Subject) -> Noise:
+    return measure_noise(subject.decoder, calibration_texts(subject))
 
 
 @needs_native

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from surefoot.certify import long_texts
 from surefoot.certify.compare import Judge
 from surefoot.certify.coverage import coverage
-from surefoot.certify.findings import NEAR, Refusals, Section
+from surefoot.certify.findings import NEAR, Refusals, Section, guarded
 from surefoot.certify.jobs import CROWD
 from surefoot.certify.more import MORE, run_more
 from surefoot.certify.noise import Noise, measure_noise
-from surefoot.certify.offers import run_offers
+from surefoot.certify.offers import OFFERS, run_offers
 from surefoot.certify.parity import Progress
 from surefoot.certify.selftest import Trial, choose_defects, run_section, run_self_test
 from surefoot.certify.sizes import DEFAULT, Size
@@ -237,7 +238,8 @@ def certify(
     for name in SECTIONS:
         certificate.sections.append(run_section(name, judge, size, progress))
     go_on(certificate, judge, progress)
-    certificate.sections.append(run_offers(judge, size, progress))
+    offers = partial(run_offers, judge, size, progress)
+    certificate.sections.append(guarded(Section(OFFERS), offers))
     certificate.covered, without = coverage(certificate, subject)
     certificate.not_covered = without + certificate.not_covered
     certificate.seconds = time.perf_counter() - started
@@ -252,7 +254,8 @@ def go_on(certificate: Certificate, judge: Judge, progress: Progress) -> None:
         if section not in certificate.sections:
             certificate.sections.append(section)
         progress(MORE, certificate.more, size.more)
-        run_more(judge, section, size, certificate.more, list(certificate.missing))
+        wanted = list(certificate.missing)
+        guarded(section, partial(run_more, judge, section, size, certificate.more, wanted))
         certificate.more += 1
     if certificate.more:
         progress(MORE, size.more, size.more)

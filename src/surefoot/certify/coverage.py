@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from surefoot.certify.jobs import CROWD
 from surefoot.certify.long_texts import BOUNDARIES, rope_boundary
@@ -42,10 +42,15 @@ def _requests(certificate: Certificate, subject: Subject, sections: Sections) ->
     return done, [] if most >= allowed else [f"Batches of more than {most} requests."]
 
 
+def _details(sections: Sections, name: str) -> dict[str, Any]:
+    """None where the section was not run, or was broken off."""
+    return sections[name].details if name in sections else {}
+
+
 def _positions(certificate: Certificate, subject: Subject, sections: Sections) -> Sentences:
     model = subject.decoder.config
     furthest = max((s.activity.furthest for s in certificate.sections), default=0)
-    crossed = sections["long texts"].details["boundaries"] if "long texts" in sections else []
+    crossed = _details(sections, "long texts").get("boundaries", [])
     listed = ", ".join(f"{item:,}" for item in crossed) or "none"
     done = [f"Drafts up to position {furthest:,}; positions that texts cross: {listed}."]
     missing = [f"Positions from {furthest + 1:,} on; the model takes {model.max_positions:,}."]
@@ -62,8 +67,7 @@ def _positions(certificate: Certificate, subject: Subject, sections: Sections) -
 def _options(certificate: Certificate, subject: Subject, sections: Sections) -> Sentences:
     done = ["Seeds of 63 bits, neighbouring ones, and requests without a seed."]
     missing = []
-    if "sampling parameters" in sections:
-        details = sections["sampling parameters"].details
+    if details := _details(sections, "sampling parameters"):
         done.append(
             f"{details['combinations']} combinations of sampling options: each alone, and all "
             f"{details['pairs']:,} pairs of two options' values."

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from surefoot.certify.jobs import Activity
+from surefoot.certify.jobs import Activity, ImpossibleToken
 
 KEPT_DIFFERENCES = 20
 KEPT_PROBLEMS = 50
@@ -171,3 +172,12 @@ def _difference(item: Difference) -> dict[str, Any]:
         "context": list(item.context),
         "texts": item.texts,
     }
+
+
+def guarded(section: Section, run: Callable[[], Section]) -> Section:
+    """What ``run`` finds; if an impossible token broke it off, ``section``, which says so."""
+    try:
+        return run()
+    except ImpossibleToken as error:
+        section.problem(str(error))
+        return section

@@ -29,6 +29,11 @@ CROWD = 16
 _ids = itertools.count()
 
 
+class ImpossibleToken(Exception):
+    """A request was given a token that is not in the vocabulary. Nothing can be computed behind
+    it: not by a reference either."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A request: ``arrival`` and ``cancel`` count the engine's steps; ``start`` are output tokens
@@ -126,8 +131,9 @@ def run_jobs(
     tokenizer: Tokenizer | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> tuple[list[Outcome], Activity]:
-    """Run all jobs to their end. Stop strings need the tokenizer."""
+    """Run all jobs to their end. Stop strings need the tokenizer. Raises ImpossibleToken."""
     requests = _requests(engine, jobs)
+    vocab = engine.decoder.config.vocab_size
     streams = _streams(requests, tokenizer)
     places = {request.request_id: place for place, request in enumerate(requests)}
     activity = Activity()
@@ -148,6 +154,12 @@ def run_jobs(
         for item in progress:
             request = item.request
             place = places[request.request_id]
+            if not 0 <= min(item.tokens, default=0) <= max(item.tokens, default=0) < vocab:
+                at = len(request.output) - len(item.tokens)
+                raise ImpossibleToken(
+                    f"{jobs[place].label or 'a text'}, drafts by {jobs[place].method}: tokens from "
+                    f"{at} on are {item.tokens}, of a vocabulary of {vocab}"
+                )
             _count(activity, request, before[request.request_id], item.tokens, place, len(progress))
             stream = streams.get(request.request_id)
             if stream is not None:

@@ -25,9 +25,10 @@ TEXTS = 16
 
 def run_more(
     judge: Judge, section: Section, size: Size, number: int, wanted: Sequence[str]
-) -> None:
-    """Batch ``number`` of further texts, drafted for by those that are ``wanted`` ("": a probe).
-    Prompts repeat what came before, so that those who look things up find something."""
+) -> Section:
+    """Batch ``number`` of further texts, for ``section``, drafted for by those that are ``wanted``
+    ("": a probe). Prompts repeat what came before, so that those who look things up find
+    something."""
     started = time.perf_counter()
     subject, random = judge.subject, Random(number)
     prompts = subject.prompts
@@ -56,3 +57,4 @@ def run_more(
         where = f"batch {number + 1}, {job.label}, drafts by {job.method}"
         judge.compare(section, where, replace(job, arrival=0), want, outcome)
     section.seconds += time.perf_counter() - started
+    return section

@@ -28,6 +28,7 @@ from surefoot.speculation.decisions import Decision, Situation
 from surefoot.speculation.scoring import PromptReads
 from surefoot.speculation.size import Size as RoundSize
 
+OFFERS = "drafter state"
 SPELL = 5
 """Rounds that a spell without verification, or without proposing, lasts."""
 ALLOWED_DIFFERENCES = 0.02
@@ -49,7 +50,7 @@ class Offer:
 
 def run_offers(judge: Judge, size: Size, progress: Progress) -> Section:
     """Check every proposer under test that says it can be checked."""
-    section = Section("drafter state")
+    section = Section(OFFERS)
     started = time.perf_counter()
     names = judge.subject.proposers
     for number, name in enumerate(names):

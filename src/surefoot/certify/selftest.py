@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from surefoot.certify import long_texts
@@ -12,7 +13,7 @@ from surefoot.certify.compare import Judge
 from surefoot.certify.defect import Defect
 from surefoot.certify.defects import DEFECTS
 from surefoot.certify.distribution import run_distribution
-from surefoot.certify.findings import Section
+from surefoot.certify.findings import Section, guarded
 from surefoot.certify.parameters import run_parameters
 from surefoot.certify.parity import Progress, run_parity
 from surefoot.certify.sizes import Size
@@ -92,12 +93,15 @@ def run_section(
     """A section by its name; ``stop_at_first`` ends it early where something is found, and the
     scenario named ``first`` comes before the others, if it has any."""
     if name == "distribution":
-        return run_distribution(judge, size, progress, stop_at_first)
-    if name == long_texts.NAME:
-        return long_texts.run_long_texts(judge, size, progress, stop_at_first)
-    if name == "sampling parameters":
-        return run_parameters(judge, size, progress, stop_at_first, first)
-    return run_parity(judge, size, name == "sampled parity", progress, stop_at_first, first)
+        run = partial(run_distribution, judge, size, progress, stop_at_first)
+    elif name == long_texts.NAME:
+        run = partial(long_texts.run_long_texts, judge, size, progress, stop_at_first)
+    elif name == "sampling parameters":
+        run = partial(run_parameters, judge, size, progress, stop_at_first, first)
+    else:
+        sampled = name == "sampled parity"
+        run = partial(run_parity, judge, size, sampled, progress, stop_at_first, first)
+    return guarded(Section(name), run)
 
 
 def _silent(label: str, done: int, total: int) -> None:

@@ -88,7 +88,7 @@ def _statements(certificate: Certificate) -> list[str]:
             f"({size.more} at most)."
         )
     for section in certificate.sections:
-        if section.name == "distribution":
+        if section.name == "distribution" and section.details:
             tests = section.details["tests"]
             lines.append(
                 f"Distribution: {len(tests)} chi-square tests, false discovery rate "
