@@ -29,8 +29,8 @@ def judge(recorded: bool = False, trees: bool = False) -> Judge:
 
 
 def check(defect: Defect, size: Size, bound: Judge) -> None:
-    if defect.lacks(bound.subject):
-        pytest.skip(f"there are no {defect.lacks(bound.subject)}")
+    if missing := defect.lacks(bound.subject, bound.noise.regret_bound):
+        pytest.skip(f"there are no {missing}")
     trial = try_defect(bound, size, defect)
     assert trial.caught and trial.finding, trial
     assert (trial.recorded > 0) == bool(bound.subject.recorded)
@@ -54,10 +54,15 @@ def test_every_defect_is_found_through_recorded_rounds(defect: Defect) -> None:
 
 def test_what_cannot_show_is_not_tried_and_said() -> None:
     subject = make_subject("torch")
-    chosen, left_out = choose_defects(subject)
+    chosen, left_out = choose_defects(subject, 0.0)
     assert len(chosen) + len(left_out) == len(DEFECTS) >= 17
     assert any("there are no trees here" in words for words in left_out)
     assert any("there are no recorded rounds here" in words for words in left_out)
+    # A runner-up within what noise explains is a tie to every judge.
+    for bound, fewer in ((0.049, 0), (0.05, 1), (0.6, 1)):
+        noisy, more = choose_defects(subject, bound)
+        assert len(chosen) - len(noisy) == len(more) - len(left_out) == fewer
+        assert any("a runner-up within 0.05" in words for words in more) == bool(fewer)
 
 
 def test_the_default_size_has_every_scenario_of_the_quick_one() -> None:

@@ -61,7 +61,7 @@ def test_in_bf16_nothing_is_a_tie() -> None:
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda item: item.install.__name__)
 def test_every_known_defect_is_found(defect: Defect, eager: bool) -> None:
     judge = make_judge(subject(enforce_eager=eager))
-    if missing := defect.lacks(judge.subject):
+    if missing := defect.lacks(judge.subject, judge.noise.regret_bound):
         pytest.skip(f"there are no {missing}")
     trial = try_defect(judge, QUICK, defect)
     assert trial.caught and trial.finding, trial

@@ -232,7 +232,7 @@ def certify(
     certificate = Certificate(setup, size, noise)
     judge = Judge(subject, noise)
     if self_test:
-        chosen, left_out = choose_defects(subject)
+        chosen, left_out = choose_defects(subject, noise.regret_bound)
         certificate.trials = run_self_test(judge, size, progress, chosen)
         certificate.not_covered += [f"Self-test of {words}." for words in left_out]
     for name in SECTIONS:

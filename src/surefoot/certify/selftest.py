@@ -38,13 +38,13 @@ class Trial:
 
 
 def choose_defects(
-    subject: Subject, defects: Sequence[Defect] | None = None
+    subject: Subject, bound: float, defects: Sequence[Defect] | None = None
 ) -> tuple[list[Defect], list[str]]:
-    """Of ``defects`` (None: all that are known), those that can show in this set-up; and why others
-    are left out, in words."""
+    """Of ``defects`` (None: all that are known), those that can show in this set-up, where noise
+    explains differences of up to ``bound`` logits; and why others are left out, in words."""
     chosen, left_out = [], []
     for defect in DEFECTS if defects is None else defects:
-        missing = defect.lacks(subject)
+        missing = defect.lacks(subject, bound)
         if missing is not None:
             left_out.append(f"an engine that {defect.name}: there are no {missing} here")
         else:

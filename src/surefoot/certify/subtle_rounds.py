@@ -204,10 +204,11 @@ def penalise_siblings(engine: Engine, speculative: bool) -> None:
 
 DEFECTS = (
     Defect(
-        "accepts a runner-up within 0.05",
+        f"accepts a runner-up within {NEARLY}",
         accept_near_misses,
         "greedy parity",
         scenario="second likeliest tokens offered",
+        near=NEARLY,
     ),
     Defect(
         "accepts one wrong draft in twenty beside more than 16 requests",
