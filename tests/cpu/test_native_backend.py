@@ -165,6 +165,8 @@ LAYOUTS = {
     "bf16": Layout(45, 77, 6, 2, 32, dtype=torch.bfloat16),
     "bf16 group of 10": Layout(48, 50, 20, 2, 16, dtype=torch.bfloat16, bias=True),
     "fp32 group of 60": Layout(32, 32, 60, 1, 16),
+    "bf16 3 kv heads": Layout(48, 50, 9, 3, 16, dtype=torch.bfloat16),
+    "fp32 8 kv heads": Layout(48, 50, 16, 8, 16),
     "Q4_0": Layout(64, 96, 4, 4, 80, kinds=("Q4_0",) * 7),
     "Q4_1": Layout(64, 96, 6, 2, 64, kinds=("Q4_1",) * 7, dtype=torch.bfloat16),
     "mixed": Layout(
@@ -439,6 +441,24 @@ def test_rows_that_threads_share_are_as_those_that_each_prepares(name: str) -> N
         assert torch.equal(native(layout, threads).forward(rows), alone)
     runner, few = native(layout, 2), [rows[i : i + 5] for i in range(0, 150, 5)]
     assert torch.equal(torch.cat([runner.forward(part) for part in few]), alone)
+
+
+@pytest.mark.parametrize("name", ["bf16 3 kv heads", "fp32 8 kv heads"])
+def test_heads_that_threads_cannot_share_evenly(name: str) -> None:
+    """Each thread has some of its own; the rest are cut by rows, for all of them."""
+    layout, rows = LAYOUTS[name], chain(0, 0, 60)
+    expected = native(layout).forward(rows)
+    for threads in (2, 3, 5):
+        runner = native(layout, threads)
+        assert torch.equal(runner.forward(rows), expected)
+        for count in range(1, 20):
+            found = runner.forward(rows[60 - count :])
+            assert torch.equal(found, expected[60 - count :]), (threads, count)
+    # And beside others.
+    parts = [[chain(slot, at, at + 5) for slot in range(3)] for at in range(0, 60, 5)]
+    together = [[row for part in chunk for row in part] for chunk in parts]
+    apart = [part for chunk in parts for part in chunk]
+    assert_same(run_chunks(native(layout, 2), together), run_chunks(native(layout), apart))
 
 
 @each_layout

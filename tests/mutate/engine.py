@@ -712,8 +712,20 @@ MUTATIONS = (
     ),
     m(
         "kernels/cpu/attention.c",
-        "int64_t end = pieces * parts * (thread + 1) / sf_team, mine;",
-        "int64_t end = pieces * parts * (thread + 2) / sf_team, mine;",
+        "int64_t end = whole + rest * (thread + 1) / sf_team - first;",
+        "int64_t end = whole + rest * (thread + 2) / sf_team - first;",
+        "test_native_backend.py",
+    ),
+    m(
+        "kernels/cpu/attention.c",
+        "part += other_part(i, &todo, parts) <= part;",
+        "part += other_part(i, &todo, parts) < part;",
+        "test_native_backend.py",
+    ),
+    m(
+        "kernels/cpu/attention.c",
+        "return (i + 1) * parts / (todo->others + 1);",
+        "return (i + 2) * parts / (todo->others + 1);",
         "test_native_backend.py",
     ),
     m(

@@ -340,23 +340,53 @@ static segment segment_at(const sf_batch *batch, int64_t row, int64_t most) {
     return s;
 }
 
-/* Rows of a unit, of which each has `parts` of so many heads, and the `pieces` that all rows are cut
- * into for that: what lets all threads finish first. The rows of a unit share what it costs to read
- * the keys, and more than a group also what it costs to widen them. */
-static int64_t rows_of_unit(const sf_batch *batch, int64_t most, int64_t parts, int64_t heads,
-                            int64_t *pieces) {
-    int64_t best = 1, least = INT64_MAX;
-    for (int64_t rows = most; rows; rows = rows > 1 ? (rows + 1) / 2 : 0) {
-        int64_t count = 0, longest = 0;
-        for (segment s = {0, 0, 0}; s.row + s.rows < batch->rows; count += s.pieces) {
-            s = segment_at(batch, s.row + s.rows, rows);
-            int64_t own = (s.rows + s.pieces - 1) / s.pieces;
-            if (own > longest) longest = own;
-        }
-        int64_t vectors = longest * heads, turns = (count * parts + sf_team - 1) / sf_team;
-        int64_t cost = turns * (READING + vectors + (vectors > SF_GROUP ? WIDENING : 0));
-        if (cost < least) least = cost, best = rows, *pieces = count;
+/* How all rows are cut for one part of the heads: into `pieces` of at most so many `rows`, of which
+ * the dearest costs so much. The rows of a unit share what it costs to read the keys, and more than
+ * a group also what it costs to widen them. */
+typedef struct {
+    int64_t rows, pieces, cost;
+} cut;
+
+static cut cut_rows(const sf_batch *batch, int64_t rows, int64_t heads) {
+    cut found = {rows, 0, 0};
+    int64_t longest = 0;
+    for (segment s = {0, 0, 0}; s.row + s.rows < batch->rows; found.pieces += s.pieces) {
+        s = segment_at(batch, s.row + s.rows, rows);
+        int64_t own = (s.rows + s.pieces - 1) / s.pieces;
+        if (own > longest) longest = own;
     }
+    int64_t vectors = longest * heads;
+    found.cost = READING + vectors + (vectors > SF_GROUP ? WIDENING : 0);
+    return found;
+}
+
+/* What lets all threads finish first: each does `own` parts of the heads, cut coarsely, and all share
+ * the other ones, cut as finely as it takes. */
+typedef struct {
+    int64_t own, others;
+    cut coarse, fine;
+} plan;
+
+static plan plan_units(const sf_batch *batch, int64_t most, int64_t parts, int64_t heads) {
+    const int64_t own = parts / sf_team, others = parts % sf_team;
+    cut cuts[8]; /* MOST_VECTORS rows at most, halved until there is one */
+    int count = 0;
+    for (int64_t rows = most; rows; rows = rows > 1 ? (rows + 1) / 2 : 0)
+        cuts[count++] = cut_rows(batch, rows, heads);
+    plan best = {0, parts, cuts[0], cuts[0]};
+    int64_t least = INT64_MAX;
+    for (int i = 0; i < count; i++) {
+        int64_t cost = (cuts[i].pieces * parts + sf_team - 1) / sf_team * cuts[i].cost;
+        if (cost < least) least = cost, best.coarse = best.fine = cuts[i];
+    }
+    if (!own || !others) return best;
+    least -= least / 16; /* these are estimates */
+    for (int i = 0; i < count; i++)
+        for (int j = i + 1; j < count; j++) {
+            int64_t cost = own * cuts[i].pieces * cuts[i].cost +
+                           (cuts[j].pieces * others + sf_team - 1) / sf_team * cuts[j].cost;
+            if (cost < least) least = cost, best = (plan){own, others, cuts[i], cuts[j]};
+        }
     return best;
 }
 
@@ -407,6 +437,11 @@ static void gather_vectors(unit *u, const sf_batch *batch, int64_t row, int64_t 
     }
 }
 
+/* Which of the parts is number `i` of those that all threads share: evenly among the rest. */
+static int64_t other_part(int64_t i, const plan *todo, int64_t parts) {
+    return (i + 1) * parts / (todo->others + 1);
+}
+
 /* q [rows][heads * head_dim], already rotated and scaled -> out, the same shape. Called by every
  * thread of the team, with a zeroed counter for each; scratch is the thread's own. */
 void sf_attend(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv, const float *q,
@@ -416,7 +451,7 @@ void sf_attend(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv
     int shared = w->heads / w->kv_heads; /* heads of a kv head */
     int chunk = shared < most ? shared : (int)most, chunks = (shared + chunk - 1) / chunk;
     int64_t parts = (int64_t)w->kv_heads * chunks;
-    int64_t pieces = 0, rows = rows_of_unit(batch, most / chunk, parts, chunk, &pieces);
+    const plan todo = plan_units(batch, most / chunk, parts, chunk);
     unit u = {.head_dim = w->head_dim, .bf16 = w->kv_kind == SF_BF16};
     u.list.tile = (const uint8_t **)scratch;
     u.list.size = (int32_t *)(scratch + 8 * tiles);
@@ -425,14 +460,26 @@ void sf_attend(const sf_layer_weights *w, const sf_batch *batch, const sf_kv *kv
     u.scores = u.wide + MIXED_TILES * SF_LANES * w->head_dim;
 
     /* In the order of the heads: each thread begins with those whose vectors it has computed, about,
-     * and whose keys it has written. */
-    place at = {segment_at(batch, 0, rows), 0};
+     * and whose keys it has written. Those that all share lie between. */
+    place coarse = {segment_at(batch, 0, todo.coarse.rows), 0};
+    place fine = {segment_at(batch, 0, todo.fine.rows), 0};
+    const int64_t whole = todo.own * todo.coarse.pieces, rest = todo.others * todo.fine.pieces;
     for (int turn = 0, thread; (thread = sf_turn(turn)) >= 0; turn++) {
-        int64_t first = pieces * parts * thread / sf_team;
-        int64_t end = pieces * parts * (thread + 1) / sf_team, mine;
-        while ((mine = first + __atomic_fetch_add(&work[thread].next, 1, __ATOMIC_RELAXED)) < end) {
-            piece p = piece_at(batch, rows, mine % pieces, &at);
-            int64_t part = mine / pieces, slot = batch->row_slot[p.row];
+        int64_t first = rest * thread / sf_team, mine;
+        int64_t end = whole + rest * (thread + 1) / sf_team - first;
+        while ((mine = __atomic_fetch_add(&work[thread].next, 1, __ATOMIC_RELAXED)) < end) {
+            int64_t part;
+            piece p;
+            if (mine < whole) {
+                p = piece_at(batch, todo.coarse.rows, mine % todo.coarse.pieces, &coarse);
+                part = todo.own * thread + mine / todo.coarse.pieces;
+                for (int64_t i = 0; i < todo.others; i++) part += other_part(i, &todo, parts) <= part;
+            } else {
+                mine += first - whole;
+                p = piece_at(batch, todo.fine.rows, mine % todo.fine.pieces, &fine);
+                part = other_part(mine / todo.fine.pieces, &todo, parts);
+            }
+            int64_t slot = batch->row_slot[p.row];
             int kv_head = (int)(part / chunks), skip = (int)(part % chunks) * chunk;
             int head = kv_head * shared + skip;
             int heads = shared - skip < chunk ? shared - skip : chunk;
