@@ -20,13 +20,8 @@ SF_INLINE const uint8_t *sf_ahead(const int P, const uint8_t *panel, int64_t pan
     return panel + (P - 1) * panel_bytes + SF_AHEAD;
 }
 
-/* Where R rows are all there are, nobody reads the weights again: they need not push anything out of
- * the larger caches, where the host finds what its part of the round takes. Tiles of other sizes may
- * be one of several. */
-SF_INLINE void sf_prefetch(const int R, const uint8_t *at, const int bytes) {
-    const int once = R <= SF_INT8_ROWS / 2 || R > SF_INT8_ROWS;
-    SF_UNROLL for (int i = 0; i < bytes; i += 64)
-        once ? __builtin_prefetch(at + i, 0, 0) : __builtin_prefetch(at + i, 0, 2);
+SF_INLINE void sf_prefetch(const uint8_t *at, const int bytes) {
+    SF_UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
 /* x: the tile's [K][R]. R and P are compile-time constants wherever this is inlined. */
@@ -121,7 +116,7 @@ SF_INLINE void sf_tile_quant(const int kind, const int R, const int P, const uin
 #endif
     for (int b = 0; b < blocks; b++) {
 #ifndef SF_OWN_DOTS
-        sf_prefetch(R, ahead + (int64_t)b * block_bytes, block_bytes);
+        sf_prefetch(ahead + (int64_t)b * block_bytes, block_bytes);
 #endif
         const float *dx = (const float *)(x + 32 * R), *sum = dx + R;
         const int32_t *offset = (const int32_t *)(sum + R) + (q8 ? R : 0);
