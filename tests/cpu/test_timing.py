@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 
 from harness import Job, make_engine, random_weights, run_jobs, tiny_config, tiny_decoder
-from surefoot.engine import sampling_times, timing
+from surefoot.engine import recording, sampling_times, timing
 from surefoot.engine.engine import Engine
 from surefoot.engine.sampling_times import time_sampling_called
 from surefoot.engine.timing import made_up_requests, time_keys
+from surefoot.kernels.cpu.build import native_unavailable
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
 from surefoot.request import SamplingParams
@@ -20,6 +22,7 @@ from surefoot.speculation.decisions import LIKELIEST, NOTHING, SamplingCost
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.round import Round
 from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
+from test_drafter_state import engine_of as drafter_engine
 
 
 def ahead_engine(**options: object) -> Engine:
@@ -48,6 +51,31 @@ def contents(engine: Engine) -> dict[str, torch.Tensor]:
         for key, value in vars(part).items()
         if isinstance(value, torch.Tensor)
     }
+
+
+@pytest.mark.parametrize("rows", [4, 2048])
+def test_what_keeping_up_takes_in_rounds_that_are_called(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU whose rounds are not recorded; texts may be shorter than what is timed."""
+    options = {"max_num_seqs": 2, "kv_blocks": 20, "proposers": ("eagle3",)}
+    engine = drafter_engine("native" if native_unavailable() is None else "torch", **options)
+    round_, before = engine.round, {k: v.clone() for k, v in contents(engine).items()}
+    chunks = []
+
+    def timed(own: Round, size: Size, keys: int) -> float:
+        own(size, keys)
+        chunks.append(int(own.quota.max()))
+        return 1.0 + 3e-6 * chunks[-1] * size.catches_up
+
+    monkeypatch.setattr(recording, "time_round", timed)
+    monkeypatch.setattr(round_.keeping_up, "_observes", False)
+    size = Size(1, rows, 1, GREEDY, *NOTHING)
+    timing.time_keeping_up(round_, engine.kv_blocks, size, partial(recording._time_called, round_))
+    assert round_.keeping_up.row_seconds.mean == pytest.approx(3e-6)
+    assert set(chunks) == {min(rows, timing._farthest(round_))} and len(chunks) >= 4
+    for name, value in contents(engine).items():
+        assert torch.equal(value, before[name]), name
 
 
 def test_made_up_rounds_leave_no_trace() -> None:

@@ -43,7 +43,7 @@ def _requests(certificate: Certificate, subject: Subject, sections: Sections) ->
 
 
 def _details(sections: Sections, name: str) -> dict[str, Any]:
-    """None where the section was not run, or was broken off."""
+    """Empty where the section was not run, or was broken off."""
     return sections[name].details if name in sections else {}
 
 

@@ -154,7 +154,7 @@ def run_jobs(
         for item in progress:
             request = item.request
             place = places[request.request_id]
-            if not 0 <= min(item.tokens, default=0) <= max(item.tokens, default=0) < vocab:
+            if not all(0 <= token < vocab for token in item.tokens):
                 at = len(request.output) - len(item.tokens)
                 raise ImpossibleToken(
                     f"{jobs[place].label or 'a text'}, drafts by {jobs[place].method}: tokens from "

@@ -360,6 +360,11 @@ static cut cut_rows(const sf_batch *batch, int64_t rows, int64_t heads) {
     return found;
 }
 
+/* What it costs until all threads are done that share so many parts. */
+static int64_t cost_of_sharing(const cut *c, int64_t parts) {
+    return (c->pieces * parts + sf_team - 1) / sf_team * c->cost;
+}
+
 /* What lets all threads finish first: each does `own` parts of the heads, cut coarsely, and all share
  * the other ones, cut as finely as it takes. */
 typedef struct {
@@ -376,15 +381,14 @@ static plan plan_units(const sf_batch *batch, int64_t most, int64_t parts, int64
     plan best = {0, parts, cuts[0], cuts[0]};
     int64_t least = INT64_MAX;
     for (int i = 0; i < count; i++) {
-        int64_t cost = (cuts[i].pieces * parts + sf_team - 1) / sf_team * cuts[i].cost;
+        int64_t cost = cost_of_sharing(&cuts[i], parts);
         if (cost < least) least = cost, best.coarse = best.fine = cuts[i];
     }
     if (!own || !others) return best;
     least -= least / 16; /* these are estimates */
     for (int i = 0; i < count; i++)
         for (int j = i + 1; j < count; j++) {
-            int64_t cost = own * cuts[i].pieces * cuts[i].cost +
-                           (cuts[j].pieces * others + sf_team - 1) / sf_team * cuts[j].cost;
+            int64_t cost = own * cuts[i].pieces * cuts[i].cost + cost_of_sharing(&cuts[j], others);
             if (cost < least) least = cost, best = (plan){own, others, cuts[i], cuts[j]};
         }
     return best;
