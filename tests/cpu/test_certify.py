@@ -284,17 +284,16 @@ def test_what_cannot_be_certified_is_refused() -> None:
 def test_rows_of_trees_are_measured_where_a_proposer_offers_trees(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Their keys lie elsewhere: as near as rounding allows, and no nearer than that is claimed."""
+    """Their keys lie elsewhere, but are added up as a chain's."""
     subject = make_subject()
     texts = calibration_texts(subject)
     chains, trees = (measure_noise(subject.decoder, texts, each) for each in (False, True))
     assert chains.bit_exact and "rows of a tree" not in chains.compositions
     assert "rows of a tree" in trees.compositions
-    assert trees.largest_spread < 1e-4
-    assert not subject.trees and subject.engine(64, 1).deterministic
+    assert trees.bit_exact and not subject.trees
     register(monkeypatch, Bush)
     bushy = make_subject(proposers=("bush",))
-    assert bushy.trees and not bushy.engine(64, 1).deterministic
+    assert bushy.trees and bushy.engine(64, 1).deterministic
 
 
 @needs_native

@@ -166,7 +166,7 @@ def test_rows_of_padding_repeat_the_last() -> None:
         rows = node_rows(layout, trees, spans.drafts)
         used = int((known + spans.drafts).sum())
         assert used == int((layout.batch.row_slot >= 0).sum())
-        positions = lay_out_trees(layout, rows).batch.positions
+        positions = lay_out_trees(layout, rows, trees).batch.positions
         for values in (rows.owner, rows.offset, rows.depth, positions):
             assert (values[used:] == values[used - 1]).all()
         assert (rows.owner[:used] == layout.batch.row_slot[:used]).all()

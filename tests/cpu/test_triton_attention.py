@@ -3,6 +3,7 @@ interpreter. ``test_triton_kernels`` holds the same kernels to torch."""
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -105,7 +106,7 @@ def attend(
     counts = [count for _, count in spans]
     most = max(counts) if table else len(q)
     plan = attention.plan_attention(
-        len(q), len(spans), most, max_keys, shape, sms, q.dtype.itemsize
+        len(q), len(spans), most, max_keys, shape, sms, q.dtype.itemsize, paths=batch.has_paths
     )
     found = attention.span_attention(q, kv, batch, shape, plan)
     return list(found[: sum(counts)].split(counts))
@@ -154,43 +155,50 @@ def test_a_row_s_bits_are_its_own(dtype: torch.dtype, shape: AttentionShape) -> 
 
 
 @pytest.mark.usefixtures("_short_chunks")
-def test_a_tree_s_bits_are_its_own_too() -> None:
-    """Its nodes' keys lie side by side, so they need not have the bits of chains."""
-    torch.manual_seed(3)
-    dtype, shape = CASES[0]
+@pytest.mark.parametrize(("dtype", "shape"), CASES, ids=str)
+@pytest.mark.parametrize("first", [0, 3, 29, 60, 63])
+def test_a_tree_s_nodes_have_the_bits_of_chains(
+    dtype: torch.dtype, shape: AttentionShape, first: int
+) -> None:
+    """Alone and beside chains and other trees, keys shared out or not, wherever a chunk ends."""
+    seed = torch.seed() % 2**31
+    print("seed", seed)
+    torch.manual_seed(seed)
+    chance = random.Random(seed)
     text, other = Text(LENGTH, shape, dtype), Text(LENGTH, shape, dtype)
-    # A root, two children, and three nodes below the first of them.
-    mask = torch.tensor([0b1, 0b11, 0b101, 0b1011, 0b10011, 0b100011])
-    first = 60  # It ends in another chunk.
-    results = []
     for sms in (1, 1000):
-        results += attend([text], [(first, 6)], shape, sms, masks=[mask])
-        crowd = [(3, 20), (first, 6), (100, 1)]
-        line = torch.full((21,), -1)
-        found = attend([other, text, other], crowd, shape, sms, 2, [line[:20], mask, line[20:]])
-        results.append(found[1])
-        [chain] = attend([other], [(100, 1)], shape, sms)
-        assert torch.equal(found[2], chain), "a chain beside a tree"
-    assert all(torch.equal(results[0], result) for result in results)
+        mask = grown(chance, chance.choice([2, 6, 17]))
+        nodes = len(mask)
+        crowd = [(3, 20), (first, nodes), (40, 3), (100, 1)]
+        masks = [torch.full((n,), -1) for _, n in crowd]
+        masks[1], masks[2] = mask, torch.tensor([1, 3, 5])
+        alone = attend([text], [(first, nodes)], shape, sms, masks=[mask])[0]
+        found = attend([other, text, other, other], crowd, shape, sms, 2, masks)
+        assert torch.equal(alone, found[1]), "company"
+        for node in range(nodes):
+            path = path_of(text, first, int(mask[node]))
+            [chain] = attend([path], [(len(path.q) - 1, 1)], shape, 1)
+            assert torch.equal(alone[node], chain[0]), (seed, node, int(mask[node]))
 
 
-@pytest.mark.usefixtures("_short_chunks")
-@pytest.mark.parametrize("sms", [1, 132])
-def test_only_trees_leaves_chains_to_others(sms: int) -> None:
-    torch.manual_seed(4)
-    dtype, shape = CASES[3]
-    text = Text(LENGTH, shape, dtype)
-    spans, masks = [(60, 5), (90, 4), (9, 1)], [torch.tensor([1, 3, 5, 7, 9])]
-    masks += [torch.full((4,), -1), torch.tensor([1])]
-    whole = attend([text] * 3, spans, shape, sms, masks=masks)
-    calls = partial(attention.span_attention, only_trees=True)
-    untouched = torch.full_like(text.q, 7.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "span_attention", calls)
-        patch.setattr(torch, "empty_like", lambda x: untouched[: len(x)].clone())
-        found = attend([text] * 3, spans, shape, sms, masks=masks)
-    assert torch.equal(found[0], whole[0]) and torch.equal(found[2], whole[2])
-    assert (found[1] == 7.0).all()
+def grown(chance: random.Random, nodes: int) -> torch.Tensor:
+    """The masks of a random tree, if it has any nodes."""
+    masks = [1]
+    for node in range(1, nodes):
+        masks.append(masks[chance.randrange(node)] | 1 << node)
+    return torch.tensor(masks[:nodes])
+
+
+def places_of(first: int, mask: int) -> list[int]:
+    """Where the keys of a node's path lie: those before its tree, which begins at ``first``."""
+    return [*range(first), *(first + bit for bit in range(64) if mask >> bit & 1)]
+
+
+def path_of(text: Text, first: int, mask: int) -> Text:
+    """The request that ends with a node's path, as a chain."""
+    places, chain = places_of(first, mask), copy.copy(text)
+    chain.kv, chain.q = text.kv[:, places], text.q[places]
+    return chain
 
 
 # --- plans --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ hold it to torch.
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -18,11 +19,12 @@ pytest.importorskip("triton")
 import triton_interpreter  # isort: skip
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
-from surefoot.kernels.triton import chunk_attention
-from surefoot.kernels.triton.chunk_attention import list_chunks, packed_heads, rows_together
+from surefoot.kernels.triton import chunk_list
+from surefoot.kernels.triton.chunk_attention import path_keys
 from surefoot.kernels.triton.chunk_kernel import BLOCKS
+from surefoot.kernels.triton.chunk_list import list_chunks, packed_heads, rows_together
 from surefoot.kernels.triton.prompt_attention import BLOCK_N, CHUNK_KEYS
-from test_triton_prompts import masks_of
+from test_triton_attention import Text, grown, lay_out, places_of
 from triton_interpreter import DEVICE
 
 pytestmark = [
@@ -38,9 +40,7 @@ TILE_ROWS = 16
 """Rows of a tile: 64 queries of four heads each."""
 
 
-def batch_of(
-    spans: list[tuple[int, int]], longest: int, trees: list[bool] | None = None
-) -> FlatBatch:
+def batch_of(spans: list[tuple[int, int]], longest: int) -> FlatBatch:
     """Spans (first key, rows) by slot, the slots in falling order, with two rows of padding."""
     rows = torch.tensor([rows for _, rows in spans], device=DEVICE)
     slots = torch.arange(len(spans), device=DEVICE).flip(0)
@@ -57,7 +57,6 @@ def batch_of(
         ),
         span_start=torch.tensor([first for first, _ in spans], device=DEVICE).flip(0),
         max_keys=longest,
-        mask=None if trees is None else masks_of(rows, trees),
         spans=SpanTable(rows.cumsum(0) - rows, rows, slots, max_rows=40),
     )
 
@@ -69,7 +68,7 @@ ROWS = st.sampled_from([0, 1, 1, 4, 16, 17, 33]) | st.integers(0, 40)
 @pytest.fixture(autouse=True)
 def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few that there is not always room to split all."""
-    monkeypatch.setattr(chunk_attention, "MOST_PARTS", 200)
+    monkeypatch.setattr(chunk_list, "MOST_PARTS", 200)
 
 
 STEP = CHUNK_KEYS // BLOCK_N
@@ -79,21 +78,18 @@ STEP = CHUNK_KEYS // BLOCK_N
 @settings(max_examples=15)
 @given(
     spans=st.lists(st.tuples(FIRST, ROWS), min_size=1, max_size=9),
-    trees=st.none() | st.lists(st.booleans(), min_size=9, max_size=9),
     programs=st.sampled_from([5, 12, 66]),
     both_ways=st.booleans(),
 )
 def test_every_key_of_every_tile_is_worked_on_once(
     shape: AttentionShape,
     spans: list[tuple[int, int]],
-    trees: list[bool] | None,
     programs: int,
     both_ways: bool,
 ) -> None:
-    trees = None if trees is None or both_ways else trees[: len(spans)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_attention, "programs_of", lambda *_: programs)
-        batch = replace(batch_of(spans, 1 << 16, trees), both_ways=both_ways)
+        patch.setattr(chunk_list, "programs_of", lambda *_: programs)
+        batch = replace(batch_of(spans, 1 << 16), both_ways=both_ways)
         work = list_chunks(batch, shape, KV_BLOCK)
     found = work.items.tolist()
     assert found[0][0] < len(found)
@@ -107,7 +103,7 @@ def test_every_key_of_every_tile_is_worked_on_once(
         split.setdefault(piece[0] - piece[4], []).append(piece)
     row, parts, tiles = 0, [], 0
     for index, (first, count) in enumerate(spans):
-        for at in range(0, 0 if trees and trees[index] else count, TILE_ROWS):
+        for at in range(0, count, TILE_ROWS):
             rows, slot = min(TILE_ROWS, count - at), len(spans) - 1 - index
             own = sorted((item for item in items if item[0] == row + at), key=lambda i: i[6])
             tiles += len(own)
@@ -149,6 +145,116 @@ def test_every_key_of_every_tile_is_worked_on_once(
     assert not items or items[0][5] == -2 or lengths[0] >= longest - 1
 
 
+@pytest.mark.parametrize("shape", [SHAPE, THREES], ids=str)
+@settings(max_examples=10)
+@given(
+    spans=st.lists(st.tuples(FIRST, st.sampled_from([0, 1, 6, 17, 33])), min_size=1, max_size=4),
+    trees=st.lists(st.booleans(), min_size=4, max_size=4),
+    programs=st.sampled_from([5, 12, 66]),
+    only_trees=st.booleans(),
+    chance=st.randoms(use_true_random=False),
+)
+def test_nodes_share_what_lies_before_their_tree(
+    shape: AttentionShape,
+    spans: list[tuple[int, int]],
+    trees: list[bool],
+    programs: int,
+    only_trees: bool,
+    chance: Random,
+) -> None:
+    """Every chunk that a node sees is worked on once, with the keys of its path in its own blocks,
+    and partial results are added up for each node by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_list, "programs_of", lambda *_: programs)
+        batch, masks = batch_of(spans, 1 << 16), []
+        for tree, (_, count) in zip(trees, spans, strict=False):
+            masks += grown(chance, count).tolist() if tree else [-1] * count
+        mask = torch.tensor([*masks, -1, -1], device=DEVICE)
+        batch = replace(batch, mask=mask, tree_rows=chance.choice([40, 64]))
+        work = list_chunks(batch, shape, KV_BLOCK, only_trees)
+    found = work.items.tolist()
+    assert found[0][0] < len(found)
+    items = found[1 : 1 + found[0][0]]
+    pieces = {entry[0]: entry[1:5] for entry in work.split.tolist() if entry[1] > 0}
+    row, parts, listed, paths = 0, [], 0, []
+    for index, (first, count) in enumerate(spans):
+        slot = len(spans) - 1 - index
+        own = [item for item in items if item[3] == slot]
+        listed += len(own)
+        if not trees[index]:
+            assert not own if only_trees else all(item[9:11] == [0, -1] for item in own)
+            row += count
+            continue
+        nodes = [item for item in own if item[10] >= 0]
+        assert sorted(item[0] for item in nodes) == list(range(row, row + count))
+        tiles = [item for item in own if item[10] < 0]
+        shared = nodes[0][6] // STEP if nodes else 0
+        assert shared in (0, first // CHUNK_KEYS) and bool(shared) == bool(tiles)
+        for item in nodes:
+            node = item[0] - row
+            last = first + masks[item[0]].bit_count()
+            assert item[1:5] == [1, last - 1, slot, last] and item[8] == first
+            assert item[6:8] == [shared * STEP, -(-last // BLOCK_N)]
+            paths += range(
+                item[10], item[10] + -(-(last - first // KV_BLOCK * KV_BLOCK) // KV_BLOCK)
+            )
+            for page, block in enumerate(item[BLOCKS.value : BLOCKS.value + 2], 2 * item[6]):
+                page = min(page, (last - 1) // KV_BLOCK)
+                beyond = page - first // KV_BLOCK
+                own_block = -1 - item[10] - beyond
+                expected = own_block if beyond >= 0 else int(batch.block_tables[slot, page])
+                assert block == expected
+            if not shared:
+                assert item[5] == -1 and item[0] not in pieces
+                continue
+            together = [t for t in tiles if t[0] == row + node // TILE_ROWS * TILE_ROWS]
+            together.sort(key=lambda t: t[6])
+            assert [t[6] for t in together] == [0, *(t[7] for t in together[:-1])]
+            assert together[-1][7] == shared * STEP
+            rows = min(TILE_ROWS, count - node // TILE_ROWS * TILE_ROWS)
+            assert all(t[1:5] == [rows, first, slot, first + count] for t in together)
+            part = together[0][5]
+            assert all(t[5] == part + t[6] // STEP for t in together)
+            assert item[5] == part + shared and item[9] == node % TILE_ROWS
+            chunks = -(-last // CHUNK_KEYS)
+            assert pieces.pop(item[0]) == [1, part, chunks, item[9]]
+            parts += [(part + chunk, item[9]) for chunk in range(chunks)]
+        row += count
+    assert listed == len(items)
+    assert len(set(parts)) == len(parts) and all(part < work.parts for part, _ in parts)
+    assert len(set(paths)) == len(paths) and max(paths, default=0) < work.path_blocks
+    if only_trees:
+        assert not pieces
+
+
+def test_the_keys_of_each_path_are_laid_out_in_a_line() -> None:
+    """From the beginning of the block that the tree begins in, wherever that is."""
+    torch.manual_seed(1)
+    chance, shape = Random(1), AttentionShape(2, 2, 64, 1.0)
+    spans = [(37, 9), (5, 1), (8, 17), (0, 3), (30, 4)]
+    masks = [grown(chance, count) for _, count in spans]
+    masks[3] = torch.full((3,), -1)
+    texts = [Text(46, shape, torch.bfloat16) for _ in spans]
+    _, kv, batch = lay_out(texts, spans, 8, 46, 2, masks)
+    for tree_rows in (17, 64):  # Paths by span, by row.
+        batch = replace(batch, tree_rows=tree_rows)
+        work = list_chunks(batch, shape, 8)
+        paths = path_keys(kv, batch, work)
+        owner = batch.row_slot.tolist()
+        first_row = [0, 9, 10, 27, 30]
+        seen = 0
+        for item in work.items[1 : 1 + int(work.items[0, 0])].tolist():
+            if item[10] < 0:
+                continue
+            span = owner[item[0]]
+            first, mask = spans[span][0], int(masks[span][item[0] - first_row[span]])
+            places = places_of(first, mask)[first // 8 * 8 :]
+            found = paths[:, item[10] :].transpose(2, 3).flatten(1, 2)[:, : len(places)]
+            assert torch.equal(found, texts[span].kv[:, places]), (spans[span], mask)
+            seen += 1
+        assert seen == 9 + 1 + 17 + 4
+
+
 def test_one_long_text_is_shared_out_and_a_crowd_of_equals_is_not() -> None:
     alone = list_chunks(batch_of([(8191, 1)], 8192), SHAPE, KV_BLOCK)
     assert int(alone.items[0, 0]) == 16 and alone.split[0, :5].tolist() == [0, 1, 0, 32, 0]
@@ -162,11 +268,11 @@ def test_one_long_text_is_shared_out_and_a_crowd_of_equals_is_not() -> None:
 
 
 def test_too_little_room_for_parts_splits_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_attention, "MOST_PARTS", 40)
+    monkeypatch.setattr(chunk_list, "MOST_PARTS", 40)
     work = list_chunks(batch_of([(8191, 1), (5000, 1), (8000, 1)], 8192), SHAPE, KV_BLOCK)
     assert work.parts == 40
     assert sum(entry[3] for entry in work.split.tolist() if entry[1] and not entry[4]) <= 40
-    monkeypatch.setattr(chunk_attention, "MOST_PARTS", 0)
+    monkeypatch.setattr(chunk_list, "MOST_PARTS", 0)
     work = list_chunks(batch_of([(8191, 1), (5000, 1), (8000, 1)], 8192), SHAPE, KV_BLOCK)
     assert work.parts == 0 and int(work.items[0, 0]) == 3 and not work.split[:, 1].any()
 

@@ -320,8 +320,8 @@ def attention_case(
 
 @pytest.mark.parametrize("tiles", [0, 4])
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("mask", [False, True])
-def test_attention_equals_its_twin(mask: bool, splits: int, tiles: int) -> None:
+@pytest.mark.parametrize("mask", ["none", "a drafter's", "a target's"])
+def test_attention_equals_its_twin(mask: str, splits: int, tiles: int) -> None:
     """Spans over several tiles, programs that search theirs or know it, shares without keys."""
     torch.manual_seed(splits)
     for dtype, shape in (
@@ -329,10 +329,12 @@ def test_attention_equals_its_twin(mask: bool, splits: int, tiles: int) -> None:
         (torch.bfloat16, AttentionShape(4, 2, 16, 0.25)),
     ):
         spans = [(70, 12), (0, 0), (0, 3), (33, 1)]
-        q, kv, batch = attention_case(spans, shape, dtype, mask)
-        per_tile = 16 * shape.kv_heads // shape.heads
-        programs = 4 * tiles if tiles else sum(-(-rows // per_tile) for _, rows in spans) + 1
-        plan = AttentionPlan(16, 32, splits, tiles, programs, 4, 2)
+        q, kv, batch = attention_case(spans, shape, dtype, mask != "none")
+        batch = replace(batch, all_masked=mask == "a drafter's")
+        per_tile = 1 if batch.has_paths else 16 * shape.kv_heads // shape.heads
+        most = 12 if batch.has_paths else tiles
+        programs = 4 * most if tiles else sum(-(-rows // per_tile) for _, rows in spans) + 1
+        plan = AttentionPlan(16, 32, splits, tiles and most, programs, 4, 2)
         own = kv.transpose(2, 3).contiguous()
         found = attention.span_attention(q, own, batch, shape, plan)
         close_attention(found[:-2], torch_paged.span_attention(q, kv, batch, shape)[:-2])

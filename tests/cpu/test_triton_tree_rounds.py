@@ -95,7 +95,7 @@ def test_rows_and_paths_and_what_is_settled(case: Any) -> None:
         planting, spans, layout = planted(width, known, drafts, padding)
         rows, found = both("node_rows", layout, planting, spans.drafts)
         same(rows, found)
-        layout = cast(RoundLayout, trees.lay_out_trees(layout, rows))
+        layout = cast(RoundLayout, trees.lay_out_trees(layout, rows, planting))
         sampled = torch.randint(0, 3, layout.sample_index.shape)
         (paths, tokens), (found, others) = both(
             "walk", planting, sampled, layout.first_sample, spans.drafts

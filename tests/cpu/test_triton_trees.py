@@ -41,7 +41,7 @@ def test_trees_beside_causal_chunks(splits: int, first_key: int) -> None:
     assert batch.mask is not None
     mask = torch.where(batch.row_slot == 1, batch.mask, -1)
     batch = replace(batch, mask=mask, first_key=first_key)
-    tiles = -(-70 // 8) + 2 + 1
+    tiles = -(-70 // 8) + 9 + 1
     check(q, kv, batch, AttentionPlan(16, 32, splits, 0, tiles, 4, 2))
 
 
@@ -53,7 +53,9 @@ def test_a_tree_that_grows_over_several_passes() -> None:
     start = torch.tensor([32, 21])
     own = torch.ones_like(batch.key_index) << (batch.key_index - start[batch.row_slot])
     before = torch.randint(0, 255, own.shape)
-    check(q, kv, replace(batch, span_start=start, mask=own | before), None)
+    grown = replace(batch, span_start=start, mask=own | before)
+    check(q, kv, grown, None)
+    check(q, kv, replace(grown, all_masked=True), None)
 
 
 def test_an_empty_first_key_is_seen_by_nobody() -> None:

@@ -4,7 +4,8 @@ random numbers, in random company, through whichever kernels a forward would cho
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from test_real_shapes import relative
 from surefoot.kernels.backend import AttentionShape
 from surefoot.kernels.triton.attend import attend, work_of
 from surefoot.kernels.triton.attention import span_attention
-from test_triton_attention import Text, lay_out
+from test_triton_attention import Text, grown, lay_out, path_of
 
 pytestmark = pytest.mark.gpu
 bf16, fp32 = torch.bfloat16, torch.float32
@@ -25,7 +26,6 @@ LENGTHS = (300, 1200)
 CASES = [(bf16, group, width) for group in (1, 3, 4, 5, 8) for width in (64, 80, 96, 128)]
 CASES += [(fp32, 1, 128), (fp32, 3, 64), (fp32, 4, 128), (fp32, 5, 80), (fp32, 8, 96)]
 TOLERANCE = {bf16: 6e-3, fp32: 1e-5}
-TREE = [0b1, 0b11, 0b101, 0b1011, 0b10011, 0b100011]
 
 
 @pytest.fixture(autouse=True)
@@ -44,18 +44,21 @@ def attended(
     spans: Sequence[tuple[int, int]],
     shape: AttentionShape,
     block_size: int = 16,
-    trees: Sequence[int] = (),
+    trees: Mapping[int, torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """What the rows of each span get; ``trees``: which of them are trees of six nodes."""
+    """What the rows of each span get; ``trees``: the masks of those that are trees."""
     masks = None
     if trees:
         masks = [torch.full((count,), -1) for _, count in spans]
-        for index in trees:
-            masks[index] = torch.tensor(TREE)
+        for index, mask in trees.items():
+            masks[index] = mask
     most = max(first + count for first, count in spans) + random.choice([0, 0, 700])
     padding, table = random.choice([0, 1, 9]), random.random() < 0.8
     q, kv, batch = lay_out(texts, spans, block_size, most, padding, masks, table)
     counts = [count for _, count in spans]
+    if trees:
+        widest = max(len(mask) for mask in trees.values())
+        batch = replace(batch, tree_rows=random.choice([widest, 64]))
     found = attend(q, kv, batch, shape, work_of(batch, shape, kv))
     return list(found[: sum(counts)].split(counts))
 
@@ -84,28 +87,56 @@ def test_company_cuts_prefixes_and_padding_change_no_bit(
         place = random.randint(0, len(company))
         spans = [*company[:place], (first, rows), *company[place:]]
         texts = [own if index == place else other for index in range(len(spans))]
-        trees = [i for i, (_, count) in enumerate(spans) if i != place and count == 6]
+        trees = {
+            index: grown(random.Random(), count)
+            for index, (_, count) in enumerate(spans)
+            if index != place and count == 6 and number % 2
+        }
         block_size = random.choice([16, 16, 64])
-        found = attended(texts, spans, shape, block_size, trees if number % 2 else ())[place]
+        found = attended(texts, spans, shape, block_size, trees)[place]
         expected = whole[first : first + rows]
         assert torch.equal(found, expected), (spans, place, (found != expected).float().mean())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "group", "width"), [(bf16, 4, 128), (bf16, 3, 64), (bf16, 8, 80), (fp32, 3, 64)]
-)
-def test_a_tree_in_company(dtype: torch.dtype, group: int, width: int) -> None:
-    """It has bits of its own, always the same, and they are near the twin's."""
-    shape = AttentionShape(2 * group, 2, width, width**-0.5)
-    own, other = Text(900, shape, dtype), Text(900, shape, dtype)
-    [alone] = attended([own], [(700, 6)], shape, trees=[0])
-    for count in (1, 3, 40):
-        spans = [(random.randrange(890), random.choice([1, 6])) for _ in range(count)]
-        trees = [0, *(index for index, (_, n) in enumerate(spans, 1) if n == 6)]
-        found = attended([own, *[other] * count], [(700, 6), *spans], shape, trees=trees)
-        assert torch.equal(found[0], alone), spans
-    q, kv, batch = lay_out([own], [(700, 6)], 16, 706, masks=[torch.tensor(TREE)])
-    assert relative(alone, exact(q, kv, batch, shape)) < TOLERANCE[dtype]
+@pytest.mark.parametrize("little_room", [False, True])
+@pytest.mark.parametrize(("dtype", "group", "width"), CASES, ids=str)
+def test_a_tree_s_nodes_have_the_bits_of_chains(
+    dtype: torch.dtype,
+    group: int,
+    width: int,
+    little_room: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Wherever the tree begins in a block and in a chunk of keys, however large it is, alone and
+    beside chains, prompts and other trees."""
+    if little_room:
+        monkeypatch.setattr("surefoot.kernels.triton.chunk_list.MOST_PARTS", random.choice([0, 30]))
+    kv_heads = random.choice([1, 2, 3])
+    shape = AttentionShape(kv_heads * group, kv_heads, width, width**-0.5)
+    own, other = Text(1400, shape, dtype), Text(1400, shape, dtype)
+    for first in (0, 250, random.randint(1, 1300), 256 * random.randint(1, 5) - 3):
+        nodes = random.choice([2, 6, 17, 17, 33, 64])
+        mask = grown(random.Random(), nodes)
+        paths = [path_of(own, first, bits) for bits in mask.tolist()]
+        chains = attended(paths, [(len(path.q) - 1, 1) for path in paths], shape)
+        expected = torch.cat(chains)
+        q, kv, batch = lay_out([own], [(first, nodes)], 16, first + nodes, masks=[mask])
+        assert relative(expected, exact(q, kv, batch, shape)) < TOLERANCE[dtype]
+        for count in (0, 3, 40):
+            rows = [random.choice([1, 6, 17, 700 if count == 3 else 30]) for _ in range(count)]
+            company = [(random.randrange(1400 - n), n) for n in rows]
+            place = random.randint(0, count)
+            spans = [*company[:place], (first, nodes), *company[place:]]
+            trees = {
+                index: grown(random.Random(), n)
+                for index, (_, n) in enumerate(spans)
+                if n in (6, 17) and random.random() < 0.7
+            }
+            trees[place] = mask
+            texts = [own if index == place else other for index in range(len(spans))]
+            block_size = random.choice([8, 16, 64, 256])
+            found = attended(texts, spans, shape, block_size, trees)[place]
+            assert torch.equal(found, expected), (spans, place, block_size, mask.tolist())
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(bf16, 80), (bf16, 128), (fp32, 64)])

@@ -17,12 +17,9 @@ from test_real_shapes import relative
 
 from surefoot.kernels.backend import AttentionShape
 from surefoot.kernels.triton.attend import attend, work_of
-from surefoot.kernels.triton.chunk_attention import (
-    ChunkWork,
-    chunk_attention,
-    list_chunks,
-)
+from surefoot.kernels.triton.chunk_attention import chunk_attention
 from surefoot.kernels.triton.chunk_kernel import combine_chunks_kernel
+from surefoot.kernels.triton.chunk_list import ChunkWork, list_chunks
 from surefoot.kernels.triton.launch import hopper
 from surefoot.kernels.triton.prompt_attention import CHUNK_KEYS, list_tiles, prompt_attention
 
@@ -124,7 +121,7 @@ def test_company_and_splits_change_no_bit(
     found = chunk_attention(q, kv, batch, shape, work)
     assert torch.equal(found[: own[1]], expected), others
     # Nobody's keys are shared out where there is no room for parts.
-    monkeypatch.setattr("surefoot.kernels.triton.chunk_attention.MOST_PARTS", 0)
+    monkeypatch.setattr("surefoot.kernels.triton.chunk_list.MOST_PARTS", 0)
     whole = list_chunks(replace(batch, max_keys=1), shape, 16)
     assert whole.parts == 0
     found = chunk_attention(q, kv, batch, shape, whole)

@@ -15,7 +15,7 @@ from test_real_shapes import relative
 
 from surefoot.kernels.attention import torch_paged
 from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
-from surefoot.kernels.triton.attend import LONG_SPAN
+from surefoot.kernels.triton.attend import LONG_SPAN, TileWork, attend, work_of
 from surefoot.kernels.triton.launch import hopper
 from surefoot.kernels.triton.prompt_attention import (
     CHUNK_KEYS,
@@ -145,9 +145,10 @@ def test_prompts_among_trees() -> None:
     long = (batch.row_slot == 1) | (batch.row_slot == 3)
     batch = replace(batch, mask=torch.where(long, -1, bits))
     q = torch.randn(batch.tokens.shape[0], 32, 128, dtype=bf16)
-    tiles = list_tiles(batch, shape)
-    assert int(tiles[0, 0]) == -(-700 // 32) + -(-(LONG_SPAN + 1) // 32)
-    found = prompt_attention(q, kv, batch, shape, tiles)
+    work = work_of(batch, shape, kv)
+    assert isinstance(work, TileWork) and work.trees is not None
+    assert int(work.tiles[0, 0]) == -(-700 // 32) + -(-(LONG_SPAN + 1) // 32)
+    found = attend(q, kv, batch, shape, work)
     assert relative(found[:-3], exact(q, kv, batch, shape)[:-3]) < 6e-3
 
 

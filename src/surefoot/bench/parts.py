@@ -14,7 +14,8 @@ from surefoot.request import Request
 
 ROUNDS = 16
 GROUPS = {
-    "attention": r"^(attention|combine(_chunks)?|chunk|prompt|(tile|chunk)_list)_kernel|flash|fmha",
+    "attention": r"^(attention|combine(_chunks)?|chunk|prompt|(tile|chunk)_list)_kernel"
+    r"|^path_(keys|places)_kernel|flash|fmha",
     "norm and rope": r"^rms_norm_kernel|^rope_kv_kernel|^silu_mul_kernel",
     "sampling": r"argmax|^narrow_kernel|^limit_kernel|^draw_kernel|^penalties_kernel"
     r"|^(bias_and_ends|mask|part_scores|row_scores)_kernel|softmax",

@@ -145,9 +145,8 @@ class Engine(Restored):
     @property
     def deterministic(self) -> bool:
         """Whether the text of a request with a seed depends on nothing but the request, to the last
-        bit of the arithmetic: not on other requests, drafts, or the time. Rows of trees are not
-        computed like those of chains."""
-        return self.decoder.backend.row_invariant and not any(self.controller.trees)
+        bit of the arithmetic: not on other requests, drafts, or the time."""
+        return self.decoder.backend.row_invariant
 
     @property
     def kv_tokens(self) -> int:

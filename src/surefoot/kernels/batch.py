@@ -33,7 +33,8 @@ class FlatBatch:
     bit j of ``mask[r]`` stands for the key j places on, the span's row j (a tree; all of the
     span's own bits for no mask at all). Without ``mask``, and where it is -1, the row is causal:
     it sees keys 0 .. ``key_index[r]``.
-    The rows of a span are a tree's, or all of them are causal: its first row says which.
+    The rows of a span are a tree's, or all of them are causal: its first row says which. Unless
+    ``all_masked``, a tree's row is computed as the chain is that its own keys are in rising order.
     All keys of the batch are written before any is read.
     """
 
@@ -59,13 +60,21 @@ class FlatBatch:
     oldest: torch.Tensor | None = None
     """int64 [N]: index of the first key that each row sees, a window's; None: ``first_key``. Only
     where every row has a mask of its own."""
+    tree_rows: int = 64
+    """Host-side upper bound of the rows of a span that has masks."""
     all_masked: bool = False
-    """Known on the host: no row is causal for want of a mask."""
+    """Known on the host: no row is causal for want of a mask. They are a drafter's, and rows of a
+    tree need not be computed as chains are."""
     both_ways: bool = False
     """Known on the host: every row sees all of its span, and all before it. ``mask`` says so, too.
     """
     spans: SpanTable | None = None
     """The same rows by span, or None: backends that need it work it out from ``row_slot``."""
+
+    @property
+    def has_paths(self) -> bool:
+        """Whether some rows may be a target's trees, whose results are those of chains."""
+        return self.mask is not None and not self.all_masked
 
 
 @dataclass(frozen=True)

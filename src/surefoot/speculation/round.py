@@ -154,7 +154,7 @@ class Round:
         layout = books.lay_out(spans, size, max_keys)
         tree_rows = self.find_trees(spans, size, layout)
         if tree_rows is not None:
-            layout = lay_out_trees(layout, tree_rows[0])
+            layout = lay_out_trees(layout, *tree_rows)
         outputs = None
         if size.has_prompts and reads is None:
             outputs = sampled_rows(spans, layout, 1 + self.state.max_drafts)

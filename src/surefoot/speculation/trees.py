@@ -98,10 +98,11 @@ def node_rows(layout: RoundLayout, trees: Trees, drafts: torch.Tensor) -> NodeRo
     return NodeRows(owner, offset, depth, positions, masks, drafts)
 
 
-def lay_out_trees(layout: RoundLayout, rows: NodeRows) -> RoundLayout:
+def lay_out_trees(layout: RoundLayout, rows: NodeRows, trees: Trees) -> RoundLayout:
     """A layout of chains with its drafts arranged as trees: positions, masks, and the positions of
     what is sampled. Rows of prefill chunks stay causal."""
-    batch = replace(layout.batch, positions=rows.positions, mask=rows.masks)
+    nodes = trees.masks.shape[1]
+    batch = replace(layout.batch, positions=rows.positions, mask=rows.masks, tree_rows=nodes)
     sampled = rows.positions[layout.sample_index] + 1
     return replace(layout, batch=batch, sample_positions=sampled)
 

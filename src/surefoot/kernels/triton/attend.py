@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from surefoot.kernels.backend import (
@@ -12,10 +14,10 @@ from surefoot.kernels.backend import (
     RopeTable,
 )
 from surefoot.kernels.triton.attention import span_attention
-from surefoot.kernels.triton.chunk_attention import (
+from surefoot.kernels.triton.chunk_attention import chunk_attention
+from surefoot.kernels.triton.chunk_list import (
     QUERY_ROWS,
     ChunkWork,
-    chunk_attention,
     list_chunks,
     packed_heads,
 )
@@ -29,8 +31,15 @@ from surefoot.kernels.triton.prompt_attention import (
 )
 from surefoot.kernels.triton.qkv import queries
 
-Work = torch.Tensor | ChunkWork | None
 
+class TileWork(NamedTuple):
+    """What ``prompt_attention`` computes, and the trees beside it."""
+
+    tiles: torch.Tensor
+    trees: ChunkWork | None
+
+
+Work = TileWork | ChunkWork | None
 
 LONG_SPAN = 64
 """Shorter spans, or as long, are mostly chains and single tokens."""
@@ -56,8 +65,8 @@ def worth_tiles(rows: int, spans: int, max_rows: int, shape: AttentionShape, sms
 
 def work_of(batch: FlatBatch, shape: AttentionShape, kv: torch.Tensor) -> Work:
     """What all layers of a forward share: a list of tiles where there are prompts, of chunks for
-    shorter spans and for blocks in both directions, None where neither kernel takes such heads, or
-    all rows have other masks.
+    trees, shorter spans and blocks in both directions, None where neither kernel takes such heads,
+    or all rows have other masks.
 
     Tiles and chunks give a row the same bits, so the load may decide between them; which shapes
     they take it must not.
@@ -71,7 +80,10 @@ def work_of(batch: FlatBatch, shape: AttentionShape, kv: torch.Tensor) -> Work:
     if batch.spans is not None:
         spans, longest = batch.spans.rows.shape[0], batch.spans.max_rows
     if worth_tiles(rows, spans, longest, shape, processors(kv.device)):
-        return list_tiles(batch, shape)
+        trees = None
+        if batch.has_paths:
+            trees = list_chunks(batch, shape, kv.shape[3], only_trees=True)
+        return TileWork(list_tiles(batch, shape), trees)
     return list_chunks(batch, shape, kv.shape[3])
 
 
@@ -79,12 +91,15 @@ def attend(
     q: torch.Tensor, kv: torch.Tensor, batch: FlatBatch, shape: AttentionShape, work: Work
 ) -> torch.Tensor:
     """Attention of q [N, heads, head_dim] over the paged keys and values ``kv``, of the same
-    shape. ``work`` as ``work_of`` has it, or None if all spans are trees."""
+    shape. ``work`` as ``work_of`` has it."""
     if work is None:
         return span_attention(q, kv, batch, shape)
     if isinstance(work, ChunkWork):
         return chunk_attention(q, kv, batch, shape, work)
-    return prompt_attention(q, kv, batch, shape, work)
+    out = None
+    if work.trees is not None:
+        out = chunk_attention(q, kv, batch, shape, work.trees)
+    return prompt_attention(q, kv, batch, shape, work.tiles, out)
 
 
 def attend_inputs(

@@ -4,9 +4,8 @@
 function of its own queries and keys: neither other rows, nor how a prompt was cut, nor the number
 of idle multiprocessors changes one.
 
-Rows of a tree go the same way. But a node's keys do not lie where they would in a chain, so its
-bits need not be those of the chain that leads to it.
-On Hopper, ``prompt_attention`` and ``chunk_attention`` compute chains of most shapes.
+A tree's node has the bits of the chain that leads to it, but for a drafter's own trees.
+On Hopper, ``prompt_attention`` and ``chunk_attention`` compute most shapes.
 Twin: ``kernels.attention.torch_paged.span_attention``.
 """
 
@@ -25,6 +24,7 @@ from surefoot.kernels.triton.launch import (
     processors,
     shared_memory,
 )
+from surefoot.kernels.triton.paths import path_places
 from surefoot.kernels.triton.pdl import pdl
 from surefoot.kernels.triton.span_kernel import attention_kernel, combine_kernel
 from surefoot.kernels.triton.spans import span_table
@@ -67,9 +67,11 @@ def plan_attention(
     sms: int,
     itemsize: int = 2,
     shared: int = DEFAULT_SHARED_MEMORY,
+    paths: bool = False,
 ) -> AttentionPlan:
     """Sizes for ``rows`` rows in ``spans`` spans of at most ``max_rows``, over at most
     ``max_keys`` keys, on ``sms`` multiprocessors with ``shared`` bytes of memory a program.
+    ``paths``: there may be trees among them, of which a tile has one row.
 
     Keys are split only until there is a program for each multiprocessor (two of small heads), so
     that a large batch pays nothing for it, and only if there is room for partial results.
@@ -83,7 +85,9 @@ def plan_attention(
     tiles = cdiv(min(max_rows, rows), per_tile)
     # No partition of the rows into spans has more tiles than this.
     ragged = min(rows, (rows + spans * (per_tile - 1)) // per_tile)
-    direct = tiles == 1 or spans * tiles <= ragged
+    if paths:
+        ragged = rows
+    direct = not paths and (tiles == 1 or spans * tiles <= ragged)
     programs = spans * tiles if direct else ragged
     most = cdiv(max_keys, chunk)
     splits = (2 if shape.head_dim <= 64 else 1) * sms
@@ -107,17 +111,16 @@ def span_attention(
     batch: FlatBatch,
     shape: AttentionShape,
     plan: AttentionPlan | None = None,
-    only_trees: bool = False,
 ) -> torch.Tensor:
     """q [N, heads, head_dim] bf16 or fp32, contiguous; kv [2, blocks, kv_heads, block_size,
-    head_dim] of the same dtype -> [N, heads, head_dim], unspecified for padding rows and, if
-    ``only_trees``, for the rows of all other spans.
+    head_dim] of the same dtype -> [N, heads, head_dim], unspecified for padding rows.
 
     Scores and softmax are fp32; in bf16 the weights are rounded before they meet the values.
     Rows of one span are neighbours, in the order of their keys. ``head_dim`` up to 256.
     """
     spans = span_table(batch)
     rows, entries = q.shape[0], spans.rows.shape[0]
+    masked, paths = batch.all_masked, batch.has_paths
     if plan is None:
         plan = plan_attention(
             rows,
@@ -128,6 +131,7 @@ def span_attention(
             processors(q.device),
             q.dtype.itemsize,
             shared_memory(q.device),
+            paths,
         )
     out, part, sums = torch.empty_like(q), None, None
     parts, split = cdiv(batch.max_keys, plan.chunk), plan.splits > 1
@@ -136,31 +140,22 @@ def span_attention(
         part = q.new_empty((*size, shape.head_dim), dtype=torch.float32)
         sums = q.new_empty((*size, 2), dtype=torch.float32)
     width, scale = next_power_of_2(shape.head_dim, 16), shape.scale * LOG2_E
-    masked, searched = batch.mask is not None, next_power_of_2(entries)
+    searched = next_power_of_2(entries)
+    places = path_places(batch.mask) if paths else None
     attention_kernel[(plan.programs, shape.kv_heads, plan.splits)](
         q, kv, out, part, sums, spans.first_row, spans.rows, spans.slot, entries,
         batch.block_tables, batch.block_tables.stride(0), batch.span_start, batch.key_index,
         batch.mask, kv.stride(0), scale, plan.splits, parts, plan.tiles, batch.first_key,
-        batch.oldest, shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3], width,
+        batch.oldest, places, shape.heads, shape.kv_heads, shape.head_dim, kv.shape[3], width,
         plan.block_m, plan.chunk, split, not plan.tiles, 1 if plan.tiles else searched,
-        masked, only_trees, batch.oldest is not None,
+        masked, paths, batch.oldest is not None,
         num_warps=plan.num_warps, num_stages=plan.num_stages, **pdl(q.device),
     )  # fmt: skip
     if split:
         combine_kernel[(rows, shape.heads)](
             part, sums, out, spans.first_row, spans.rows, spans.slot, entries, batch.span_start,
             batch.key_index, batch.mask, parts, scale,
-            shape.heads, shape.head_dim, width, plan.chunk, searched, AT_ONCE, masked, only_trees,
+            shape.heads, shape.head_dim, width, plan.chunk, searched, AT_ONCE, masked, paths,
             num_warps=1, **pdl(q.device),
         )  # fmt: skip
     return out
-
-
-def trees_attended(
-    q: torch.Tensor, kv: torch.Tensor, batch: FlatBatch, shape: AttentionShape
-) -> torch.Tensor:
-    """[N, heads, head_dim] in which only the rows of trees have been computed: other kernels do the
-    chains of the batch, and the same bits come out with trees beside them and without."""
-    if batch.mask is None or batch.both_ways:
-        return torch.empty_like(q)
-    return span_attention(q, kv, batch, shape, only_trees=True)

@@ -35,7 +35,8 @@ def read_item(items_ptr, item):
     key, slot = gl.load(entry + 2), gl.load(entry + 3)
     end, part = gl.load(entry + 4), gl.load(entry + 5)
     low, high = gl.load(entry + 6), gl.load(entry + 7)
-    return row, count, key, slot, end, part, low, high, gl.load(entry + 8)
+    start, within, path = gl.load(entry + 8), gl.load(entry + 9), gl.load(entry + 10)
+    return row, count, key, slot, end, part, low, high, start, within, path
 
 
 @jit
@@ -50,41 +51,57 @@ def first_blocks(items_ptr, item, PAGES: gl.constexpr):
 
 @jit
 def blocks_of(item, tile, tables_ptr, table_stride, PAGE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-              PAGES: gl.constexpr):  # fmt: skip
+              PAGES: gl.constexpr, TREES: gl.constexpr):  # fmt: skip
     """The blocks of the pages of an item's ``tile``; in place of those beyond its last page, that
-    page's."""
-    row, count, key, slot, end, part, low, high, start = item
+    page's. Block b of a path is -1 - b."""
+    row, count, key, slot, end, part, low, high, start, within, path = item
     last_page = (gl.minimum(key + count, end) - 1) // PAGE
     blocks = ()
     for number in gl.static_range(PAGES):
         page = gl.minimum(tile * PAGES + number, last_page)
-        place = tables_ptr + slot * table_stride + page * PAGE // BLOCK_SIZE
-        blocks = blocks + (gl.load(place),)  # noqa: RUF005
+        number_of_block = page * PAGE // BLOCK_SIZE
+        block = gl.load(tables_ptr + slot * table_stride + number_of_block)
+        if TREES:
+            beyond = number_of_block - start // BLOCK_SIZE
+            block = gl.where((path >= 0) & (beyond >= 0), -1 - path - beyond, block)
+        blocks = blocks + (block,)  # noqa: RUF005
     return blocks
 
 
 @jit
 def load_tile(
-    desc, blocks, kv_head, offset, tile, last_page, full, target,
-    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    descs, blocks, kv_head, offsets, tile, last_page, full, target,
+    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TREES: gl.constexpr,
 ):  # fmt: skip
-    """A tile's keys (or values), from its ``blocks``."""
+    """A tile's keys (or values), from its ``blocks``: those of requests, and of paths."""
     BLOCK_N: gl.constexpr = target.shape[0]
     PAGE: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
     mbarrier.expect(full, BLOCK_N * target.shape[1] * 2)
     for number in gl.static_range(BLOCK_N // PAGE):
         page = gl.minimum(tile * (BLOCK_N // PAGE) + number, last_page)
-        load_page(
-            desc, blocks[number], page, kv_head, offset, full, target.slice(number * PAGE, PAGE),
-            KV_HEADS, PAGE, BLOCK_SIZE,
-        )  # fmt: skip
+        block, part = blocks[number], target.slice(number * PAGE, PAGE)
+        if TREES:
+            if block < 0:
+                load_page(
+                    descs[1], -1 - block, page, kv_head, offsets[1], full, part,
+                    KV_HEADS, PAGE, BLOCK_SIZE,
+                )  # fmt: skip
+            else:
+                load_page(
+                    descs[0], block, page, kv_head, offsets[0], full, part,
+                    KV_HEADS, PAGE, BLOCK_SIZE,
+                )  # fmt: skip
+        else:
+            load_page(
+                descs[0], block, page, kv_head, offsets[0], full, part, KV_HEADS, PAGE, BLOCK_SIZE
+            )
 
 
 @jit
 def load_partition(
-    q_desc, kv_desc, buffers, barriers, items_ptr, tables_ptr, table_stride, value_offset,
+    q_desc, descs, buffers, barriers, items_ptr, tables_ptr, table_stride, value_offsets,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, USED: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, TREES: gl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s, info_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -93,7 +110,7 @@ def load_partition(
     PAGE: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
     PAGES: gl.constexpr = BLOCK_N // PAGE
     UNITS: gl.constexpr = HEADS // USED
-    field = gl.arange(0, 8, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    field = gl.arange(0, 16, layout=gl.BlockedLayout([1], [32], [1], [0]))
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     # The list was made before the last product began, and so were all keys but the newest.
@@ -105,7 +122,7 @@ def load_partition(
     step = 0
     number = 0
     while item < items:
-        row, count, key, slot, end, part, low, high, start = own
+        row, count, key, slot, end, part, low, high, start, within, path = own
         unit = item % UNITS
         # To and fro: items get shorter along the list, and programs are to end together.
         wave += 1
@@ -115,6 +132,7 @@ def load_partition(
         info += gl.where(field == 2, key, 0) + gl.where(field == 3, unit, 0)
         info += gl.where(field == 4, high, 0) + gl.where(field == 5, end, 0)
         info += gl.where(field == 6, low, 0) + gl.where(field == 7, part, 0)
+        info += gl.where(field == 8, within, 0)
         kv_head = unit * USED // (HEADS // KV_HEADS)
         last_page = (gl.minimum(key + count, end) - 1) // PAGE
         # Old keys may be on their way while the product before this kernel ends.
@@ -125,13 +143,13 @@ def load_partition(
             phase = (step // STAGES) & 1
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             load_tile(
-                kv_desc, blocks, kv_head, 0, tile, last_page,
-                k_full.index(stage), k_s.index(stage), KV_HEADS, BLOCK_SIZE,
+                descs, blocks, kv_head, (0, 0), tile, last_page,
+                k_full.index(stage), k_s.index(stage), KV_HEADS, BLOCK_SIZE, TREES,
             )  # fmt: skip
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             load_tile(
-                kv_desc, blocks, kv_head, value_offset, tile, last_page,
-                v_full.index(stage), v_s.index(stage), KV_HEADS, BLOCK_SIZE,
+                descs, blocks, kv_head, value_offsets, tile, last_page,
+                v_full.index(stage), v_s.index(stage), KV_HEADS, BLOCK_SIZE, TREES,
             )  # fmt: skip
             if tile == low:
                 await_inputs()
@@ -139,25 +157,29 @@ def load_partition(
                     q_desc, q_s, info_s, q_full, q_empty, 0, number, info, row, unit, PACK, USED
                 )
             # A tile's blocks are read before its turn comes, while the one before waits for room.
-            blocks = blocks_of(own, tile + 1, tables_ptr, table_stride, PAGE, BLOCK_SIZE, PAGES)
+            blocks = blocks_of(
+                own, tile + 1, tables_ptr, table_stride, PAGE, BLOCK_SIZE, PAGES, TREES
+            )
             step += 1
         number += 1
         own = following
-        blocks = blocks_of(own, own[6], tables_ptr, table_stride, PAGE, BLOCK_SIZE, PAGES)
-    # Where all spans are trees, nobody has an item, and the kernel is not to end before theirs.
+        blocks = blocks_of(own, own[6], tables_ptr, table_stride, PAGE, BLOCK_SIZE, PAGES, TREES)
+    # Where nobody has an item, the kernel is not to end before the one ahead of it.
     await_inputs()
     mbarrier.wait(q_empty.index(0), (number & 1) ^ 1)
     info_s.index(0).store(gl.zeros_like(field))
     mbarrier.arrive(q_full.index(0), count=1)
 
 
-@gluon.jit(do_not_specialize=["table_stride", "value_offset", "first_key", "part_rows"])
+@gluon.jit(
+    do_not_specialize=["table_stride", "value_offset", "path_offset", "first_key", "part_rows"]
+)
 def chunk_kernel(
-    q_desc, kv_desc, out_ptr, part_ptr, sums_ptr, items_ptr, tables_ptr, table_stride, value_offset,
-    scale, first_key, part_rows,
+    q_desc, kv_desc, path_desc, out_ptr, part_ptr, sums_ptr, items_ptr, tables_ptr, table_stride,
+    value_offset, path_offset, scale, first_key, part_rows,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, USED: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, TREES: gl.constexpr,
 ):  # fmt: skip
     release_next()
     tiled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -173,7 +195,7 @@ def chunk_kernel(
     v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, HEAD_DIM], tiled)
     left = gl.allocate_shared_memory(gl.float32, [ROWS, HEAD_DIM // 2], half)
     right = gl.allocate_shared_memory(gl.float32, [ROWS, HEAD_DIM // 2], half)
-    info_s = gl.allocate_shared_memory(gl.int32, [1, 8], flat)
+    info_s = gl.allocate_shared_memory(gl.int32, [1, 16], flat)
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
@@ -193,8 +215,9 @@ def chunk_kernel(
         (attend_partition, (buffers, barriers, (left, right), out_ptr, scale, first_key,
                             gl.constexpr(0), HEADS, PACK, USED, CHUNK, part_ptr, sums_ptr,
                             part_rows, True)),
-        (load_partition, (q_desc, kv_desc, buffers, barriers, items_ptr, tables_ptr, table_stride,
-                          value_offset, HEADS, KV_HEADS, PACK, USED, BLOCK_SIZE)),
+        (load_partition, (q_desc, (kv_desc, path_desc), buffers, barriers, items_ptr, tables_ptr,
+                          table_stride, (value_offset, path_offset), HEADS, KV_HEADS, PACK, USED,
+                          BLOCK_SIZE, TREES)),
     ], [1], [40])  # fmt: skip
 
 

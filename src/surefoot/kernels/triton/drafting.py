@@ -256,8 +256,7 @@ class TritonDrafting(Drafting):
         backend = self.backend
         x = x.to(backend.dtype).contiguous()
         normed = inputs.to(backend.dtype).contiguous()
-        # A drafter's masks are those of a frontier: all its spans are trees.
-        work = work_of(batch, weights.shape, kv) if batch.mask is None else None
+        work = work_of(batch, weights.shape, kv)
         x, hidden = backend.up_to_down(weights, x, normed, batch, kv, rope, work)
         x, normed = weights.down.added_normed(hidden, x, (norm, weights.eps))
         return x, head.wide(normed)

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch
-from surefoot.kernels.triton.attention import LOG2_E, trees_attended
+from surefoot.kernels.triton.attention import LOG2_E
 from surefoot.kernels.triton.launch import jit, next_power_of_2, processors
 from surefoot.kernels.triton.prompt_kernel import prompt_kernel
 from surefoot.kernels.triton.spans import span_table
@@ -132,14 +132,16 @@ def prompt_attention(
     batch: FlatBatch,
     shape: AttentionShape,
     tiles: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``attention.span_attention`` on a Hopper GPU, for what ``fits``: q [N, heads, head_dim] bf16
-    -> [N, heads, head_dim], unspecified for padding rows. ``tiles`` as ``list_tiles`` has them.
+    -> [N, heads, head_dim], unspecified for padding rows; in ``out``, if given, of which trees'
+    rows are left alone. ``tiles`` as ``list_tiles`` has them.
 
     The bits of a row depend on its own keys alone: neither on how its prompt was cut, nor on its
-    company. Trees are left to ``span_attention``.
+    company.
     """
-    out = trees_attended(q, kv, batch, shape)
+    out = torch.empty_like(q) if out is None else out
     pack, width, block_size = heads_per_tile(shape), shape.head_dim, kv.shape[3]
     keys = kv.view(-1, width)
     programs = min(processors(q.device), (tiles.shape[0] - 1) * shape.heads // pack)

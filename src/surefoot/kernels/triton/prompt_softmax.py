@@ -165,6 +165,7 @@ def attend_partition(
         if PARTS:
             stride = HEADS // USED * part_rows
             base = (part - low // CHUNK).to(gl.int64) * stride + unit * part_rows
+            base += read_field(info_s, 8) * PACK
             parts = (part, base, stride, count * PACK, part_ptr, sums_ptr)
         else:
             parts = None

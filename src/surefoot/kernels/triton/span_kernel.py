@@ -31,12 +31,24 @@ def prefetch_keys(
 
 
 @jit
-def left_out(mask_ptr, first_row, ONLY_TREES: tl.constexpr):
-    """Whether a span is another kernel's."""
-    if ONLY_TREES:
-        return tl.load(mask_ptr + first_row) == -1
-    else:
-        return False
+def trees_among(mask_ptr, firsts, counts):
+    """Which spans are trees: their first rows say so."""
+    return (counts > 0) & (tl.load(mask_ptr + firsts, mask=counts > 0, other=-1) != -1)
+
+
+@jit
+def path_length(mask):
+    """Keys of a tree that a row with this ``mask`` sees."""
+    return tl.sum((mask >> tl.arange(0, 64)) & 1, axis=0)
+
+
+@jit
+def on_path(key, start, places_ptr):
+    """Where the keys of a row lie, ``key`` [N] counting along its path, whose first 64 from
+    ``start`` on are at ``places_ptr`` (``paths.path_places``)."""
+    step = key - start
+    own = (step >= 0) & (step < 64)
+    return tl.where(own, start + tl.load(places_ptr + step, mask=own, other=0), key)
 
 
 @jit
@@ -64,17 +76,17 @@ def result_of(whole, total):
     do_not_specialize=["spans", "splits", "parts", "tiles", "first_key"],
     do_not_specialize_on_alignment=[
         "first_row_ptr", "rows_ptr", "slot_ptr", "start_ptr", "key_index_ptr", "mask_ptr",
-        "oldest_ptr",
+        "oldest_ptr", "places_ptr",
     ],
 )  # fmt: skip
 def attention_kernel(
     q_ptr, kv_ptr, out_ptr, part_ptr, sums_ptr, first_row_ptr, rows_ptr, slot_ptr, spans,
     tables_ptr, table_stride, start_ptr, key_index_ptr, mask_ptr, value_offset, scale,
-    splits, parts, tiles, first_key, oldest_ptr,
+    splits, parts, tiles, first_key, oldest_ptr, places_ptr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
     SPLIT: tl.constexpr, SEARCH: tl.constexpr, SPANS: tl.constexpr, MASKED: tl.constexpr,
-    ONLY_TREES: tl.constexpr, WINDOWED: tl.constexpr, PDL: tl.constexpr,
+    PATHS: tl.constexpr, WINDOWED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     release_next(PDL)
     group: tl.constexpr = HEADS // KV_HEADS
@@ -89,6 +101,9 @@ def attention_kernel(
         every = tl.arange(0, SPANS)
         counts = tl.load(rows_ptr + every, mask=every < spans, other=0).to(tl.int32)
         needed = (counts + rows_per_tile - 1) // rows_per_tile
+        if PATHS:
+            firsts = tl.load(first_row_ptr + every, mask=counts > 0, other=0)
+            needed = tl.where(trees_among(mask_ptr, firsts, counts), counts, needed)
         ends = tl.cumsum(needed, axis=0)
         span = tl.sum((ends <= tl.program_id(0)).to(tl.int32), axis=0)
         if span >= spans:
@@ -96,18 +111,18 @@ def attention_kernel(
             return
         tile = tl.program_id(0) - tl.sum(tl.where(every == span, ends - needed, 0), axis=0)
     count = tl.load(rows_ptr + span)
-    if tile * rows_per_tile >= count:
-        await_inputs(PDL)
-        return
     first_row = tl.load(first_row_ptr + span)
-    if left_out(mask_ptr, first_row, ONLY_TREES):
+    height = rows_per_tile
+    if PATHS and count > 0:
+        height = tl.where(tl.load(mask_ptr + first_row) != -1, 1, rows_per_tile)
+    if tile * height >= count:
         await_inputs(PDL)
         return
 
     slot = tl.load(slot_ptr + span)
     member = tl.arange(0, BLOCK_M)
-    within = tile * rows_per_tile + member // group
-    valid = (member < rows_per_tile * group) & (within < count)
+    within = tile * height + member // group
+    valid = (member < height * group) & (within < count)
     row = first_row + within
     head = kv_head * group + member % group
     place = row * HEADS + head
@@ -120,6 +135,14 @@ def attention_kernel(
         bits = tl.load(mask_ptr + row, mask=valid, other=0)
         start = tl.load(start_ptr + slot)
         length = tl.maximum(start + count, length)
+    if PATHS:
+        start = tl.load(start_ptr + slot).to(tl.int32)
+        own_row = first_row + tile * height
+        path = tl.load(mask_ptr + own_row)
+        places_ptr += own_row * 64
+        if path != -1:
+            length = start + path_length(path)
+            last_key = tl.where(valid, length - 1, -1)
     if WINDOWED:
         oldest = tl.load(oldest_ptr + row, mask=valid, other=0)
 
@@ -132,7 +155,8 @@ def attention_kernel(
         high = tl.minimum(low + run, length)
     table = tables_ptr + slot * table_stride
     key = low + tl.arange(0, CHUNK)
-    block = tl.load(table + key // BLOCK_SIZE, mask=key < high, other=0)
+    there = on_path(key, start, places_ptr) if PATHS else key
+    block = tl.load(table + there // BLOCK_SIZE, mask=key < high, other=0)
     if PDL and HEAD_DIM % 8 == 0:
         prefetch_keys(
             kv_ptr, table, kv_head, low, high, value_offset, KV_HEADS, HEAD_DIM, BLOCK_SIZE, CHUNK
@@ -148,11 +172,12 @@ def attention_kernel(
     whole = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     for first in range(low, high, CHUNK):
         known = key < high
-        at = (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
+        at = (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + there % BLOCK_SIZE
         at = at * HEAD_DIM
         # A step ahead: loads whose address waits for another load are pipelined badly.
         following = key + CHUNK
-        next_block = tl.load(table + following // BLOCK_SIZE, mask=following < high, other=0)
+        there = on_path(following, start, places_ptr) if PATHS else following
+        next_block = tl.load(table + there // BLOCK_SIZE, mask=following < high, other=0)
         k = tl.load(
             kv_ptr + at[None, :] + column[:, None],
             mask=known[None, :] & in_head[:, None],
@@ -212,7 +237,7 @@ def combine_kernel(
     part_ptr, sums_ptr, out_ptr, first_row_ptr, rows_ptr, slot_ptr, spans, start_ptr,
     key_index_ptr, mask_ptr, parts, scale,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-    SPANS: tl.constexpr, AT_ONCE: tl.constexpr, MASKED: tl.constexpr, ONLY_TREES: tl.constexpr,
+    SPANS: tl.constexpr, AT_ONCE: tl.constexpr, MASKED: tl.constexpr, PATHS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """The chunks of one row and head, added up as a program that has them all does it."""
@@ -227,12 +252,15 @@ def combine_kernel(
     if count == 0:
         return  # Padding.
     length = tl.load(key_index_ptr + row) + 1
-    if MASKED:
-        if left_out(mask_ptr, tl.sum(tl.where(own, firsts, 0), axis=0), ONLY_TREES):
-            return
+    if MASKED or PATHS:
         slots = tl.load(slot_ptr + every, mask=counts > 0, other=0)
-        slot = tl.sum(tl.where(own, slots, 0), axis=0)
-        length = tl.maximum(length, tl.load(start_ptr + slot) + count)
+        start = tl.load(start_ptr + tl.sum(tl.where(own, slots, 0), axis=0))
+    if MASKED:
+        length = tl.maximum(length, start + count)
+    if PATHS:
+        path = tl.load(mask_ptr + row)
+        if path != -1:
+            length = start + path_length(path)
     chunks = tl.cdiv(length.to(tl.int32), CHUNK)
     one = tl.arange(0, 1)
     place = (row.to(tl.int64) * HEADS + tl.program_id(1)) + one

@@ -64,5 +64,6 @@ def _rows_of(frontier: Frontier, live: FlatBatch, spans: SpanTable) -> FlatBatch
         key_index=frontier.keys,
         row_slot=frontier.slots,
         mask=frontier.seen,
+        all_masked=True,
         spans=spans,
     )
