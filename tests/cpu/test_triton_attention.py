@@ -186,7 +186,7 @@ def grown(chance: random.Random, nodes: int) -> torch.Tensor:
     masks = [1]
     for node in range(1, nodes):
         masks.append(masks[chance.randrange(node)] | 1 << node)
-    return torch.tensor(masks[:nodes])
+    return torch.tensor([mask - (mask >> 63 << 64) for mask in masks[:nodes]])
 
 
 def places_of(first: int, mask: int) -> list[int]:

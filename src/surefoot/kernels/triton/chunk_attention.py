@@ -84,9 +84,10 @@ def path_keys(kv: torch.Tensor, batch: FlatBatch, work: ChunkWork) -> torch.Tens
     block_size, head_dim], from the block on that a tree begins in."""
     kv_heads, block_size, width = kv.shape[2:]
     paths = kv.new_empty((2, work.path_blocks, kv_heads, block_size, width))
-    path_keys_kernel[(work.items.shape[0] - 1, 2 * kv_heads)](
-        kv, paths, work.items, batch.mask, batch.block_tables, batch.block_tables.stride(0),
-        kv.stride(0), paths.stride(0), kv_heads, width, block_size,
-        next_power_of_2(batch.tree_rows), ENTRY.value, num_warps=4, **pdl(kv.device),
+    keys = next_power_of_2(block_size - 1 + batch.tree_rows)
+    path_keys_kernel[(work.items.shape[0] - 1, kv_heads)](
+        kv, paths, work.items, work.places, batch.block_tables, batch.block_tables.stride(0),
+        kv.stride(0), paths.stride(0), kv_heads, width, block_size, keys, ENTRY.value,
+        num_warps=4, **pdl(kv.device),
     )  # fmt: skip
     return paths

@@ -16,6 +16,7 @@ import triton.language as tl
 from surefoot.kernels.backend import AttentionShape, FlatBatch
 from surefoot.kernels.triton.chunk_kernel import BLOCKS, ENTRY, SPLIT
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2, processors
+from surefoot.kernels.triton.paths import path_places
 from surefoot.kernels.triton.pdl import await_inputs, pdl
 from surefoot.kernels.triton.prompt_attention import BLOCK_N, CHUNK_KEYS
 from surefoot.kernels.triton.span_kernel import path_length, trees_among
@@ -56,6 +57,8 @@ class ChunkWork:
     """Partial results that there is room for; 0: nothing is split."""
     path_blocks: int
     """Blocks of all paths; 0: there are no trees."""
+    places: torch.Tensor | None
+    """Of trees' rows, as ``path_places`` has them."""
 
 
 @jit(
@@ -294,4 +297,5 @@ def list_chunks(
         batch.tree_rows if nodes < rows else 0, batch.both_ways, ENTRY.value, BLOCKS.value,
         SPLIT.value, num_warps=1, **pdl(batch.key_index.device),
     )  # fmt: skip
-    return ChunkWork(items, listed, part_rows, parts, nodes * path)
+    places = path_places(batch.mask) if batch.has_paths else None
+    return ChunkWork(items, listed, part_rows, parts, nodes * path, places)
