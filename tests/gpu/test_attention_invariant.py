@@ -98,19 +98,22 @@ def test_company_cuts_prefixes_and_padding_change_no_bit(
         assert torch.equal(found, expected), (spans, place, (found != expected).float().mean())
 
 
-@pytest.mark.parametrize("little_room", [False, True])
-@pytest.mark.parametrize(("dtype", "group", "width"), CASES, ids=str)
+@pytest.mark.parametrize("room", [0, 30, 2048])
+@pytest.mark.parametrize(
+    ("dtype", "group", "width"),
+    [
+        *((bf16, 1, 128), (bf16, 3, 64), (bf16, 4, 128), (bf16, 7, 64)),
+        *((bf16, 8, 80), (fp32, 3, 64), (fp32, 4, 128)),
+    ],
+    ids=str,
+)
 def test_a_tree_s_nodes_have_the_bits_of_chains(
-    dtype: torch.dtype,
-    group: int,
-    width: int,
-    little_room: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, group: int, width: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever the tree begins in a block and in a chunk of keys, however large it is, alone and
-    beside chains, prompts and other trees."""
-    if little_room:
-        monkeypatch.setattr("surefoot.kernels.triton.chunk_list.MOST_PARTS", random.choice([0, 30]))
+    beside chains, prompts and other trees, with room for partial results and without."""
+    monkeypatch.setattr("surefoot.kernels.triton.chunk_list.MOST_PARTS", room)
+    block_size = random.choice([8, 16, 16, 64, 256])
     kv_heads = random.choice([1, 2, 3])
     shape = AttentionShape(kv_heads * group, kv_heads, width, width**-0.5)
     own, other = Text(1400, shape, dtype), Text(1400, shape, dtype)
@@ -119,7 +122,7 @@ def test_a_tree_s_nodes_have_the_bits_of_chains(
         nodes = random.choice([2, 6, 17, 17, 33, 64])
         mask = grown(random.Random(), nodes)
         paths = [path_of(own, first, bits) for bits in mask.tolist()]
-        chains = attended(paths, [(len(path.q) - 1, 1) for path in paths], shape)
+        chains = attended(paths, [(len(path.q) - 1, 1) for path in paths], shape, block_size)
         expected = torch.cat(chains)
         q, kv, batch = lay_out([own], [(first, nodes)], 16, first + nodes, masks=[mask])
         assert relative(expected, exact(q, kv, batch, shape)) < TOLERANCE[dtype]
@@ -135,7 +138,6 @@ def test_a_tree_s_nodes_have_the_bits_of_chains(
             }
             trees[place] = mask
             texts = [own if index == place else other for index in range(len(spans))]
-            block_size = random.choice([8, 16, 64, 256])
             found = attended(texts, spans, shape, block_size, trees)[place]
             assert torch.equal(found, expected), (spans, place, block_size, mask.tolist())
 

@@ -826,10 +826,46 @@ MUTATIONS = (
         "test_triton_prompts.py::test_heads_that_are_packed_in_chunks_only_are_worth_tiles_where_few_spans_have_most_rows",
     ),
     m(
-        "kernels/triton/chunk_attention.py",
+        "kernels/triton/chunk_list.py",
         "        tl.store(entry + 4, row % ROWS)",
         "        tl.store(entry + 4, row * 0)",
         "test_triton_chunks.py",
+    ),
+    m(
+        "kernels/triton/chunk_list.py",
+        "                    at = node % ROWS\n",
+        "                    at = 0\n",
+        "test_triton_chunks.py::test_nodes_share_what_lies_before_their_tree",
+    ),
+    m(
+        "kernels/triton/chunk_list.py",
+        "        shared = tl.where(room, shared, 0)\n",
+        "        shared += tl.where(room, 0, 0)\n",
+        "test_triton_chunks.py::test_nodes_share_what_lies_before_their_tree",
+    ),
+    m(
+        "kernels/triton/paths.py",
+        "    key = start + tl.where(own, place, step)\n",
+        "    key = start + step\n",
+        "test_triton_chunks.py::test_the_keys_of_each_path_are_laid_out_in_a_line",
+    ),
+    m(
+        "kernels/triton/span_kernel.py",
+        "        there = on_path(following, start, places_ptr) if PATHS else following\n",
+        "        there = following\n",
+        "test_triton_attention.py::test_a_tree_s_nodes_have_the_bits_of_chains",
+    ),
+    m(
+        "kernels/triton/span_kernel.py",
+        "            length = start + path_length(path)\n    chunks",
+        "            length = start + 1\n    chunks",
+        "test_triton_attention.py::test_a_tree_s_nodes_have_the_bits_of_chains",
+    ),
+    m(
+        "kernels/batch.py",
+        "        return self.mask is not None and not self.all_masked\n",
+        "        return False\n",
+        "test_triton_attention.py::test_a_tree_s_nodes_have_the_bits_of_chains",
     ),
     m(
         "speculation/weighing.py",
