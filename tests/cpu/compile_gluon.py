@@ -26,6 +26,7 @@ STEPS = dict(KV_HEADS=8, BLOCK_SIZE=16, BLOCK_N=128, CHUNK=2, STAGES=2)
 ATTENTION = {
     "q_desc": f"tensordesc<bf16[16, 4, 128],{FOUR_HEADS!r}>",
     "kv_desc": f"tensordesc<bf16[16, 128],{ROWS!r}>",
+    "path_desc": f"tensordesc<bf16[16, 128],{ROWS!r}>",
 }
 
 
@@ -41,7 +42,8 @@ def products(part: int, rest: int) -> dict[str, str]:
 
 
 KERNELS: list[tuple[Any, dict[str, str], dict[str, int]]] = [
-    (chunk_kernel, ATTENTION, dict(**HEADS, **STEPS, USED=4)),
+    (chunk_kernel, ATTENTION, dict(**HEADS, **STEPS, USED=4, TREES=False)),
+    (chunk_kernel, ATTENTION, dict(**HEADS, **STEPS, USED=4, TREES=True)),
     (prompt_kernel, ATTENTION, dict(**HEADS, **STEPS)),
     (combine_chunks_kernel, {}, dict(**HEADS, USED=4, MEMBERS=16, TOGETHER=4, FEW=4, MANY=16)),
     (shares_kernel, products(128, 128), dict(PART=128, REST=128, SHARES=3, GROUP=4, STAGES=3)),

@@ -98,7 +98,7 @@ def test_company_cuts_prefixes_and_padding_change_no_bit(
         assert torch.equal(found, expected), (spans, place, (found != expected).float().mean())
 
 
-@pytest.mark.parametrize("room", [0, 30, 2048])
+@pytest.mark.parametrize(("room", "block_size"), [(0, 16), (30, 256), (2048, 8), (2048, 64)])
 @pytest.mark.parametrize(
     ("dtype", "group", "width"),
     [
@@ -108,12 +108,16 @@ def test_company_cuts_prefixes_and_padding_change_no_bit(
     ids=str,
 )
 def test_a_tree_s_nodes_have_the_bits_of_chains(
-    dtype: torch.dtype, group: int, width: int, room: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    group: int,
+    width: int,
+    room: int,
+    block_size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Wherever the tree begins in a block and in a chunk of keys, however large it is, alone and
     beside chains, prompts and other trees, with room for partial results and without."""
     monkeypatch.setattr("surefoot.kernels.triton.chunk_list.MOST_PARTS", room)
-    block_size = random.choice([8, 16, 16, 64, 256])
     kv_heads = random.choice([1, 2, 3])
     shape = AttentionShape(kv_heads * group, kv_heads, width, width**-0.5)
     own, other = Text(1400, shape, dtype), Text(1400, shape, dtype)

@@ -180,4 +180,5 @@ def guarded(section: Section, run: Callable[[], Section]) -> Section:
         return run()
     except ImpossibleToken as error:
         section.problem(str(error))
+        section.activity.add(error.activity)
         return section

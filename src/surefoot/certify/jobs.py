@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from surefoot.engine.engine import Engine
 from surefoot.engine.output import TextStream
+from surefoot.engine.stats import EngineStats
 from surefoot.models.loading.tokenizer import Tokenizer
 from surefoot.request import (
     FinishReason,
@@ -31,7 +32,11 @@ _ids = itertools.count()
 
 class ImpossibleToken(Exception):
     """A request was given a token that is not in the vocabulary. Nothing can be computed behind
-    it: not by a reference either."""
+    it: not by a reference either. ``activity``: of the run until then."""
+
+    def __init__(self, text: str, activity: Activity) -> None:
+        super().__init__(text)
+        self.activity = activity
 
 
 @dataclass(frozen=True)
@@ -156,9 +161,11 @@ def run_jobs(
             place = places[request.request_id]
             if not all(0 <= token < vocab for token in item.tokens):
                 at = len(request.output) - len(item.tokens)
+                _count_rounds(activity, engine, before_run)
                 raise ImpossibleToken(
                     f"{jobs[place].label or 'a text'}, drafts by {jobs[place].method}: tokens from "
-                    f"{at} on are {item.tokens}, of a vocabulary of {vocab}"
+                    f"{at} on are {item.tokens}, of a vocabulary of {vocab}",
+                    activity,
                 )
             _count(activity, request, before[request.request_id], item.tokens, place, len(progress))
             stream = streams.get(request.request_id)
@@ -174,10 +181,14 @@ def run_jobs(
         activity.prefix_hits += request.cached
         activity.cancellations += request.finish_reason is FinishReason.ABORT
         activity.chunked += len(request.prompt) > engine.config.max_num_batched_tokens
-    activity.replays = engine.stats.replays - before_run.replays
-    activity.called = engine.stats.rounds - before_run.rounds - activity.replays
+    _count_rounds(activity, engine, before_run)
     activity.leaks = engine.kv.pool.capacity - engine.kv.pool.num_free
     return [_outcome(request, streams.get(request.request_id)) for request in requests], activity
+
+
+def _count_rounds(activity: Activity, engine: Engine, before: EngineStats) -> None:
+    activity.replays = engine.stats.replays - before.replays
+    activity.called = engine.stats.rounds - before.rounds - activity.replays
 
 
 def _requests(engine: Engine, jobs: Sequence[Job]) -> list[Request]:

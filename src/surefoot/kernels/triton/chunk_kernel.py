@@ -135,8 +135,9 @@ def load_partition(
         info += gl.where(field == 8, within, 0)
         kv_head = unit * USED // (HEADS // KV_HEADS)
         last_page = (gl.minimum(key + count, end) - 1) // PAGE
-        # Old keys may be on their way while the product before this kernel ends.
-        if (low + 1) * BLOCK_N > start:
+        # Old keys may be on their way while the product before this kernel ends. A path's are new
+        # from the block on that its tree begins in.
+        if (low + 1) * BLOCK_N > start // BLOCK_SIZE * BLOCK_SIZE:
             await_inputs()
         for tile in range(low, high):
             stage = step % STAGES

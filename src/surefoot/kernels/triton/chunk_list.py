@@ -176,8 +176,9 @@ def chunk_list_kernel(
                     low = chunk * (CHUNK // BLOCK_N)
                     last = start + path_length(tl.load(mask_ptr + row)).to(tl.int32)
                     key = last - 1
-                    end = last
                     high = (last + BLOCK_N - 1) // BLOCK_N
+                    # Nothing is to be cleared behind the last key: paths end in zeros.
+                    end = high * BLOCK_N
                     at = node % ROWS
                     path = row * PATH
                     if WIDTH > 0:

@@ -39,7 +39,8 @@ def path_keys_kernel(
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
     ENTRY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs: items of ``chunk_list``, of which nodes have paths; kv heads."""
+    """Programs: items of ``chunk_list``, of which nodes have paths; kv heads. A path's last block
+    is filled up with zeros."""
     release_next(PDL)
     item, head = tl.program_id(0), tl.program_id(1)
     entry = items_ptr + ENTRY + item * ENTRY
@@ -50,11 +51,11 @@ def path_keys_kernel(
         await_inputs(PDL)
         return
     row, slot = tl.load(entry), tl.load(entry + 3)
-    end, start = tl.load(entry + 4), tl.load(entry + 8)
+    last, start = tl.load(entry + 2), tl.load(entry + 8)
     begin = start % BLOCK_SIZE
     target = tl.arange(0, KEYS)
     step = target - begin
-    used = step < end - start
+    used = step <= last - start
     own = used & (step >= 0)
     place = tl.load(places_ptr + row.to(tl.int64) * 64 + step, mask=own, other=0)
     key = start + tl.where(own, place, step)
@@ -65,7 +66,8 @@ def path_keys_kernel(
     new = (path.to(tl.int64) + target // BLOCK_SIZE) * KV_HEADS + head
     new = (new * BLOCK_SIZE + target % BLOCK_SIZE)[:, None] * HEAD_DIM + column
     await_inputs(PDL)
-    keys = tl.load(kv_ptr + origin, mask=used[:, None])
-    values = tl.load(kv_ptr + value_offset + origin, mask=used[:, None])
-    tl.store(path_ptr + new, keys, mask=used[:, None])
-    tl.store(path_ptr + path_offset + new, values, mask=used[:, None])
+    keys = tl.load(kv_ptr + origin, mask=used[:, None], other=0.0)
+    values = tl.load(kv_ptr + value_offset + origin, mask=used[:, None], other=0.0)
+    in_blocks = target < ((begin + last - start) // BLOCK_SIZE + 1) * BLOCK_SIZE
+    tl.store(path_ptr + new, keys, mask=in_blocks[:, None])
+    tl.store(path_ptr + path_offset + new, values, mask=in_blocks[:, None])
