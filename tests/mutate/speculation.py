@@ -845,8 +845,8 @@ MUTATIONS = (
     ),
     m(
         "kernels/triton/paths.py",
-        "    key = start + tl.where(own, place, step)\n",
-        "    key = start + step\n",
+        "        key = start + tl.where(own, tl.load(places + step, mask=own, other=0), step)\n",
+        "        key = start + step\n",
         "test_triton_chunks.py::test_the_keys_of_each_path_are_laid_out_in_a_line",
     ),
     m(

@@ -20,7 +20,7 @@ from surefoot.kernels.triton.chunk_list import (
     packed_heads,
     programs_of,
 )
-from surefoot.kernels.triton.launch import cdiv, next_power_of_2
+from surefoot.kernels.triton.launch import next_power_of_2
 from surefoot.kernels.triton.paths import path_keys_kernel
 from surefoot.kernels.triton.pdl import pdl
 from surefoot.kernels.triton.prompt_attention import BLOCK_N, CHUNK_KEYS, PAGES, QUERIES, STAGES
@@ -29,6 +29,8 @@ REGISTERS = {64: 128, 128: 144}
 """Of a thread, at most: so many that none is spilt, and as few as these programs leave."""
 FEW_PARTS, MANY_PARTS = 4, 16
 """Partial results of a query that are asked for at a time."""
+MOST_COPIED = 64
+"""Keys of a path that a program copies at a time."""
 COMBINE_REGISTERS = 128
 """Of a thread that adds them up. Where none is said, ptxas takes few, and has each wait for the one
 before."""
@@ -84,7 +86,7 @@ def path_keys(kv: torch.Tensor, batch: FlatBatch, work: ChunkWork) -> torch.Tens
     block_size, head_dim], from the block on that a tree begins in."""
     kv_heads, block_size, width = kv.shape[2:]
     paths = kv.new_empty((2, work.path_blocks, kv_heads, block_size, width))
-    keys = next_power_of_2(cdiv(block_size - 1 + batch.tree_rows, block_size) * block_size)
+    keys = min(MOST_COPIED, next_power_of_2(block_size - 1 + batch.tree_rows))
     path_keys_kernel[(work.items.shape[0] - 1, kv_heads)](
         kv, paths, work.items, work.places, batch.block_tables, batch.block_tables.stride(0),
         kv.stride(0), paths.stride(0), kv_heads, width, block_size, keys, ENTRY.value,

@@ -39,8 +39,8 @@ def path_keys_kernel(
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
     ENTRY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs: items of ``chunk_list``, of which nodes have paths; kv heads. A path's last block
-    is filled up with zeros."""
+    """Programs: items of ``chunk_list``, of which nodes have paths; kv heads. ``KEYS`` are copied
+    at a time. A path's last block is filled up with zeros."""
     release_next(PDL)
     item, head = tl.program_id(0), tl.program_id(1)
     entry = items_ptr + ENTRY + item * ENTRY
@@ -53,21 +53,25 @@ def path_keys_kernel(
     row, slot = tl.load(entry), tl.load(entry + 3)
     last, start = tl.load(entry + 2), tl.load(entry + 8)
     begin = start % BLOCK_SIZE
-    target = tl.arange(0, KEYS)
-    step = target - begin
-    used = step <= last - start
-    own = used & (step >= 0)
-    place = tl.load(places_ptr + row.to(tl.int64) * 64 + step, mask=own, other=0)
-    key = start + tl.where(own, place, step)
-    block = tl.load(tables_ptr + slot * table_stride + key // BLOCK_SIZE, mask=used, other=0)
-    column = tl.arange(0, HEAD_DIM)[None, :]
-    origin = (block.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + key % BLOCK_SIZE
-    origin = origin[:, None] * HEAD_DIM + column
-    new = (path.to(tl.int64) + target // BLOCK_SIZE) * KV_HEADS + head
-    new = (new * BLOCK_SIZE + target % BLOCK_SIZE)[:, None] * HEAD_DIM + column
+    table = tables_ptr + slot * table_stride
+    places = places_ptr + row.to(tl.int64) * 64
     await_inputs(PDL)
-    keys = tl.load(kv_ptr + origin, mask=used[:, None], other=0.0)
-    values = tl.load(kv_ptr + value_offset + origin, mask=used[:, None], other=0.0)
-    in_blocks = target < ((begin + last - start) // BLOCK_SIZE + 1) * BLOCK_SIZE
-    tl.store(path_ptr + new, keys, mask=in_blocks[:, None])
-    tl.store(path_ptr + path_offset + new, values, mask=in_blocks[:, None])
+    filled = ((begin + last - start) // BLOCK_SIZE + 1) * BLOCK_SIZE
+    for base in range(0, filled, KEYS):
+        target = base + tl.arange(0, KEYS)
+        step = target - begin
+        used = step <= last - start
+        own = used & (step >= 0)
+        key = start + tl.where(own, tl.load(places + step, mask=own, other=0), step)
+        block = tl.load(table + key // BLOCK_SIZE, mask=used, other=0).to(tl.int64)
+        origin = (block * KV_HEADS + head) * BLOCK_SIZE + key % BLOCK_SIZE
+        new = (path.to(tl.int64) + target // BLOCK_SIZE) * KV_HEADS + head
+        new = new * BLOCK_SIZE + target % BLOCK_SIZE
+        inside = (target < filled)[:, None]
+        column = tl.arange(0, HEAD_DIM)[None, :]
+        source = kv_ptr + origin[:, None] * HEAD_DIM + column
+        keys = tl.load(source, mask=used[:, None], other=0.0)
+        values = tl.load(source + value_offset, mask=used[:, None], other=0.0)
+        goal = path_ptr + new[:, None] * HEAD_DIM + column
+        tl.store(goal, keys, mask=inside)
+        tl.store(goal + path_offset, values, mask=inside)
