@@ -833,14 +833,14 @@ MUTATIONS = (
     ),
     m(
         "kernels/triton/chunk_list.py",
-        "                    at = node % ROWS\n",
-        "                    at = 0\n",
+        "                place = node % ROWS\n",
+        "                place = 0\n",
         "test_triton_chunks.py::test_nodes_share_what_lies_before_their_tree",
     ),
     m(
         "kernels/triton/chunk_list.py",
-        "        shared = tl.where(room, shared, 0)\n",
-        "        shared += tl.where(room, 0, 0)\n",
+        "        shared = tl.where(fits, shared, 0)\n",
+        "        shared += tl.where(fits, 0, 0)\n",
         "test_triton_chunks.py::test_nodes_share_what_lies_before_their_tree",
     ),
     m(

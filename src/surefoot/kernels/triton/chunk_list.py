@@ -61,6 +61,59 @@ class ChunkWork:
     """Of trees' rows, as ``path_places`` has them."""
 
 
+@jit
+def of(values, own):
+    """That one of ``values`` [n] which is ``own``."""
+    return tl.sum(tl.where(own, values, 0), axis=0)
+
+
+@jit
+def runs_of(chunks, cut, work, room, programs, LARGE_SHARE: tl.constexpr):
+    """How many chunks of a tile an item has, by span: a program's fair share of the ``work``, in
+    chunks. Of half of it if the tile has several and each is many chunks, so that programs get long
+    items and short ones. Runs are longer if the partial results of the tiles ``cut`` [spans] have
+    no ``room``."""
+    fair = work.to(tl.float32) / programs
+    share = tl.where((fair > LARGE_SHARE) & (chunks > 3.0 * fair), 0.5 * fair, fair)
+    run = tl.maximum(chunks, 1)
+    parts = room + 1
+    while parts > room:
+        cuts = (chunks.to(tl.float32) / tl.maximum(share, 0.5) + 0.25).to(tl.int32)
+        cuts = tl.maximum(tl.minimum(cuts, chunks), 1)
+        run = tl.maximum((chunks + cuts - 1) // cuts, 1)
+        parts = tl.sum(tl.where(run < chunks, cut * chunks, 0), axis=0)
+        share = 2.0 * share
+    return run
+
+
+@jit
+def store_item(
+    entry, row, count, key, slot, end, part, low, high, start, within, path, last, tables_ptr,
+    table_stride, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """An entry as ``ChunkWork.items`` has it. ``last``: index past the last key that is seen."""
+    tl.store(entry, row)
+    tl.store(entry + 1, count)
+    tl.store(entry + 2, key)
+    tl.store(entry + 3, slot)
+    tl.store(entry + 4, end)
+    tl.store(entry + 5, part)
+    tl.store(entry + 6, low)
+    tl.store(entry + 7, tl.maximum(high, low + 1))
+    tl.store(entry + 8, start)
+    tl.store(entry + 9, within)
+    tl.store(entry + 10, path)
+    # So that programs need not look their first pages up.
+    PAGE: tl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
+    PAGES: tl.constexpr = BLOCK_N // PAGE
+    step = tl.arange(0, PAGES)
+    page = tl.minimum(low * PAGES + step, (last - 1) // PAGE) * PAGE // BLOCK_SIZE
+    block = tl.load(tables_ptr + slot * table_stride + page)
+    beyond = page - start // BLOCK_SIZE
+    block = tl.where((path >= 0) & (beyond >= 0), -1 - path - beyond, block)
+    tl.store(entry + BLOCKS + step, block)
+
+
 @jit(
     do_not_specialize=["table_stride", "spans", "programs", "units", "capacity", "splits"],
     do_not_specialize_on_alignment=[
@@ -102,29 +155,17 @@ def chunk_list_kernel(
     if TREES:
         # Nodes share what lies before the tree, as far as there is room for partial results.
         shared = tl.where(tree, starts // CHUNK, 0)
-        room = tl.cumsum(tl.where(shared > 0, needed * whole, 0), axis=0) <= capacity
-        shared = tl.where(room, shared, 0)
+        fits = tl.cumsum(tl.where(shared > 0, needed * whole, 0), axis=0) <= capacity
+        shared = tl.where(fits, shared, 0)
         chunks = tl.where(tree, shared, whole)
-    of_trees = tl.where(shared > 0, needed * whole, 0)
-    room = capacity - tl.sum(of_trees, axis=0)
-    # A tile is cut into runs of a program's fair share. Of half of it if the tile has several and
-    # each is many chunks, so that programs get long items and short ones. Runs are longer if there
-    # is no room for so many partial results.
-    work = tl.sum(needed * chunks + nodes * (whole - shared), axis=0)
-    fair = (work * units).to(tl.float32) / programs
-    share = tl.where((fair > LARGE_SHARE) & (chunks > 3.0 * fair), 0.5 * fair, fair)
-    run = tl.maximum(chunks, 1)
-    parts = room + 1
-    while parts > room:
-        cuts = (chunks.to(tl.float32) / tl.maximum(share, 0.5) + 0.25).to(tl.int32)
-        cuts = tl.maximum(tl.minimum(cuts, chunks), 1)
-        run = tl.maximum((chunks + cuts - 1) // cuts, 1)
-        parts = tl.sum(tl.where((run < chunks) & (nodes == 0), needed * chunks, 0), axis=0)
-        share = 2.0 * share
+    parts = tl.where(shared > 0, needed * whole, 0)
+    work = tl.sum(needed * chunks + nodes * (whole - shared), axis=0) * units
+    cut = tl.where(nodes == 0, needed, 0)
+    run = runs_of(chunks, cut, work, capacity - tl.sum(parts, axis=0), programs, LARGE_SHARE)
     split = (run < chunks) & (nodes == 0)
     each = (chunks + run - 1) // run
     items = needed * each + nodes
-    parts = tl.where(split, needed * chunks, of_trees)
+    parts = tl.where(split, needed * chunks, parts)
     first_parts = tl.cumsum(parts, axis=0) - parts
     # Items come in the order of what they have to do, nodes beside the others of their span.
     length = tl.where((nodes > 0) & (shared == 0), whole, run)
@@ -135,16 +176,12 @@ def chunk_list_kernel(
     span = tl.sum((ends <= number).to(tl.int32), axis=0)
     if span < spans:
         own = every == span
-        within = number - tl.sum(tl.where(own, ends - items, 0), axis=0)
-        own_run = tl.sum(tl.where(own, run, 0), axis=0)
-        own_length = tl.sum(tl.where(own, length, 0), axis=0)
+        within = number - of(ends - items, own)
+        own_run, own_length, own_each = of(run, own), of(length, own), of(each, own)
         before = (length > own_length) | ((length == own_length) & (every < span))
-        place = tl.sum(tl.where(before, items, 0), axis=0) + within
-        own_each = tl.sum(tl.where(own, each, 0), axis=0)
-        own_whole = tl.sum(tl.where(own, whole, 0), axis=0)
-        first = tl.sum(tl.where(own, firsts, 0), axis=0)
-        start = tl.sum(tl.where(own, starts, 0), axis=0)
-        end = start + tl.sum(tl.where(own, counts, 0), axis=0)
+        entry = items_ptr + ENTRY + (tl.sum(tl.where(before, items, 0), axis=0) + within) * ENTRY
+        first, start, first_part = of(firsts, own), of(starts, own), of(first_parts, own)
+        end = start + of(counts, own)
         slot = tl.load(slot_ptr + span).to(tl.int32)
         tile = within // tl.maximum(own_each, 1)
         chunk = within % tl.maximum(own_each, 1) * own_run
@@ -155,90 +192,60 @@ def chunk_list_kernel(
             key = end - 1
         last = tl.minimum(key + count, end)
         steps = (last + BLOCK_N - 1) // BLOCK_N
+        place = 0
+        path = -1
+        partial = own_each > 1
+        own_nodes = of(nodes, own)
+        if TREES and own_nodes > 0:
+            own_shared = of(shared, own)
+            partial = own_shared > 0
+            # All rows of a tile see all keys before the tree.
+            key = start
+            last = start
+            steps = own_shared * (CHUNK // BLOCK_N)
+            node = within - of(needed * each, own)
+            if node >= 0:
+                row = first + node
+                tile = node // ROWS
+                place = node % ROWS
+                count = 1
+                chunk = own_shared
+                own_run = of(whole, own)
+                last = start + path_length(tl.load(mask_ptr + row)).to(tl.int32)
+                key = last - 1
+                steps = (last + BLOCK_N - 1) // BLOCK_N
+                # Nothing is to be cleared behind the last key: paths end in zeros.
+                end = steps * BLOCK_N
+                path = row * PATH
+                if WIDTH > 0:
+                    path = (span * WIDTH + node) * PATH
         low = chunk * (CHUNK // BLOCK_N)
         high = tl.minimum(low + own_run * (CHUNK // BLOCK_N), steps)
-        part = tl.sum(tl.where(own, first_parts, 0), axis=0) + tile * own_whole + chunk
-        part = tl.where(own_each > 1, part, -1)
+        part = tl.where(partial, first_part + tile * of(whole, own) + chunk, -1)
         # A tile's last run may begin behind all that its rows see: it gives nothing.
         part = tl.where(low < steps, part, -2)
-        at = 0
-        path = -1
-        if TREES:
-            own_nodes = tl.sum(tl.where(own, nodes, 0), axis=0)
-            if own_nodes > 0:
-                own_shared = tl.sum(tl.where(own, shared, 0), axis=0)
-                node = within - tl.sum(tl.where(own, needed * each, 0), axis=0)
-                if node >= 0:
-                    row = first + node
-                    tile = node // ROWS
-                    count = 1
-                    chunk = own_shared
-                    low = chunk * (CHUNK // BLOCK_N)
-                    last = start + path_length(tl.load(mask_ptr + row)).to(tl.int32)
-                    key = last - 1
-                    high = (last + BLOCK_N - 1) // BLOCK_N
-                    # Nothing is to be cleared behind the last key: paths end in zeros.
-                    end = high * BLOCK_N
-                    at = node % ROWS
-                    path = row * PATH
-                    if WIDTH > 0:
-                        path = (span * WIDTH + node) * PATH
-                else:
-                    # All rows of the tile see all of its keys.
-                    key = start
-                    last = start
-                    high = tl.minimum(
-                        low + own_run * (CHUNK // BLOCK_N), own_shared * (CHUNK // BLOCK_N)
-                    )
-                part = tl.sum(tl.where(own, first_parts, 0), axis=0) + tile * own_whole + chunk
-                part = tl.where(own_shared > 0, part, -1)
-        entry = items_ptr + ENTRY + place * ENTRY
-        tl.store(entry, row)
-        tl.store(entry + 1, count)
-        tl.store(entry + 2, key)
-        tl.store(entry + 3, slot)
-        tl.store(entry + 4, end)
-        tl.store(entry + 5, part)
-        tl.store(entry + 6, low)
-        tl.store(entry + 7, tl.maximum(high, low + 1))
-        tl.store(entry + 8, start)
-        tl.store(entry + 9, at)
-        tl.store(entry + 10, path)
-        # So that programs need not look their first pages up.
-        PAGE: tl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
-        PAGES: tl.constexpr = BLOCK_N // PAGE
-        step = tl.arange(0, PAGES)
-        page = tl.minimum(low * PAGES + step, (last - 1) // PAGE) * PAGE // BLOCK_SIZE
-        block = tl.load(tables_ptr + slot * table_stride + page)
-        if TREES:
-            beyond = page - start // BLOCK_SIZE
-            block = tl.where((path >= 0) & (beyond >= 0), -1 - path - beyond, block)
-        tl.store(entry + BLOCKS + step, block)
+        store_item(
+            entry, row, count, key, slot, end, part, low, high, start, place, path, last,
+            tables_ptr, table_stride, BLOCK_SIZE, BLOCK_N, BLOCKS,
+        )  # fmt: skip
 
     if number < splits:
         pieces = tl.where(split, (counts + FEW - 1) // FEW, tl.where(shared > 0, nodes, 0))
         piece_ends = tl.cumsum(pieces, axis=0)
         own = every == tl.sum((piece_ends <= number).to(tl.int32), axis=0)
-        row = number - tl.sum(tl.where(own, piece_ends - pieces, 0), axis=0)
-        start = tl.sum(tl.where(own, starts, 0), axis=0)
-        span_rows = tl.sum(tl.where(own, counts, 0), axis=0)
-        first = tl.sum(tl.where(own, firsts, 0), axis=0)
-        own_nodes = tl.sum(tl.where(own, nodes, 0), axis=0)
-        few = FEW
-        if own_nodes > 0:
-            few = 1
-        row *= few
+        first, start, rows = of(firsts, own), of(starts, own), of(counts, own)
+        few = tl.where(of(nodes, own) > 0, 1, FEW)
+        row = (number - of(piece_ends - pieces, own)) * few
         tile = row // ROWS
-        entry = split_ptr + number * SPLIT
-        part = tl.sum(tl.where(own, first_parts + tile * whole, 0), axis=0)
-        last = start + tl.minimum((tile + 1) * ROWS, span_rows)
+        last = start + tl.minimum((tile + 1) * ROWS, rows)
         if BOTH_WAYS:
-            last = start + span_rows
-        if TREES and own_nodes > 0:
+            last = start + rows
+        if TREES and of(nodes, own) > 0:
             last = start + path_length(tl.load(mask_ptr + first + row)).to(tl.int32)
+        entry = split_ptr + number * SPLIT
         tl.store(entry, first + row)
-        tl.store(entry + 1, tl.maximum(tl.minimum(span_rows - row, few), 0))
-        tl.store(entry + 2, part)
+        tl.store(entry + 1, tl.maximum(tl.minimum(rows - row, few), 0))
+        tl.store(entry + 2, of(first_parts + tile * whole, own))
         tl.store(entry + 3, (last + CHUNK - 1) // CHUNK)
         tl.store(entry + 4, row % ROWS)
 
