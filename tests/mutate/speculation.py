@@ -839,8 +839,8 @@ MUTATIONS = (
     ),
     m(
         "kernels/triton/chunk_list.py",
-        "        shared = tl.where(fits, shared, 0)\n",
-        "        shared += tl.where(fits, 0, 0)\n",
+        "                own_run = of(whole, own)\n",
+        "                own_run = 1\n",
         "test_triton_chunks.py::test_nodes_share_what_lies_before_their_tree",
     ),
     m(
