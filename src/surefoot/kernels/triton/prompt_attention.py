@@ -16,6 +16,7 @@ from surefoot.kernels.backend import AttentionShape, FlatBatch
 from surefoot.kernels.triton.attention import LOG2_E
 from surefoot.kernels.triton.launch import jit, next_power_of_2, processors
 from surefoot.kernels.triton.prompt_kernel import prompt_kernel
+from surefoot.kernels.triton.span_kernel import trees_among
 from surefoot.kernels.triton.spans import span_table
 
 TILE = 128
@@ -60,8 +61,7 @@ def chains(first_row_ptr, rows_ptr, mask_ptr, every, spans, MASKED: tl.constexpr
     counts = tl.load(rows_ptr + every, mask=every < spans, other=0).to(tl.int32)
     firsts = tl.load(first_row_ptr + every, mask=counts > 0, other=0).to(tl.int32)
     if MASKED:
-        mask = tl.load(mask_ptr + firsts, mask=counts > 0, other=0)
-        counts = tl.where(mask == -1, counts, 0)
+        counts = tl.where(trees_among(mask_ptr, firsts, counts), 0, counts)
     return firsts, counts
 
 
