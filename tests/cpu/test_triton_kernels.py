@@ -18,12 +18,13 @@ from surefoot.kernels import reference as ops
 from surefoot.kernels.attention import torch_paged
 from surefoot.kernels.backend import AttentionShape, Backend, FlatBatch, SpanTable
 from surefoot.kernels.torch_backend import TorchBackend
-from surefoot.kernels.triton import activation, attention, norm, products
+from surefoot.kernels.triton import activation, attend, attention, norm, products
 from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.attention import AttentionPlan
 from surefoot.kernels.triton.backend import TritonBackend
 from surefoot.kernels.triton.drafting import TritonDrafting
 from surefoot.kernels.triton.matmul_plan import TUNED, TUNED_ON, MatmulPlan, default_plan, plan_for
+from surefoot.kernels.triton.paths import path_places
 from surefoot.kernels.triton.qkv import project_qkv
 from surefoot.kernels.triton.rope_kv import rope_and_write
 from test_native_backend import LAYOUTS, Layout, Row, Runner, chain, difference, row_errors, tree
@@ -269,6 +270,25 @@ def test_a_tree_equals_the_torch_backend() -> None:
         runner.forward([*chain(0, 0, 3), *chain(1, 0, 5)])
         results.append(runner.forward(tree(0, 3) + tree(1, 5)))
     equal_rows(LAYOUTS["fp32"], *results)
+
+
+def test_the_places_of_trees_keys_are_found_once_for_all_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, rows = Runner(LAYOUTS["fp32"], TritonBackend(DEVICE, torch.float32)), tree(0, 3)
+    runner.forward(chain(0, 0, 3))
+    expected, x = runner.forward(rows), torch.stack([runner.input(row) for row in rows])
+    found: list[torch.Tensor] = []
+
+    def counted(mask: torch.Tensor) -> torch.Tensor:
+        found.append(path_places(mask))
+        return found[-1]
+
+    for module in (attention, attend):
+        monkeypatch.setattr(module, "path_places", counted)
+    batch, weights = runner.batch(rows, {0: 3}), [runner.weights] * 2
+    together, _ = runner.backend.layers(weights, x, batch, runner.kv, runner.rope, ())
+    assert len(found) == 1 and torch.equal(together, expected)
 
 
 def test_stale_keys_are_never_read() -> None:

@@ -34,7 +34,7 @@ class FlatBatch:
     span's own bits for no mask at all). Without ``mask``, and where it is -1, the row is causal:
     it sees keys 0 .. ``key_index[r]``.
     The rows of a span are a tree's, or all of them are causal: its first row says which. Unless
-    ``all_masked``, a tree's row is computed as the chain is that its own keys are in rising order.
+    ``all_masked``, a tree's row has the bits that it has where the keys it sees are a chain.
     All keys of the batch are written before any is read.
     """
 

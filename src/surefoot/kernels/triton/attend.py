@@ -22,6 +22,7 @@ from surefoot.kernels.triton.chunk_list import (
     packed_heads,
 )
 from surefoot.kernels.triton.launch import hopper, processors
+from surefoot.kernels.triton.paths import path_places
 from surefoot.kernels.triton.prompt_attention import (
     TILE,
     fits,
@@ -39,7 +40,8 @@ class TileWork(NamedTuple):
     trees: ChunkWork | None
 
 
-Work = TileWork | ChunkWork | None
+Work = TileWork | ChunkWork | torch.Tensor | None
+"""A tensor: ``path_places``."""
 
 LONG_SPAN = 64
 """Shorter spans, or as long, are mostly chains and single tokens."""
@@ -65,14 +67,14 @@ def worth_tiles(rows: int, spans: int, max_rows: int, shape: AttentionShape, sms
 
 def work_of(batch: FlatBatch, shape: AttentionShape, kv: torch.Tensor) -> Work:
     """What all layers of a forward share: a list of tiles where there are prompts, of chunks for
-    trees, shorter spans and blocks in both directions, None where neither kernel takes such heads,
-    or all rows have other masks.
+    trees, shorter spans and blocks in both directions; where neither kernel takes such heads, the
+    places of trees' keys, if there are trees. None where nothing is shared.
 
     Tiles and chunks give a row the same bits, so the load may decide between them; which shapes
     they take it must not.
     """
     if not hopper(kv.device) or not fits(shape, kv):
-        return None
+        return path_places(batch.mask) if batch.has_paths else None
     if batch.all_masked:
         return list_chunks(batch, shape, kv.shape[3]) if batch.both_ways else None
     rows = batch.row_slot.shape[0]
@@ -92,8 +94,8 @@ def attend(
 ) -> torch.Tensor:
     """Attention of q [N, heads, head_dim] over the paged keys and values ``kv``, of the same
     shape. ``work`` as ``work_of`` has it."""
-    if work is None:
-        return span_attention(q, kv, batch, shape)
+    if work is None or isinstance(work, torch.Tensor):
+        return span_attention(q, kv, batch, shape, places=work)
     if isinstance(work, ChunkWork):
         return chunk_attention(q, kv, batch, shape, work)
     out = None

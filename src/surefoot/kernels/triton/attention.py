@@ -111,9 +111,11 @@ def span_attention(
     batch: FlatBatch,
     shape: AttentionShape,
     plan: AttentionPlan | None = None,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [N, heads, head_dim] bf16 or fp32, contiguous; kv [2, blocks, kv_heads, block_size,
-    head_dim] of the same dtype -> [N, heads, head_dim], unspecified for padding rows.
+    head_dim] of the same dtype -> [N, heads, head_dim], unspecified for padding rows. ``places`` as
+    ``path_places`` has them of the batch's masks, if they are at hand.
 
     Scores and softmax are fp32; in bf16 the weights are rounded before they meet the values.
     Rows of one span are neighbours, in the order of their keys. ``head_dim`` up to 256.
@@ -141,7 +143,8 @@ def span_attention(
         sums = q.new_empty((*size, 2), dtype=torch.float32)
     width, scale = next_power_of_2(shape.head_dim, 16), shape.scale * LOG2_E
     searched = next_power_of_2(entries)
-    places = path_places(batch.mask) if paths else None
+    if paths and places is None:
+        places = path_places(batch.mask)
     attention_kernel[(plan.programs, shape.kv_heads, plan.splits)](
         q, kv, out, part, sums, spans.first_row, spans.rows, spans.slot, entries,
         batch.block_tables, batch.block_tables.stride(0), batch.span_start, batch.key_index,

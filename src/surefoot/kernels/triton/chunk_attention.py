@@ -29,11 +29,11 @@ REGISTERS = {64: 128, 128: 144}
 """Of a thread, at most: so many that none is spilt, and as few as these programs leave."""
 FEW_PARTS, MANY_PARTS = 4, 16
 """Partial results of a query that are asked for at a time."""
-MOST_COPIED = 64
-"""Keys of a path that a program copies at a time."""
 COMBINE_REGISTERS = 128
 """Of a thread that adds them up. Where none is said, ptxas takes few, and has each wait for the one
 before."""
+MOST_COPIED = 64
+"""Keys of a path that a program copies at a time."""
 
 
 def chunk_attention(
@@ -42,15 +42,14 @@ def chunk_attention(
     batch: FlatBatch,
     shape: AttentionShape,
     work: ChunkWork,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``attention.span_attention`` on a Hopper GPU, for what ``fits``: q [N, heads, head_dim] bf16
-    -> [N, heads, head_dim], unspecified for padding rows; in ``out``, if given, of which rows that
-    are not in the ``work`` are left alone. ``work`` as ``list_chunks`` has it.
+    -> [N, heads, head_dim], unspecified for rows that are not in the ``work``. That is as
+    ``list_chunks`` has it.
 
     The bits of a row are those that ``prompt_attention`` gives it.
     """
-    out = torch.empty_like(q) if out is None else out
+    out = torch.empty_like(q)
     (pack, used), width, block_size = packed_heads(shape), shape.head_dim, kv.shape[3]
     units = shape.heads // used
     paths = path_keys(kv, batch, work) if work.path_blocks else kv
