@@ -59,6 +59,10 @@ class Texts:
     def reached(self, tokens: float) -> None:
         """So many tokens are there, of all requests."""
 
+    def parents(self, requests: int, action: Action) -> np.ndarray | None:
+        """As in ``Situation``, of what is offered with an action."""
+        return None
+
     def _move(self, luck: np.ndarray) -> None:
         move = luck[0] < 1 / self.stretch
         self.state = np.where(move, luck[1] < self.repeating, self.state)
@@ -183,6 +187,8 @@ class World:
         self.text_rng = np.random.default_rng(self.seed + 1)
         self.hand: tuple[np.ndarray, np.ndarray] | None = None
         self.report: tuple[np.ndarray, np.ndarray] | None = None
+        self.parents: np.ndarray | None = None
+        """Of what was reported last."""
         self._decision: Decision | None = None
         self._launched = 0.0
         self._ends: deque[float] = deque()
@@ -218,6 +224,7 @@ class World:
             100.0,
             slots=np.arange(self.requests),
             prompts=prompts,
+            parents=self.parents,
         )
         decision = planner.decide(situation)
         anew, self._decision = decision is not self._decision, decision
@@ -226,6 +233,7 @@ class World:
             decision, situation, landed, report = self.flights.popleft()
             planner.landed(decision, situation, landed)
             self.report = report
+            self.parents = self.texts.parents(self.requests, decision.action)
         self.rounds += 1
         return decision
 

@@ -20,6 +20,7 @@ from surefoot.speculation.measured_times import RecordedSize
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.recorded_costs import RecordedCosts
 from surefoot.speculation.size import GREEDY
+from surefoot.speculation.tree_offers import TreeSize
 from test_planner import gpu_host, samples
 
 WIDTH = 15
@@ -36,13 +37,16 @@ BLOCK = {8: (0.55, 0.007), 32: (0.9, 0.05), 128: (1.2, 0.25)}
 
 
 def rounds_of(
-    drafters: dict[int, int], whole: set[int], requests: int = 128, weighed: bool = True
+    drafters: dict[int, int],
+    whole: set[int],
+    requests: int = 128,
+    weighed: bool = True,
+    trees: dict[int, TreeSize] | None = None,
 ) -> PaddedRounds:
     """Of an engine for so many requests whose proposers draft so far."""
     state = SimpleNamespace(device=torch.device("cpu"), max_drafts=WIDTH)
-    controller = SimpleNamespace(trees=(False,) * len(drafters))
     round_ = SimpleNamespace(
-        state=state, controller=controller, slots=range(requests), drafters=drafters, whole=whole,
+        state=state, slots=range(requests), drafters=drafters, whole=whole, trees=trees or {},
         proposers=list(drafters),
     )  # fmt: skip
     return PaddedRounds(cast(Any, round_), 2048, weighed)
@@ -74,6 +78,20 @@ def test_of_a_crowd_s_first_drafts_any_part_is_verified() -> None:
     assert rows(16, 2) == [16, 48], "rows cost these little"
     assert rows(128, 2) == [128, 160, 192, 256, 320, 384] and rows(128, 5) == [128, 768]
     assert rows(128, 7) == rounds.rows(128)
+
+
+def test_trees_have_fewer_levels_where_they_cost_too_much() -> None:
+    """Each of few rows of a request, for their best drafts are worth verifying in any number."""
+    rounds = cast(Any, rounds_of({0: 6}, set(), trees={0: TreeSize(6, WIDTH)}))
+    assert [rounds.depths(spans) for spans in (1, 32)] == [[1, 2, 4, 6]] * 2
+    assert cast(Any, rounds_of({0: 2}, set(), trees={0: TreeSize(2, 4)})).depths(8) == [1, 2]
+
+    def rows(spans: int, steps: int) -> list[int]:
+        return [size.rows for size in decoding_sizes(rounds, spans, GREEDY, ((0,), steps))]
+
+    assert rows(1, 4) == rows(1, 1) == [1, 2, 3, 5, 9]
+    assert rows(32, 2) == [32, 40, 48, 64, 80, 96, 160]
+    assert rows(32, 6) == rounds.rows(32)
 
 
 def test_beside_prompts_a_crowd_s_drafters_make_few_drafts() -> None:

@@ -25,7 +25,7 @@ from surefoot.speculation.decisions import (
 from surefoot.speculation.exploring import Budget, Trial, rounds_apart
 from surefoot.speculation.holding import Held
 from surefoot.speculation.host_costs import HostCosts, HostSample
-from surefoot.speculation.offers import OfferMemory
+from surefoot.speculation.offer_memory import OfferMemory
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY
 from surefoot.speculation.weighing import Weighing

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surefoot.speculation.goodput import best_drafts, gains_of, nearest_count
-from surefoot.speculation.offers import OfferMemory
+from surefoot.speculation.offer_memory import OfferMemory
 from surefoot.speculation.paces import MIN_PACE
 
 K = 3

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from surefoot.speculation.decisions import NOTHING, Action, Situation
 from surefoot.speculation.host_costs import HostCosts
-from surefoot.speculation.offers import OfferMemory
+from surefoot.speculation.offer_memory import OfferMemory
 from surefoot.speculation.recorded_costs import RecordedCosts, RecordedSize
 from surefoot.speculation.weighing import Weighing
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from surefoot.speculation.offers import OfferMemory, Offers
+from surefoot.speculation.offer_memory import OfferMemory
+from surefoot.speculation.offers import Offers
 
 LOOKUP, DRAFTER = 0, 1
 WIDTH = 3

@@ -55,7 +55,7 @@ def cpu_planner(
 ) -> Planner:
     proposing = {LOOKUP: Proposing(2e-5, 2e-6)}
     if drafter:
-        proposing[DRAFTER] = Proposing(6e-4, 1e-5, longest=8, depths=DEPTHS)
+        proposing[DRAFTER] = Proposing(6e-4, 1e-5, longest=8)
     seconds = [cpu_seconds(1, 0, NOTHING, rows - 1) * factor(rows) for rows in ROWS]
     costs = ExactCosts(ROWS, seconds, proposing)
     drafters = (DRAFTER,) if drafter else ()

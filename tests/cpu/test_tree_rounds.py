@@ -21,7 +21,7 @@ from surefoot.speculation.decisions import Decision, Situation
 from surefoot.speculation.proposer import Drafts
 from surefoot.speculation.size import GREEDY as GREEDY_STAGES
 from surefoot.speculation.size import Size
-from surefoot.speculation.trees import Trees, ancestors, lay_out_trees, node_rows
+from surefoot.speculation.trees import CAUSAL, Trees, ancestors, lay_out_trees, node_rows
 from test_eagle3_engine import crowd
 from test_round import EVERY_OPTION, Watch
 from test_trees import greedy_trees
@@ -170,6 +170,22 @@ def test_rows_of_padding_repeat_the_last() -> None:
         for values in (rows.owner, rows.offset, rows.depth, positions):
             assert (values[used:] == values[used - 1]).all()
         assert (rows.owner[:used] == layout.batch.row_slot[:used]).all()
+
+
+def test_drafts_that_do_not_branch_are_rows_in_a_line() -> None:
+    """Of a tree that branches later, too: then rows need no masks, and cost what a chain's do."""
+    parents = torch.tensor([[-1, 0, 1], [-1, 0, 0], [-1, 0, 0], [-1, -1, 0]])
+    trees = Trees(parents, parents, *ancestors(parents))
+    drafts, known = torch.tensor([3, 2, 3, 2]), torch.ones(4, dtype=torch.int64)
+    spans = RoundSpans(torch.arange(4), known, drafts, known)
+    history, computed = torch.arange(40).expand(4, 40), torch.tensor([0, 3, 1, 0])
+    tables = torch.zeros((4, 10), dtype=torch.int32)
+    layout = lay_out_spans(spans, history, computed, tables, 14, 14, 40, 4)
+    rows = node_rows(layout, trees, drafts)
+    line = torch.isin(rows.owner, torch.tensor([0, 1]))
+    assert (rows.masks[line] == CAUSAL).all() and (rows.masks[~line] != CAUSAL).all()
+    assert (rows.depth[line] == rows.offset[line]).all()
+    assert rows.depth[~line].tolist() == [0, 1, 2, 2, 0, 1, 1]
 
 
 # --- memory -------------------------------------------------------------------------------------

@@ -213,7 +213,7 @@ MUTATIONS = (
     # --- the round --------------------------------------------------------------------------------
     m(
         "speculation/round.py",
-        "if need.trees or need.cost is DraftCost.PER_BLOCK",
+        "if need.cost is DraftCost.PER_BLOCK",
         "if need.trees",
         ENGINE,
     ),

@@ -686,7 +686,7 @@ MUTATIONS = (
         "test_decisions.py",
     ),
     m(
-        "speculation/offers.py",
+        "speculation/offer_memory.py",
         "        unfair = slower[best] > np.where(best > 0, fair, np.inf)",
         "        unfair = slower[best] > np.inf * fair",
         "test_offers.py",
@@ -796,7 +796,7 @@ MUTATIONS = (
     ),
     # --- who proposes -----------------------------------------------------------------------------
     m(
-        "speculation/offers.py",
+        "speculation/offer_memory.py",
         "        if requests == 1 and self.ahead:\n",
         "        if False:\n",
         "test_offers.py::test_ahead_of_its_offers_one_request_is_promised_what_one_number_of_drafts_brings",
@@ -971,7 +971,7 @@ MUTATIONS = (
         "test_offers.py",
     ),
     m(
-        "speculation/offers.py",
+        "speculation/offer_memory.py",
         "        for proposer in self.drafters if steps != wanted else ():",
         "        for proposer in ():",
         "test_offers.py",
@@ -1090,8 +1090,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/offers.py",
-        "rows = self._rows[(first + np.arange(_LEAST) * kept // _LEAST) % KEPT]",
-        "rows = self._rows[(first + np.arange(_LEAST)) % KEPT]",
+        "self._repeat((first + np.arange(LEAST) * kept // LEAST) % KEPT)",
+        "self._repeat((first + np.arange(LEAST)) % KEPT)",
         "test_offers.py",
     ),
     m(
@@ -1223,6 +1223,42 @@ MUTATIONS = (
         "after = torch.where(kept > 0, old_length + kept, first + spans.known)",
         "test_sampling.py::test_acceptance_and_cut_equal_a_loop",
         "test_books.py::test_a_round_commits_the_same",
+    ),
+    m(
+        "speculation/tree_offers.py",
+        "np.where(levels <= most, -rows, 0.0)",
+        "-rows",
+        "test_tree_depths.py",
+    ),
+    m(
+        "speculation/tree_offers.py",
+        "rows, levels = rows[whole], levels[whole]",
+        "pass",
+        "test_tree_depths.py",
+    ),
+    m(
+        "speculation/tree_offers.py",
+        "            ends = ends * (self._hits[level] / self._trials[level])\n",
+        "",
+        "test_tree_depths.py",
+    ),
+    m(
+        "speculation/offer_memory.py",
+        "            if (tree := self.trees.get(proposer)) is not None:",
+        "            if (tree := self.trees.get(None)) is not None:",
+        "test_tree_depths.py",
+    ),
+    m(
+        "speculation/trees.py",
+        "in_tree = (last != (2 << drafts) - 1)[owner]",
+        "in_tree = (last == (2 << drafts) - 1)[owner]",
+        "test_tree_rounds.py",
+    ),
+    m(
+        "speculation/trees.py",
+        "in_tree = (last != (2 << drafts) - 1)[owner]",
+        "in_tree = drafts[owner] > 0",
+        "test_tree_rounds.py",
     ),
     m(
         "speculation/trees.py",

@@ -268,6 +268,7 @@ class Loop:
             kind=batch.kind,
             slots=batch.sampling_slots,
             prompts=len(batch.chunks),
+            parents=self._reported.parents(batch) if self._offered else None,
         )
 
     # --- landing ------------------------------------------------------------------------------

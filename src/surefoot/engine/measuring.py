@@ -19,6 +19,9 @@ SHALLOW, CROWD = 2, 32
 """Where so many requests (``CROWD``) decode, only the likeliest of their drafts are verified, and
 nearly all of these are the first or second (``SHALLOW``) of their request: the best 256 drafts of
 512 texts give 1.44 tokens a round, drawn at 0.8 1.34, whether two or seven were made for each."""
+TREE_ROWS, TREE_ROWS_OF_CROWD = (2, 3, 5, 9, 17), (1.25, 1.5, 2, 2.5, 3, 5)
+"""Rows of each request where trees have fewer levels than they may: their best drafts are worth
+verifying in any number."""
 Curve = list[tuple[int, float]]
 """(Tokens of every text, seconds), rising."""
 
@@ -42,8 +45,8 @@ def decoding_sizes(
 ) -> list[Size]:
     """Rounds of so many spans that propose so, by rows; the first verifies no drafts. With drafters
     at full depth or asleep, any number of rows; with another depth just as many as hold that for
-    every request, and of a crowd's first drafts any part; where nobody proposes, none for drafts,
-    unless nobody ever does on the device."""
+    every request, and of a crowd's first drafts any part, or a few numbers where they are trees;
+    where nobody proposes, none for drafts, unless nobody ever does on the device."""
     base = Size(spans, spans, spans, kind, *action)
     proposers, steps = action
     if not proposers and rounds.round.proposers:
@@ -52,7 +55,11 @@ def decoding_sizes(
     if 0 < steps < rounds.longest:
         most = spans * (1 + steps)
         any_part = steps <= SHALLOW and spans >= CROWD
-        rows = [count for count in rows if count in (spans, most) or (any_part and count < most)]
+        if rounds.round.trees:
+            each = TREE_ROWS_OF_CROWD if spans >= CROWD else TREE_ROWS
+            rows = [count for count in rows if count == spans or count / spans in each]
+        else:
+            rows = [n for n in rows if n in (spans, most) or (any_part and n < most)]
     return [replace(base, rows=each, samples=each, verifies=each > spans) for each in rows]
 
 

@@ -56,7 +56,13 @@ def prepare_rounds(
         rows_per_key = _rows_per_key(round_, exact, blocks, config.calibration_seconds / 4)
         costs = exact
     planner = Planner(
-        costs, HostCosts(), width, tuple(round_.drafters), overlap=ahead, others=others
+        costs,
+        HostCosts(),
+        width,
+        tuple(round_.drafters),
+        overlap=ahead,
+        others=others,
+        trees={index: size for index, size in round_.trees.items() if index in round_.drafters},
     )
     return rounds, planner, TimedLimits(lambda: planner.costs, rounds.recorded, most, rows_per_key)
 
@@ -130,7 +136,6 @@ def _proposing(round_: Round, measured: dict[int, ProposingTimes]) -> dict[int, 
             max(times.one - call - more, 1e-7) / steps,
             more / steps,
             longest,
-            (longest,) if round_.needs[index].trees else (),
             call,
         )
     return found

@@ -20,6 +20,7 @@ class ReportedOffers:
         self._chances = np.full((slots, width), np.nan, dtype=np.float32)
         self._chance_bits = self._chances.view(np.int32)
         self._whose = np.zeros(slots, dtype=np.int64)
+        self._parents = np.zeros((slots, width if columns.trees else 0), dtype=np.int32)
         self._hosted = np.full((slots, width), np.nan, dtype=np.float32)
 
     def clear(self, slot: int) -> None:
@@ -54,6 +55,8 @@ class ReportedOffers:
             if known:
                 self._chance_bits[slot] = row[columns.chances : columns.chances + width]
                 self._whose[slot] = row[columns.OFFERER]
+                if columns.trees:
+                    self._parents[slot] = row[columns.parents : columns.parents + width]
             return np.full(1, known)
         rows = report.rows[: len(slots)]
         # Who is no longer running has no slot; who samples nothing has no offer.
@@ -63,6 +66,8 @@ class ReportedOffers:
         chances = rows[:, columns.chances : columns.chances + width]
         self._chance_bits[slots] = chances
         self._whose[slots] = rows[:, columns.OFFERER]
+        if columns.trees:
+            self._parents[slots] = rows[:, columns.parents : columns.parents + width]
         return known
 
     def hosted(self, batch: Batch) -> np.ndarray | None:
@@ -88,3 +93,14 @@ class ReportedOffers:
             chances = np.concatenate((chances, unknown))
             whose = np.concatenate((whose, np.zeros(batch.ending, dtype=np.int64)))
         return chances, whose
+
+    def parents(self, batch: Batch) -> np.ndarray | None:
+        """As ``Situation`` has it."""
+        slots = batch.group.slots[len(batch.chunks) :]
+        if not self.columns.trees or not self.width or not len(slots):
+            return None
+        parents = self._parents[slots]
+        if batch.ending:
+            unknown = np.zeros((batch.ending, self.width), dtype=np.int32)
+            parents = np.concatenate((parents, unknown))
+        return parents

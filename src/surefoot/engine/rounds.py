@@ -23,6 +23,8 @@ multiply at once (64) are filled by seven drafts of eight requests, five of 32 a
 (docs/log.md)."""
 MANY_BLOCK_ROWS = 64
 """Rows from which on the time of a block's pass depends on their number."""
+TREE_LEVELS = 1, 2, 4, 8
+"""Of the trees that drafters may grow, besides as many as they can."""
 PROMPT_SPANS = (16, 64, 160)
 """Spans that rounds with prompts are padded to, besides an engine's most. The last is for a
 crowd of 128 and who joins it: of SmolLM2, padding it to 512 requests takes half as long again."""
@@ -244,15 +246,15 @@ class PaddedRounds(Rounds):
     def block_depths(self, spans: int) -> tuple[int, ...]:
         """How far drafters may draft, besides all the way, where all of them draft blocks. Their
         weights are read for however few rows: nothing is gained in rounds of few spans."""
-        whole, trees = self.round.whole, any(self.round.controller.trees)
+        whole, trees = self.round.whole, self.round.trees
         blocks = whole and whole.issuperset(self.round.drafters) and not trees
         return BLOCK_DEPTHS if blocks and spans * self.longest > MANY_BLOCK_ROWS else ()
 
     def depths(self, spans: int) -> list[int]:
         """How far drafters may draft in rounds of so many spans, rising: as far as some number of
-        rows holds it all, or as far as they can. Trees are not cut short."""
-        if any(self.round.controller.trees):
-            return [self.longest]
+        rows holds it all, or as far as they can; so many levels where there are trees."""
+        if self.round.trees:
+            return sorted({n for n in TREE_LEVELS if n < self.longest} | {self.longest})
         whole = set(self.block_depths(spans))
         if not self.round.whole.issuperset(self.round.drafters):
             whole = {rows // spans - 1 for rows in self.rows(spans) if rows % spans == 0}

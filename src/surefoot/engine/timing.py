@@ -116,6 +116,9 @@ def _set_batch(round_: Round, context: int, requests: int, chunk: int, before: i
     state.limit[busy] = _longest(round_)
     offers.lengths[busy] = state.max_drafts
     offers.tokens[busy] = state.history[busy, : state.max_drafts]
+    if offers.parents is not None:
+        # Two branches: with one, they would take no longer than chains.
+        offers.parents[busy] = torch.arange(-2, state.max_drafts - 2, device=state.device).clamp(-1)
     # Later drafts are less likely, so that rows go to all requests alike.
     steps = torch.arange(1, state.max_drafts + 1, device=state.device)
     offers.chances[busy] = 0.5**steps * (context + steps <= _longest(round_))

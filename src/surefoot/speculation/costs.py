@@ -42,9 +42,6 @@ class Proposing:
     """For each request, likewise."""
     longest: int = 0
     """Most steps of one that pays by steps; 0: it pays once, however long its drafts."""
-    depths: tuple[int, ...] = ()
-    """How far it may draft, if not any number of steps up to the longest: a tree's nodes are no
-    steps."""
     call_seconds: float = 0.0
     """For a call of one that pays by steps, besides these: catching up, for one."""
 
@@ -107,8 +104,8 @@ class ExactCosts:
                 paying = [
                     self.proposing[index] for index in chosen if self.proposing[index].longest
                 ]
-                depths = {d for p in paying for d in p.depths or range(1, p.longest + 1)}
-                found += [(chosen, depth) for depth in sorted(depths) or (0,)]
+                longest = max((each.longest for each in paying), default=0)
+                found += [(chosen, depth) for depth in range(1, longest + 1) or (0,)]
         return tuple(found)
 
     @property

@@ -15,7 +15,8 @@ from surefoot.speculation.host_costs import HostSample
 _OTHER_LOAD = 1.5
 """Times more or fewer requests."""
 Action = tuple[tuple[int, ...], int]
-"""(Proposers that propose, steps of those that pay by steps; 0 where there is none of these)."""
+"""(Proposers that propose, steps of those that pay by steps; 0 where there is none of these). Of a
+tree the steps are levels."""
 NOTHING: Action = ((), 0)
 
 
@@ -88,6 +89,8 @@ class Situation:
     """int64 [requests]: by which the planner knows who was how fast; None: it is not to know."""
     prompts: int = 0
     """Prompts that ``prompt_rows`` are of."""
+    parents: np.ndarray | None = None
+    """int32 [requests, K], of these offers, as in ``Drafts``; None: all of them are chains."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from surefoot.speculation.decisions import NOTHING, Action, Situation
-from surefoot.speculation.offers import OfferMemory
+from surefoot.speculation.offer_memory import OfferMemory
 
 
 class OffersAtHand:
@@ -31,7 +31,8 @@ class OffersAtHand:
         proposers, steps = self._reported
         steps = min(steps, max(1, situation.draft_limit))
         if proposers:
-            self.memory.record(situation.chances, situation.whose, proposers, steps)
+            parents = situation.parents
+            self.memory.record(situation.chances, situation.whose, proposers, steps, parents)
 
     def chances(self, situation: Situation, last: Action) -> np.ndarray | None:
         """float32 [requests, K]: chances of the drafts that this round finds on offer, after one
@@ -58,7 +59,9 @@ class OffersAtHand:
         self.own = True
         chances = situation.chances
         unknown = np.isnan(chances[:, 0])
-        chances = self.memory.continued(chances, situation.whose, reported_steps, steps)
+        chances = self.memory.continued(
+            chances, situation.whose, reported_steps, steps, situation.parents
+        )
         if unknown.any():
             chances = chances.copy()
             chances[unknown] = self.memory.latest(int(unknown.sum()), proposers, steps)

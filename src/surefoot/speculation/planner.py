@@ -36,11 +36,12 @@ from surefoot.speculation.exploring import Budget, Trial, Trials, rounds_apart
 from surefoot.speculation.goodput import gains_of
 from surefoot.speculation.holding import Held, waits_for_host
 from surefoot.speculation.host_costs import HostCosts
-from surefoot.speculation.offers import OfferMemory
+from surefoot.speculation.offer_memory import OfferMemory
 from surefoot.speculation.offers_at_hand import OffersAtHand
 from surefoot.speculation.paces import Fairness
 from surefoot.speculation.plans import Case, Plan
 from surefoot.speculation.size import GREEDY
+from surefoot.speculation.tree_offers import TreeSize
 from surefoot.speculation.weighing import Weighing
 
 
@@ -55,13 +56,15 @@ class Planner:
         drafters: Sequence[int] = (),
         overlap: bool = True,
         others: Mapping[SamplingStages, RoundCosts] | None = None,
+        trees: Mapping[int, TreeSize] | None = None,
     ) -> None:
-        """``width``: most drafts of a request. ``drafters``: the proposers that pay by steps.
+        """``width``: most drafts of a request. ``drafters``: the proposers that pay by steps;
+        ``trees``: those of them that offer trees, whose steps are levels.
         ``overlap``: whether the host works while the device does, so that a round takes the longer
         of both times, not their sum. ``others``: costs by kind of sampling, of rounds that do more
         than take the likeliest tokens."""
         self.host = host
-        self.offers = OfferMemory(width, frozenset(drafters), overlap)
+        self.offers = OfferMemory(width, frozenset(drafters), overlap, trees)
         self._weighings = {
             kind: Weighing(each, host, self.offers, overlap)
             for kind, each in {GREEDY: costs, **(others or {})}.items()

@@ -37,6 +37,7 @@ from surefoot.speculation.proposer import (
 from surefoot.speculation.scoring import PromptReads, PromptScores, TokenScores
 from surefoot.speculation.size import GREEDY, Size
 from surefoot.speculation.state import SlotState
+from surefoot.speculation.tree_offers import TreeSize
 from surefoot.speculation.trees import (
     NodeRows,
     Paths,
@@ -100,19 +101,20 @@ class Round:
         ]
         """By proposer, where it is below what texts can reach."""
         self.drafters = {
-            index: width if need.trees else need.longest_draft
-            for index, need in enumerate(self.needs)
-            if need.has_network
+            index: need.longest_draft for index, need in enumerate(self.needs) if need.has_network
         }
-        """Most drafts of the proposers whose drafting costs a network's time, by index."""
+        """Most drafts in a row of the proposers whose drafting costs a network's time, by index."""
         self.longest = max(self.drafters.values(), default=0)
         self.whole = {
-            index
-            for index, need in enumerate(self.needs)
-            if need.trees or need.cost is DraftCost.PER_BLOCK
+            index for index, need in enumerate(self.needs) if need.cost is DraftCost.PER_BLOCK
         }
-        """Those of them whose offers cost the same however far they draft, or cannot be cut short:
-        a tree's nodes are no steps."""
+        """Those of them whose offers cost about the same however far they draft."""
+        self.trees = {
+            index: TreeSize(need.longest_draft, _most_drafts(proposer, width))
+            for index, (proposer, need) in enumerate(zip(self.proposers, self.needs, strict=True))
+            if need.trees
+        }
+        """Of the proposers that offer trees, by index."""
         self.books = book_keeping(self.backend, state, controller, spans)
         self.keeping_up = KeepingUp(self.backend, state, self.proposers, self.needs, controller)
         """Whose state follows the texts."""
@@ -304,3 +306,9 @@ class Round:
         if limit is None:
             return drafts
         return self.books.within(drafts, limit - self.state.length[slots])
+
+
+def _most_drafts(proposer: Proposer, width: int) -> int:
+    """Of all that ``proposer`` offers at once, of ``width`` that can be verified."""
+    own = proposer.draft_tokens(proposer.options)
+    return width if own is None else min(own, width)

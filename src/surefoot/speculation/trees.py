@@ -55,7 +55,7 @@ class NodeRows:
     offset: torch.Tensor
     """int64 [N]: its row of the span."""
     depth: torch.Tensor
-    """int64 [N]: positions behind the span's first; the offset where there is no tree."""
+    """int64 [N]: positions behind the span's first; the offset where nothing branches."""
     positions: torch.Tensor
     """int64 [N]: for RoPE."""
     masks: torch.Tensor
@@ -84,14 +84,18 @@ def ancestors(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def node_rows(layout: RoundLayout, trees: Trees, drafts: torch.Tensor) -> NodeRows:
     """Where a layout's rows belong; spans of which no ``drafts`` int64 [B] are verified (prompt
-    chunks among them) are rows in a line. Rows of padding repeat the last."""
+    chunks among them), or whose drafts are a chain, are rows in a line. Rows of padding repeat the
+    last."""
     batch, first = layout.batch, layout.first_row
     used = (batch.row_slot >= 0).sum()
     index = torch.arange(batch.tokens.shape[0], device=first.device)
     index = torch.minimum(index, used - 1).clamp(min=0)
     owner = (torch.searchsorted(first, index, right=True) - 1).clamp(min=0)
     offset = index - first[owner]
-    inside, in_tree = (owner, offset.clamp(max=trees.masks.shape[1] - 1)), drafts[owner] > 0
+    inside = owner, offset.clamp(max=trees.masks.shape[1] - 1)
+    last = trees.masks.gather(1, drafts.clamp(max=trees.masks.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    # As many ancestors as there are rows before it: nothing branches.
+    in_tree = (last != (2 << drafts) - 1)[owner]
     depth = torch.where(in_tree, trees.depths[inside], offset)
     masks = torch.where(in_tree, trees.masks[inside], CAUSAL)
     positions = batch.positions - offset + depth

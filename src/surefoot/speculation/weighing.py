@@ -18,7 +18,7 @@ from surefoot.speculation.decisions import (
 )
 from surefoot.speculation.exploring import Trial
 from surefoot.speculation.host_costs import HICCUP, HostCosts
-from surefoot.speculation.offers import OfferMemory
+from surefoot.speculation.offer_memory import OfferMemory
 from surefoot.speculation.paces import MIN_PACE
 
 _BELIEVED = 0.25

@@ -67,7 +67,10 @@ def node_rows_kernel(
     owner = tl.maximum(tl.minimum(owner, spans - 1), 0)
     offset = index - at(first, owner, SPANS)
     place = owner * width + tl.minimum(offset, width - 1)
-    in_tree = tl.load(drafts_ptr + owner) > 0
+    drafts = tl.load(drafts_ptr + owner)
+    # Of a chain's last row the mask names all rows before it.
+    last = tl.load(tree_mask_ptr + owner * width + tl.minimum(drafts, width - 1))
+    in_tree = last != (tl.full([TILE], 2, tl.int64) << drafts) - 1
     depth = tl.where(in_tree, tl.load(tree_depth_ptr + place), offset)
     inside = row < rows
     position = tl.load(position_ptr + row, mask=inside, other=0)
@@ -88,8 +91,8 @@ def node_rows(
     drafts: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """``first_row`` and ``span_rows`` int64 [B], ``positions`` int64 [N] of chains, ``masks`` and
-    ``depths`` int64 [B, K + 1], ``drafts`` int64 [B]: those verified (none: no tree) -> (owner,
-    offset, depth, position, mask), int64 [N] each."""
+    ``depths`` int64 [B, K + 1], ``drafts`` int64 [B]: those verified (none, or a chain: no tree) ->
+    (owner, offset, depth, position, mask), int64 [N] each."""
     rows, spans = positions.shape[0], first_row.shape[0]
     out = tuple(positions.new_empty(rows) for _ in range(5))
     node_rows_kernel[(cdiv(rows, TILE),)](

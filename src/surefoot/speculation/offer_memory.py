@@ -1,0 +1,237 @@
+"""What is remembered of all proposers' offers, and what rounds of any size may expect of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from surefoot.speculation.goodput import best_of_one
+from surefoot.speculation.offers import LEAST, Offers
+from surefoot.speculation.paces import MIN_PACE
+from surefoot.speculation.tree_offers import TreeOffers, TreeSize
+
+_MOST, _ROUNDS = 128, 4
+"""What rounds expect rests on the latest offers, so many at most (and ``LEAST``), of so many
+rounds: those of one request change with its text."""
+_USUAL = 4
+"""Offers of one request that tell what it finds some rounds later. Of more, it would take longer
+to see that a text repeats itself, or has ceased to; of fewer, chance would decide."""
+_FAIR_TRIES = 6
+_NEWS = 32
+"""Offers of one report that are remembered, at most."""
+
+
+class OfferMemory:
+    """The latest offers of all proposers."""
+
+    def __init__(
+        self,
+        width: int,
+        drafters: frozenset[int],
+        ahead: bool = False,
+        trees: Mapping[int, TreeSize] | None = None,
+    ) -> None:
+        """``drafters``: those that pay by steps; ``trees``: those of them that offer trees.
+        ``ahead``: rounds are decided while others are in flight, so that what they find on offer is
+        not known yet."""
+        self.width = width
+        self.trees = dict(trees or {})
+        self.ahead = ahead
+        self.drafters = drafters
+        self.reports = 0
+        """How many told of offers."""
+        self._offers: dict[int, Offers] = {}
+        self._alone: dict[int, Offers] = {}
+        """Of those that do not always offer: when they were the only ones awake."""
+
+    def of(self, proposer: int) -> Offers:
+        """What is known of one."""
+        known = self._offers.get(proposer)
+        if known is None:
+            if (tree := self.trees.get(proposer)) is not None:
+                known = TreeOffers(self.width, tree)
+            else:
+                known = Offers(self.width, proposer in self.drafters)
+            self._offers[proposer] = known
+            self._alone[proposer] = Offers(self.width, False)
+        return known
+
+    def record(
+        self,
+        chances: np.ndarray,
+        whose: np.ndarray,
+        proposers: tuple[int, ...],
+        steps: int,
+        parents: np.ndarray | None = None,
+    ) -> None:
+        """A report's offers, as in ``Situation``, of which drafters made theirs ``steps`` long."""
+        self.reports += 1
+        if len(chances) == 1:
+            self._record_one(chances, int(whose[0]), proposers, steps, parents)
+            return
+        known = np.flatnonzero(chances[:, 0] >= 0.0)
+        if len(known) > _NEWS:
+            # Every request has its turn, whatever their number is.
+            turn = int(self.of(proposers[0]).count + known[0])
+            known = known[(np.arange(_NEWS) * len(known) // _NEWS + turn) % len(known)]
+        if not len(known):
+            return
+        chances, whose = chances[known], whose[known]
+        parents = None if parents is None else parents[known]
+        for proposer in proposers:
+            offers, rows, own_parents = self.of(proposer), chances, parents
+            if len(proposers) > 1:
+                own = (whose == proposer) | (chances[:, 0] == 0.0)
+                if proposer in self.drafters:
+                    rows, own_parents = chances[own], None if parents is None else parents[own]
+                elif not own.all():
+                    # A better offer hides what this one has: at most as good as that.
+                    usual = self._alone[proposer].unseen(len(chances))
+                    rows = np.where(own[:, np.newaxis], chances, np.minimum(usual, chances))
+            elif not offers.stepped:
+                self._alone[proposer].record(rows, steps)
+            if len(rows):
+                offers.record(rows, steps, own_parents)
+
+    def _record_one(
+        self,
+        chances: np.ndarray,
+        whose: int,
+        proposers: tuple[int, ...],
+        steps: int,
+        parents: np.ndarray | None,
+    ) -> None:
+        """``record`` of one request's offer."""
+        first = float(chances[0, 0])
+        if not first >= 0.0:
+            return
+        for proposer in proposers:
+            offers, rows = self.of(proposer), chances
+            if len(proposers) == 1:
+                if not offers.stepped:
+                    self._alone[proposer].record(rows, steps)
+            elif whose != proposer and first > 0.0:
+                if proposer in self.drafters:
+                    continue
+                rows = np.minimum(self._alone[proposer].unseen(1), chances)
+            offers.record(rows, steps, parents)
+
+    def renew(self) -> None:
+        """As of ``Offers``, of all proposers."""
+        for offers in self._offers.values():
+            offers.renew()
+
+    def continued(
+        self,
+        chances: np.ndarray,
+        whose: np.ndarray,
+        steps: int,
+        wanted: int,
+        parents: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Offers as of ``record`` as they would be had drafters made ``wanted`` steps."""
+        for proposer in self.drafters if steps != wanted else ():
+            own = whose == proposer
+            if own.any():
+                chances, own_parents = chances.copy(), None if parents is None else parents[own]
+                offers = self.of(proposer)
+                chances[own] = offers.reaching(chances[own], steps, wanted, own_parents)
+        return chances
+
+    def latest(self, count: int, proposers: Sequence[int], steps: int) -> np.ndarray:
+        """float32 [count, width]: what these offer, the better one of several, drafters ``steps``
+        long."""
+        rows = self.of(proposers[0]).latest(count, steps)
+        for proposer in proposers[1:]:
+            others = self.of(proposer).latest(count, steps)
+            better = others.sum(axis=1) > rows.sum(axis=1)
+            rows = np.where(better[:, np.newaxis], others, rows)
+        return rows
+
+    def usual(self, proposers: Sequence[int], steps: int) -> np.ndarray:
+        """float32 [width]: chances of one request's offers, on average of the latest."""
+        return self.latest(_USUAL, proposers, steps).mean(axis=0)
+
+    def share(self, proposers: Sequence[int]) -> float:
+        """The part of the requests that have something on offer of these."""
+        missing = 1.0
+        for proposer in proposers:
+            missing *= 1.0 - self.of(proposer).share
+        return 1.0 - missing
+
+    def promise(
+        self,
+        requests: int,
+        proposers: Sequence[int],
+        steps: int,
+        drafts: np.ndarray,
+        seconds: np.ndarray,
+        margin: float,
+        lately: bool = True,
+    ) -> tuple[float, float]:
+        """(Tokens, seconds) of a round of so many requests, on average, if each verifies what is
+        best for it. ``drafts`` and ``seconds`` as of ``RoundCosts.table``, ``margin`` as of
+        ``best_drafts``. ``lately``: by the latest offers only, not by all that are kept."""
+        count = max(self.of(proposer).count for proposer in proposers)
+        if lately:
+            count = min(count, _MOST, max(LEAST, _ROUNDS * requests))
+        together = min(requests, count)
+        groups = count // together
+        rows = self.latest(groups * together, proposers, steps)
+        if requests == 1 and self.ahead:
+            # Not each offer by itself: how many drafts have rows is decided before it is made.
+            rows = rows.mean(axis=0, keepdims=True)
+        if requests == 1 and len(rows) <= LEAST:
+            return _of_one(rows, drafts, seconds, margin)
+        each = rows.reshape(groups, together, self.width)
+        ranked = -np.sort(-rows.reshape(groups, -1), axis=1)
+        share = requests / together
+        gains = np.zeros((groups, ranked.shape[1] + 1))
+        np.cumsum(ranked * share, axis=1, out=gains[:, 1:])
+        taken = np.minimum(drafts / share, ranked.shape[1]).astype(np.int64)
+        tokens = requests + gains[:, taken]
+        rates = tokens / seconds
+        rates[:, 0] *= margin
+        best = _fairest(each, ranked, taken, rates, seconds / seconds[0])
+        every = np.arange(groups)
+        return float(tokens[every, best].mean()), float(seconds[best].mean())
+
+
+def _of_one(
+    rows: np.ndarray, drafts: np.ndarray, seconds: np.ndarray, margin: float
+) -> tuple[float, float]:
+    """``OfferMemory.promise`` for one request that makes the offers ``rows`` float32 [n, width], a
+    few, one after the other."""
+    tokens = total = 0.0
+    counts, times = drafts.tolist(), seconds.tolist()
+    for row in rows.tolist():
+        at, gain = best_of_one(row, counts, times, 0.0, margin)
+        tokens, total = tokens + 1.0 + gain, total + times[at]
+    return tokens / len(rows), total / len(rows)
+
+
+def _fairest(
+    each: np.ndarray, ranked: np.ndarray, taken: np.ndarray, rates: np.ndarray, slower: np.ndarray
+) -> np.ndarray:
+    """int64 [groups]: of the ``rates`` float64 [groups, n] the best that is fair to every request,
+    as ``best_drafts`` has it. ``each`` float32 [groups, requests, width] are chances and ``ranked``
+    [groups, requests * width] the same, falling; ``taken`` int64 [n] of these are verified, and the
+    round is ``slower`` float64 [n] times than without."""
+    every = np.arange(len(each))
+    best = rates.argmax(axis=1)
+    for _ in range(_FAIR_TRIES if each.shape[1] > 1 else 0):
+        least = ranked[every, np.maximum(taken[best] - 1, 0)]
+        gained = (each * (each >= least[:, np.newaxis, np.newaxis])).sum(axis=2).min(axis=1)
+        fair = (1.0 + gained) / MIN_PACE
+        unfair = slower[best] > np.where(best > 0, fair, np.inf)
+        if not unfair.any():
+            return best
+        # Whoever gains least from these drafts gains no more from fewer.
+        lower = (np.arange(len(taken)) < best[:, np.newaxis]) & (slower <= fair[:, np.newaxis])
+        lower[:, 0] = True
+        best = np.where(unfair, np.where(lower, rates, 0.0).argmax(axis=1), best)
+    if each.shape[1] > 1:
+        always = np.where(slower * MIN_PACE <= 1.0, rates, 0.0).argmax(axis=1)
+        best = np.where(slower[best] * MIN_PACE <= 1.0, best, always)
+    return best
