@@ -26,7 +26,7 @@ from structured_harness import params_with, structured_engine
 from surefoot.kernels.backend import AttentionShape
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.request import SamplingParams, SpeculationParams
-from surefoot.speculation.trees import Paths, Trees, accept_paths, ancestors, key_moves
+from surefoot.speculation.trees import Trees, accept_paths, ancestors
 from test_exactness import check_logprobs, compare, scenarios
 from test_native_backend import LAYOUTS, Row, Runner, chain, native
 
@@ -86,8 +86,6 @@ def test_moved_keys_equal_the_official_ones(name: str) -> None:
     [case] = [case for case in facts["posterior"] if case["case"] == "accept_two"]
     rows = torch.zeros((1, before.shape[3]), dtype=torch.int64)
     rows[0, : len(case["path_nodes"])] = torch.tensor(case["path_nodes"])
-    paths = Paths(torch.tensor([case["accept_length"]]), rows)
-    source, target = key_moves(paths, torch.tensor([prompt]))
     backend = TorchBackend("cpu", torch.float32)
     pages = -(-before.shape[3] // 4)
     [kv] = backend.allocate_kv(1, pages + 1, 4, AttentionShape(2, 2, 4, 1.0))
@@ -95,7 +93,9 @@ def test_moved_keys_equal_the_official_ones(name: str) -> None:
     keys = torch.arange(before.shape[3])
     blocks, places = tables[0, keys // 4].long(), keys % 4
     kv[:, blocks, places] = before[:, 0].transpose(1, 2)
-    backend.move_keys(kv, tables, source, target)
+    length = torch.tensor([case["accept_length"]])
+    slots = torch.zeros(1, dtype=torch.int64)
+    backend.move_paths([kv], tables, slots, torch.tensor([prompt]), rows, length)
     found = kv[:, blocks, places].transpose(1, 2)
     length = prompt + case["accept_length"] + 1
     assert torch.equal(found[:, :, :length], after[:, 0, :, :length])
@@ -119,10 +119,9 @@ def test_attention_sees_moved_keys_where_they_are_now(name: str, block_size: int
 
     expected = look(1, 8, 14)
     assert not torch.equal(look(0, 1, 2), expected)
-    source = torch.tensor([[0, 0, 0, 0], [7, 14, 20, 5]])
-    target = torch.tensor([[0, 0, 0, 0], [6, 7, 8, 5]])
-    for kv in runner.kv:
-        backend.move_keys(kv, runner.tables[torch.tensor([1, 0])], source, target)
+    rows, lengths = torch.tensor([[0, 5, 7, 9], [0, 2, 9, 15]]), torch.tensor([0, 3])
+    slots, start = torch.tensor([1, 0]), torch.tensor([5, 2])
+    backend.move_paths(runner.kv, runner.tables, slots, start, rows, lengths)
     found = look(0, 1, 2)
     assert torch.allclose(found, expected, atol=1e-4)
     assert name == "torch" or torch.equal(found, expected)

@@ -72,21 +72,22 @@ def test_an_empty_first_key_is_seen_by_nobody() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("moves", "head_dim"), [(4, 16), (7, 24), (63, 8)])
 def test_keys_move_as_on_torch(moves: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Targets rise and are not above their sources; a place may be both. Some requests move
-    nothing."""
+    """Of all layers at once. A place may be moved from and to; some requests move nothing."""
     torch.manual_seed(moves)
     pages = (moves + 20) // 4 + 1
-    kv = torch.randn(2, 5 * pages + 1, 4, 3, head_dim).to(dtype)
-    own = kv.transpose(2, 3).contiguous()
+    kvs = [torch.randn(2, 5 * pages + 1, 4, 3, head_dim).to(dtype) for _ in range(3)]
+    before = [kv.clone() for kv in kvs]
+    own = [kv.transpose(2, 3).contiguous() for kv in kvs]
     tables = (1 + torch.randperm(5 * pages)).view(5, pages).int()
-    start = torch.randint(0, 18, (5, 1))
-    ways = [torch.randperm(moves)[: moves // 2].sort().values + 1 for _ in range(5)]
-    depth = torch.arange(1, moves // 2 + 1)
-    source, target = start.repeat(1, moves), start.repeat(1, moves)
-    for row in (0, 2, 3):
-        source[row, : len(depth)] += ways[row]
-        target[row, : len(depth)] += depth
-    assert moves == 4 or set((source - start)[0].tolist()) & set((target - start)[0].tolist())
-    TorchBackend(DEVICE, torch.float32).move_keys(kv, tables, source, target)
-    TritonBackend(DEVICE, torch.float32).move_keys(own, tables, source, target)
-    assert torch.equal(own.transpose(2, 3), kv)
+    start, slots = torch.randint(0, 18, (5,)), torch.randperm(5)
+    lengths = torch.tensor([moves // 2, 0, moves // 2, moves // 2, 0])
+    rows = torch.randint(0, moves + 1, (5, moves + 1))
+    for row in rows:
+        row[1 : 1 + moves // 2] = torch.randperm(moves)[: moves // 2].sort().values + 1
+    # Each key moves to where the next one was.
+    rows[0, 1 : 1 + moves // 2] = torch.arange(2, 2 + moves // 2)
+    args = tables, slots, start, rows, lengths
+    TorchBackend(DEVICE, torch.float32).move_paths(kvs, *args)
+    TritonBackend(DEVICE, torch.float32).move_paths(own, *args)
+    for kv, found, old in zip(kvs, own, before, strict=True):
+        assert torch.equal(found.transpose(2, 3), kv) and not torch.equal(kv, old)

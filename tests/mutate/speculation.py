@@ -1275,9 +1275,9 @@ MUTATIONS = (
         "test_triton_tree_rounds.py",
     ),
     m(
-        "speculation/trees.py",
-        "moved = depth <= paths.lengths.unsqueeze(1)",
-        "moved = depth < paths.lengths.unsqueeze(1)",
+        "kernels/reference.py",
+        "moved = depth <= lengths.unsqueeze(1)",
+        "moved = depth < lengths.unsqueeze(1)",
         "test_trees.py",
     ),
     m(

@@ -169,12 +169,20 @@ class Backend(ABC):
         normed ``x``."""
 
     @abstractmethod
-    def move_keys(
-        self, kv: Any, tables: torch.Tensor, source: torch.Tensor, target: torch.Tensor
+    def move_paths(
+        self,
+        layers: Sequence[Any],
+        tables: torch.Tensor,
+        slots: torch.Tensor,
+        start: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
     ) -> None:
-        """Copy keys and values of one layer from key index ``source`` to ``target``, int64 [B, n],
-        of the requests whose block tables are ``tables`` int32 [B, blocks]. Targets rise along a
-        row and are not above their sources; equal ones change nothing."""
+        """Bring the keys and values of accepted paths together behind the roots of their trees, in
+        the KV of all ``layers``. ``rows`` int64 [B, K + 1]: a tree's row at each depth of its path,
+        rising, 0 the root; ``lengths`` int64 [B]: how deep it is; ``slots`` int64 [B]: whose it is,
+        with block tables ``tables`` int32 [slots, blocks] and the root's key index in ``start``
+        int64 [slots]."""
 
     @abstractmethod
     def linear(self, linear: Any, x: torch.Tensor) -> torch.Tensor:

@@ -55,3 +55,14 @@ def key_visibility(batch: FlatBatch, keys: int) -> torch.Tensor:
     if batch.oldest is not None:
         in_tree = in_tree & (index >= batch.oldest.unsqueeze(1))
     return (causal | in_tree) & (index >= batch.first_key)
+
+
+def key_moves(
+    rows: torch.Tensor, lengths: torch.Tensor, start: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which keys ``Backend.move_paths`` copies where, int64 [B, K] each, of roots whose keys are
+    ``start`` [B]. Entries with nothing to move name the root twice."""
+    depth = torch.arange(1, rows.shape[1], device=rows.device)
+    moved = depth <= lengths.unsqueeze(1)
+    start = start.unsqueeze(1)
+    return start + torch.where(moved, rows[:, 1:], 0), start + torch.where(moved, depth, 0)

@@ -114,12 +114,20 @@ class TorchBackend(Backend):
         write_kv(kv, k, v, batch)
         return weights.o(span_attention(q, kv, batch, shape).flatten(1))
 
-    def move_keys(
-        self, kv: torch.Tensor, tables: torch.Tensor, source: torch.Tensor, target: torch.Tensor
+    def move_paths(
+        self,
+        layers: Sequence[torch.Tensor],
+        tables: torch.Tensor,
+        slots: torch.Tensor,
+        start: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
     ) -> None:
-        from_block, from_place = ops.key_places(tables, source, kv.shape[2])
-        to_block, to_place = ops.key_places(tables, target, kv.shape[2])
-        kv[:, to_block, to_place] = kv[:, from_block, from_place]
+        source, target = ops.key_moves(rows, lengths, start[slots])
+        for kv in layers:
+            from_block, from_place = ops.key_places(tables[slots], source, kv.shape[2])
+            to_block, to_place = ops.key_places(tables[slots], target, kv.shape[2])
+            kv[:, to_block, to_place] = kv[:, from_block, from_place]
 
     def linear(self, linear: DenseLinear, x: torch.Tensor) -> torch.Tensor:
         return linear(x)

@@ -181,6 +181,12 @@ class BookKeeping(ABC):
         """``trees.ancestors``."""
         return trees.ancestors(parents)
 
+    def offered_trees(self, slots: torch.Tensor) -> Trees:
+        """What is on offer for ``slots`` int64 [B], where some proposer offers trees."""
+        assert self.offers.parents is not None
+        parents = self.offers.parents[slots]
+        return Trees(self.offers.tokens[slots], parents, *self.ancestors(parents))
+
     def node_rows(self, layout: RoundLayout, offered: Trees, drafts: torch.Tensor) -> NodeRows:
         """``trees.node_rows``."""
         return trees.node_rows(layout, offered, drafts)

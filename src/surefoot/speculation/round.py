@@ -42,7 +42,6 @@ from surefoot.speculation.trees import (
     NodeRows,
     Paths,
     Trees,
-    key_moves,
     lay_out_trees,
     path_histories,
 )
@@ -118,6 +117,8 @@ class Round:
         self.books = book_keeping(self.backend, state, controller, spans)
         self.keeping_up = KeepingUp(self.backend, state, self.proposers, self.needs, controller)
         """Whose state follows the texts."""
+        self._first_of_paths = torch.arange(spans, device=state.device) * (1 + width)
+        """int64 [spans]: where each path's tokens begin, laid out one behind the other."""
         self.scores = TokenScores(decoder, state, spans)
         self.replace_sampled: ReplaceSampled | None = None
         """For measurements and the certificate: between sampling and accepting."""
@@ -194,8 +195,7 @@ class Round:
         offered = any(self.controller.trees)
         if offers.parents is None or not offered or not size.verifies:
             return None
-        parents = offers.parents[spans.slots]
-        trees = Trees(offers.tokens[spans.slots], parents, *self.books.ancestors(parents))
+        trees = self.books.offered_trees(spans.slots)
         return self.books.node_rows(layout, trees, spans.drafts), trees
 
     def forward(self, batch: FlatBatch, outputs: OutputRows | None = None) -> ForwardResult:
@@ -258,12 +258,11 @@ class Round:
         """Lay what is accepted of the trees out as chains that were all right: keys, texts, and
         (spans, first samples [B], samples [M]) for a judge of chains."""
         paths, tokens = self.books.walk(trees, sampled, layout.first_sample, spans.drafts)
-        source, target = key_moves(paths, self.state.computed[spans.slots])
-        tables = self.state.block_tables[spans.slots]
-        for layer in self.kv:
-            self.backend.move_keys(layer, tables, source, target)
-        self.books.write_drafts(spans.slots, tokens[:, :-1])
-        first = torch.arange(len(tokens), device=tokens.device) * tokens.shape[1]
+        state, slots = self.state, spans.slots
+        tables, roots = state.block_tables, state.computed
+        self.backend.move_paths(self.kv, tables, slots, roots, paths.rows, paths.lengths)
+        self.books.write_drafts(slots, tokens[:, :-1])
+        first = self._first_of_paths[: len(tokens)]
         return paths, (replace(spans, drafts=paths.lengths), first, tokens.flatten())
 
     def _drafting(self, size: Size) -> bool:

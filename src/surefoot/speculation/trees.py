@@ -161,15 +161,6 @@ def accept_paths(trees: Trees, sampled: torch.Tensor, drafts: torch.Tensor) -> P
     return Paths(trees.depths.gather(1, last).squeeze(1), rows[:, : width + 1])
 
 
-def key_moves(paths: Paths, start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which keys to copy where, int64 [B, K] each, to bring the accepted paths together behind
-    the roots, whose keys are ``start`` [B]. Entries with nothing to move name the root twice."""
-    depth = torch.arange(1, paths.rows.shape[1], device=start.device)
-    moved = depth <= paths.lengths.unsqueeze(1)
-    start = start.unsqueeze(1)
-    return start + torch.where(moved, paths.rows[:, 1:], 0), start + torch.where(moved, depth, 0)
-
-
 def follow_paths(
     commits: Commits, layout: RoundLayout, rows: NodeRows, trees: Trees, paths: Paths
 ) -> Commits:

@@ -76,6 +76,10 @@ class TritonBooks(BookKeeping):
     def ancestors(self, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return trees.ancestors(parents)
 
+    def offered_trees(self, slots: torch.Tensor) -> Trees:
+        assert self.offers.parents is not None
+        return Trees(*trees.offered_trees(slots, self.offers.tokens, self.offers.parents))
+
     def node_rows(self, layout: RoundLayout, offered: Trees, drafts: torch.Tensor) -> NodeRows:
         batch = layout.batch
         assert batch.spans is not None

@@ -46,6 +46,7 @@ from surefoot.kernels.cpu.prepare import (
 from surefoot.kernels.cpu.structs import BAD_INDEX, ContextStruct
 from surefoot.kernels.draws import Adjustments, Draws, TokenMasks
 from surefoot.kernels.quant import QuantTensor
+from surefoot.kernels.reference import key_moves
 
 SERIAL_BELOW = 1 << 19
 MOST_PREPARED = 64
@@ -260,11 +261,19 @@ class NativeBackend(Backend):
             raise MemoryError("no memory for a layer's intermediate results")
         return x if outputs is None else x[: len(outputs.index)]
 
-    def move_keys(
-        self, kv: NativeKV, tables: torch.Tensor, source: torch.Tensor, target: torch.Tensor
+    def move_paths(
+        self,
+        layers: Sequence[NativeKV],
+        tables: torch.Tensor,
+        slots: torch.Tensor,
+        start: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
     ) -> None:
-        """See ``Backend.move_keys``."""
-        move_keys(self.library, kv, self.dtype, tables, source, target)
+        """See ``Backend.move_paths``."""
+        source, target = key_moves(rows, lengths, start[slots])
+        for kv in layers:
+            move_keys(self.library, kv, self.dtype, tables[slots], source, target)
 
     def prepared_batch(self, batch: FlatBatch) -> PreparedBatch:
         """The batch as the C code reads it; kept for the next call with the same one."""

@@ -50,7 +50,10 @@ def move_keys(
     source: torch.Tensor,
     target: torch.Tensor,
 ) -> None:
-    """See ``Backend.move_keys``. ValueError for tables that are not int32."""
+    """Copy keys and values of one layer from key index ``source`` to ``target``, int64 [B, n], of
+    the requests whose block tables are ``tables`` int32 [B, blocks]. Targets rise along a row and
+    are not above their sources; equal ones change nothing. ValueError for tables that are not
+    int32."""
     tables, source, target = tables.contiguous(), source.contiguous(), target.contiguous()
     if tables.dtype is not torch.int32:
         raise ValueError(f"tables are {tables.dtype}, expected int32")

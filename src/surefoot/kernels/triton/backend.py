@@ -30,7 +30,7 @@ from surefoot.kernels.triton.draws import DrawSeam
 from surefoot.kernels.triton.launch import check_device, hopper
 from surefoot.kernels.triton.logprobs import mask_tokens, row_logprobs
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS
-from surefoot.kernels.triton.moves import move_keys
+from surefoot.kernels.triton.moves import move_paths
 from surefoot.kernels.triton.norm import rms_norm
 from surefoot.kernels.triton.products import TritonLinear
 from surefoot.kernels.triton.prompt_attention import SMALLEST_BLOCK, takes_heads
@@ -228,10 +228,16 @@ class TritonBackend(Backend):
         x, normed = weights.o.added_normed(attended, x, (weights.post_norm, weights.eps))
         return x, weights.gate_up.gated(normed)
 
-    def move_keys(
-        self, kv: torch.Tensor, tables: torch.Tensor, source: torch.Tensor, target: torch.Tensor
+    def move_paths(
+        self,
+        layers: Sequence[torch.Tensor],
+        tables: torch.Tensor,
+        slots: torch.Tensor,
+        start: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
     ) -> None:
-        move_keys(kv, tables, source, target)
+        move_paths(layers, tables, slots, start, rows, lengths)
 
     def linear(self, linear: TritonLinear, x: torch.Tensor) -> torch.Tensor:
         return linear(x.to(self.dtype).contiguous())

@@ -1,7 +1,10 @@
-"""Keys and values of one request moved within the paged pool of ``rope_kv``: what a tree's
-accepted path needs. Twin: ``TorchBackend.move_keys``."""
+"""Keys and values of accepted paths moved within the paged pools of ``rope_kv``, of all layers at
+once. Twin: ``TorchBackend.move_paths``."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
 
 import torch
 import triton.language as tl
@@ -12,29 +15,34 @@ COLUMNS = 32
 """Of a head, moved by one program."""
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["slots_ptr"])
 def move_kernel(
-    kv_ptr, tables_ptr, table_stride, source_ptr, target_ptr, moves, value_offset,
+    kv_ptr, layers_ptr, tables_ptr, table_stride, slots_ptr, start_ptr, rows_ptr, lengths_ptr,
+    moves, value_offset,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    MOVES: tl.constexpr, WIDTH: tl.constexpr,
+    MOVES: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Programs: requests, the heads of keys and values, and columns. Of one warp each, for Triton
-    3.6 does not compile this for several and more than 16 moves."""
-    request, part = tl.program_id(0), tl.program_id(1)
-    move = tl.arange(0, MOVES)
-    source = tl.load(source_ptr + request * moves + move, mask=move < moves, other=0)
-    target = tl.load(target_ptr + request * moves + move, mask=move < moves, other=0)
-    moved = source != target
+    """Programs: requests; the heads of keys and values, and columns of each; layers, which lie so
+    many elements behind ``kv_ptr`` as ``layers_ptr`` says. Of one warp each, for Triton 3.6 does
+    not compile this for several and more than 16 moves."""
+    request, part = tl.program_id(0), tl.program_id(1) // PARTS
+    depth = 1 + tl.arange(0, MOVES)
+    row = tl.load(rows_ptr + request * (moves + 1) + depth, mask=depth <= moves, other=0)
+    moved = (depth <= tl.load(lengths_ptr + request)) & (depth <= moves) & (row != depth)
     if tl.max(moved.to(tl.int32), axis=0) == 0:
         return
-    table = tables_ptr + request * table_stride
-    base = kv_ptr + part // KV_HEADS * value_offset
+    slot = tl.load(slots_ptr + request)
+    root = tl.load(start_ptr + slot)
+    source, target = root + row, root + depth
+    table = tables_ptr + slot * table_stride
+    layer = tl.multiple_of(tl.load(layers_ptr + tl.program_id(2)), 8)
+    base = kv_ptr + layer + part // KV_HEADS * value_offset
     head = part % KV_HEADS
     block = tl.load(table + source // BLOCK_SIZE, mask=moved, other=0).to(tl.int64)
     origin = ((block * KV_HEADS + head) * BLOCK_SIZE + source % BLOCK_SIZE) * HEAD_DIM
     block = tl.load(table + target // BLOCK_SIZE, mask=moved, other=0).to(tl.int64)
     place = ((block * KV_HEADS + head) * BLOCK_SIZE + target % BLOCK_SIZE) * HEAD_DIM
-    column = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
+    column = tl.program_id(1) % PARTS * WIDTH + tl.arange(0, WIDTH)
     inside = moved[:, None] & (column < HEAD_DIM)[None, :]
     values = tl.load(base + origin[:, None] + column[None, :], mask=inside, other=0.0)
     # A place may be both a source and a target: everything is read before anything is written.
@@ -42,17 +50,35 @@ def move_kernel(
     tl.store(base + place[:, None] + column[None, :], values, mask=inside)
 
 
-def move_keys(
-    kv: torch.Tensor, tables: torch.Tensor, source: torch.Tensor, target: torch.Tensor
+@functools.cache
+def _layer_offsets(places: tuple[int, ...], size: int, device: torch.device) -> torch.Tensor:
+    """int64 [layers]: how many elements of ``size`` bytes these addresses lie behind the first."""
+    offsets = [(place - places[0]) // size for place in places]
+    return torch.tensor(offsets, dtype=torch.int64, device=device)
+
+
+def move_paths(
+    layers: Sequence[torch.Tensor],
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    start: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
 ) -> None:
-    """``kv`` [2, blocks, kv_heads, block_size, head_dim]; ``tables`` int32 [B, blocks]; ``source``
-    and ``target`` int64 [B, n]: key indices. Equal ones are left alone."""
+    """``layers`` [2, blocks, kv_heads, block_size, head_dim] each, of one shape; the others as
+    ``Backend.move_paths`` has them."""
+    kv = layers[0]
     kv_heads, block_size, head_dim = kv.shape[2:]
-    source, target = source.contiguous(), target.contiguous()
-    batch, moves = source.shape
+    rows, lengths = rows.contiguous(), lengths.contiguous()
+    batch, moves = rows.shape[0], rows.shape[1] - 1
     width = min(COLUMNS, next_power_of_2(head_dim))
-    move_kernel[(batch, 2 * kv_heads, cdiv(head_dim, width))](
-        kv, tables, tables.stride(0), source, target, moves, kv.stride(0),
-        kv_heads, head_dim, block_size, next_power_of_2(moves), width,
+    parts = cdiv(head_dim, width)
+    places = tuple(layer.data_ptr() for layer in layers)
+    # Made when a round is first called: there is none to make while it is recorded.
+    offsets = _layer_offsets(places, kv.element_size(), kv.device)
+    move_kernel[(batch, 2 * kv_heads * parts, len(layers))](
+        kv, offsets, tables, tables.stride(0), slots, start, rows, lengths,
+        moves, kv.stride(0),
+        kv_heads, head_dim, block_size, next_power_of_2(moves), width, parts,
         num_warps=1,
     )  # fmt: skip

@@ -22,14 +22,21 @@ def at(values, index, width: tl.constexpr):
     return tl.sum(tl.where(chosen, values[None, :], 0), axis=1)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=["slots_ptr"])
 def ancestors_kernel(
-    parents_ptr, mask_ptr, depth_ptr, width, JUMPS: tl.constexpr, WIDTH: tl.constexpr
-):
+    parents_ptr, mask_ptr, depth_ptr, width, slots_ptr, tokens_ptr, own_tokens_ptr, own_parents_ptr,
+    JUMPS: tl.constexpr, WIDTH: tl.constexpr, OFFERED: tl.constexpr,
+):  # fmt: skip
+    """``OFFERED``: the trees of ``slots_ptr``, whose tokens and parents are copied, too."""
     tree = tl.program_id(0).to(tl.int64)
+    source = tl.load(slots_ptr + tree) if OFFERED else tree
     node = tl.arange(0, WIDTH)
     inside = (node > 0) & (node < width)
-    up = tl.load(parents_ptr + tree * (width - 1) + node - 1, mask=inside, other=-1) + 1
+    place, own = source * (width - 1) + node - 1, tree * (width - 1) + node - 1
+    up = tl.load(parents_ptr + place, mask=inside, other=-1) + 1
+    if OFFERED:
+        tl.store(own_parents_ptr + own, up - 1, mask=inside)
+        tl.store(own_tokens_ptr + own, tl.load(tokens_ptr + place, mask=inside), mask=inside)
     masks = tl.full([WIDTH], 1, tl.int64) << node
     depth = inside.to(tl.int64)
     for _ in range(JUMPS):
@@ -44,11 +51,27 @@ def ancestors(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``parents`` int64 [B, K] -> masks and depths, int64 [B, K + 1] each."""
     batch, width = parents.shape[0], parents.shape[1] + 1
     masks, depths = (parents.new_empty((batch, width)) for _ in range(2))
+    parents = parents.contiguous()
     ancestors_kernel[(batch,)](
-        parents.contiguous(), masks, depths, width, (width - 1).bit_length(),
-        next_power_of_2(width), num_warps=4,
+        parents, masks, depths, width, parents, parents, parents, parents,
+        (width - 1).bit_length(), next_power_of_2(width), False, num_warps=4,
     )  # fmt: skip
     return masks, depths
+
+
+def offered_trees(
+    slots: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """``tokens`` and ``parents`` int64 [slots, K] -> of the trees of ``slots`` int64 [B] tokens and
+    parents, int64 [B, K], and masks and depths, int64 [B, K + 1]."""
+    batch, drafts = slots.shape[0], parents.shape[1]
+    own = [parents.new_empty((batch, drafts)) for _ in range(2)]
+    found = [parents.new_empty((batch, drafts + 1)) for _ in range(2)]
+    ancestors_kernel[(batch,)](
+        parents, *found, drafts + 1, slots, tokens, *own,
+        drafts.bit_length(), next_power_of_2(drafts + 1), True, num_warps=4,
+    )  # fmt: skip
+    return *own, *found
 
 
 @jit(do_not_specialize=["spans", "rows"])
