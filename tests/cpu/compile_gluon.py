@@ -19,8 +19,7 @@ from surefoot.kernels.triton.shares_kernel import shares_kernel
 FOUR_HEADS, ROWS = NVMMASharedLayout(128, 16, 3), NVMMASharedLayout(128, 16, 2)
 TYPES = {
     "out_ptr": "*bf16", "part_ptr": "*fp32", "sums_ptr": "*fp32", "items_ptr": "*i32",
-    "tiles_ptr": "*i32", "split_ptr": "*i32", "tables_ptr": "*i32", "nodes_ptr": "*i32",
-    "scale": "fp32",
+    "tiles_ptr": "*i32", "split_ptr": "*i32", "tables_ptr": "*i32", "scale": "fp32",
 }  # fmt: skip
 HEADS = dict(HEADS=32, PACK=4, HEAD_DIM=128)
 STEPS = dict(KV_HEADS=8, BLOCK_SIZE=16, BLOCK_N=128, CHUNK=2, STAGES=2)
@@ -43,8 +42,8 @@ def products(part: int, rest: int) -> dict[str, str]:
 
 
 KERNELS: list[tuple[Any, dict[str, str], dict[str, int]]] = [
-    (chunk_kernel, ATTENTION, dict(**HEADS, **STEPS, USED=4, TREES=False, PATH=0)),
-    (chunk_kernel, ATTENTION, dict(**HEADS, **STEPS, USED=4, TREES=True, PATH=3)),
+    (chunk_kernel, ATTENTION, dict(**HEADS, **STEPS, USED=4, TREES=False)),
+    (chunk_kernel, ATTENTION, dict(**HEADS, **STEPS, USED=4, TREES=True)),
     (prompt_kernel, ATTENTION, dict(**HEADS, **STEPS)),
     (combine_chunks_kernel, {}, dict(**HEADS, USED=4, MEMBERS=16, TOGETHER=4, FEW=4, MANY=16)),
     (shares_kernel, products(128, 128), dict(PART=128, REST=128, SHARES=3, GROUP=4, STAGES=3)),

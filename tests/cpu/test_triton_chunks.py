@@ -187,59 +187,45 @@ def test_nodes_share_what_lies_before_their_tree(
             assert not own if only_trees else all(item[9:11] == [0, -1] for item in own)
             row += count
             continue
-        groups = [item for item in own if item[10] >= 0]
-        nodes = [(item, item[0] + at) for item in groups for at in range(item[1])]
-        assert sorted(node for _, node in nodes) == list(range(row, row + count))
+        nodes = [item for item in own if item[10] >= 0]
+        assert sorted(item[0] for item in nodes) == list(range(row, row + count))
         tiles = [item for item in own if item[10] < 0]
-        shared = groups[0][6] // STEP if groups else 0
+        shared = nodes[0][6] // STEP if nodes else 0
         assert shared in (0, first // CHUNK_KEYS) and bool(shared) == bool(tiles)
-        one_step = first // BLOCK_N == (first + count - 1) // BLOCK_N
-        for item in groups:
-            assert item[1] == 1 or (one_step and item[1] <= item[9] + item[1] <= TILE_ROWS)
+        for item in nodes:
+            node = item[0] - row
             last = first + masks[item[0]].bit_count()
-            turn, steps = -(-last // BLOCK_N), -(-last // BLOCK_N)
-            if several := item[1] > 1 or (one_step and item[2] < first):
-                turn = first // BLOCK_N
-                steps = turn + item[1]
-            sees = turn * BLOCK_N - 1 if several else last - 1
-            assert item[2:5] == [sees, slot, steps * BLOCK_N] and item[8] == first
-            assert item[6:8] == [shared * STEP, steps] and item[11] == turn
+            step_end = -(-last // BLOCK_N) * BLOCK_N
+            assert item[1:5] == [1, last - 1, slot, step_end] and item[8] == first
+            assert item[6:8] == [shared * STEP, -(-last // BLOCK_N)]
+            paths += range(
+                item[10], item[10] + -(-(last - first // KV_BLOCK * KV_BLOCK) // KV_BLOCK)
+            )
             for page, block in enumerate(item[BLOCKS.value : BLOCKS.value + 2], 2 * item[6]):
                 page = min(page, (last - 1) // KV_BLOCK)
                 beyond = page - first // KV_BLOCK
-                own_block = -1 - item[10] * work.path_blocks - beyond
+                own_block = -1 - item[10] - beyond
                 expected = own_block if beyond >= 0 else int(batch.block_tables[slot, page])
                 assert block == expected
-        for item, node in nodes:
-            last = first + masks[node].bit_count()
-            entry = work.nodes[1 + item[10] + node - item[0]].tolist()
-            assert entry[:4] == [node, slot, first, last - 1]
-            blocks = -(-(last - first // KV_BLOCK * KV_BLOCK) // KV_BLOCK)
-            assert blocks <= work.path_blocks
-            paths.append(item[10] + node - item[0])
             if not shared:
-                assert item[5] == -1 and node not in pieces
+                assert item[5] == -1 and item[0] not in pieces
                 continue
-            within = node - row
-            together = [t for t in tiles if t[0] == row + within // TILE_ROWS * TILE_ROWS]
+            together = [t for t in tiles if t[0] == row + node // TILE_ROWS * TILE_ROWS]
             together.sort(key=lambda t: t[6])
             assert [t[6] for t in together] == [0, *(t[7] for t in together[:-1])]
             assert together[-1][7] == shared * STEP
-            rows = min(TILE_ROWS, count - within // TILE_ROWS * TILE_ROWS)
+            rows = min(TILE_ROWS, count - node // TILE_ROWS * TILE_ROWS)
             assert all(t[1:5] == [rows, first, slot, first + count] for t in together)
             part = together[0][5]
             assert all(t[5] == part + t[6] // STEP for t in together)
-            place = item[9] + node - item[0]
-            assert item[5] == part + shared and place == within % TILE_ROWS
+            assert item[5] == part + shared and item[9] == node % TILE_ROWS
             chunks = -(-last // CHUNK_KEYS)
-            assert pieces.pop(node) == [1, part, chunks, place]
-            parts += [(part + chunk, place) for chunk in range(chunks)]
+            assert pieces.pop(item[0]) == [1, part, chunks, item[9]]
+            parts += [(part + chunk, item[9]) for chunk in range(chunks)]
         row += count
     assert listed == len(items)
     assert len(set(parts)) == len(parts) and all(part < work.parts for part, _ in parts)
-    assert sorted(paths) == list(range(int(work.nodes[0, 0]))) and len(paths) < len(work.nodes)
-    most = max((item[1] for item in items if item[10] >= 0), default=1)
-    assert most == 1 or len(paths) * (shape.heads // packed_heads(shape)[1]) > programs
+    assert len(set(paths)) == len(paths) and max(paths, default=0) < work.path_blocks
     if only_trees:
         assert not pieces
 
@@ -253,18 +239,24 @@ def test_the_keys_of_each_path_are_laid_out_in_a_line() -> None:
     masks[3] = torch.full((3,), -1)
     texts = [Text(46, shape, torch.bfloat16) for _ in spans]
     _, kv, batch = lay_out(texts, spans, 8, 46, 2, masks)
-    work = list_chunks(replace(batch, tree_rows=17), shape, 8)
-    paths = path_keys(kv, replace(batch, tree_rows=17), work)
-    owner, first_row = batch.row_slot.tolist(), [0, 9, 10, 27, 30]
-    listed = work.nodes[1 : 1 + int(work.nodes[0, 0])].tolist()
-    assert len(listed) == 9 + 1 + 17 + 4
-    for node, entry in enumerate(listed):
-        span = owner[entry[0]]
-        first, mask = spans[span][0], int(masks[span][entry[0] - first_row[span]])
-        places = places_of(first, mask)[first // 8 * 8 :]
-        found = paths[:, node * work.path_blocks :].transpose(2, 3).flatten(1, 2)
-        assert torch.equal(found[:, : len(places)], texts[span].kv[:, places]), spans[span]
-        assert not found[:, len(places) : -(-len(places) // 8) * 8].any(), "zeros behind it"
+    for tree_rows in (17, 64):  # Paths by span, by row.
+        batch = replace(batch, tree_rows=tree_rows)
+        work = list_chunks(batch, shape, 8)
+        paths = path_keys(kv, batch, work)
+        owner = batch.row_slot.tolist()
+        first_row = [0, 9, 10, 27, 30]
+        seen = 0
+        for item in work.items[1 : 1 + int(work.items[0, 0])].tolist():
+            if item[10] < 0:
+                continue
+            span = owner[item[0]]
+            first, mask = spans[span][0], int(masks[span][item[0] - first_row[span]])
+            places = places_of(first, mask)[first // 8 * 8 :]
+            found = paths[:, item[10] :].transpose(2, 3).flatten(1, 2)
+            assert torch.equal(found[:, : len(places)], texts[span].kv[:, places]), spans[span]
+            assert not found[:, len(places) : -(-len(places) // 8) * 8].any(), "zeros behind it"
+            seen += 1
+        assert seen == 9 + 1 + 17 + 4
 
 
 def test_one_long_text_is_shared_out_and_a_crowd_of_equals_is_not() -> None:

@@ -839,14 +839,8 @@ MUTATIONS = (
     ),
     m(
         "kernels/triton/chunk_list.py",
-        "                own_run = of(whole, own) + ROWS\n",
+        "                own_run = of(whole, own)\n",
         "                own_run = 1\n",
-        "test_triton_chunks.py::test_nodes_share_what_lies_before_their_tree",
-    ),
-    m(
-        "kernels/triton/chunk_list.py",
-        "        group = tl.where(tree & together, several, 1)\n",
-        "        group = tl.where(tree, several, 1)\n",
         "test_triton_chunks.py::test_nodes_share_what_lies_before_their_tree",
     ),
     m(

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch
 from surefoot.kernels.triton.attention import LOG2_E
-from surefoot.kernels.triton.chunk_kernel import chunk_kernel, combine_chunks_kernel
+from surefoot.kernels.triton.chunk_kernel import ENTRY, chunk_kernel, combine_chunks_kernel
 from surefoot.kernels.triton.chunk_list import (
     QUERY_ROWS,
     TOGETHER,
@@ -24,7 +24,6 @@ from surefoot.kernels.triton.launch import next_power_of_2
 from surefoot.kernels.triton.paths import path_keys_kernel
 from surefoot.kernels.triton.pdl import pdl
 from surefoot.kernels.triton.prompt_attention import BLOCK_N, CHUNK_KEYS, PAGES, QUERIES, STAGES
-from surefoot.kernels.triton.prompt_softmax import NODE
 
 REGISTERS = {64: 128, 128: 144}
 """Of a thread, at most: so many that none is spilt, and as few as these programs leave."""
@@ -64,10 +63,10 @@ def chunk_attention(
         TensorDescriptor.from_tensor(q, [QUERY_ROWS // pack, pack, width], QUERIES),
         TensorDescriptor.from_tensor(keys, page, PAGES),
         TensorDescriptor.from_tensor(own, page, PAGES),
-        out, part, sums, work.items, work.nodes, batch.block_tables, batch.block_tables.stride(0),
+        out, part, sums, work.items, batch.block_tables, batch.block_tables.stride(0),
         keys.shape[0] // 2, own.shape[0] // 2, shape.scale * LOG2_E, batch.first_key,
         work.part_rows, shape.heads, shape.kv_heads, pack, used, width, block_size, BLOCK_N,
-        CHUNK_KEYS // BLOCK_N, STAGES, work.path_blocks > 0, work.path_blocks,
+        CHUNK_KEYS // BLOCK_N, STAGES, work.path_blocks > 0,
         num_warps=4, maxnreg=REGISTERS[width], launch_pdl=True,
     )  # fmt: skip
     if work.parts:
@@ -85,12 +84,11 @@ def path_keys(kv: torch.Tensor, batch: FlatBatch, work: ChunkWork) -> torch.Tens
     """The keys and values along each path, in blocks as those of ``kv``: [2, path blocks, kv_heads,
     block_size, head_dim], from the block on that a tree begins in."""
     kv_heads, block_size, width = kv.shape[2:]
-    nodes = len(work.nodes) - 1
-    paths = kv.new_empty((2, nodes * work.path_blocks, kv_heads, block_size, width))
+    paths = kv.new_empty((2, work.path_blocks, kv_heads, block_size, width))
     keys = min(MOST_COPIED, next_power_of_2(block_size - 1 + batch.tree_rows))
-    path_keys_kernel[(nodes, kv_heads)](
-        kv, paths, work.nodes, work.places, batch.block_tables, batch.block_tables.stride(0),
-        kv.stride(0), paths.stride(0), kv_heads, width, block_size, keys, work.path_blocks,
-        NODE.value, num_warps=4, **pdl(kv.device),
+    path_keys_kernel[(work.items.shape[0] - 1, kv_heads)](
+        kv, paths, work.items, work.places, batch.block_tables, batch.block_tables.stride(0),
+        kv.stride(0), paths.stride(0), kv_heads, width, block_size, keys, ENTRY.value,
+        num_warps=4, **pdl(kv.device),
     )  # fmt: skip
     return paths

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from surefoot.kernels.triton.prompt_chunks import exp2, pivot_of
 from surefoot.kernels.triton.prompt_kernel import load_page, load_queries
-from surefoot.kernels.triton.prompt_softmax import NODE, attend_partition
+from surefoot.kernels.triton.prompt_softmax import attend_partition
 from surefoot.kernels.triton.warpgroups import ROWS, await_inputs, jit, release_next
 
 ENTRY = gl.constexpr(32)
@@ -35,9 +35,8 @@ def read_item(items_ptr, item):
     key, slot = gl.load(entry + 2), gl.load(entry + 3)
     end, part = gl.load(entry + 4), gl.load(entry + 5)
     low, high = gl.load(entry + 6), gl.load(entry + 7)
-    start, within, node = gl.load(entry + 8), gl.load(entry + 9), gl.load(entry + 10)
-    turn = gl.load(entry + 11)
-    return row, count, key, slot, end, part, low, high, start, within, node, turn
+    start, within, path = gl.load(entry + 8), gl.load(entry + 9), gl.load(entry + 10)
+    return row, count, key, slot, end, part, low, high, start, within, path
 
 
 @jit
@@ -51,29 +50,12 @@ def first_blocks(items_ptr, item, PAGES: gl.constexpr):
 
 
 @jit
-def last_page_of(item, tile, nodes_ptr, PAGE: gl.constexpr, TREES: gl.constexpr):
-    """The last page that an item's ``tile`` has keys of, and whose path, of the item's nodes, its
-    keys are."""
-    row, count, key, slot, end, part, low, high, start, within, node, turn = item
-    last = gl.minimum(key + count, end) - 1
-    own = 0
-    if TREES:
-        own = gl.minimum(gl.maximum(tile - turn, 0), count - 1)
-        if node >= 0:
-            last = gl.load(nodes_ptr + NODE + (node + own) * NODE + 3)
-    return last // PAGE, own
-
-
-@jit
-def blocks_of(item, tile, nodes_ptr, tables_ptr, table_stride, PAGE: gl.constexpr,
-              BLOCK_SIZE: gl.constexpr, PAGES: gl.constexpr, TREES: gl.constexpr,
-              PATH: gl.constexpr):  # fmt: skip
+def blocks_of(item, tile, tables_ptr, table_stride, PAGE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+              PAGES: gl.constexpr, TREES: gl.constexpr):  # fmt: skip
     """The blocks of the pages of an item's ``tile``; in place of those beyond its last page, that
-    page's, which comes last. Block b of a path is -1 - b."""
-    row, count, key, slot, end, part, low, high, start, within, node, turn = item
-    last_page, own = last_page_of(item, tile, nodes_ptr, PAGE, TREES)
-    if TREES:
-        tile = gl.minimum(tile, turn)
+    page's. Block b of a path is -1 - b."""
+    row, count, key, slot, end, part, low, high, start, within, path = item
+    last_page = (gl.minimum(key + count, end) - 1) // PAGE
     blocks = ()
     for number in gl.static_range(PAGES):
         page = gl.minimum(tile * PAGES + number, last_page)
@@ -81,10 +63,9 @@ def blocks_of(item, tile, nodes_ptr, tables_ptr, table_stride, PAGE: gl.constexp
         block = gl.load(tables_ptr + slot * table_stride + number_of_block)
         if TREES:
             beyond = number_of_block - start // BLOCK_SIZE
-            path = (node + own) * PATH + beyond
-            block = gl.where((node >= 0) & (beyond >= 0), -1 - path, block)
+            block = gl.where((path >= 0) & (beyond >= 0), -1 - path - beyond, block)
         blocks = blocks + (block,)  # noqa: RUF005
-    return blocks, last_page
+    return blocks
 
 
 @jit
@@ -118,9 +99,9 @@ def load_tile(
 
 @jit
 def load_partition(
-    q_desc, descs, buffers, barriers, items_ptr, nodes_ptr, tables_ptr, table_stride, value_offsets,
+    q_desc, descs, buffers, barriers, items_ptr, tables_ptr, table_stride, value_offsets,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, USED: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, TREES: gl.constexpr, PATH: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, TREES: gl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s, info_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -136,13 +117,12 @@ def load_partition(
     items = gl.load(items_ptr) * UNITS
     own = read_item(items_ptr, program // UNITS)
     blocks = first_blocks(items_ptr, program // UNITS, PAGES)
-    last_page, _ = last_page_of(own, own[6], nodes_ptr, PAGE, TREES)
     item = program
     wave = 0
     step = 0
     number = 0
     while item < items:
-        row, count, key, slot, end, part, low, high, start, within, node, turn = own
+        row, count, key, slot, end, part, low, high, start, within, path = own
         unit = item % UNITS
         # To and fro: items get shorter along the list, and programs are to end together.
         wave += 1
@@ -152,9 +132,9 @@ def load_partition(
         info += gl.where(field == 2, key, 0) + gl.where(field == 3, unit, 0)
         info += gl.where(field == 4, high, 0) + gl.where(field == 5, end, 0)
         info += gl.where(field == 6, low, 0) + gl.where(field == 7, part, 0)
-        info += gl.where(field == 8, within, 0) + gl.where(field == 9, node, 0)
-        info += gl.where(field == 10, turn, 0)
+        info += gl.where(field == 8, within, 0)
         kv_head = unit * USED // (HEADS // KV_HEADS)
+        last_page = (gl.minimum(key + count, end) - 1) // PAGE
         # Old keys may be on their way while the product before this kernel ends. A path's are new
         # from the block on that its tree begins in.
         if (low + 1) * BLOCK_N > start // BLOCK_SIZE * BLOCK_SIZE:
@@ -163,14 +143,13 @@ def load_partition(
             stage = step % STAGES
             phase = (step // STAGES) & 1
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            place = gl.minimum(tile, turn) if TREES else tile
             load_tile(
-                descs, blocks, kv_head, (0, 0), place, last_page,
+                descs, blocks, kv_head, (0, 0), tile, last_page,
                 k_full.index(stage), k_s.index(stage), KV_HEADS, BLOCK_SIZE, TREES,
             )  # fmt: skip
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             load_tile(
-                descs, blocks, kv_head, value_offsets, place, last_page,
+                descs, blocks, kv_head, value_offsets, tile, last_page,
                 v_full.index(stage), v_s.index(stage), KV_HEADS, BLOCK_SIZE, TREES,
             )  # fmt: skip
             if tile == low:
@@ -179,16 +158,13 @@ def load_partition(
                     q_desc, q_s, info_s, q_full, q_empty, 0, number, info, row, unit, PACK, USED
                 )
             # A tile's blocks are read before its turn comes, while the one before waits for room.
-            blocks, last_page = blocks_of(
-                own, tile + 1, nodes_ptr, tables_ptr, table_stride,
-                PAGE, BLOCK_SIZE, PAGES, TREES, PATH,
-            )  # fmt: skip
+            blocks = blocks_of(
+                own, tile + 1, tables_ptr, table_stride, PAGE, BLOCK_SIZE, PAGES, TREES
+            )
             step += 1
         number += 1
         own = following
-        blocks, last_page = blocks_of(
-            own, own[6], nodes_ptr, tables_ptr, table_stride, PAGE, BLOCK_SIZE, PAGES, TREES, PATH
-        )
+        blocks = blocks_of(own, own[6], tables_ptr, table_stride, PAGE, BLOCK_SIZE, PAGES, TREES)
     # Where nobody has an item, the kernel is not to end before the one ahead of it.
     await_inputs()
     mbarrier.wait(q_empty.index(0), (number & 1) ^ 1)
@@ -200,11 +176,11 @@ def load_partition(
     do_not_specialize=["table_stride", "value_offset", "path_offset", "first_key", "part_rows"]
 )
 def chunk_kernel(
-    q_desc, kv_desc, path_desc, out_ptr, part_ptr, sums_ptr, items_ptr, nodes_ptr, tables_ptr,
-    table_stride, value_offset, path_offset, scale, first_key, part_rows,
+    q_desc, kv_desc, path_desc, out_ptr, part_ptr, sums_ptr, items_ptr, tables_ptr, table_stride,
+    value_offset, path_offset, scale, first_key, part_rows,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PACK: gl.constexpr, USED: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, CHUNK: gl.constexpr,
-    STAGES: gl.constexpr, TREES: gl.constexpr, PATH: gl.constexpr,
+    STAGES: gl.constexpr, TREES: gl.constexpr,
 ):  # fmt: skip
     release_next()
     tiled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -239,10 +215,10 @@ def chunk_kernel(
     gl.warp_specialize([
         (attend_partition, (buffers, barriers, (left, right), out_ptr, scale, first_key,
                             gl.constexpr(0), HEADS, PACK, USED, CHUNK, part_ptr, sums_ptr,
-                            part_rows, True, nodes_ptr, TREES)),
-        (load_partition, (q_desc, (kv_desc, path_desc), buffers, barriers, items_ptr, nodes_ptr,
-                          tables_ptr, table_stride, (value_offset, path_offset), HEADS, KV_HEADS,
-                          PACK, USED, BLOCK_SIZE, TREES, PATH)),
+                            part_rows, True)),
+        (load_partition, (q_desc, (kv_desc, path_desc), buffers, barriers, items_ptr, tables_ptr,
+                          table_stride, (value_offset, path_offset), HEADS, KV_HEADS, PACK, USED,
+                          BLOCK_SIZE, TREES)),
     ], [1], [40])  # fmt: skip
 
 

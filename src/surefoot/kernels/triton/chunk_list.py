@@ -19,7 +19,6 @@ from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2, processor
 from surefoot.kernels.triton.paths import path_places
 from surefoot.kernels.triton.pdl import await_inputs, pdl
 from surefoot.kernels.triton.prompt_attention import BLOCK_N, CHUNK_KEYS
-from surefoot.kernels.triton.prompt_softmax import NODE
 from surefoot.kernels.triton.span_kernel import path_length, trees_among
 from surefoot.kernels.triton.spans import span_table
 
@@ -46,14 +45,9 @@ class ChunkWork:
     as the span goes), slot, index past the span's last key, which partial result it begins with
     (-1: none, it has all keys; -2: none, its rows see none of them), its first step of ``BLOCK_N``
     keys and the one past its last, the index of the span's first key, the row's place within its
-    tile's partial results, the first of ``nodes`` that its rows are (-1: they are none), and the
-    step from which on each of several nodes has its own keys, one after the other, which all are
-    that step's; from ``BLOCKS`` on, the blocks of its first step's pages (of a path b: -1 - b)."""
-    nodes: torch.Tensor
-    """int32 [1 + n, NODE], of trees' nodes: first their number; then of each its flat row, its
-    slot, the index of its span's first key and that of its own last. The keys of node i's path,
-    from the block of the span's first key on, are in ``path_blocks`` blocks of its own, from i
-    times as many on."""
+    tile's partial results, and the first of the blocks of its path, which has the keys from the
+    block of the span's first on (-1: no node of a tree); from ``BLOCKS`` on, the blocks of its
+    first step's pages (of a path b: -1 - b)."""
     split: torch.Tensor
     """int32 [n, SPLIT], of the tiles that are split, a few rows each: first flat row, rows (0: no
     such entry), first partial result, their number, and the first row within its tile."""
@@ -62,7 +56,7 @@ class ChunkWork:
     parts: int
     """Partial results that there is room for; 0: nothing is split."""
     path_blocks: int
-    """Blocks of a path; 0: there are no trees."""
+    """Blocks of all paths; 0: there are no trees."""
     places: torch.Tensor | None
     """Of trees' rows, as ``path_places`` has them."""
 
@@ -94,12 +88,10 @@ def runs_of(chunks, cut, work, room, programs, LARGE_SHARE: tl.constexpr):
 
 @jit
 def store_item(
-    entry, row, count, key, slot, end, part, low, high, start, within, node, turn, last, tables_ptr,
-    table_stride, PATH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    entry, row, count, key, slot, end, part, low, high, start, within, path, last, tables_ptr,
+    table_stride, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """An entry as ``ChunkWork.items`` has it. ``last``: index past the last key that is seen, of
-    nodes by the first."""
+    """An entry as ``ChunkWork.items`` has it. ``last``: index past the last key that is seen."""
     tl.store(entry, row)
     tl.store(entry + 1, count)
     tl.store(entry + 2, key)
@@ -110,8 +102,7 @@ def store_item(
     tl.store(entry + 7, tl.maximum(high, low + 1))
     tl.store(entry + 8, start)
     tl.store(entry + 9, within)
-    tl.store(entry + 10, node)
-    tl.store(entry + 11, turn)
+    tl.store(entry + 10, path)
     # So that programs need not look their first pages up.
     PAGE: tl.constexpr = BLOCK_SIZE if BLOCK_SIZE < BLOCK_N else BLOCK_N
     PAGES: tl.constexpr = BLOCK_N // PAGE
@@ -119,7 +110,7 @@ def store_item(
     page = tl.minimum(low * PAGES + step, (last - 1) // PAGE) * PAGE // BLOCK_SIZE
     block = tl.load(tables_ptr + slot * table_stride + page)
     beyond = page - start // BLOCK_SIZE
-    block = tl.where((node >= 0) & (beyond >= 0), -1 - node * PATH - beyond, block)
+    block = tl.where((path >= 0) & (beyond >= 0), -1 - path - beyond, block)
     tl.store(entry + BLOCKS + step, block)
 
 
@@ -131,15 +122,16 @@ def store_item(
 )  # fmt: skip
 def chunk_list_kernel(
     first_row_ptr, rows_ptr, slot_ptr, key_index_ptr, mask_ptr, start_ptr, items_ptr, split_ptr,
-    nodes_ptr, tables_ptr, table_stride, spans, programs, units, capacity, splits,
+    tables_ptr, table_stride, spans, programs, units, capacity, splits,
     ROWS: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
     SPANS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LARGE_SHARE: tl.constexpr,
-    CHAINS: tl.constexpr, TREES: tl.constexpr, PATH: tl.constexpr,
+    CHAINS: tl.constexpr, TREES: tl.constexpr, PATH: tl.constexpr, WIDTH: tl.constexpr,
     BOTH_WAYS: tl.constexpr, ENTRY: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr,
-    NODE: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program an item, one a node of a tree, and one for ``FEW`` rows of a tile that is split
-    or one node; each works out its own place. ``PATH``: blocks of a path."""
+    """One program an item, and one for ``FEW`` rows of a tile that is split or one node of a tree;
+    each works out its own place. ``PATH``: blocks of a path; ``WIDTH``: paths of a span, 0: one a
+    row of the batch."""
     # Kernels behind this one may read the list before they wait: they start when it is there.
     await_inputs(PDL)
     number = tl.program_id(0)
@@ -148,7 +140,6 @@ def chunk_list_kernel(
     firsts = tl.load(first_row_ptr + every, mask=counts > 0, other=0).to(tl.int32)
     starts = tl.load(key_index_ptr + firsts, mask=counts > 0, other=0).to(tl.int32)
     nodes = tl.zeros_like(counts)
-    group = tl.full(counts.shape, 1, tl.int32)
     if TREES:
         tree = trees_among(mask_ptr, firsts, counts)
         if not CHAINS:
@@ -156,14 +147,6 @@ def chunk_list_kernel(
         nodes = tl.where(tree, counts, 0)
         slots = tl.load(slot_ptr + every, mask=tree, other=0)
         starts = tl.where(tree, tl.load(start_ptr + slots, mask=tree, other=0).to(tl.int32), starts)
-        # Where all keys of a tree are one step's, several nodes are an item, if there are so many.
-        wanted = tl.sum(nodes, axis=0) * units
-        several = tl.minimum(wanted, 0) + 1
-        for _ in tl.static_range(6):
-            more = (several < ROWS) & (several * programs < wanted)
-            several = tl.where(more, 2 * several, several)
-        together = starts // BLOCK_N == (starts + counts - 1) // BLOCK_N
-        group = tl.where(tree & together, several, 1)
     needed = (counts + ROWS - 1) // ROWS
     # All chunks of a tile; of those, the ones that it is an item or several for.
     whole = tl.where(counts > 0, (starts + counts + CHUNK - 1) // CHUNK, 0)
@@ -176,13 +159,12 @@ def chunk_list_kernel(
         shared = tl.where(fits, shared, 0)
         chunks = tl.where(tree, shared, whole)
     parts = tl.where(shared > 0, needed * whole, 0)
-    groups = (nodes + group - 1) // group
-    work = tl.sum(needed * chunks + groups * (whole - shared), axis=0) * units
+    work = tl.sum(needed * chunks + nodes * (whole - shared), axis=0) * units
     cut = tl.where(nodes == 0, needed, 0)
     run = runs_of(chunks, cut, work, capacity - tl.sum(parts, axis=0), programs, LARGE_SHARE)
     split = (run < chunks) & (nodes == 0)
     each = (chunks + run - 1) // run
-    items = needed * each + groups
+    items = needed * each + nodes
     parts = tl.where(split, needed * chunks, parts)
     first_parts = tl.cumsum(parts, axis=0) - parts
     # Items come in the order of what they have to do, nodes beside the others of their span.
@@ -211,8 +193,7 @@ def chunk_list_kernel(
         last = tl.minimum(key + count, end)
         steps = (last + BLOCK_N - 1) // BLOCK_N
         place = 0
-        first_node = -1
-        turn = steps
+        path = -1
         partial = own_each > 1
         own_nodes = of(nodes, own)
         if TREES and own_nodes > 0:
@@ -222,52 +203,31 @@ def chunk_list_kernel(
             key = start
             last = start
             steps = own_shared * (CHUNK // BLOCK_N)
-            turn = steps
-            own_group = of(group, own)
-            node = (within - of(needed * each, own)) * own_group
+            node = within - of(needed * each, own)
             if node >= 0:
-                first_node = of(tl.cumsum(nodes, axis=0) - nodes, own) + node
                 row = first + node
                 tile = node // ROWS
                 place = node % ROWS
-                count = tl.minimum(own_group, own_nodes - node)
+                count = 1
                 chunk = own_shared
-                own_run = of(whole, own) + ROWS
+                own_run = of(whole, own)
                 last = start + path_length(tl.load(mask_ptr + row)).to(tl.int32)
                 key = last - 1
                 steps = (last + BLOCK_N - 1) // BLOCK_N
-                turn = steps
-                if own_group > 1:
-                    turn = start // BLOCK_N
-                    # Before it all of them see all keys.
-                    key = turn * BLOCK_N - 1
-                    steps = turn + count
                 # Nothing is to be cleared behind the last key: paths end in zeros.
                 end = steps * BLOCK_N
+                path = row * PATH
+                if WIDTH > 0:
+                    path = (span * WIDTH + node) * PATH
         low = chunk * (CHUNK // BLOCK_N)
         high = tl.minimum(low + own_run * (CHUNK // BLOCK_N), steps)
         part = tl.where(partial, first_part + tile * of(whole, own) + chunk, -1)
         # A tile's last run may begin behind all that its rows see: it gives nothing.
         part = tl.where(low < steps, part, -2)
         store_item(
-            entry, row, count, key, slot, end, part, low, high, start, place, first_node, turn,
-            last, tables_ptr, table_stride, PATH, BLOCK_SIZE, BLOCK_N, BLOCKS,
+            entry, row, count, key, slot, end, part, low, high, start, place, path, last,
+            tables_ptr, table_stride, BLOCK_SIZE, BLOCK_N, BLOCKS,
         )  # fmt: skip
-
-    if TREES:
-        node_ends = tl.cumsum(nodes, axis=0)
-        if number == 0:
-            tl.store(nodes_ptr, tl.sum(nodes, axis=0))
-        if number < tl.sum(nodes, axis=0):
-            own = every == tl.sum((node_ends <= number).to(tl.int32), axis=0)
-            row = of(firsts, own) + number - of(node_ends - nodes, own)
-            start = of(starts, own)
-            last = start + path_length(tl.load(mask_ptr + row)).to(tl.int32) - 1
-            entry = nodes_ptr + NODE + number * NODE
-            tl.store(entry, row)
-            tl.store(entry + 1, of(slots.to(tl.int32), own))
-            tl.store(entry + 2, start)
-            tl.store(entry + 3, last)
 
     if number < splits:
         pieces = tl.where(split, (counts + FEW - 1) // FEW, tl.where(shared > 0, nodes, 0))
@@ -335,16 +295,15 @@ def list_chunks(
         most_split = min(tiles, cdiv(8 * programs, 7 * units)) * cdiv(part_rows, few * pack)
         splits = min(most_split, (rows + entries * (few - 1)) // few) + nodes
     items = spans.rows.new_empty((1 + tiles + cuts + nodes, ENTRY.value), dtype=torch.int32)
-    listed_nodes = spans.rows.new_empty((1 + nodes, NODE.value), dtype=torch.int32)
     listed = spans.rows.new_empty((splits, SPLIT.value), dtype=torch.int32)
     path = cdiv(block_size - 1 + min(batch.tree_rows, rows), block_size)
     chunk_list_kernel[(max(tiles + cuts + nodes, splits),)](
         spans.first_row, spans.rows, spans.slot, batch.key_index, batch.mask, batch.span_start,
-        items, listed, listed_nodes, batch.block_tables, batch.block_tables.stride(0), entries,
-        programs, units, parts, splits, per_tile, few, CHUNK_KEYS, BLOCK_N,
-        next_power_of_2(entries, 32), block_size, LARGE_SHARE, not only_trees, batch.has_paths,
-        path, batch.both_ways, ENTRY.value, BLOCKS.value, SPLIT.value, NODE.value,
-        num_warps=1, **pdl(batch.key_index.device),
+        items, listed, batch.block_tables, batch.block_tables.stride(0), entries, programs, units,
+        parts, splits, per_tile, few, CHUNK_KEYS, BLOCK_N, next_power_of_2(entries, 32), block_size,
+        LARGE_SHARE, not only_trees, batch.has_paths, path,
+        batch.tree_rows if nodes < rows else 0, batch.both_ways, ENTRY.value, BLOCKS.value,
+        SPLIT.value, num_warps=1, **pdl(batch.key_index.device),
     )  # fmt: skip
     places = path_places(batch.mask) if batch.has_paths else None
-    return ChunkWork(items, listed_nodes, listed, part_rows, parts, path if nodes else 0, places)
+    return ChunkWork(items, listed, part_rows, parts, nodes * path, places)

@@ -35,21 +35,23 @@ def path_places(mask: torch.Tensor) -> torch.Tensor:
 
 @jit(do_not_specialize=["table_stride", "value_offset", "path_offset"])
 def path_keys_kernel(
-    kv_ptr, path_ptr, nodes_ptr, places_ptr, tables_ptr, table_stride, value_offset, path_offset,
+    kv_ptr, path_ptr, items_ptr, places_ptr, tables_ptr, table_stride, value_offset, path_offset,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
-    PATH: tl.constexpr, NODE: tl.constexpr, PDL: tl.constexpr,
+    ENTRY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs: nodes, as ``chunk_list`` lists them; kv heads. ``KEYS`` are copied at a time. A
-    path's last block is filled up with zeros."""
+    """Programs: items of ``chunk_list``, of which nodes have paths; kv heads. ``KEYS`` are copied
+    at a time. A path's last block is filled up with zeros."""
     release_next(PDL)
-    node, head = tl.program_id(0), tl.program_id(1)
-    if node >= tl.load(nodes_ptr):
+    item, head = tl.program_id(0), tl.program_id(1)
+    entry = items_ptr + ENTRY + item * ENTRY
+    path = -1
+    if item < tl.load(items_ptr):
+        path = tl.load(entry + 10)
+    if path < 0:
         await_inputs(PDL)
         return
-    entry = nodes_ptr + NODE + node * NODE
-    path = node * PATH
-    row, slot = tl.load(entry), tl.load(entry + 1)
-    start, last = tl.load(entry + 2), tl.load(entry + 3)
+    row, slot = tl.load(entry), tl.load(entry + 3)
+    last, start = tl.load(entry + 2), tl.load(entry + 8)
     begin = start % BLOCK_SIZE
     table = tables_ptr + slot * table_stride
     places = places_ptr + row.to(tl.int64) * 64

@@ -26,9 +26,6 @@ from surefoot.kernels.triton.prompt_chunks import (
 )
 from surefoot.kernels.triton.warpgroups import ROWS, jit
 
-NODE = gl.constexpr(8)
-"""Numbers of an entry in ``chunk_list``'s list of nodes."""
-
 
 @jit
 def split_rows(x):
@@ -59,11 +56,10 @@ def soften(scores, prior, best, acc, total, scale):
 @jit
 def advance(
     q, buffers, barriers, whole, acc, scores, prior, best, total, whole_best, whole_total,
-    step, tile, last_key, column, scale, parts, turns, CHUNK: gl.constexpr, MASKED: gl.constexpr,
-    PARTS: gl.constexpr, TREES: gl.constexpr = False,
+    step, tile, last_key, column, scale, parts, CHUNK: gl.constexpr, MASKED: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
-    """The weights of tile - 1; then its values are added up beside the scores of ``tile``. Of a
-    tree's nodes each has its own keys for tile ``turn``: one after the other.
+    """The weights of tile - 1; then its values are added up beside the scores of ``tile``.
 
     Exponentials do not run beside the warpgroup's own products, but beside the other's: that is
     faster, and each takes its turn by itself.
@@ -86,14 +82,9 @@ def advance(
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASKED:
-        place = gl.minimum(tile, turns[0]) if TREES else tile
-        visible = (place * BLOCK_N + column)[None, :] <= last_key[:, None]
-        if TREES:
-            visible = visible & has_turn(tile, turns)[:, None]
+        visible = (tile * BLOCK_N + column)[None, :] <= last_key[:, None]
         scores = gl.where(visible, scores, float("-inf"))
     opens = tile % CHUNK == 0
-    if TREES:
-        opens = opens & (tile <= turns[0])
     prior = gl.where(opens, float("-inf"), best)
     higher = gl.maximum(prior, gl.max(scores, axis=1))
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
@@ -112,14 +103,6 @@ def advance(
         else:
             merge(whole, tile == CHUNK, acc, old, new)
     return acc, scores, prior, higher, total, whole_best, whole_total
-
-
-@jit
-def has_turn(tile, turns):
-    """bool [M]: which rows see keys of ``tile``: all of them before their turns come, then those of
-    one node at a time. ``turns``: the first node's, and whose nodes the rows are."""
-    turn, node = turns
-    return (tile < turn) | (node == tile - turn)
 
 
 @jit
@@ -150,12 +133,10 @@ def attend_partition(
     buffers, barriers, whole, out_ptr, scale, first_key, half: gl.constexpr,
     HEADS: gl.constexpr, PACK: gl.constexpr, USED: gl.constexpr, CHUNK: gl.constexpr,
     part_ptr=None, sums_ptr=None, part_rows=0, PARTS: gl.constexpr = False,
-    nodes_ptr=None, TREES: gl.constexpr = False,
 ):  # fmt: skip
     """A warpgroup's half of every tile: 64 rows, or fewer rows with ``PACK`` heads each, of which
     ``USED`` have a result. Where there may be ``PARTS``, some tiles take a run of chunks, and leave
-    the softmax of each; where there may be ``TREES``, rows may be nodes, in ``chunk_list``'s list
-    of them."""
+    the softmax of each."""
     q_s, k_s, v_s, info_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     STAGES: gl.constexpr = k_s.shape[0]
@@ -189,18 +170,8 @@ def attend_partition(
         else:
             parts = None
         # Of a block in both directions, every row sees its last key.
-        member = first + gl.arange(0, ROWS, layout=score_rows) // PACK
-        last_key = gl.minimum(key + member, end - 1)
-        turns = None
-        turn = tiles
-        if TREES:
-            node = read_field(info_s, 9)
-            turn = read_field(info_s, 10)
-            turns = (turn, member)
-            # Beyond a tile's nodes there may be others' rows, whose results are nobody's.
-            entry = nodes_ptr + NODE + (gl.maximum(node, 0) + gl.minimum(member, count - 1)) * NODE
-            own_last = gl.load(entry + 3, mask=(member >= 0) & (node >= 0), other=0)
-            last_key = gl.where(node >= 0, own_last, last_key)
+        last_key = key + first + gl.arange(0, ROWS, layout=score_rows) // PACK
+        last_key = gl.minimum(last_key, end - 1)
 
         stage = step % STAGES
         no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
@@ -212,8 +183,6 @@ def attend_partition(
         mbarrier.arrive(k_empty.index(stage), count=1)
         seen = low * BLOCK_N + column
         visible = (seen[None, :] <= last_key[:, None]) & (seen >= first_key)[None, :]
-        if TREES:
-            visible = visible & has_turn(low, turns)[:, None]
         scores = gl.where(visible, scores, float("-inf"))
         best = gl.max(scores, axis=1)
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, out_layout)
@@ -227,15 +196,13 @@ def attend_partition(
         for tile in range(low + 1, clear):
             acc, scores, prior, best, total, whole_best, whole_total = advance(
                 q, buffers, barriers, whole, acc, scores, prior, best, total, whole_best,
-                whole_total, step, tile, last_key, column, scale, parts, turns, CHUNK, False, PARTS,
-                TREES,
+                whole_total, step, tile, last_key, column, scale, parts, CHUNK, False, PARTS,
             )  # fmt: skip
             step += 1
         for tile in range(clear, tiles):
             acc, scores, prior, best, total, whole_best, whole_total = advance(
                 q, buffers, barriers, whole, acc, scores, prior, best, total, whole_best,
-                whole_total, step, tile, last_key, column, scale, parts, turns, CHUNK, True, PARTS,
-                TREES,
+                whole_total, step, tile, last_key, column, scale, parts, CHUNK, True, PARTS,
             )  # fmt: skip
             step += 1
         mbarrier.arrive(q_empty, count=1)
@@ -255,12 +222,11 @@ def attend_partition(
             best, total, whole_best, whole_total, scale
         )
         if PARTS:
-            last = gl.minimum(tiles - 1, turn)
             if part >= 0:
-                store_part(acc, whole_best, whole_total, parts, last // CHUNK)
+                store_part(acc, whole_best, whole_total, parts, (tiles - 1) // CHUNK)
             if part == -1:
                 store_result(
-                    acc, whole, whole_total, old, new, last >= CHUNK, out_ptr, first, row, count,
+                    acc, whole, whole_total, old, new, tiles > CHUNK, out_ptr, first, row, count,
                     unit, HEADS, PACK, USED,
                 )  # fmt: skip
         else:
