@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 import triton_interpreter  # isort: skip
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch, SpanTable
-from surefoot.kernels.triton import chunk_list
+from surefoot.kernels.triton import chunk_attention, chunk_list
 from surefoot.kernels.triton.chunk_attention import path_keys
 from surefoot.kernels.triton.chunk_kernel import BLOCKS
 from surefoot.kernels.triton.chunk_list import list_chunks, packed_heads, rows_together
@@ -198,9 +198,10 @@ def test_nodes_share_what_lies_before_their_tree(
             step_end = -(-last // BLOCK_N) * BLOCK_N
             assert item[1:5] == [1, last - 1, slot, step_end] and item[8] == first
             assert item[6:8] == [shared * STEP, -(-last // BLOCK_N)]
-            paths += range(
-                item[10], item[10] + -(-(last - first // KV_BLOCK * KV_BLOCK) // KV_BLOCK)
-            )
+            blocks = -(-(last - first // KV_BLOCK * KV_BLOCK) // KV_BLOCK)
+            paths.append(item[10] // work.path_blocks)
+            assert item[10] % work.path_blocks == 0 and blocks <= work.path_blocks
+            assert work.nodes[1 + paths[-1]].tolist() == [item[0], slot, first, last - 1]
             for page, block in enumerate(item[BLOCKS.value : BLOCKS.value + 2], 2 * item[6]):
                 page = min(page, (last - 1) // KV_BLOCK)
                 beyond = page - first // KV_BLOCK
@@ -225,13 +226,19 @@ def test_nodes_share_what_lies_before_their_tree(
         row += count
     assert listed == len(items)
     assert len(set(parts)) == len(parts) and all(part < work.parts for part, _ in parts)
-    assert len(set(paths)) == len(paths) and max(paths, default=0) < work.path_blocks
+    assert sorted(paths) == list(range(int(work.nodes[0, 0]))) and len(paths) < len(work.nodes)
     if only_trees:
         assert not pieces
 
 
-def test_the_keys_of_each_path_are_laid_out_in_a_line() -> None:
-    """From the beginning of the block that the tree begins in, wherever that is."""
+@pytest.mark.parametrize("copying", [12, 1 / 66])
+def test_the_keys_of_each_path_are_laid_out_in_a_line(
+    copying: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the beginning of the block that the tree begins in, wherever that is, by as many
+    programs as there are nodes or by one."""
+    monkeypatch.setattr(chunk_attention, "COPYING", copying)
+    monkeypatch.setattr(chunk_attention, "processors", lambda _: 132)
     torch.manual_seed(1)
     chance, shape = Random(1), AttentionShape(2, 2, 64, 1.0)
     spans = [(37, 9), (5, 1), (8, 17), (0, 3), (30, 4)]
@@ -239,24 +246,19 @@ def test_the_keys_of_each_path_are_laid_out_in_a_line() -> None:
     masks[3] = torch.full((3,), -1)
     texts = [Text(46, shape, torch.bfloat16) for _ in spans]
     _, kv, batch = lay_out(texts, spans, 8, 46, 2, masks)
-    for tree_rows in (17, 64):  # Paths by span, by row.
-        batch = replace(batch, tree_rows=tree_rows)
-        work = list_chunks(batch, shape, 8)
-        paths = path_keys(kv, batch, work)
-        owner = batch.row_slot.tolist()
-        first_row = [0, 9, 10, 27, 30]
-        seen = 0
-        for item in work.items[1 : 1 + int(work.items[0, 0])].tolist():
-            if item[10] < 0:
-                continue
-            span = owner[item[0]]
-            first, mask = spans[span][0], int(masks[span][item[0] - first_row[span]])
-            places = places_of(first, mask)[first // 8 * 8 :]
-            found = paths[:, item[10] :].transpose(2, 3).flatten(1, 2)
-            assert torch.equal(found[:, : len(places)], texts[span].kv[:, places]), spans[span]
-            assert not found[:, len(places) : -(-len(places) // 8) * 8].any(), "zeros behind it"
-            seen += 1
-        assert seen == 9 + 1 + 17 + 4
+    batch = replace(batch, tree_rows=17)
+    work = list_chunks(batch, shape, 8)
+    paths = path_keys(kv, batch, work)
+    owner, first_row = batch.row_slot.tolist(), [0, 9, 10, 27, 30]
+    nodes = work.nodes[1 : 1 + int(work.nodes[0, 0])].tolist()
+    assert len(nodes) == 9 + 1 + 17 + 4
+    for node, (row, *_) in enumerate(nodes):
+        span = owner[row]
+        first, mask = spans[span][0], int(masks[span][row - first_row[span]])
+        places = places_of(first, mask)[first // 8 * 8 :]
+        found = paths[:, node * work.path_blocks :].transpose(2, 3).flatten(1, 2)
+        assert torch.equal(found[:, : len(places)], texts[span].kv[:, places]), spans[span]
+        assert not found[:, len(places) : -(-len(places) // 8) * 8].any(), "zeros behind it"
 
 
 def test_one_long_text_is_shared_out_and_a_crowd_of_equals_is_not() -> None:

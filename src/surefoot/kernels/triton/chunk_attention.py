@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch
 from surefoot.kernels.triton.attention import LOG2_E
-from surefoot.kernels.triton.chunk_kernel import ENTRY, chunk_kernel, combine_chunks_kernel
+from surefoot.kernels.triton.chunk_kernel import NODE, chunk_kernel, combine_chunks_kernel
 from surefoot.kernels.triton.chunk_list import (
     QUERY_ROWS,
     TOGETHER,
@@ -20,7 +20,7 @@ from surefoot.kernels.triton.chunk_list import (
     packed_heads,
     programs_of,
 )
-from surefoot.kernels.triton.launch import next_power_of_2
+from surefoot.kernels.triton.launch import next_power_of_2, processors
 from surefoot.kernels.triton.paths import path_keys_kernel
 from surefoot.kernels.triton.pdl import pdl
 from surefoot.kernels.triton.prompt_attention import BLOCK_N, CHUNK_KEYS, PAGES, QUERIES, STAGES
@@ -32,6 +32,9 @@ FEW_PARTS, MANY_PARTS = 4, 16
 COMBINE_REGISTERS = 128
 """Of a thread that adds them up. Where none is said, ptxas takes few, and has each wait for the one
 before."""
+COPYING = 12
+"""Programs of a multiprocessor that copy paths: so many are there at once. Mostly there is nothing
+to copy, and more would take their time to find that out."""
 MOST_COPIED = 64
 """Keys of a path that a program copies at a time."""
 
@@ -84,11 +87,13 @@ def path_keys(kv: torch.Tensor, batch: FlatBatch, work: ChunkWork) -> torch.Tens
     """The keys and values along each path, in blocks as those of ``kv``: [2, path blocks, kv_heads,
     block_size, head_dim], from the block on that a tree begins in."""
     kv_heads, block_size, width = kv.shape[2:]
-    paths = kv.new_empty((2, work.path_blocks, kv_heads, block_size, width))
+    nodes = len(work.nodes) - 1
+    paths = kv.new_empty((2, nodes * work.path_blocks, kv_heads, block_size, width))
     keys = min(MOST_COPIED, next_power_of_2(block_size - 1 + batch.tree_rows))
-    path_keys_kernel[(work.items.shape[0] - 1, kv_heads)](
-        kv, paths, work.items, work.places, batch.block_tables, batch.block_tables.stride(0),
-        kv.stride(0), paths.stride(0), kv_heads, width, block_size, keys, ENTRY.value,
-        num_warps=4, **pdl(kv.device),
+    programs = min(nodes, max(1, int(COPYING * processors(kv.device)) // kv_heads))
+    path_keys_kernel[(programs, kv_heads)](
+        kv, paths, work.nodes, work.places, batch.block_tables, batch.block_tables.stride(0),
+        kv.stride(0), paths.stride(0), kv_heads, width, block_size, keys, work.path_blocks,
+        NODE.value, num_warps=4, **pdl(kv.device),
     )  # fmt: skip
     return paths

@@ -25,6 +25,8 @@ BLOCKS = gl.constexpr(16)
 """Where an entry has the blocks of its first tile."""
 SPLIT = gl.constexpr(8)
 """Numbers of an entry in the list of what is added up."""
+NODE = gl.constexpr(4)
+"""Numbers of an entry in the list of nodes."""
 
 
 @jit

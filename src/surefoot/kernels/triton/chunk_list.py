@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 
 from surefoot.kernels.backend import AttentionShape, FlatBatch
-from surefoot.kernels.triton.chunk_kernel import BLOCKS, ENTRY, SPLIT
+from surefoot.kernels.triton.chunk_kernel import BLOCKS, ENTRY, NODE, SPLIT
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2, processors
 from surefoot.kernels.triton.paths import path_places
 from surefoot.kernels.triton.pdl import await_inputs, pdl
@@ -48,6 +48,10 @@ class ChunkWork:
     tile's partial results, and the first of the blocks of its path, which has the keys from the
     block of the span's first on (-1: no node of a tree); from ``BLOCKS`` on, the blocks of its
     first step's pages (of a path b: -1 - b)."""
+    nodes: torch.Tensor
+    """int32 [1 + n, NODE], of trees' nodes: first their number; then of each its flat row, its
+    slot, the index of its span's first key and that of its own last. Node i's path has the blocks
+    from i times ``path_blocks`` on."""
     split: torch.Tensor
     """int32 [n, SPLIT], of the tiles that are split, a few rows each: first flat row, rows (0: no
     such entry), first partial result, their number, and the first row within its tile."""
@@ -56,7 +60,7 @@ class ChunkWork:
     parts: int
     """Partial results that there is room for; 0: nothing is split."""
     path_blocks: int
-    """Blocks of all paths; 0: there are no trees."""
+    """Blocks of a path; 0: there are no trees."""
     places: torch.Tensor | None
     """Of trees' rows, as ``path_places`` has them."""
 
@@ -122,16 +126,15 @@ def store_item(
 )  # fmt: skip
 def chunk_list_kernel(
     first_row_ptr, rows_ptr, slot_ptr, key_index_ptr, mask_ptr, start_ptr, items_ptr, split_ptr,
-    tables_ptr, table_stride, spans, programs, units, capacity, splits,
+    nodes_ptr, tables_ptr, table_stride, spans, programs, units, capacity, splits,
     ROWS: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
     SPANS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LARGE_SHARE: tl.constexpr,
-    CHAINS: tl.constexpr, TREES: tl.constexpr, PATH: tl.constexpr, WIDTH: tl.constexpr,
+    CHAINS: tl.constexpr, TREES: tl.constexpr, PATH: tl.constexpr,
     BOTH_WAYS: tl.constexpr, ENTRY: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr,
-    PDL: tl.constexpr,
+    NODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program an item, and one for ``FEW`` rows of a tile that is split or one node of a tree;
-    each works out its own place. ``PATH``: blocks of a path; ``WIDTH``: paths of a span, 0: one a
-    row of the batch."""
+    each works out its own place. ``PATH``: blocks of a path."""
     # Kernels behind this one may read the list before they wait: they start when it is there.
     await_inputs(PDL)
     number = tl.program_id(0)
@@ -171,6 +174,7 @@ def chunk_list_kernel(
     length = tl.where((nodes > 0) & (shared == 0), whole, run)
     if number == 0:
         tl.store(items_ptr, tl.sum(items, axis=0))
+        tl.store(nodes_ptr, tl.sum(nodes, axis=0))
 
     ends = tl.cumsum(items, axis=0)
     span = tl.sum((ends <= number).to(tl.int32), axis=0)
@@ -216,9 +220,13 @@ def chunk_list_kernel(
                 steps = (last + BLOCK_N - 1) // BLOCK_N
                 # Nothing is to be cleared behind the last key: paths end in zeros.
                 end = steps * BLOCK_N
-                path = row * PATH
-                if WIDTH > 0:
-                    path = (span * WIDTH + node) * PATH
+                own_node = of(tl.cumsum(nodes, axis=0) - nodes, own) + node
+                path = own_node * PATH
+                entry_of_node = nodes_ptr + NODE + own_node * NODE
+                tl.store(entry_of_node, row)
+                tl.store(entry_of_node + 1, slot)
+                tl.store(entry_of_node + 2, start)
+                tl.store(entry_of_node + 3, key)
         low = chunk * (CHUNK // BLOCK_N)
         high = tl.minimum(low + own_run * (CHUNK // BLOCK_N), steps)
         part = tl.where(partial, first_part + tile * of(whole, own) + chunk, -1)
@@ -295,15 +303,16 @@ def list_chunks(
         most_split = min(tiles, cdiv(8 * programs, 7 * units)) * cdiv(part_rows, few * pack)
         splits = min(most_split, (rows + entries * (few - 1)) // few) + nodes
     items = spans.rows.new_empty((1 + tiles + cuts + nodes, ENTRY.value), dtype=torch.int32)
+    listed_nodes = spans.rows.new_empty((1 + nodes, NODE.value), dtype=torch.int32)
     listed = spans.rows.new_empty((splits, SPLIT.value), dtype=torch.int32)
     path = cdiv(block_size - 1 + min(batch.tree_rows, rows), block_size)
     chunk_list_kernel[(max(tiles + cuts + nodes, splits),)](
         spans.first_row, spans.rows, spans.slot, batch.key_index, batch.mask, batch.span_start,
-        items, listed, batch.block_tables, batch.block_tables.stride(0), entries, programs, units,
-        parts, splits, per_tile, few, CHUNK_KEYS, BLOCK_N, next_power_of_2(entries, 32), block_size,
-        LARGE_SHARE, not only_trees, batch.has_paths, path,
-        batch.tree_rows if nodes < rows else 0, batch.both_ways, ENTRY.value, BLOCKS.value,
-        SPLIT.value, num_warps=1, **pdl(batch.key_index.device),
+        items, listed, listed_nodes, batch.block_tables, batch.block_tables.stride(0), entries,
+        programs, units, parts, splits, per_tile, few, CHUNK_KEYS, BLOCK_N,
+        next_power_of_2(entries, 32), block_size, LARGE_SHARE, not only_trees, batch.has_paths,
+        path, batch.both_ways, ENTRY.value, BLOCKS.value, SPLIT.value, NODE.value,
+        num_warps=1, **pdl(batch.key_index.device),
     )  # fmt: skip
     places = path_places(batch.mask) if batch.has_paths else None
-    return ChunkWork(items, listed, part_rows, parts, nodes * path, places)
+    return ChunkWork(items, listed_nodes, listed, part_rows, parts, path if nodes else 0, places)
