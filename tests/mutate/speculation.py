@@ -177,14 +177,14 @@ MUTATIONS = (
     ),
     m(
         "engine/measuring.py",
-        "any_part = steps <= SHALLOW and spans >= CROWD",
-        "any_part = steps <= SHALLOW",
+        "(crowd and steps <= SHALLOW and each < 1 + steps)",
+        "(steps <= SHALLOW and each < 1 + steps)",
         "test_block_depths.py",
     ),
     m(
         "engine/measuring.py",
-        "any_part = steps <= SHALLOW and spans >= CROWD",
-        "any_part = spans >= CROWD",
+        "(crowd and steps <= SHALLOW and each < 1 + steps)",
+        "(crowd and each < 1 + steps)",
         "test_block_depths.py",
     ),
     m(

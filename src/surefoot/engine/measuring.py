@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from surefoot.engine.cuda_graphs import RecordedRounds
+from surefoot.engine.rounds import CROWD
 from surefoot.engine.sampling_times import drawing_requests, sampling_costs
 from surefoot.engine.timing import TIMED_ROWS, contexts_to_time, made_up_requests, time_keeping_up
 from surefoot.sampling.params import SamplingStages
@@ -15,13 +16,13 @@ from surefoot.speculation.decisions import NOTHING, Action, SamplingCost
 from surefoot.speculation.recorded_costs import PromptRounds, RecordedCosts, RecordedSize
 from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
 
-SHALLOW, CROWD = 2, 32
-"""Where so many requests (``CROWD``) decode, only the likeliest of their drafts are verified, and
-nearly all of these are the first or second (``SHALLOW``) of their request: the best 256 drafts of
-512 texts give 1.44 tokens a round, drawn at 0.8 1.34, whether two or seven were made for each."""
-TREE_ROWS, TREE_ROWS_OF_CROWD = (2, 3, 5, 9, 17), (1.25, 1.5, 2, 2.5, 3, 5)
-"""Rows of each request where trees have fewer levels than they may: their best drafts are worth
-verifying in any number."""
+SHALLOW = 2
+"""Nearly all drafts of a crowd that are verified are the first or second of their request: the best
+256 drafts of 512 texts give 1.44 tokens a round, drawn at 0.8 1.34, whether two or seven were made
+for each."""
+TREE_ROWS, TREE_ROWS_OF_CROWD, DEEP_ROWS_OF_CROWD = (2, 3, 5, 9, 17), (1.25, 1.5, 2, 3), (2, 3, 5)
+"""Rows of each request where drafts are trees of fewer levels than they may have, and of a crowd's
+where they have all: their best drafts are worth verifying in any number."""
 Curve = list[tuple[int, float]]
 """(Tokens of every text, seconds), rising."""
 
@@ -45,22 +46,27 @@ def decoding_sizes(
 ) -> list[Size]:
     """Rounds of so many spans that propose so, by rows; the first verifies no drafts. With drafters
     at full depth or asleep, any number of rows; with another depth just as many as hold that for
-    every request, and of a crowd's first drafts any part, or a few numbers where they are trees;
-    where nobody proposes, none for drafts, unless nobody ever does on the device."""
+    every request, and of a crowd's first drafts any part. Where drafts are trees, a few numbers of
+    rows; where nobody proposes, none for drafts, unless nobody ever does on the device."""
     base = Size(spans, spans, spans, kind, *action)
     proposers, steps = action
     if not proposers and rounds.round.proposers:
         return [base]
-    rows = rounds.rows(spans)
-    if 0 < steps < rounds.longest:
-        most = spans * (1 + steps)
-        any_part = steps <= SHALLOW and spans >= CROWD
-        if rounds.round.trees:
-            each = TREE_ROWS_OF_CROWD if spans >= CROWD else TREE_ROWS
-            rows = [count for count in rows if count == spans or count / spans in each]
-        else:
-            rows = [n for n in rows if n in (spans, most) or (any_part and n < most)]
+    counts = rounds.rows(spans)
+    rows = [n for n in counts if n == spans or _recorded(rounds, spans, steps, n / spans)]
     return [replace(base, rows=each, samples=each, verifies=each > spans) for each in rows]
+
+
+def _recorded(rounds: RecordedRounds, spans: int, steps: int, each: float) -> bool:
+    """Whether rounds with ``each`` rows a request are, where drafters make so many steps."""
+    deep, crowd = steps == rounds.longest, spans >= CROWD
+    if not steps or (deep and not (rounds.round.trees and crowd and rounds.weighed)):
+        return True
+    if not rounds.round.trees:
+        return each == 1 + steps or (crowd and steps <= SHALLOW and each < 1 + steps)
+    if not crowd:
+        return each in TREE_ROWS
+    return each in (DEEP_ROWS_OF_CROWD if deep else TREE_ROWS_OF_CROWD)
 
 
 def prompt_actions(rounds: RecordedRounds, spans: int) -> list[Action]:

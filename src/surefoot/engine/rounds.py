@@ -23,8 +23,11 @@ multiply at once (64) are filled by seven drafts of eight requests, five of 32 a
 (docs/log.md)."""
 MANY_BLOCK_ROWS = 64
 """Rows from which on the time of a block's pass depends on their number."""
-TREE_LEVELS = 1, 2, 4, 8
-"""Of the trees that drafters may grow, besides as many as they can."""
+CROWD = 32
+"""Requests of which only the likeliest drafts are verified, where so many decode."""
+TREE_LEVELS, TREE_LEVELS_OF_CROWD = (2, 4, 8), (1, 2)
+"""Of the trees that drafters may grow, besides as many as they can: for few requests levels hardly
+matter, and for a crowd each takes as long as all that the first two bring."""
 PROMPT_SPANS = (16, 64, 160)
 """Spans that rounds with prompts are padded to, besides an engine's most. The last is for a
 crowd of 128 and who joins it: of SmolLM2, padding it to 512 requests takes half as long again."""
@@ -254,7 +257,8 @@ class PaddedRounds(Rounds):
         """How far drafters may draft in rounds of so many spans, rising: as far as some number of
         rows holds it all, or as far as they can; so many levels where there are trees."""
         if self.round.trees:
-            return sorted({n for n in TREE_LEVELS if n < self.longest} | {self.longest})
+            levels = TREE_LEVELS if spans < CROWD else TREE_LEVELS_OF_CROWD
+            return sorted({n for n in levels if n < self.longest} | {self.longest})
         whole = set(self.block_depths(spans))
         if not self.round.whole.issuperset(self.round.drafters):
             whole = {rows // spans - 1 for rows in self.rows(spans) if rows % spans == 0}
