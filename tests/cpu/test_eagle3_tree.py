@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,14 +20,17 @@ from harness import (
     run_alone,
     run_jobs,
 )
+from surefoot.engine.engine import Engine
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import Backend, FlatBatch
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.tree_growth import BestNodes, GrownTree, TreeGrowth
 from surefoot.request import SamplingParams
 from surefoot.sampling.noise import gumbel, gumbel_at
+from surefoot.speculation.decisions import Decision, Situation
 from surefoot.speculation.drafting.tree import grow
 from surefoot.speculation.proposers.eagle3.proposer import Eagle3Options, Eagle3Proposer
+from surefoot.speculation.tree_offers import levels_of
 from surefoot.speculation.trees import ancestors
 from test_eagle3_engine import by_formulas
 
@@ -181,6 +185,62 @@ def test_the_best_branch_is_the_chain_of_the_formulas(backend: str) -> None:
             node = children[0]
             assert tokens[node] == token, text
         assert tokens[0] == by_formulas("skilled", text, 1)[0]
+
+
+def trees_by_text(engine: Engine) -> dict[tuple[int, tuple[int, ...]], list[list[int]]]:
+    """(Levels that were asked for, text) -> tokens and parents of the tree behind it."""
+    found: dict[tuple[int, tuple[int, ...]], list[list[int]]] = {}
+    inner, proposer = engine.round.books.learn, engine.proposers[0]
+
+    def learn(index: int, slots: torch.Tensor, drafts: Any) -> None:
+        for row, slot in enumerate(slots.tolist()):
+            if slot != engine.state.padding_slot:
+                length = int(engine.state.length[slot])
+                text = tuple(engine.state.history[slot, :length].tolist())
+                parts = (drafts.tokens, drafts.parents)
+                kept = [part[row, : int(drafts.lengths[row])].tolist() for part in parts]
+                found[proposer.wanted.longest, text] = kept
+        inner(index, slots, drafts)
+
+    engine.round.books.learn = learn  # type: ignore[method-assign]
+    return found
+
+
+def test_trees_grow_as_many_levels_as_they_are_told() -> None:
+    """In each round another number: the trees are those of drafters that never grow more."""
+    engine, steps = tree_engine("skilled"), 0
+    trees, decide = trees_by_text(engine), engine.loop.planner.decide
+
+    def vary(situation: Situation) -> Decision:
+        nonlocal steps
+        steps = steps % 3 + 1
+        return replace(decide(situation), steps=steps)
+
+    engine.loop.planner.decide = vary  # type: ignore[method-assign]
+    jobs = [Job((5, 9, 2 + i, 33, 14), GREEDY) for i in range(3)]
+    for job, request in zip(jobs, run_jobs(engine, jobs), strict=True):
+        assert request.output == run_alone(target(), job).output
+    assert {levels for levels, _ in trees} == {1, 2, 3}
+    compared = 0
+    for depth in (1, 2, 3):
+        shallow = tree_engine("skilled", own={"depth": depth})
+        expected = {text: tree for (_, text), tree in all_trees(shallow, jobs).items()}
+        for (levels, text), tree in trees.items():
+            if levels == depth and text in expected:
+                assert tree == expected[text], (levels, text)
+                assert max(levels_of(np.array([tree[1]]))[0]) <= levels
+                compared += 1
+    assert compared > 15
+
+
+def all_trees(engine: Engine, jobs: list[Job]) -> dict[tuple[int, tuple[int, ...]], Any]:
+    """Behind every text on the way, as nothing is verified."""
+    trees, decide = trees_by_text(engine), engine.loop.planner.decide
+    engine.loop.planner.decide = (  # type: ignore[method-assign]
+        lambda situation: replace(decide(situation), drafts=0)
+    )
+    run_jobs(engine, jobs)
+    return trees
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
