@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -190,7 +190,7 @@ def test_the_best_branch_is_the_chain_of_the_formulas(backend: str) -> None:
 def trees_by_text(engine: Engine) -> dict[tuple[int, tuple[int, ...]], list[list[int]]]:
     """(Levels that were asked for, text) -> tokens and parents of the tree behind it."""
     found: dict[tuple[int, tuple[int, ...]], list[list[int]]] = {}
-    inner, proposer = engine.round.books.learn, engine.proposers[0]
+    inner, proposer = engine.round.books.learn, cast(Eagle3Proposer, engine.proposers[0])
 
     def learn(index: int, slots: torch.Tensor, drafts: Any) -> None:
         for row, slot in enumerate(slots.tolist()):
