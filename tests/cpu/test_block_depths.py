@@ -20,7 +20,6 @@ from surefoot.speculation.measured_times import RecordedSize
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.recorded_costs import RecordedCosts
 from surefoot.speculation.size import GREEDY
-from surefoot.speculation.tree_offers import TreeSize
 from test_planner import gpu_host, samples
 
 WIDTH = 15
@@ -41,7 +40,7 @@ def rounds_of(
     whole: set[int],
     requests: int = 128,
     weighed: bool = True,
-    trees: dict[int, TreeSize] | None = None,
+    trees: dict[int, int] | None = None,
 ) -> PaddedRounds:
     """Of an engine for so many requests whose proposers draft so far."""
     state = SimpleNamespace(device=torch.device("cpu"), max_drafts=WIDTH)
@@ -82,9 +81,9 @@ def test_of_a_crowd_s_first_drafts_any_part_is_verified() -> None:
 
 def test_trees_have_fewer_levels_where_they_cost_too_much() -> None:
     """Each of few rows of a request, for their best drafts are worth verifying in any number."""
-    rounds = cast(Any, rounds_of({0: 6}, set(), trees={0: TreeSize(6, WIDTH)}))
+    rounds = cast(Any, rounds_of({0: 6}, set(), trees={0: WIDTH}))
     assert [rounds.depths(spans) for spans in (1, 32)] == [[2, 4, 6], [1, 2, 6]]
-    assert cast(Any, rounds_of({0: 2}, set(), trees={0: TreeSize(2, 4)})).depths(8) == [2]
+    assert cast(Any, rounds_of({0: 2}, set(), trees={0: 4})).depths(8) == [2]
 
     def rows(spans: int, steps: int) -> list[int]:
         return [size.rows for size in decoding_sizes(rounds, spans, GREEDY, ((0,), steps))]
@@ -151,7 +150,7 @@ def engines(*loads: int) -> tuple[Planner, dict[int, World]]:
         texts = Texts(lookup=None, drafter=0, chances=chances, spread=0.05, width=WIDTH)
         return World(device, gpu_host, texts, requests, 2, True, (0,), 0.01, hiccups=0.0)
 
-    planner = Planner(costs, HostCosts(samples(gpu_host)), WIDTH, [0])
+    planner = Planner(costs, HostCosts(samples(gpu_host)), WIDTH, {0: WIDTH})
     return planner, {load: world(load) for load in loads}
 
 

@@ -100,7 +100,7 @@ def situation(*chances: list[float], **changes: Any) -> Situation:
 
 
 def planner_of(costs: GivenCosts) -> Planner:
-    return Planner(costs, HostCosts(), WIDTH, drafters=(1,))
+    return Planner(costs, HostCosts(), WIDTH, drafters={1: WIDTH})
 
 
 def waiting_planner(
@@ -661,7 +661,7 @@ def test_while_a_crowd_leaves_there_may_be_actions_that_were_never_weighed() -> 
     few, many = (NOTHING, ((1,), 1), ((1,), 2), ((1,), 3)), (NOTHING, ((1,), 2))
     costs = GivenCosts(few, 0.01, 0.3)
     costs.actions = lambda requests: few if requests < 8 else many  # type: ignore[method-assign]
-    offers = OfferMemory(WIDTH, frozenset({1}))
+    offers = OfferMemory(WIDTH, {1: WIDTH})
     weighing = Weighing(costs, HostCosts(), offers, True)
 
     def weigh(requests: int, row: list[float]) -> Action:
@@ -680,7 +680,7 @@ def test_while_a_crowd_leaves_there_may_be_actions_that_were_never_weighed() -> 
 def test_what_an_action_promises_does_not_depend_on_prompts_beside_it() -> None:
     costs = GivenCosts([LOOK], 0.01, 0.1)
     costs.prompt = 0.05
-    weighing = Weighing(costs, HostCosts(), OfferMemory(WIDTH, frozenset()), True)
+    weighing = Weighing(costs, HostCosts(), OfferMemory(WIDTH), True)
     now = situation(*[[0.9, 0.8, 0.7]] * 4, proposers=(0,))
     beside = replace(now, prompt_rows=64, prompts=1)
     alone, nothing = weighing.plain_seconds(now)
@@ -699,7 +699,7 @@ def test_what_others_offered_beside_prompts_is_there_for_what_is_held(
     costs = GivenCosts([LOOK, DRAFT, every], 0.0)
     costs.prompt = 0.05
     costs.with_prompts = lambda requests, action: every  # type: ignore[method-assign]
-    planner = Planner(costs, HostCosts(), WIDTH, drafters=(1,), overlap=True)
+    planner = Planner(costs, HostCosts(), WIDTH, drafters={1: WIDTH}, overlap=True)
     monkeypatch.setattr(planner.weighing, "host_seconds", lambda *args: 2.0)
     monkeypatch.setattr(planner.budget, "next", lambda *asked: None)
     best = [DRAFT]
@@ -771,7 +771,7 @@ def test_what_finds_nothing_on_offer_yet_is_not_held(monkeypatch: pytest.MonkeyP
 
 
 def test_held_decisions_do_not_keep_other_actions_from_being_weighed() -> None:
-    costs, offers = GivenCosts([LOOK, DRAFT], 0.01), OfferMemory(WIDTH, frozenset({1}))
+    costs, offers = GivenCosts([LOOK, DRAFT], 0.01), OfferMemory(WIDTH, {1: WIDTH})
     now = situation(NEVER, NEVER)
     for rounds in (1, 4, 7):
         weighing = Weighing(costs, HostCosts(), offers, True)
@@ -809,11 +809,11 @@ def test_rounds_take_as_long_as_the_device_and_a_host_that_varies_let_them(part:
     """Of 2 ms of the device; three are in flight where the host has less than 1 ms to spare."""
     device, host = 0.002, 0.002 * part
     costs = HostCosts([HostSample(1, 0, 0, host, False)] * 20)
-    weighing = Weighing(GivenCosts([], 0.0), costs, OfferMemory(WIDTH, frozenset()), True)
+    weighing = Weighing(GivenCosts([], 0.0), costs, OfferMemory(WIDTH), True)
     times = host * (1 + costs.noise * np.random.default_rng(0).normal(size=40_000))
     want = simulated(device, np.maximum(times, 0.0).tolist(), 3 if part > 0.5 else 2)
     assert weighing.expected(np.array([device]), host) == pytest.approx([want], rel=0.02)
-    apart = Weighing(GivenCosts([], 0.0), costs, OfferMemory(WIDTH, frozenset()), False)
+    apart = Weighing(GivenCosts([], 0.0), costs, OfferMemory(WIDTH), False)
     assert apart.expected(np.full(1, device), host) == device + host
 
 
@@ -824,7 +824,7 @@ def test_one_round_is_expected_to_take_what_a_table_of_them_says(
 ) -> None:
     """Of a second of the device."""
     costs = HostCosts([HostSample(1, 0, 0, host, False)] * 20)
-    weighing = Weighing(GivenCosts([], 0.0), costs, OfferMemory(WIDTH, frozenset()), overlap)
+    weighing = Weighing(GivenCosts([], 0.0), costs, OfferMemory(WIDTH), overlap)
     own = situation([0.5])
     table = weighing.expected(np.array([1.0, 9.0]), weighing.host_seconds(own, NOTHING))
     assert weighing.seconds(own, NOTHING) == pytest.approx(float(table[0]), rel=1e-12)
@@ -835,7 +835,7 @@ def test_with_two_in_flight_rounds_take_the_longer_of_two_times_that_vary(part: 
     """100 ms of the device: a third is in flight from 99 on only."""
     host = 0.1 * part
     costs = HostCosts([HostSample(1, 0, 0, host, False)] * 20)
-    weighing = Weighing(GivenCosts([], 0.0), costs, OfferMemory(WIDTH, frozenset()), True)
+    weighing = Weighing(GivenCosts([], 0.0), costs, OfferMemory(WIDTH), True)
     times = host * (1 + costs.noise * np.random.default_rng(0).normal(size=200_000))
     longer = float(np.maximum(0.1, times).mean())
     found = float(weighing.expected(np.array([0.1]), host)[0])

@@ -151,7 +151,7 @@ def test_it_is_the_best_of_all_fair_counts(
 
 def test_offers_that_ends_cut_short_do_not_count() -> None:
     """Requests that are about to end take shorter drafts: nothing follows for those that come."""
-    memory = OfferMemory(3, frozenset({0}))
+    memory = OfferMemory(3, {0: 3})
     whole = np.tile(np.array([0.75, 0.55, 0.4], dtype=np.float32), (32, 1))
     whose = np.zeros(32, dtype=np.int64)
     for _ in range(20):

@@ -61,7 +61,7 @@ def test_of_the_sizes_on_offer_the_cheapest_that_is_large_enough(
 
 def test_planners_hear_of_other_sizes_on_offer() -> None:
     costs = RecordedCosts({size: [(1, 1e-3)] for size in SIZES})
-    weighing = Weighing(costs, HostCosts(), OfferMemory(3, frozenset({1})), True)
+    weighing = Weighing(costs, HostCosts(), OfferMemory(3, {1: 3}), True)
     situation = Situation(4, 0, None, None, (0, 1), 3, 1.0)
     assert weighing.allowed(situation) == (NOTHING, LOOK, DRAFT)
     costs.offer(set(SIZES[:6]))

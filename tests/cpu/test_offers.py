@@ -14,7 +14,7 @@ WIDTH = 3
 
 def memory_of(rows: list[list[float]], proposer: int, times: int = 30) -> OfferMemory:
     """That has seen ``rows``, one for each request, again and again."""
-    memory = OfferMemory(WIDTH, frozenset({DRAFTER}))
+    memory = OfferMemory(WIDTH, {DRAFTER: WIDTH})
     chances = np.array(rows, dtype=np.float32)
     for _ in range(times):
         memory.record(chances, np.full(len(rows), proposer), (proposer,), WIDTH)
@@ -42,7 +42,7 @@ def test_a_promise_to_one_request_is_the_mean_of_its_best_rounds(
     """Of the latest eight offers, whose sums are made number by number, or of all."""
     rng = np.random.default_rng(7)
     for case in range(40):
-        memory = OfferMemory(WIDTH, frozenset({DRAFTER}))
+        memory = OfferMemory(WIDTH, {DRAFTER: WIDTH})
         for _ in range(int(rng.integers(9, 30))):
             row = np.cumprod(rng.random(WIDTH)) * (rng.random() < 0.8)
             memory.record(row[np.newaxis].astype(np.float32), np.zeros(1, int), (LOOKUP,), 0)
@@ -66,7 +66,7 @@ def test_ahead_of_its_offers_one_request_is_promised_what_one_number_of_drafts_b
     """Offers come and go: who had to know of each before its round, cannot choose for each."""
     drafts, seconds = np.arange(WIDTH + 1), np.array([1.0, 1.1, 1.2, 1.4])
     rows = np.array([[0.9, 0.8, 0.7], [0.0, 0.0, 0.0]] * 8, dtype=np.float32)
-    known, ahead = (OfferMemory(WIDTH, frozenset({DRAFTER}), each) for each in (False, True))
+    known, ahead = (OfferMemory(WIDTH, {DRAFTER: WIDTH}, each) for each in (False, True))
     for memory in (known, ahead):
         for row in rows:
             memory.record(row[np.newaxis], np.zeros(1, int), (LOOKUP,), 0)
@@ -95,11 +95,27 @@ def test_drafters_offers_are_seen_as_long_as_they_would_be() -> None:
     assert (memory.continued(whole, whose, 3, 3) == whole).all()
 
 
+@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("trees", [{}, {LOOKUP: WIDTH}], ids=["chain", "tree"])
+def test_a_drafter_that_makes_fewer_steps_than_another_is_remembered(
+    requests: int, trees: dict[int, int]
+) -> None:
+    """Told to make as many as that one can, it makes all that it can."""
+    memory = OfferMemory(WIDTH, {LOOKUP: 2, DRAFTER: WIDTH}, trees=trees)
+    rows = np.tile(np.array([[0.9, 0.7, 0.0]], dtype=np.float32), (requests, 1))
+    for _ in range(20):
+        memory.record(rows, np.full(requests, LOOKUP), (LOOKUP, DRAFTER), WIDTH)
+    for steps, found in ((WIDTH, [0.9, 0.7, 0.0]), (2, [0.9, 0.7, 0.0]), (1, [0.9, 0.0, 0.0])):
+        assert memory.latest(2, (LOOKUP,), steps)[1].tolist() == pytest.approx(found)
+        chances = memory.continued(rows, np.full(requests, LOOKUP), WIDTH, steps)
+        assert chances[0].tolist() == pytest.approx(found)
+
+
 def test_one_offer_is_recorded_as_several_are() -> None:
     """Number by number, the same to the bit as by arrays: a request that the report does not know
     is nobody's, but makes them of two rows."""
     rng = np.random.default_rng(5)
-    alone, beside = (OfferMemory(8, frozenset({DRAFTER})) for _ in range(2))
+    alone, beside = (OfferMemory(8, {DRAFTER: 8}) for _ in range(2))
     for _ in range(700):
         proposers = ((LOOKUP,), (DRAFTER,), (LOOKUP, DRAFTER))[rng.integers(3)]
         steps, whose = int(rng.integers(1, 8)), int(rng.choice(proposers))
@@ -118,7 +134,7 @@ def test_one_offer_is_recorded_as_several_are() -> None:
 
 def test_a_drafters_offer_is_learnt_number_by_number() -> None:
     rng = np.random.default_rng(6)
-    found, expected = Offers(8, True), Offers(8, True)
+    found, expected = Offers(8, 8), Offers(8, 8)
     for _ in range(50):
         steps = int(rng.integers(1, 8))
         row = np.zeros((1, 8), dtype=np.float32)
@@ -137,7 +153,7 @@ def vars_equal(found: Offers, expected: Offers) -> bool:
 
 def test_what_a_better_offer_hides_is_what_there_usually_is() -> None:
     """One long offer that was seen last is not taken for what the look-up has ever since."""
-    memory = OfferMemory(WIDTH, frozenset({DRAFTER}))
+    memory = OfferMemory(WIDTH, {DRAFTER: WIDTH})
     long, none = (np.array([row], dtype=np.float32) for row in ([0.9, 0.8, 0.7], [0.0, 0.0, 0.0]))
     for row in [none] * 15 + [long]:
         memory.record(row, np.array([LOOKUP]), (LOOKUP,), 0)
@@ -148,14 +164,14 @@ def test_what_a_better_offer_hides_is_what_there_usually_is() -> None:
 
 def test_of_another_request_is_expected_what_all_before_it_offered() -> None:
     """Not what the one before it did, whose text repeated itself."""
-    memory = OfferMemory(WIDTH, frozenset({DRAFTER}))
+    memory = OfferMemory(WIDTH, {DRAFTER: WIDTH})
     for _ in range(5):
         for row in [[0.1, 0.0, 0.0]] * 70 + [[0.9, 0.9, 0.9]] * 30:
             memory.record(np.array([row], dtype=np.float32), np.array([LOOKUP]), (LOOKUP,), 0)
     assert memory.latest(8, (LOOKUP,), 0).mean(axis=0).tolist() == pytest.approx([0.9] * 3)
     memory.renew()
     assert memory.latest(8, (LOOKUP,), 0).mean(axis=0)[0] == pytest.approx(0.34, abs=0.15)
-    few = OfferMemory(WIDTH, frozenset({DRAFTER}))
+    few = OfferMemory(WIDTH, {DRAFTER: WIDTH})
     few.record(np.array([[0.5, 0.4, 0.3]], dtype=np.float32), np.array([LOOKUP]), (LOOKUP,), 0)
     few.renew()
     assert (few.latest(8, (LOOKUP,), 0) > 0).all()

@@ -86,7 +86,7 @@ def test_a_host_that_is_late_now_and_then_slows_nobody(seed: int) -> None:
     seconds = [device(min(n, 512), 0, NOTHING, max(0, n - 512)) for n in rows]
     costs = ExactCosts(rows, seconds, {0: Proposing(2e-5, longest=2)})
     samples = [HostSample(b, d, 0, host(b, d, 0), d > 0) for b in (1, 64, 512) for d in (0, b)]
-    planner = Planner(costs, HostCosts(samples), 8, drafters=(0,))
+    planner = Planner(costs, HostCosts(samples), 8, drafters={0: 2})
     world, plain = (
         World(
             device, host, Uneven(least=0.15, most=0.55, spread=0.12), 512, in_flight=3,

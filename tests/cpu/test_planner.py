@@ -58,7 +58,7 @@ def cpu_planner(
         proposing[DRAFTER] = Proposing(6e-4, 1e-5, longest=8)
     seconds = [cpu_seconds(1, 0, NOTHING, rows - 1) * factor(rows) for rows in ROWS]
     costs = ExactCosts(ROWS, seconds, proposing)
-    drafters = (DRAFTER,) if drafter else ()
+    drafters = {DRAFTER: 8} if drafter else {}
     return Planner(costs, HostCosts(samples(cpu_host)), 8, drafters, overlap=False)
 
 
@@ -133,7 +133,7 @@ class Gpu:
         )  # fmt: skip
 
     def planner(self) -> Planner:
-        drafters = [DRAFTER] if DRAFTER in self.proposers else []
+        drafters = {DRAFTER: 8} if DRAFTER in self.proposers else {}
         return Planner(self.costs, HostCosts(samples(gpu_host)), 8, drafters)
 
 

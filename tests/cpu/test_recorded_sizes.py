@@ -79,7 +79,7 @@ def made_up_planner(rounds: RecordedRounds, sizes: set[Size]) -> Planner:
     }
     costs = RecordedCosts(times, beside)
     rounds.costs = {GREEDY: costs}
-    return Planner(costs, HostCosts(), rounds.width, tuple(rounds.round.drafters))
+    return Planner(costs, HostCosts(), rounds.width, rounds.round.drafters)
 
 
 def arrivals(method: str, count: int) -> list[Job]:

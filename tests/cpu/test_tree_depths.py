@@ -17,7 +17,7 @@ from surefoot.speculation.measured_times import RecordedSize
 from surefoot.speculation.offer_memory import OfferMemory
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.recorded_costs import RecordedCosts
-from surefoot.speculation.tree_offers import TreeOffers, TreeSize, levels_of
+from surefoot.speculation.tree_offers import TreeOffers, levels_of
 from surefoot.speculation.trees import ancestors
 
 LEVELS, NODES, BRANCHES = 6, 16, (0.45, 0.2, 0.1, 0.05)
@@ -81,7 +81,7 @@ def test_of_what_lies_beyond_an_offer_nothing_is_asked() -> None:
 def test_a_deep_tree_tells_what_shallow_ones_hold(count: int) -> None:
     chances, parents = grown(LEVELS)
     levels = levels_of(parents[np.newaxis])[0]
-    offers = TreeOffers(NODES, TreeSize(LEVELS, NODES))
+    offers = TreeOffers(NODES, LEVELS, NODES)
     for _ in range(4):
         offers.record(np.tile(chances, (count, 1)), LEVELS, np.tile(parents, (count, 1)))
     for most in range(1, LEVELS + 1):
@@ -95,7 +95,7 @@ def test_a_deep_tree_tells_what_shallow_ones_hold(count: int) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_shallow_trees_go_on_as_deep_ones_usually_do(count: int) -> None:
     """The sum over each level, which is what a level brings, is that of the deeper trees."""
-    offers = TreeOffers(NODES, TreeSize(LEVELS, NODES))
+    offers = TreeOffers(NODES, LEVELS, NODES)
     deep, deep_parents = grown(LEVELS, (0.6, 0.2))
     for _ in range(600 // count):
         offers.record(np.tile(deep, (count, 1)), LEVELS, np.tile(deep_parents, (count, 1)))
@@ -112,7 +112,7 @@ def test_shallow_trees_go_on_as_deep_ones_usually_do(count: int) -> None:
 
 def test_trees_that_were_cut_tell_nothing() -> None:
     """Their requests are about to end, or want no more; small ones with all their nodes do."""
-    offers = TreeOffers(NODES, TreeSize(LEVELS, NODES))
+    offers = TreeOffers(NODES, LEVELS, NODES)
     chances, parents = grown(LEVELS)
     before = offers.latest(1, LEVELS)
     offers.record(np.where(np.arange(NODES) < 3, chances, 0)[None], LEVELS, parents[None])
@@ -123,7 +123,7 @@ def test_trees_that_were_cut_tell_nothing() -> None:
 
 
 def test_a_memory_knows_trees_of_the_one_and_what_another_offers() -> None:
-    memory = OfferMemory(NODES, frozenset({1}), trees={1: TreeSize(LEVELS, NODES)})
+    memory = OfferMemory(NODES, {1: LEVELS}, trees={1: NODES})
     chances, parents = grown(LEVELS)
     rows, own = np.stack((chances, chances)), np.stack((parents, np.arange(-1, NODES - 1)))
     for _ in range(10):
@@ -171,7 +171,7 @@ def test_a_crowd_grows_trees_of_few_levels() -> None:
 
     best = {action: always(action) for action in (NOTHING, *actions)}
     assert best[actions[-1]] < best[NOTHING] < 0.85 * best[actions[0]]
-    trees = {0: TreeSize(LEVELS, NODES)}
-    ours, planner = world(), Planner(costs, HostCosts(), NODES, (0,), trees=trees)
+    ours = world()
+    planner = Planner(costs, HostCosts(), NODES, {0: LEVELS}, trees={0: NODES})
     ours.run(planner, 300)
     assert ours.run(planner, 1500) > 0.96 * max(best.values())

@@ -1244,8 +1244,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/offer_memory.py",
-        "            if (tree := self.trees.get(proposer)) is not None:",
-        "            if (tree := self.trees.get(None)) is not None:",
+        "            if (nodes := self._trees.get(proposer)) is not None:",
+        "            if (nodes := {}.get(proposer)) is not None:",
         "test_tree_depths.py",
     ),
     m(

@@ -89,10 +89,10 @@ class Gathering:
             room -= rows if decoding is None else math.ceil(weight * rows)
         pairs = zip(requests, chunks, strict=True)
         ending = sum(missing(request) == rows for request, rows in pairs)
-        members = self._group(requests)
+        group = self._group(requests)
         if decoding is not None:
-            members = join(members, decoding.group)
-        return Batch(members, tuple(chunks), ending, round(load))
+            group = join(group, decoding.group)
+        return Batch(group, tuple(chunks), ending, round(load))
 
     def _can_wait(self, count: int) -> bool:
         """Whether those who could come in now may come in a little later, and together, while so
@@ -156,8 +156,8 @@ class Gathering:
         batch = self._batch if free else None
         if not others:
             return batch
-        members = self._group(others)
-        return Batch(members if batch is None else join(members, batch.group), (), 0)
+        group = self._group(others)
+        return Batch(group if batch is None else join(group, batch.group), (), 0)
 
     def _weight(self, request: Request) -> float:
         """Rows at the beginning of a prompt that take as long as the request's next one."""

@@ -59,10 +59,10 @@ def prepare_rounds(
         costs,
         HostCosts(),
         width,
-        tuple(round_.drafters),
+        round_.drafters,
         overlap=ahead,
         others=others,
-        trees={index: size for index, size in round_.trees.items() if index in round_.drafters},
+        trees=round_.trees,
     )
     return rounds, planner, TimedLimits(lambda: planner.costs, rounds.recorded, most, rows_per_key)
 

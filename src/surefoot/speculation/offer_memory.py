@@ -9,7 +9,7 @@ import numpy as np
 from surefoot.speculation.goodput import best_of_one
 from surefoot.speculation.offers import LEAST, Offers
 from surefoot.speculation.paces import MIN_PACE
-from surefoot.speculation.tree_offers import TreeOffers, TreeSize
+from surefoot.speculation.tree_offers import TreeOffers
 
 _MOST, _ROUNDS = 128, 4
 """What rounds expect rests on the latest offers, so many at most (and ``LEAST``), of so many
@@ -28,17 +28,17 @@ class OfferMemory:
     def __init__(
         self,
         width: int,
-        drafters: frozenset[int],
+        drafters: Mapping[int, int] | None = None,
         ahead: bool = False,
-        trees: Mapping[int, TreeSize] | None = None,
+        trees: Mapping[int, int] | None = None,
     ) -> None:
-        """``drafters``: those that pay by steps; ``trees``: those of them that offer trees.
-        ``ahead``: rounds are decided while others are in flight, so that what they find on offer is
-        not known yet."""
+        """``drafters``: most steps of those that pay by steps; ``trees``: most nodes of those of
+        them that offer trees, whose steps are levels. ``ahead``: rounds are decided while others
+        are in flight, so that what they find on offer is not known yet."""
         self.width = width
-        self.trees = dict(trees or {})
+        self._longest, self._trees = dict(drafters or {}), dict(trees or {})
         self.ahead = ahead
-        self.drafters = drafters
+        self.drafters = frozenset(self._longest)
         self.reports = 0
         """How many told of offers."""
         self._offers: dict[int, Offers] = {}
@@ -49,12 +49,13 @@ class OfferMemory:
         """What is known of one."""
         known = self._offers.get(proposer)
         if known is None:
-            if (tree := self.trees.get(proposer)) is not None:
-                known = TreeOffers(self.width, tree)
+            longest = self._longest.get(proposer, 0)
+            if (nodes := self._trees.get(proposer)) is not None:
+                known = TreeOffers(self.width, longest, nodes)
             else:
-                known = Offers(self.width, proposer in self.drafters)
+                known = Offers(self.width, longest)
             self._offers[proposer] = known
-            self._alone[proposer] = Offers(self.width, False)
+            self._alone[proposer] = Offers(self.width)
         return known
 
     def record(
@@ -89,7 +90,7 @@ class OfferMemory:
                     # A better offer hides what this one has: at most as good as that.
                     usual = self._alone[proposer].unseen(len(chances))
                     rows = np.where(own[:, np.newaxis], chances, np.minimum(usual, chances))
-            elif not offers.stepped:
+            elif not offers.longest:
                 self._alone[proposer].record(rows, steps)
             if len(rows):
                 offers.record(rows, steps, own_parents)
@@ -109,7 +110,7 @@ class OfferMemory:
         for proposer in proposers:
             offers, rows = self.of(proposer), chances
             if len(proposers) == 1:
-                if not offers.stepped:
+                if not offers.longest:
                     self._alone[proposer].record(rows, steps)
             elif whose != proposer and first > 0.0:
                 if proposer in self.drafters:

@@ -20,14 +20,17 @@ DECAY = 0.98
 class Offers:
     """A proposer's latest offers: chances by request as in ``Situation``."""
 
-    def __init__(self, width: int, stepped: bool) -> None:
-        """``stepped``: whether it pays by steps, so that its offers are as long as it was told."""
-        self.stepped = stepped
+    def __init__(self, width: int, longest: int = 0) -> None:
+        """``longest``: most steps of one that pays by steps, so that its offers are as long as it
+        was told; 0: it does not."""
+        self.longest = longest
         self.share = 1.0
         """The part of the requests that have something on offer, lately."""
         self._width = width
         first = (FIRST_CHANCE ** (1.0 + np.arange(width))).astype(np.float32)
         self._rows = np.tile(first, (KEPT, 1))
+        if longest:
+            self._rows[:, longest:] = 0.0
         self._entered = 0
         self._hits = np.full(width, FIRST_CHANCE)
         self._trials = np.ones(width)
@@ -44,13 +47,14 @@ class Offers:
         if len(rows) == 1:
             self._record_one(rows[0], steps)
             return
-        if self.stepped:
+        if self.longest:
+            steps = min(steps, self.longest)
             # Shorter ones were cut: their requests are about to end, or want no more.
             rows = rows[rows[:, steps - 1] > 0.0]
             if not len(rows):
                 return
             self._learn(rows, steps)
-            rows = self.reaching(rows, steps, self._width)
+            rows = self.reaching(rows, steps, self.longest)
         self._rows[self._next_places(len(rows))] = rows
         self._entered += len(rows)
 
@@ -65,7 +69,8 @@ class Offers:
         """``record`` of one offer, number by number. Every round of a small model waits for it, and
         a dozen operations on arrays of a few numbers would take several times as long."""
         chances: list[float] = row.tolist()
-        if self.stepped:
+        if self.longest:
+            steps = min(steps, self.longest)
             if chances[steps - 1] <= 0.0:
                 return
             before, hits, trials = 1.0, self._hits, self._trials
@@ -75,7 +80,7 @@ class Offers:
                     trials[step] = trials[step] * DECAY + before
                 before = chance
             further = 1.0
-            for step in range(steps, self._width):
+            for step in range(steps, self.longest):
                 further *= hits[step] / trials[step]
                 chances[step] = before * further
         self._rows[self._entered % KEPT] = chances
@@ -93,7 +98,8 @@ class Offers:
     ) -> np.ndarray:
         """``rows`` float32 [n, width] of a proposer that made ``steps`` steps as they would be had
         it made ``wanted``: cut, or continued as usual. ``parents`` as of ``record``."""
-        if steps == wanted or not self.stepped:
+        steps, wanted = min(steps, self.longest), min(wanted, self.longest)
+        if steps == wanted:
             return rows
         rows = rows.copy()
         rows[:, wanted:] = 0.0
@@ -123,7 +129,7 @@ class Offers:
     def latest(self, count: int, steps: int) -> np.ndarray:
         """float32 [count, width]: the latest offers, again and again if there are not so many, as
         they would be ``steps`` long."""
-        return self.reaching(self._rows[self._latest_places(count)], self._width, steps)
+        return self.reaching(self._rows[self._latest_places(count)], self.longest, steps)
 
     def _latest_places(self, count: int) -> np.ndarray:
         places = np.arange(self._entered - count, self._entered)

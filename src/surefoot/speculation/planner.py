@@ -16,7 +16,7 @@ believed to be best (``exploring``), so that no belief stays wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -41,7 +41,6 @@ from surefoot.speculation.offers_at_hand import OffersAtHand
 from surefoot.speculation.paces import Fairness
 from surefoot.speculation.plans import Case, Plan
 from surefoot.speculation.size import GREEDY
-from surefoot.speculation.tree_offers import TreeSize
 from surefoot.speculation.weighing import Weighing
 
 
@@ -53,18 +52,17 @@ class Planner:
         costs: RoundCosts,
         host: HostCosts,
         width: int,
-        drafters: Sequence[int] = (),
+        drafters: Mapping[int, int] | None = None,
         overlap: bool = True,
         others: Mapping[SamplingStages, RoundCosts] | None = None,
-        trees: Mapping[int, TreeSize] | None = None,
+        trees: Mapping[int, int] | None = None,
     ) -> None:
-        """``width``: most drafts of a request. ``drafters``: the proposers that pay by steps;
-        ``trees``: those of them that offer trees, whose steps are levels.
+        """``width``: most drafts of a request; ``drafters`` and ``trees`` as of ``OfferMemory``.
         ``overlap``: whether the host works while the device does, so that a round takes the longer
         of both times, not their sum. ``others``: costs by kind of sampling, of rounds that do more
         than take the likeliest tokens."""
         self.host = host
-        self.offers = OfferMemory(width, frozenset(drafters), overlap, trees)
+        self.offers = OfferMemory(width, drafters, overlap, trees)
         self._weighings = {
             kind: Weighing(each, host, self.offers, overlap)
             for kind, each in {GREEDY: costs, **(others or {})}.items()
@@ -93,7 +91,7 @@ class Planner:
         """For the kind of sampling of the last decision."""
         return self.weighing.costs
 
-    def _attend(self, situation: Situation) -> None:
+    def _know_kind(self, situation: Situation) -> None:
         """Take what is known of rounds with the situation's sampling."""
         self.weighing = self._weighings.get(situation.kind, self._weighings[GREEDY])
 
@@ -120,7 +118,7 @@ class Planner:
             self._last = held
             return held
         rounds = self.held.end(situation)
-        self._attend(situation)
+        self._know_kind(situation)
         if self._entered:
             self._begin_alone(situation)
         actions = self.weighing.allowed(situation)
@@ -266,7 +264,7 @@ class Planner:
 
     def landed(self, decision: Decision, situation: Situation, outcome: Landed) -> None:
         """Learn from a round that was decided so."""
-        self._attend(situation)
+        self._know_kind(situation)
         self._at_hand.landed(decision.action)
         if not situation.requests:
             return

@@ -148,7 +148,7 @@ class RecordedCosts:
         room = layout.room(requests)
         if drafts and not room[-1]:
             return None
-        self._attend(context)
+        self._follow_texts(context)
         first = int(room.searchsorted(min(drafts, int(room[-1]))))
         key = self._layouts.spans_for(requests), action, first
         chosen = self._chosen.get(key)
@@ -163,7 +163,7 @@ class RecordedCosts:
     ) -> tuple[np.ndarray, np.ndarray]:
         """(float64 [n], float64 [n]): what is believed of the sizes of ``Layouts.of``, and of the
         cheapest of each and those that are larger."""
-        self._attend(context)
+        self._follow_texts(context)
         key = self._layouts.spans_for(requests), action
         known = self._believed.get(key)
         if known is None:
@@ -186,7 +186,7 @@ class RecordedCosts:
         fading = np.exp((self._seen[places] - self._rounds) / _FORGOTTEN)
         return np.where(own > 0.0, own * fading, own)
 
-    def _attend(self, context: float) -> None:
+    def _follow_texts(self, context: float) -> None:
         """Have times follow the length of texts, as nearly as steps of a quarter octave go; a
         length that wavers between two steps keeps the one it has."""
         place = _STEPS * math.log2(max(context, 1.0))

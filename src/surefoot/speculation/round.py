@@ -37,7 +37,6 @@ from surefoot.speculation.proposer import (
 from surefoot.speculation.scoring import PromptReads, PromptScores, TokenScores
 from surefoot.speculation.size import GREEDY, Size
 from surefoot.speculation.state import SlotState
-from surefoot.speculation.tree_offers import TreeSize
 from surefoot.speculation.trees import (
     NodeRows,
     Paths,
@@ -109,11 +108,11 @@ class Round:
         }
         """Those of them whose offers cost about the same however far they draft."""
         self.trees = {
-            index: TreeSize(need.longest_draft, _most_drafts(proposer, width))
+            index: _most_drafts(proposer, width)
             for index, (proposer, need) in enumerate(zip(self.proposers, self.needs, strict=True))
-            if need.trees
+            if need.trees and need.has_network
         }
-        """Of the proposers that offer trees, by index."""
+        """Most drafts of all branches of those of them that offer trees."""
         self.books = book_keeping(self.backend, state, controller, spans)
         self.keeping_up = KeepingUp(self.backend, state, self.proposers, self.needs, controller)
         """Whose state follows the texts."""

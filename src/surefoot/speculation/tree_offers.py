@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from surefoot.speculation.offers import DECAY, FIRST_CHANCE, Offers
-
-
-class TreeSize(NamedTuple):
-    """How large a proposer's trees are at most."""
-
-    levels: int
-    """Drafts in a row."""
-    nodes: int
-    """Drafts of all branches."""
+from surefoot.speculation.offers import DECAY, Offers
 
 
 def levels_of(parents: np.ndarray) -> np.ndarray:
@@ -37,28 +26,26 @@ class TreeOffers(Offers):
     two drafts a level, which together are as likely as what usually follows a branch, and one of
     them has as large a part as the likeliest first draft has among those."""
 
-    def __init__(self, width: int, size: TreeSize) -> None:
-        super().__init__(width, stepped=True)
-        self._size = size
-        self._rows[:, size.levels :] = 0.0
+    def __init__(self, width: int, levels: int, nodes: int) -> None:
+        """So many ``levels`` and ``nodes`` at most."""
+        super().__init__(width, levels)
+        self._nodes = nodes
         self._levels = np.tile(1 + np.arange(width), (len(self._rows), 1))
         """int64 [kept, width]: of each of the kept drafts."""
-        self._hits = np.full(size.levels, FIRST_CHANCE)
-        self._trials = np.ones(size.levels)
 
     def record(self, rows: np.ndarray, steps: int, parents: np.ndarray | None = None) -> None:
         """As ``Offers`` has it; of chains no ``parents`` need be given."""
         self._note_share(rows)
-        levels = self._levels_of(rows, parents)
+        steps, levels = min(steps, self.longest), self._levels_of(rows, parents)
         # Smaller ones were cut: their requests are about to end, or want no more.
         offered = rows > 0.0
         deep = np.where(offered, levels, 0).max(axis=1) >= steps
-        whole = deep | (np.count_nonzero(offered, axis=1) >= self._size.nodes)
+        whole = deep | (np.count_nonzero(offered, axis=1) >= self._nodes)
         rows, levels = rows[whole], levels[whole]
         if not len(rows):
             return
         self._learn_levels(rows, levels, steps)
-        rows, levels = self._going_on(rows, levels, steps, self._size.levels)
+        rows, levels = self._going_on(rows, levels, steps, self.longest)
         places = self._next_places(len(rows))
         self._rows[places], self._levels[places] = rows, levels
         self._entered += len(rows)
@@ -98,13 +85,13 @@ class TreeOffers(Offers):
         best = np.argsort(-everything, axis=1, kind="stable")[:, : rows.shape[1]]
         rows = np.take_along_axis(everything, best, axis=1)
         # A tree has no more drafts than that, however deep it is.
-        rows[:, self._size.nodes :] = 0.0
+        rows[:, self._nodes :] = 0.0
         return rows.astype(np.float32), np.take_along_axis(of_these, best, axis=1)
 
     def reaching(
         self, rows: np.ndarray, steps: int, wanted: int, parents: np.ndarray | None = None
     ) -> np.ndarray:
-        steps, wanted = min(steps, self._size.levels), min(wanted, self._size.levels)
+        steps, wanted = min(steps, self.longest), min(wanted, self.longest)
         if steps == wanted:
             return rows
         levels = self._levels_of(rows, parents)
@@ -118,7 +105,7 @@ class TreeOffers(Offers):
 
     def latest(self, count: int, steps: int) -> np.ndarray:
         places = self._latest_places(count)
-        if steps >= self._size.levels:
+        if steps >= self.longest:
             return self._rows[places]
         return _on_levels(self._rows[places], self._levels[places], steps)
 
