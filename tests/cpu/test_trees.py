@@ -23,7 +23,7 @@ from harness import (
     tiny_decoder,
 )
 from structured_harness import params_with, structured_engine
-from surefoot.kernels.backend import AttentionShape
+from surefoot.kernels.backend import AcceptedPaths, AttentionShape
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation.trees import Trees, accept_paths, ancestors
@@ -95,7 +95,7 @@ def test_moved_keys_equal_the_official_ones(name: str) -> None:
     kv[:, blocks, places] = before[:, 0].transpose(1, 2)
     length = torch.tensor([case["accept_length"]])
     slots = torch.zeros(1, dtype=torch.int64)
-    backend.move_paths([kv], tables, slots, torch.tensor([prompt]), rows, length)
+    backend.move_paths([kv], AcceptedPaths(tables, slots, torch.tensor([prompt]), rows, length))
     found = kv[:, blocks, places].transpose(1, 2)
     length = prompt + case["accept_length"] + 1
     assert torch.equal(found[:, :, :length], after[:, 0, :, :length])
@@ -121,7 +121,7 @@ def test_attention_sees_moved_keys_where_they_are_now(name: str, block_size: int
     assert not torch.equal(look(0, 1, 2), expected)
     rows, lengths = torch.tensor([[0, 5, 7, 9], [0, 2, 9, 15]]), torch.tensor([0, 3])
     slots, start = torch.tensor([1, 0]), torch.tensor([5, 2])
-    backend.move_paths(runner.kv, runner.tables, slots, start, rows, lengths)
+    backend.move_paths(runner.kv, AcceptedPaths(runner.tables, slots, start, rows, lengths))
     found = look(0, 1, 2)
     assert torch.allclose(found, expected, atol=1e-4)
     assert name == "torch" or torch.equal(found, expected)

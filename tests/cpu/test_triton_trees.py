@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import triton_interpreter  # isort: skip
 
 from surefoot.kernels.attention import torch_paged
-from surefoot.kernels.backend import AttentionShape, FlatBatch
+from surefoot.kernels.backend import AcceptedPaths, AttentionShape, FlatBatch
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.triton import attention
 from surefoot.kernels.triton.attention import AttentionPlan
@@ -86,8 +86,8 @@ def test_keys_move_as_on_torch(moves: int, head_dim: int, dtype: torch.dtype) ->
         row[1 : 1 + moves // 2] = torch.randperm(moves)[: moves // 2].sort().values + 1
     # Each key moves to where the next one was.
     rows[0, 1 : 1 + moves // 2] = torch.arange(2, 2 + moves // 2)
-    args = tables, slots, start, rows, lengths
-    TorchBackend(DEVICE, torch.float32).move_paths(kvs, *args)
-    TritonBackend(DEVICE, torch.float32).move_paths(own, *args)
+    paths = AcceptedPaths(tables, slots, start, rows, lengths)
+    TorchBackend(DEVICE, torch.float32).move_paths(kvs, paths)
+    TritonBackend(DEVICE, torch.float32).move_paths(own, paths)
     for kv, found, old in zip(kvs, own, before, strict=True):
         assert torch.equal(found.transpose(2, 3), kv) and not torch.equal(kv, old)

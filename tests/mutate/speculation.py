@@ -1276,8 +1276,8 @@ MUTATIONS = (
     ),
     m(
         "kernels/reference.py",
-        "moved = depth <= lengths.unsqueeze(1)",
-        "moved = depth < lengths.unsqueeze(1)",
+        "moved = depth <= paths.lengths.unsqueeze(1)",
+        "moved = depth < paths.lengths.unsqueeze(1)",
         "test_trees.py",
     ),
     m(

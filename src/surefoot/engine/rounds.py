@@ -26,8 +26,9 @@ MANY_BLOCK_ROWS = 64
 CROWD = 32
 """Requests of which only the likeliest drafts are verified, where so many decode."""
 TREE_LEVELS, TREE_LEVELS_OF_CROWD = (2, 4, 8), (1, 2)
-"""Of the trees that drafters may grow, besides as many as they can: for few requests levels hardly
-matter, and for a crowd each takes as long as all that the first two bring."""
+"""Of the trees that drafters may grow, besides as many as they can. A level takes one request some
+6 % of a plain round and 512 requests 11 % (docs/log.md): more to choose from would bring little,
+and each is to be recorded."""
 PROMPT_SPANS = (16, 64, 160)
 """Spans that rounds with prompts are padded to, besides an engine's most. The last is for a
 crowd of 128 and who joins it: of SmolLM2, padding it to 512 requests takes half as long again."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from surefoot.kernels.batch import FlatBatch, OutputRows, SpanTable
+from surefoot.kernels.batch import AcceptedPaths, FlatBatch, OutputRows, SpanTable
 from surefoot.kernels.drafting import Drafting
 from surefoot.kernels.draws import Adjustments, Draws, TokenMasks, mask_tokens
 from surefoot.kernels.logprobs import row_logprobs
@@ -23,6 +23,7 @@ from surefoot.kernels.quant import QuantTensor
 from surefoot.kernels.reference import rms_norm
 
 __all__ = [
+    "AcceptedPaths",
     "AttentionShape",
     "Backend",
     "FlatBatch",
@@ -169,20 +170,9 @@ class Backend(ABC):
         normed ``x``."""
 
     @abstractmethod
-    def move_paths(
-        self,
-        layers: Sequence[Any],
-        tables: torch.Tensor,
-        slots: torch.Tensor,
-        start: torch.Tensor,
-        rows: torch.Tensor,
-        lengths: torch.Tensor,
-    ) -> None:
+    def move_paths(self, layers: Sequence[Any], paths: AcceptedPaths) -> None:
         """Bring the keys and values of accepted paths together behind the roots of their trees, in
-        the KV of all ``layers``. ``rows`` int64 [B, K + 1]: a tree's row at each depth of its path,
-        rising, 0 the root; ``lengths`` int64 [B]: how deep it is; ``slots`` int64 [B]: whose it is,
-        with block tables ``tables`` int32 [slots, blocks] and the root's key index in ``start``
-        int64 [slots]."""
+        the KV of all ``layers``."""
 
     @abstractmethod
     def linear(self, linear: Any, x: torch.Tensor) -> torch.Tensor:

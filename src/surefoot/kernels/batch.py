@@ -86,3 +86,19 @@ class OutputRows:
     padding, the result is unspecified."""
     batch: FlatBatch
     """They as a batch of their own, of the same keys. Each span's are its last."""
+
+
+@dataclass(frozen=True)
+class AcceptedPaths:
+    """What was accepted of B requests' trees, and where their keys lie."""
+
+    tables: torch.Tensor
+    """int32 [slots, blocks]: as ``FlatBatch.block_tables``."""
+    slots: torch.Tensor
+    """int64 [B]: whose the trees are."""
+    start: torch.Tensor
+    """int64 [slots]: key index of each tree's root."""
+    rows: torch.Tensor
+    """int64 [B, K + 1]: a tree's row at each depth of its path, rising from 0, the root's."""
+    lengths: torch.Tensor
+    """int64 [B]: how deep it is."""

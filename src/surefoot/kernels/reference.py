@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from surefoot.kernels.backend import FlatBatch, RopeTable
+    from surefoot.kernels.backend import AcceptedPaths, FlatBatch, RopeTable
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -57,12 +57,10 @@ def key_visibility(batch: FlatBatch, keys: int) -> torch.Tensor:
     return (causal | in_tree) & (index >= batch.first_key)
 
 
-def key_moves(
-    rows: torch.Tensor, lengths: torch.Tensor, start: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which keys ``Backend.move_paths`` copies where, int64 [B, K] each, of roots whose keys are
-    ``start`` [B]. Entries with nothing to move name the root twice."""
-    depth = torch.arange(1, rows.shape[1], device=rows.device)
-    moved = depth <= lengths.unsqueeze(1)
-    start = start.unsqueeze(1)
-    return start + torch.where(moved, rows[:, 1:], 0), start + torch.where(moved, depth, 0)
+def key_moves(paths: AcceptedPaths) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which keys ``Backend.move_paths`` copies where, int64 [B, K] each. Entries with nothing to
+    move name the root twice."""
+    depth = torch.arange(1, paths.rows.shape[1], device=paths.rows.device)
+    moved = depth <= paths.lengths.unsqueeze(1)
+    root = paths.start[paths.slots].unsqueeze(1)
+    return root + torch.where(moved, paths.rows[:, 1:], 0), root + torch.where(moved, depth, 0)

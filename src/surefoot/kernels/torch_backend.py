@@ -11,6 +11,7 @@ from torch.nn.functional import embedding, linear
 from surefoot.kernels import reference as ops
 from surefoot.kernels.attention.torch_paged import span_attention, write_kv
 from surefoot.kernels.backend import (
+    AcceptedPaths,
     AttentionShape,
     Backend,
     FlatBatch,
@@ -114,19 +115,12 @@ class TorchBackend(Backend):
         write_kv(kv, k, v, batch)
         return weights.o(span_attention(q, kv, batch, shape).flatten(1))
 
-    def move_paths(
-        self,
-        layers: Sequence[torch.Tensor],
-        tables: torch.Tensor,
-        slots: torch.Tensor,
-        start: torch.Tensor,
-        rows: torch.Tensor,
-        lengths: torch.Tensor,
-    ) -> None:
-        source, target = ops.key_moves(rows, lengths, start[slots])
+    def move_paths(self, layers: Sequence[torch.Tensor], paths: AcceptedPaths) -> None:
+        source, target = ops.key_moves(paths)
+        tables = paths.tables[paths.slots]
         for kv in layers:
-            from_block, from_place = ops.key_places(tables[slots], source, kv.shape[2])
-            to_block, to_place = ops.key_places(tables[slots], target, kv.shape[2])
+            from_block, from_place = ops.key_places(tables, source, kv.shape[2])
+            to_block, to_place = ops.key_places(tables, target, kv.shape[2])
             kv[:, to_block, to_place] = kv[:, from_block, from_place]
 
     def linear(self, linear: DenseLinear, x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from surefoot.kernels.batch import FlatBatch, OutputRows
+from surefoot.kernels.batch import AcceptedPaths, FlatBatch, OutputRows
 from surefoot.kernels.rounds import RoundLayout, RoundSpans, RoundVerdict, sampled_rows
 from surefoot.kernels.upload import Mirrored
 from surefoot.models.decoder import Decoder, ForwardResult
@@ -258,8 +258,9 @@ class Round:
         (spans, first samples [B], samples [M]) for a judge of chains."""
         paths, tokens = self.books.walk(trees, sampled, layout.first_sample, spans.drafts)
         state, slots = self.state, spans.slots
-        tables, roots = state.block_tables, state.computed
-        self.backend.move_paths(self.kv, tables, slots, roots, paths.rows, paths.lengths)
+        accepted = paths.rows, paths.lengths
+        moved = AcceptedPaths(state.block_tables, slots, state.computed, *accepted)
+        self.backend.move_paths(self.kv, moved)
         self.books.write_drafts(slots, tokens[:, :-1])
         first = self._first_of_paths[: len(tokens)]
         return paths, (replace(spans, drafts=paths.lengths), first, tokens.flatten())

@@ -15,6 +15,7 @@ import torch
 
 from surefoot.errors import SurefootError
 from surefoot.kernels.backend import (
+    AcceptedPaths,
     AttentionShape,
     Backend,
     FlatBatch,
@@ -261,19 +262,12 @@ class NativeBackend(Backend):
             raise MemoryError("no memory for a layer's intermediate results")
         return x if outputs is None else x[: len(outputs.index)]
 
-    def move_paths(
-        self,
-        layers: Sequence[NativeKV],
-        tables: torch.Tensor,
-        slots: torch.Tensor,
-        start: torch.Tensor,
-        rows: torch.Tensor,
-        lengths: torch.Tensor,
-    ) -> None:
+    def move_paths(self, layers: Sequence[NativeKV], paths: AcceptedPaths) -> None:
         """See ``Backend.move_paths``."""
-        source, target = key_moves(rows, lengths, start[slots])
+        source, target = key_moves(paths)
+        tables = paths.tables[paths.slots]
         for kv in layers:
-            move_keys(self.library, kv, self.dtype, tables[slots], source, target)
+            move_keys(self.library, kv, self.dtype, tables, source, target)
 
     def prepared_batch(self, batch: FlatBatch) -> PreparedBatch:
         """The batch as the C code reads it; kept for the next call with the same one."""

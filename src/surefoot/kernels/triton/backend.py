@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import embedding
 
 from surefoot.kernels.backend import (
+    AcceptedPaths,
     AttentionShape,
     Backend,
     FlatBatch,
@@ -228,16 +229,8 @@ class TritonBackend(Backend):
         x, normed = weights.o.added_normed(attended, x, (weights.post_norm, weights.eps))
         return x, weights.gate_up.gated(normed)
 
-    def move_paths(
-        self,
-        layers: Sequence[torch.Tensor],
-        tables: torch.Tensor,
-        slots: torch.Tensor,
-        start: torch.Tensor,
-        rows: torch.Tensor,
-        lengths: torch.Tensor,
-    ) -> None:
-        move_paths(layers, tables, slots, start, rows, lengths)
+    def move_paths(self, layers: Sequence[torch.Tensor], paths: AcceptedPaths) -> None:
+        move_paths(layers, paths)
 
     def linear(self, linear: TritonLinear, x: torch.Tensor) -> torch.Tensor:
         return linear(x.to(self.dtype).contiguous())

@@ -90,7 +90,7 @@ def path_keys(kv: torch.Tensor, batch: FlatBatch, work: ChunkWork) -> torch.Tens
     nodes = len(work.nodes) - 1
     paths = kv.new_empty((2, nodes * work.path_blocks, kv_heads, block_size, width))
     keys = min(MOST_COPIED, next_power_of_2(block_size - 1 + batch.tree_rows))
-    programs = min(nodes, max(1, int(COPYING * processors(kv.device)) // kv_heads))
+    programs = min(nodes, max(1, COPYING * processors(kv.device) // kv_heads))
     path_keys_kernel[(programs, kv_heads)](
         kv, paths, work.nodes, work.places, batch.block_tables, batch.block_tables.stride(0),
         kv.stride(0), paths.stride(0), kv_heads, width, block_size, keys, work.path_blocks,

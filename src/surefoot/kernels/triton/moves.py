@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import triton.language as tl
 
+from surefoot.kernels.batch import AcceptedPaths
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 
 COLUMNS = 32
@@ -57,19 +58,12 @@ def _layer_offsets(places: tuple[int, ...], size: int, device: torch.device) -> 
     return torch.tensor(offsets, dtype=torch.int64, device=device)
 
 
-def move_paths(
-    layers: Sequence[torch.Tensor],
-    tables: torch.Tensor,
-    slots: torch.Tensor,
-    start: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-) -> None:
-    """``layers`` [2, blocks, kv_heads, block_size, head_dim] each, of one shape; the others as
-    ``Backend.move_paths`` has them."""
-    kv = layers[0]
+def move_paths(layers: Sequence[torch.Tensor], paths: AcceptedPaths) -> None:
+    """As ``Backend.move_paths``, of ``layers`` [2, blocks, kv_heads, block_size, head_dim] each, of
+    one shape."""
+    kv, tables = layers[0], paths.tables
     kv_heads, block_size, head_dim = kv.shape[2:]
-    rows, lengths = rows.contiguous(), lengths.contiguous()
+    rows, lengths = paths.rows.contiguous(), paths.lengths.contiguous()
     batch, moves = rows.shape[0], rows.shape[1] - 1
     width = min(COLUMNS, next_power_of_2(head_dim))
     parts = cdiv(head_dim, width)
@@ -77,7 +71,7 @@ def move_paths(
     # Made when a round is first called: there is none to make while it is recorded.
     offsets = _layer_offsets(places, kv.element_size(), kv.device)
     move_kernel[(batch, 2 * kv_heads * parts, len(layers))](
-        kv, offsets, tables, tables.stride(0), slots, start, rows, lengths,
+        kv, offsets, tables, tables.stride(0), paths.slots, paths.start, rows, lengths,
         moves, kv.stride(0),
         kv_heads, head_dim, block_size, next_power_of_2(moves), width, parts,
         num_warps=1,
