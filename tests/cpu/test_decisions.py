@@ -23,6 +23,7 @@ from surefoot.speculation.decisions import (
     Situation,
 )
 from surefoot.speculation.exploring import Budget, Trial, rounds_apart
+from surefoot.speculation.goodput import best_drafts
 from surefoot.speculation.holding import Held
 from surefoot.speculation.host_costs import HostCosts, HostSample
 from surefoot.speculation.offer_memory import OfferMemory
@@ -120,6 +121,69 @@ def play(planner: Planner, now: Situation, rounds: int) -> list[Decision]:
         seconds = decision.expected.seconds
         planner.landed(decision, now, Landed(seconds, None, decision.drafts, 0, now.requests))
     return decisions
+
+
+def weighed_by(planner: Planner) -> list[int]:
+    """Grows when actions are weighed."""
+    weigh, found = planner.weighing.weigh, list[int]()
+
+    def counted(now: Situation, *rest: Any) -> None:
+        found.append(now.requests)
+        weigh(now, *rest)
+
+    planner.weighing.weigh = counted  # type: ignore[method-assign]
+    return found
+
+
+def test_one_requests_drafts_follow_its_offers_while_who_proposes_holds() -> None:
+    """As many are verified as in a decision made anew, which four of five are not."""
+    rng, costs = np.random.default_rng(3), GivenCosts([LOOK], 0.2)
+    planner = Planner(costs, HostCosts(), WIDTH, overlap=False)
+    weighed, followed = weighed_by(planner), 0
+    for _ in range(400):
+        row = np.cumprod(rng.random(WIDTH) ** 0.3) * (rng.random() < 0.8)
+        now = situation(row.astype(np.float32).tolist(), proposers=(0,))
+        follows = planner.held.follows and planner.held.left > 0
+        before = len(weighed)
+        [decision] = play(planner, now, 1)
+        assert (len(weighed) == before) == follows
+        if follows:
+            drafts, seconds = planner.weighing.table(now, LOOK, WIDTH)
+            offers = np.array([row], dtype=np.float32)
+            at = best_drafts(offers, drafts, seconds, margin=planner.weighing.margin).at
+            assert decision.action == LOOK and not decision.explores
+            assert decision.drafts == min(int(drafts[at]), np.count_nonzero(row))
+            assert decision.expected.seconds == pytest.approx(seconds[at], rel=1e-3)
+            assert planner.needs_offers(decision), "the next one looks at them, too"
+            followed += 1
+    assert 180 < followed < 321, "the rest are decisions and trials"
+
+
+@pytest.mark.parametrize("change", ["prompt", "company", "another", "limit", "overlap"])
+def test_it_is_decided_anew_when_anything_else_has_changed(change: str) -> None:
+    overlap = change == "overlap"
+    planner = Planner(GivenCosts([LOOK], 0.01), HostCosts(), WIDTH, overlap=overlap)
+    slots = np.zeros(1, dtype=np.int64)
+    now = situation([0.9, 0.8, 0.7], proposers=(0,), slots=slots)
+    for _ in range(60):
+        play(planner, now, 1)
+        if planner.held.follows and planner.held.left == 3:
+            break
+    assert planner.held.follows != overlap, "with rounds in flight nobody knows the offers yet"
+    if overlap:
+        return
+    weighed = weighed_by(planner)
+    after = now
+    if change == "prompt":
+        after = replace(now, prompt_rows=5, prompts=1)
+    elif change == "company":
+        after = situation(*[[0.9, 0.8, 0.7]] * 2, proposers=(0,))
+    elif change == "another":
+        planner.admit(slots, np.array([50]))
+    else:
+        after = replace(now, draft_limit=2)
+    play(planner, after, 1)
+    assert weighed == [after.requests]
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -323,8 +323,38 @@ MUTATIONS = (
     ),
     m(
         "speculation/planner.py",
-        "not self.held.left or decision.expected.trial is not None",
-        "not self.held.left",
+        "return not held or decision.expected.trial is not None",
+        "return not held",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "held = self.held.left and not self.held.follows",
+        "held = self.held.left",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "        if self._entered and self.held.follows:\n            self.held.left = 0\n",
+        "",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "        if self.weighing.overlap or self.weighing.undecided or not decided.proposers:",
+        "        if self.weighing.undecided or not decided.proposers:",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "                held = self._following(held, situation)",
+        "                pass",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/holding.py",
+        "        if self.follows and situation.prompt_rows:\n",
+        "        if False:\n",
         "test_decisions.py",
     ),
     m(

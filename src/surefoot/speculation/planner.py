@@ -33,7 +33,7 @@ from surefoot.speculation.decisions import (
     Situation,
 )
 from surefoot.speculation.exploring import Budget, Trial, Trials, rounds_apart
-from surefoot.speculation.goodput import gains_of
+from surefoot.speculation.goodput import best_of_one, gains_of
 from surefoot.speculation.holding import Held, waits_for_host
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.offer_memory import OfferMemory
@@ -79,6 +79,9 @@ class Planner:
         """What the last round tried, if that takes another round."""
         self._last = Decision(0, *NOTHING)
         self.held = Held()
+        self._table: tuple[list[int], list[float]] = [0], [0.0]
+        """While who proposes holds: numbers of drafts, and the seconds of rounds that verify them.
+        """
         self._harmless = NOTHING
         """The best action of those that slow nobody, while only such are taken."""
         self._unweighed = 0
@@ -112,8 +115,12 @@ class Planner:
         # Also while a decision holds: what a trial found is told some rounds later.
         self._at_hand.read(situation)
         on_offer = self.costs.actions(situation.requests)
+        if self._entered and self.held.follows:
+            self.held.left = 0
         if (held := self.held.next(situation, on_offer)) is not None:
-            if situation.prompt_rows or held.expected.prompt_seconds:
+            if self.held.follows:
+                held = self._following(held, situation)
+            elif situation.prompt_rows or held.expected.prompt_seconds:
                 held = self._beside_other_prompts(held, situation)
             self._last = held
             return held
@@ -156,7 +163,32 @@ class Planner:
             host = self.weighing.host_seconds(situation, action)
             overlap, choice = self.weighing.overlap, len(actions) > 1
             self.held.grant(situation, self._last, host, overlap, choice, bearable)
+        if charged is None and there and not self.held.left:
+            self._follow(situation)
         return self._last
+
+    def _follow(self, situation: Situation) -> None:
+        """Have who proposes hold for a while, where one request's offers are known in time."""
+        s, decided = situation, self._last
+        if self.weighing.overlap or self.weighing.undecided or not decided.proposers:
+            return
+        if s.requests == 1 and not s.prompt_rows and s.hosted is None:
+            drafts, seconds = self.weighing.table(s, decided.action, self.offers.width)
+            self._table = drafts.tolist(), seconds.tolist()
+            self.held.follow(decided)
+
+    def _following(self, held: Decision, situation: Situation) -> Decision:
+        """What was decided, with as many drafts as what is on offer now is worth."""
+        before, (drafts, seconds) = held.expected, self._table
+        at, gain, offered = 0, 0.0, 0
+        chances = self._at_hand.chances(situation, self._last.action)
+        if chances is not None:
+            offered = int(np.count_nonzero(chances))
+            margin = self.weighing.margin
+            at, gain = best_of_one(chances[0].tolist(), drafts, seconds, 0.0, margin)
+        took, plain = seconds[at], before.plain_seconds
+        expected = Expectation(took, took, plain, 0.0, None, before.trials, 1.0 + gain)
+        return Decision(min(drafts[at], offered), *held.action, False, expected)
 
     def _begin_alone(self, situation: Situation) -> None:
         """Of a request that begins when there is no other, what all before it offered is expected,
@@ -258,7 +290,8 @@ class Planner:
     def needs_offers(self, decision: Decision) -> bool:
         """Whether the next situation is to have what a round that was decided so left on offer.
         While a decision holds it is not looked at, unless it was tried what there would be."""
-        return not self.held.left or decision.expected.trial is not None
+        held = self.held.left and not self.held.follows
+        return not held or decision.expected.trial is not None
 
     # --- learning -----------------------------------------------------------------------------
 
