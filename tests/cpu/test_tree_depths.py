@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner_world import Fixed, Texts, World
@@ -108,6 +108,41 @@ def test_shallow_trees_go_on_as_deep_ones_usually_do(count: int) -> None:
         row = offers.reaching(few[np.newaxis], 2, most, parents[np.newaxis])
         assert float(row.sum()) == pytest.approx(wanted, rel=0.08)
         assert (np.diff(row[0]) <= 0).all()
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1), st.integers(1, LEVELS), st.integers(1, 5))
+def test_more_levels_never_promise_less(seed: int, steps: int, count: int) -> None:
+    """Whatever was offered: likelier drafts come first, none is likelier than one that was there,
+    and there are no more than a tree may have."""
+    rng = np.random.default_rng(seed)
+    nodes = int(rng.integers(LEVELS, NODES))
+    offers = TreeOffers(NODES, LEVELS, nodes)
+    for _ in range(5):
+        told = int(rng.integers(1, LEVELS + 1))
+        offers.record(*random_trees(rng, count, told, nodes))
+    rows, levels, parents = random_trees(rng, count, steps, nodes)
+    before = np.zeros(count)
+    for wanted in range(1, LEVELS + 1):
+        row = offers.reaching(rows, levels, wanted, parents)
+        kept = offers.latest(count, wanted)
+        for each in (row, kept):
+            assert (np.diff(each, axis=1) <= 0).all() and (each >= 0).all() and each.max() <= 1.0
+            assert not each[:, nodes:].any()
+        assert (row.sum(axis=1) >= before - 1e-6).all()
+        before = row.sum(axis=1)
+
+
+def random_trees(
+    rng: np.random.Generator, count: int, levels: int, nodes: int
+) -> tuple[np.ndarray, int, np.ndarray]:
+    """(Chances, levels, parents) of ``count`` trees."""
+    chances = np.zeros((count, NODES), dtype=np.float32)
+    parents = np.zeros((count, NODES), dtype=np.int32)
+    for row, above in zip(chances, parents, strict=True):
+        own, branches = grown(levels, tuple(np.sort(rng.dirichlet(np.ones(4)))[::-1]))
+        row[:nodes], above[:nodes] = own[:nodes], branches[:nodes]
+    return chances, levels, parents
 
 
 def test_trees_that_were_cut_tell_nothing() -> None:
