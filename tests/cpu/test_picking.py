@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from surefoot.kernels.torch_backend import TorchBackend
@@ -66,6 +67,28 @@ def test_candidates_of_trees_see_the_committed_text() -> None:
     tokens, scores = made.pick_several(torch.tensor([0]), torch.tensor([3]), logits, 3)
     assert tokens.tolist() == [[6, 9, 4]]
     assert torch.allclose(scores[0], torch.tensor([1.5, 1.2, 1.0]) - scores_total())
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"top_p": 0.7}, {"top_k": 3}, {"top_k": 9}, {"min_p": 0.1}, {"presence_penalty": 1.0}],
+    ids=str,
+)
+def test_candidates_are_those_of_the_whole_vocabulary(params: dict[str, Any]) -> None:
+    """In which the tokens that a drafter lacks have no chance."""
+    torch.manual_seed(2)
+    made, state = picker(SamplingParams(temperature=0.9, seed=4, **params), (2, 4))
+    whole = Picker(SimpleNamespace(backend=made.backend, target_ids=None), state, coupled=True)  # type: ignore[arg-type]
+    whole.serve(made.stages)
+    logits, wide = torch.randn(3, 4), torch.full((3, VOCAB), float("-inf"))
+    wide[:, made.ids] = logits
+    slots, places = torch.tensor([0]), torch.tensor([7])
+    tokens, scores = made.pick_several(slots, places, logits, 3)
+    expected = whole.pick_several(slots, places, wide, 3)
+    there = scores.isfinite()
+    assert there.any(dim=1).all() and torch.equal(there, expected[1].isfinite())
+    assert torch.equal(tokens[there], expected[0][there])
+    torch.testing.assert_close(scores, expected[1])
 
 
 def scores_total() -> torch.Tensor:

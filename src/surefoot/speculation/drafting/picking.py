@@ -95,16 +95,18 @@ class Picker:
             drawn = drafting.draw_several(logits, ids, draws_of(rows, params), CANDIDATES, count)
             if drawn is not None:
                 return drawn
-        rows = SampleRows(slots, state.length[slots], state.history, state.history.shape[1])
-        scores = adjust(self._by_target(logits), rows, params, stages)
+        scores = logits
+        if stages.adjusts:
+            rows = SampleRows(slots, state.length[slots], state.history, state.history.shape[1])
+            scores, ids = adjust(self._by_target(logits), rows, params, stages), None
         if not stages.noise:
-            best, tokens = scores.log_softmax(dim=-1).topk(count, dim=-1)
-            return tokens, best
+            return drafting.likeliest_several(scores, ids, count)
         greedy = (params.temperature[slots] == 0).unsqueeze(1)
         drawn = filtered_scores(scores, slots, params, stages)
         scores = torch.where(greedy, scores, drawn)
         # Far down, no noise lifts a candidate above all others.
         likely, tokens = scores.topk(min(max(CANDIDATES, count), scores.shape[1]), dim=-1)
+        tokens = tokens if ids is None else ids[tokens]
         noise = gumbel_at(params.seed[slots], params.choice[slots], positions, tokens)
         noised = torch.where(greedy, likely, likely + noise)
         total = torch.where(greedy, scores.logsumexp(-1, True), noised.logsumexp(-1, True))
