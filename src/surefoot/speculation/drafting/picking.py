@@ -100,7 +100,8 @@ class Picker:
             rows = SampleRows(slots, state.length[slots], state.history, state.history.shape[1])
             scores, ids = adjust(self._by_target(logits), rows, params, stages), None
         if not stages.noise:
-            return drafting.likeliest_several(scores, ids, count)
+            best, tokens = scores.log_softmax(dim=-1).topk(count, dim=-1)
+            return tokens, best
         greedy = (params.temperature[slots] == 0).unsqueeze(1)
         drawn = filtered_scores(scores, slots, params, stages)
         scores = torch.where(greedy, scores, drawn)
