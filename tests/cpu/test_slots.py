@@ -74,7 +74,7 @@ def known(engine: Engine) -> dict[str, Any]:
     batch = loop.gathering.next(())
     assert batch is not None
     decoding = replace(batch, chunks=(), ending=0)
-    chances, _ = loop._reported.of(decoding)
+    chances, *_ = loop._reported.of(decoding)
     found["reported"] = torch.from_numpy(chances).nan_to_num(-1)
     found["of grammars"] = torch.tensor(0 in loop._grammars._known)
     found["feature"] = engine.proposers[1].before[0]  # type: ignore[attr-defined]

@@ -68,7 +68,7 @@ MUTATIONS = (
     ),
     m(
         "engine/loop.py",
-        "self._reported.of(batch) if self._offered else (None, None)",
+        "self._reported.of(batch) if self._offered else (None, None, None)",
         "self._reported.of(batch)",
         "test_loop.py::test_offers_are_read_of_rounds_that_left_some",
     ),

@@ -335,8 +335,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/planner.py",
-        "        if self._entered and self.held.follows:\n            self.held.left = 0\n",
-        "",
+        "anew = self.held.follows and (self._entered or situation.prompt_rows)",
+        "anew = self.held.follows and situation.prompt_rows",
         "test_decisions.py",
     ),
     m(
@@ -352,9 +352,9 @@ MUTATIONS = (
         "test_decisions.py",
     ),
     m(
-        "speculation/holding.py",
-        "        if self.follows and situation.prompt_rows:\n",
-        "        if False:\n",
+        "speculation/planner.py",
+        "anew = self.held.follows and (self._entered or situation.prompt_rows)",
+        "anew = self.held.follows and self._entered",
         "test_decisions.py",
     ),
     m(

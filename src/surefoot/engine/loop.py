@@ -255,7 +255,8 @@ class Loop:
                 self.gathering.forget()
 
     def _situation(self, batch: Batch) -> Situation:
-        chances, whose = self._reported.of(batch) if self._offered else (None, None)
+        known = self._reported.of(batch) if self._offered else (None, None, None)
+        chances, whose, parents = known
         return Situation(
             requests=batch.samples,
             prompt_rows=batch.prompt_rows if self.rounds.recorded else batch.prompt_load,
@@ -268,7 +269,7 @@ class Loop:
             kind=batch.kind,
             slots=batch.sampling_slots,
             prompts=len(batch.chunks),
-            parents=self._reported.parents(batch) if self._offered else None,
+            parents=parents,
         )
 
     # --- landing ------------------------------------------------------------------------------

@@ -81,26 +81,20 @@ class ReportedOffers:
         unknown = np.full((batch.ending, self.width), np.nan, dtype=np.float32)
         return np.concatenate((hosted, unknown))
 
-    def of(self, batch: Batch) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-        """(Chances float32 [samples, K], whose int64 [samples]) as ``Situation`` has them; of
-        requests at the end of their prompt nothing is known."""
+    def of(
+        self, batch: Batch
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | tuple[None, None, None]:
+        """(Chances float32 [samples, K], whose int64 [samples], parents int32 [samples, K]) as
+        ``Situation`` has them; of requests at the end of their prompt nothing is known."""
         slots = batch.group.slots[len(batch.chunks) :]
         if not self.width or not len(slots):
-            return None, None
+            return None, None, None
         chances, whose = self._chances[slots], self._whose[slots]
+        parents = self._parents[slots] if self.columns.trees else None
         if batch.ending:
             unknown = np.full((batch.ending, self.width), np.nan, dtype=np.float32)
             chances = np.concatenate((chances, unknown))
             whose = np.concatenate((whose, np.zeros(batch.ending, dtype=np.int64)))
-        return chances, whose
-
-    def parents(self, batch: Batch) -> np.ndarray | None:
-        """As ``Situation`` has it."""
-        slots = batch.group.slots[len(batch.chunks) :]
-        if not self.columns.trees or not self.width or not len(slots):
-            return None
-        parents = self._parents[slots]
-        if batch.ending:
-            unknown = np.zeros((batch.ending, self.width), dtype=np.int32)
-            parents = np.concatenate((parents, unknown))
-        return parents
+            if parents is not None:
+                parents = np.concatenate((parents, np.zeros(unknown.shape, dtype=np.int32)))
+        return chances, whose, parents

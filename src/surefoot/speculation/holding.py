@@ -50,8 +50,6 @@ class Held:
     def next(self, situation: Situation, actions: Sequence[Action]) -> Decision | None:
         """The decision, if it holds for this round, too, which is then counted. ``actions``: those
         that are on offer for so many requests."""
-        if self.follows and situation.prompt_rows:
-            return None
         # Of a crowd one may come, and, as that leaves the others no worse off, half of it may go.
         more = situation.requests - self._requests
         same = max(CROWD * more, -2 * more) <= self._requests

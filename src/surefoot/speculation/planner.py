@@ -115,9 +115,10 @@ class Planner:
         # Also while a decision holds: what a trial found is told some rounds later.
         self._at_hand.read(situation)
         on_offer = self.costs.actions(situation.requests)
-        if self._entered and self.held.follows:
-            self.held.left = 0
-        if (held := self.held.next(situation, on_offer)) is not None:
+        # Who comes next, and what prompts take, is another question than one request's offers.
+        anew = self.held.follows and (self._entered or situation.prompt_rows)
+        held = None if anew else self.held.next(situation, on_offer)
+        if held is not None:
             if self.held.follows:
                 held = self._following(held, situation)
             elif situation.prompt_rows or held.expected.prompt_seconds:
@@ -181,7 +182,7 @@ class Planner:
         """What was decided, with as many drafts as what is on offer now is worth."""
         before, (drafts, seconds) = held.expected, self._table
         at, gain, offered = 0, 0.0, 0
-        chances = self._at_hand.chances(situation, self._last.action)
+        chances = self._at_hand.chances(situation, held.action)
         if chances is not None:
             offered = int(np.count_nonzero(chances))
             margin = self.weighing.margin
