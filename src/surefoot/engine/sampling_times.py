@@ -10,22 +10,26 @@ from surefoot.engine.timing import made_up_requests, time_round
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.decisions import LIKELIEST, SamplingCost
 from surefoot.speculation.round import Round
-from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
+from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, UNFILTERED, Size
 
-KINDS = DRAWN, ADJUSTED
+KINDS = UNFILTERED, DRAWN, ADJUSTED
 """The kinds of sampling that are told apart from the likeliest tokens."""
 REPEATS = 2
 
 
 @contextmanager
-def drawing_requests(round_: Round) -> Iterator[None]:
-    """Made-up requests draw their tokens, with a filter, meanwhile."""
+def drawing_requests(round_: Round) -> Iterator[Callable[[SamplingStages], None]]:
+    """Made-up requests draw their tokens meanwhile: as one of ``KINDS`` says, with a filter or
+    without, from when that is called with it."""
     params = round_.state.params
     kept = params.temperature.clone(), params.top_p.clone()
-    params.temperature.fill_(1.0)
-    params.top_p.fill_(0.95)
+
+    def draw(kind: SamplingStages) -> None:
+        params.temperature.fill_(1.0)
+        params.top_p.fill_(0.95 if kind.top_p else 1.0)
+
     try:
-        yield
+        yield draw
     finally:
         params.temperature.copy_(kept[0])
         params.top_p.copy_(kept[1])
@@ -52,10 +56,11 @@ def time_sampling_called(
     state = round_.state
     room = min((blocks - 1) * state.block_size, state.history.shape[1] - state.max_drafts) - 1
     many = max(1, min(1 + state.max_drafts, room))
-    with made_up_requests(round_, blocks, 1) as set_batch, drawing_requests(round_):
+    with made_up_requests(round_, blocks, 1) as set_batch, drawing_requests(round_) as draw:
 
         def timed(rows: int, kind: SamplingStages) -> float:
             size = Size(1, rows, rows, kind, (), 0, verifies=rows > 1)
+            draw(kind)
             found = []
             for _ in range(REPEATS):
                 set_batch(1, 0)
