@@ -11,7 +11,6 @@ from harness import Job, make_engine, run_jobs, tiny_decoder
 from planner_world import Decides, Fixed, Texts, Uneven, World
 from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation import holding
-from surefoot.speculation import paces as paces_module
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action, Decision, Landed, Situation
 from surefoot.speculation.host_costs import HostCosts, HostSample
@@ -158,46 +157,39 @@ def test_restraint_is_longer_where_slowing_others_gained_nothing() -> None:
 
     def restrained(gained: float) -> int:
         """Rounds of restraint after some that gained so much."""
-        restraint.landed(3, gained, True)
+        restraint.passed(3, gained, plenty)
         restraint.begin()
-        for rounds in range(1, 999):
-            restraint.landed(1, 0.0, False)
-            restraint.review(plenty)
-            if not restraint.holds:
-                return rounds
-        return 999
+        return next(
+            n for n in range(1, 999) if restraint.passed(1, 0.0, plenty) or not restraint.holds
+        )
 
     assert [restrained(-0.1) for _ in range(5)] == [32, 64, 128, 256, 256]
     # Within some 300 rounds that is forgotten.
     assert [restrained(0.1) for _ in range(3)] == [64, 16, 16]
     restraint.begin()
-    restraint.landed(100, 0.0, False)
-    restraint.review(Owed(1.0, 0.0, np.array([5.0, 0.7])))
+    restraint.passed(100, 0.0, Owed(1.0, 0.0, np.array([5.0, 0.7])))
     assert restraint.holds, "somebody could not bear it"
-    restraint.review(plenty)
+    restraint.passed(1, 0.0, plenty)
     assert not restraint.holds
 
 
 def test_no_more_is_lent_than_is_gained() -> None:
     """By all, for each token that somebody could lose; a quarter at least, by which it is learnt
     whether more would be worth it."""
-    restraint = Restraint()
+    restraint, plenty = Restraint(), Owed(1.0, 0.0, np.array([5.0, 0.8]))
     assert restraint.lent == 1.0, "it is not known yet"
     for rounds in (4, 512, 2000):
         lent = 0.05 * restraint.lent
-        restraint.landed(rounds, rounds * lent * 0.6, True)
+        restraint.passed(rounds, rounds * lent * 0.6, plenty)
     assert restraint.lent == pytest.approx(0.6)
     assert restraint.pace == pytest.approx(1 - 0.05 * 0.6)
-    restraint.landed(512, 0.0, False)
-    assert restraint.lent == pytest.approx(0.6), "where nobody drafts nothing is lent"
-    restraint.landed(512, -1.0, True)
+    restraint.passed(512, -1.0, plenty)
     assert restraint.lent == 0.25
     # A quarter of the tokens is gained for a quarter that is lent: all would be worth it.
-    restraint.landed(512, 512 * 0.05 * 0.25, True)
+    restraint.passed(512, 512 * 0.05 * 0.25, plenty)
     assert restraint.lent == 1.0 and restraint.pace == MIN_PACE
-    restraint.begin()
-    restraint.landed(128, 0.0, False)
-    assert restraint.lent == pytest.approx(0.75), "what restraint takes counts; late rounds most"
+    restraint.passed(128, 0.0, plenty)
+    assert restraint.lent == pytest.approx(0.75), "late rounds count most"
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -327,7 +319,7 @@ def test_rounds_that_share_a_decision_are_counted_together(
         world.step(planner)
         holding_for = max(holding_for, planner.held.left)
     # Those since the last decision are counted by the next one.
-    planner.fairness.owed(None, 1.0, 0.0)
+    planner.fairness.owed(None, 1.0, 0.0, 1)
     assert holding_for > 3 and times < 0.6 * len(landed)
     # What is expected of a round is a little too good.
     assert counted == pytest.approx(1.005 * sum(landed))
@@ -347,14 +339,13 @@ def test_a_decision_holds_while_everybody_can_bear_it() -> None:
     assert fairness.bearable(slots[:1], gains[:1], 9.0) > 99, "nobody slows who is alone"
     for _ in range(bearable + 1):
         fairness.landed(slots, 1.0 + gains, 1.5)
-    fairness.owed(slots, 1.0, 0.0)
+    fairness.owed(slots, 1.0, 0.0, 1)
     assert fairness.bearable(slots, gains, 1.5) == 0
     assert fairness.bearable(slots[1:], gains[1:], 1.5) > 99
 
 
-def test_nobody_owes_for_rounds_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_owes_for_rounds_without_it() -> None:
     """Those that it sat out, and those of whoever was in its slot before it."""
-    monkeypatch.setattr(paces_module, "_LEAST_LENT", 1.0)
     fairness, slots = Fairness(), np.arange(3)
     fairness.admit(slots, np.full(3, 1000))
     fairness.landed(slots, np.array([1, 0, 2]), 1.5)
@@ -363,7 +354,7 @@ def test_nobody_owes_for_rounds_without_it(monkeypatch: pytest.MonkeyPatch) -> N
     fairness.admit(slots[:1], np.full(1, 1000))
     # Launched before the first one left.
     fairness.landed(slots, np.array([0, 1, 1]), 1.5)
-    owed = fairness.owed(slots, 1.0, 0.0)
+    owed = fairness.owed(slots, 1.0, 0.0, 1)
     assert owed.ahead is not None
     share = 0.95 * 1.005 * 1.5
     assert owed.ahead == pytest.approx([6.0, 6.0 + 1 - share, 6.0 + 4 - 3 * share])

@@ -99,7 +99,7 @@ class Restraint:
 
     def __init__(self) -> None:
         self.holds = False
-        self._rounds = 0.0
+        self._rounds = 0
         """Since it began, or ended, last."""
         self._gained = 0.0
         """Tokens that each got more than without drafts, since it ended."""
@@ -118,20 +118,15 @@ class Restraint:
         """Tokens that are owed in a round without drafts and proposers."""
         return 1.0 - (1.0 - MIN_PACE) * self.lent
 
-    def landed(self, rounds: float, gained: float, lending: bool) -> None:
-        """In the time of so many rounds without drafts and proposers, requests got so many tokens
-        more, on average, than by those. ``lending``: some may have got less, as rounds took longer;
-        or none did, as nobody may be slowed now."""
+    def passed(self, rounds: int, gained: float, owed: Owed) -> None:
+        """So many rounds were launched, in which requests got so many tokens more, on average, than
+        in rounds without drafts and proposers of the same time."""
         self._rounds += rounds
         self._gained += gained
-        if lending or self.holds:
-            lent, weight = rounds * (1.0 - self.pace), min(1.0, rounds * _LATELY)
-            self._worth += weight * (gained / lent - self._worth)
-
-    def review(self, owed: Owed) -> None:
-        """End after long enough, if all can bear it by what they are ``owed`` now."""
+        weight = min(1.0, rounds * _LATELY)
+        self._worth += weight * (gained / (rounds * (1.0 - self.pace)) - self._worth)
         if self.holds and self._rounds >= self._length and owed.least >= _ENOUGH:
-            self.holds, self._rounds, self._gained = False, 0.0, 0.0
+            self.holds, self._rounds, self._gained = False, 0, 0.0
 
     def begin(self) -> None:
         """Somebody would have less than it is owed."""
@@ -139,7 +134,7 @@ class Restraint:
             self._length = min(2 * self._length, _LONGEST)
         else:
             self._length = max(self._length // 4, _SHORTEST)
-        self.holds, self._rounds = True, 0.0
+        self.holds, self._rounds = True, 0
 
 
 class Fairness:
@@ -150,26 +145,29 @@ class Fairness:
         self.restraint = Restraint()
         self._slots: np.ndarray | None = None
         self._tokens = np.zeros(0)
-        self._rounds, self._lending = 0.0, False
-        """What requests in these slots got, in how many rounds' time, and whether some of these
-        rounds took longer than without drafts: not counted yet, as to count each by itself takes as
-        long as all else of a decision that holds."""
+        self._rounds = 0.0
+        """What requests in these slots got, and in how many rounds' time, which is not counted yet:
+        to count each round by itself takes as long as all else of a decision that holds."""
+        self._gained = 0.0
+        """Tokens that each got more than without drafts, on average, since it was asked last."""
 
     def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """As of ``Paces``."""
         self._count()
         self.paces.admit(slots, tokens, self.restraint.lent)
 
-    def owed(self, slots: np.ndarray | None, plain: float, prompts: float) -> Owed:
-        """What requests in ``slots`` (int64 [n]; None: of whom nothing is known) are owed now.
-        ``plain``: seconds of a round without drafts and proposers; ``prompts``: those that prompts
-        add to it. Ends restraint after long enough."""
+    def owed(self, slots: np.ndarray | None, plain: float, prompts: float, rounds: int) -> Owed:
+        """What requests in ``slots`` (int64 [n]; None: of whom nothing is known) are owed, so many
+        ``rounds`` after the last decision. ``plain``: seconds of a round without drafts and
+        proposers; ``prompts``: those that prompts add to it. Ends restraint after long enough."""
         self._count()
+        gained, self._gained = self._gained, 0.0
         if slots is None or len(slots) < 2:
             # Whoever is alone is slowed by nobody.
             return Owed(plain + prompts, prompts)
-        owed = Owed(plain + prompts, prompts, self.paces.ahead(slots), self.restraint.pace)
-        self.restraint.review(owed)
+        pace, ahead = self.restraint.pace, self.paces.ahead(slots)
+        owed = Owed(plain + prompts, prompts, ahead, pace)
+        self.restraint.passed(rounds, gained, owed)
         return owed
 
     def bearable(self, slots: np.ndarray | None, gains: np.ndarray, rounds: float) -> int:
@@ -193,13 +191,12 @@ class Fairness:
             self._slots, self._tokens = slots, np.zeros(len(slots))
         self._tokens += tokens
         self._rounds += rounds
-        self._lending = self._lending or rounds > 1.0
 
     def _count(self) -> None:
         """Add up what landed."""
         slots, tokens, rounds = self._slots, self._tokens, _UNEXPECTED * self._rounds
         if slots is None:
             return
-        self.restraint.landed(rounds, float(tokens.mean()) - rounds, self._lending)
+        self._slots, self._rounds = None, 0.0
+        self._gained += float(tokens.mean()) - rounds
         self.paces.passed(slots, tokens, rounds, self.restraint.pace)
-        self._slots, self._rounds, self._lending = None, 0.0, False

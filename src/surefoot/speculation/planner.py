@@ -127,7 +127,7 @@ class Planner:
         actions = self.weighing.allowed(situation)
         plain, prompts = self.weighing.plain_seconds(situation)
         chances = self._at_hand.chances(situation, self._last.action)
-        owed = self.fairness.owed(situation.slots, plain, prompts)
+        owed = self.fairness.owed(situation.slots, plain, prompts, rounds)
         self._unweighed += rounds
         settled = self.weighing.is_settled(situation, actions, self._unweighed)
         if not (settled or self._only_waits(situation, actions)):
