@@ -168,9 +168,6 @@ class World:
     stairs: tuple[int, ...] = ()
     """Numbers of drafts at which the device's time rises, beside others."""
     seed: int = 0
-    drawn: bool = False
-    """Whether drafts are accepted by chance; else as many as are to be expected, in parts: the same
-    in the end, with less noise."""
     late: bool = False
     """Whether what the host was late for one round the next ones have to make up for."""
     deciding: float = 0.0
@@ -192,7 +189,6 @@ class World:
         self.report: tuple[np.ndarray, np.ndarray] | None = None
         self.parents: np.ndarray | None = None
         """Of what was reported last."""
-        self._slots = np.arange(self.requests)
         self._decision: Decision | None = None
         self._launched = 0.0
         self._ends: deque[float] = deque()
@@ -207,8 +203,6 @@ class World:
         return (self.tokens - tokens) / (self.seconds - seconds)
 
     def step(self, planner: Decides) -> Decision:
-        if len(self._slots) != self.requests:
-            self._slots = np.arange(self.requests)
         chances, whose = self.report if self.report is not None else (None, None)
         if chances is not None and whose is not None and len(chances) != self.requests:
             grown = np.full((self.requests, chances.shape[1]), np.nan, dtype=np.float32)
@@ -228,7 +222,7 @@ class World:
             self.proposers,
             self.texts.width,
             100.0,
-            slots=self._slots,
+            slots=np.arange(self.requests),
             prompts=prompts,
             parents=self.parents,
         )
@@ -257,11 +251,8 @@ class World:
             taken.reshape(-1)[order] = True
             verified = len(order)
             drafting |= taken.any(axis=1)
-            if self.drawn:
-                taken &= chances > rng.random((requests, 1))
-                gains = taken.sum(axis=1, dtype=np.float64)
-            else:
-                gains = (chances * taken).sum(axis=1)
+            # As many tokens as are to be expected: the same in the end, with less noise.
+            gains = (chances * taken).sum(axis=1)
         gained = float(gains.sum())
         self.tokens += requests + gained
         if np.shape(self.own_tokens) != gains.shape:
@@ -290,7 +281,7 @@ class World:
         self.looked += bool(decision.proposers)
         proposing = bool(decision.proposers)
         sample = HostSample(requests, count, 0, host, proposing, prompts)
-        landed = Landed(device, sample, verified, gained, count, 1.0 + gains)
+        landed = Landed(device, sample, verified, gained, count)
         return landed, new
 
 

@@ -177,8 +177,8 @@ MUTATIONS = (
     ),
     m(
         "engine/batch.py",
-        "return np.concatenate((spans[chunks:], spans[: self.ending])) if chunks else spans",
-        "return np.concatenate((spans[: self.ending], spans[chunks:])) if chunks else spans",
+        "return np.concatenate((slots[chunks:], slots[: self.ending])) if chunks else slots",
+        "return np.concatenate((slots[: self.ending], slots[chunks:])) if chunks else slots",
         "test_paces.py",
     ),
     m(

@@ -134,12 +134,8 @@ class Batch:
     @property
     def sampling_slots(self) -> np.ndarray:
         """int64 [samples]: of those that decode, and then of those at the end of their prompt."""
-        return self.of_sampling(self.group.slots)
-
-    def of_sampling(self, spans: np.ndarray) -> np.ndarray:
-        """What ``spans`` [spans] has of those that sample, in the order of ``sampling_slots``."""
-        chunks = len(self.chunks)
-        return np.concatenate((spans[chunks:], spans[: self.ending])) if chunks else spans
+        slots, chunks = self.group.slots, len(self.chunks)
+        return np.concatenate((slots[chunks:], slots[: self.ending])) if chunks else slots
 
     @property
     def sampling(self) -> tuple[Request, ...]:

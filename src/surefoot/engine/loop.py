@@ -307,7 +307,6 @@ class Loop:
             verified=landing.verified,
             accepted=landing.accepted,
             drafting=landing.drafting,
-            tokens=batch.of_sampling(committed),
         )
         self.clock.compare(host, outcome.device_seconds)
         ends, proposing = len(landing.ended), bool(flight.decision.proposers)

@@ -112,13 +112,6 @@ class Expectation:
     tokens: float = 1.0
     """Of each request, on average."""
 
-    @property
-    def rounds(self) -> float:
-        """In how many rounds' time without drafts and proposers it is over; 1 where nothing is
-        believed."""
-        plain = self.plain_seconds + self.prompt_seconds
-        return self.seconds / plain if plain > 0.0 else 1.0
-
 
 @dataclass(frozen=True)
 class Decision:
@@ -153,9 +146,6 @@ class Landed:
     accepted: float
     drafting: int
     """Requests that had drafts verified or have some on offer now."""
-    tokens: np.ndarray | None = None
-    """int [requests], in the situation's order: what each got; 0: those that no longer run. None:
-    nobody counted."""
 
 
 class RoundCosts(Protocol):

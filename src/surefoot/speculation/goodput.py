@@ -26,7 +26,6 @@ def best_drafts(
     plain: float | None = None,
     ahead: np.ndarray | None = None,
     margin: float = 1.0,
-    pace: float = MIN_PACE,
 ) -> Chosen:
     """Which of ``drafts`` promises the most committed tokens a second; the first, 0, if nothing
     promises ``margin`` times what no drafts do.
@@ -35,7 +34,7 @@ def best_drafts(
     0, and ``seconds`` float64 [n] as of ``RoundCosts.table``; the likeliest drafts are taken.
     ``apart``: seconds of these that are spent on something else than tokens, prompts for instance.
     ``plain``: seconds of a round without drafts and proposers, None: of the first; in as long, each
-    request is owed ``pace`` tokens. Nobody falls further behind than it was ``ahead`` (float64
+    request is owed ``MIN_PACE`` tokens. Nobody falls further behind than it was ``ahead`` (float64
     [B], None: nobody was).
     """
     batch = len(chances)
@@ -52,7 +51,7 @@ def best_drafts(
     enough = int(np.searchsorted(drafts, offered)) + 1
     drafts, seconds = drafts[:enough], seconds[:enough]
     taken = np.minimum(drafts, offered)
-    owed = pace * seconds / (float(seconds[0]) if plain is None else plain)
+    owed = MIN_PACE * seconds / (float(seconds[0]) if plain is None else plain)
     rates = (batch + gains[taken]) / (seconds - apart)
     rates[0] *= margin
     # More than all of its drafts nobody gains.
@@ -113,7 +112,6 @@ def nearest_count(
     apart: float = 0.0,
     plain: float | None = None,
     ahead: np.ndarray | None = None,
-    pace: float = MIN_PACE,
 ) -> int:
     """Which of ``drafts`` but none, as an index, lacks least for ``best_drafts`` to take it: by how
     much its round would have to be quicker. Arguments as there, with something on offer."""
@@ -122,7 +120,7 @@ def nearest_count(
     offered = int(np.count_nonzero(ranked > 0.0))
     gains = np.cumsum(ranked[:offered], dtype=np.float64)
     first = float(seconds[0])
-    owing = (first if plain is None else plain) / pace
+    owing = (first if plain is None else plain) / MIN_PACE
     best, nearest = 0, 0.0
     for at, count in enumerate(np.minimum(drafts, offered).tolist()):
         if not count:

@@ -16,6 +16,8 @@ class OffersAtHand:
         self._reported = NOTHING
         """The action of the last round that landed."""
         self._unread = False
+        self.own = False
+        """Whether the chances found last are those of each request's own offers."""
 
     def landed(self, action: Action) -> None:
         """The next situation has the report of a round with this action."""
@@ -35,6 +37,7 @@ class OffersAtHand:
     def chances(self, situation: Situation, last: Action) -> np.ndarray | None:
         """float32 [requests, K]: chances of the drafts that this round finds on offer, after one
         with the action ``last``, those of the host among them; None where there are none."""
+        self.own = False
         hosted, proposed = situation.hosted, self._proposed(situation, last)
         if hosted is None:
             return proposed
@@ -53,6 +56,7 @@ class OffersAtHand:
         reported, reported_steps = self._reported
         if situation.chances is None or situation.whose is None or reported != proposers:
             return self.memory.latest(situation.requests, proposers, steps)
+        self.own = True
         chances = situation.chances
         unknown = np.isnan(chances[:, 0])
         chances = self.memory.continued(

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MIN_PACE = 0.95
-"""No request's pace falls below this share of its pace without drafts in that batch."""
-_LEAST_LENT, _LATELY = 0.25, 1 / 512
-"""Where all together gain less than others may lose by that, they may lose so much less, but this
-part of it at least, from which it is learnt what it gains. And the weight of a round in that."""
+MIN_PACE, _SPARING = 0.95, 0.9875
+"""No request's pace falls below this share of its pace without drafts in that batch; nor below the
+second while all together gain less than others may lose by the first."""
 _FIRST, _FIRST_PART = 6.0, 1 / 32
 """Tokens that a request may fall behind before it has got any, at most, and as a part of those that
 it may get: how a text goes on is not known by its beginning, and where one that begins hesitantly
@@ -22,27 +20,47 @@ _SHORTEST, _LONGEST = 16, 256
 nothing was gained by slowing them."""
 _ENOUGH = 0.75
 """Tokens that they must be ahead then."""
-_UNEXPECTED = 1.005
-"""How many times as long rounds take as is believed of them: they were chosen by it, and so it is a
-little too good."""
+_SHARE_CASES = 32
+"""Decisions that tell what each request usually has of all gains, about: of fewer, those that
+seemed to gain enough would be slowed for longer than they can bear."""
+_UNEXPECTED = 0.005
+"""Tokens that are owed in addition, in each round without drafts and proposers: what is expected of
+rounds is a little too good, since they were chosen by it."""
 
 
 class Paces:
     """How far each request is ahead of the pace that it is owed, by slot.
 
     A round without drafts and proposers gives each request one token; so it is owed ``MIN_PACE``
-    tokens in the time of such a round. What it got beyond that may be taken from it later: by
+    tokens in the time of such a round. What it gets beyond that may be taken from it later: by
     rounds that give others more, by trials, by a drafter from which it gains little.
     """
 
     def __init__(self) -> None:
         self._ahead = np.full(0, _FIRST)
+        self._shares = np.ones(0)
+        """What each usually gains, of the mean of all in its rounds."""
+        self._cases = np.ones(0)
+        """That tell so: first a made-up one."""
 
-    def admit(self, slots: np.ndarray, tokens: np.ndarray, lent: float = 1.0) -> None:
-        """Requests enter ``slots``, int64 [n], that may get so many ``tokens``, int64 [n]. They
-        lend the part ``lent`` of what they may."""
+    def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """Requests enter ``slots``, int64 [n], that may get so many ``tokens``, int64 [n]."""
         self._reach(slots)
-        self._ahead[slots] = lent * np.minimum(_FIRST, _FIRST_PART * tokens)
+        self._ahead[slots] = np.minimum(_FIRST, _FIRST_PART * tokens)
+        self._shares[slots] = self._cases[slots] = 1.0
+
+    def compare(self, slots: np.ndarray, gains: np.ndarray) -> None:
+        """Learn from one more case what each usually has of all ``gains``, float64 [n]."""
+        self._reach(slots)
+        if (mean := float(gains.mean())) > 0.0:
+            shares, cases = self._shares[slots], self._cases[slots] + 1.0
+            self._shares[slots] = shares + (gains / mean - shares) / cases
+            self._cases[slots] = np.minimum(cases, _SHARE_CASES)
+
+    def usual(self, slots: np.ndarray, gain: float) -> np.ndarray:
+        """float64 [n]: what each usually has where all gain so much on average."""
+        self._reach(slots)
+        return gain * self._shares[slots]
 
     def ahead(self, slots: np.ndarray) -> np.ndarray:
         """float64 [n]: tokens that each may fall behind now; 0: none."""
@@ -50,20 +68,20 @@ class Paces:
         return np.maximum(self._ahead[slots], 0.0)
 
     def passed(
-        self, slots: np.ndarray, tokens: np.ndarray, rounds: float, pace: float = MIN_PACE
+        self, slots: np.ndarray, tokens: np.ndarray | float, rounds: float, pace: float = MIN_PACE
     ) -> None:
-        """Rounds gave the requests so many ``tokens`` [n], in the time of so many ``rounds``
-        without drafts and proposers, in each of which they are owed ``pace``. Who got none took no
-        part in them, and is owed nothing."""
+        """A round was launched that is expected to give the requests ``tokens`` (of each, or of
+        all alike) in the time of so many rounds without drafts and proposers, in which they are
+        owed ``pace`` tokens each."""
         self._reach(slots)
-        ahead = self._ahead[slots]
-        after = np.minimum(ahead + tokens - pace * rounds, _MOST)
-        self._ahead[slots] = np.where(tokens > 0, after, ahead)
+        self._ahead[slots] = np.minimum(self._ahead[slots] + tokens - pace * rounds, _MOST)
 
     def _reach(self, slots: np.ndarray) -> None:
         most = int(slots.max(initial=-1)) + 1
         if most > len(self._ahead):
             self._ahead = np.append(self._ahead, np.full(most - len(self._ahead), _FIRST))
+            self._shares = np.append(self._shares, np.ones(most - len(self._shares)))
+            self._cases = np.append(self._cases, np.ones(most - len(self._cases)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,14 +94,12 @@ class Owed:
     """Seconds that prompts take of these."""
     ahead: np.ndarray | None = None
     """As of ``Paces``; None: nobody may fall behind."""
-    pace: float = MIN_PACE
-    """Tokens in the time of such a round."""
 
     def fair(self, seconds: float, gains: np.ndarray) -> bool:
         """Whether nobody lacks anything after a round of so many seconds that is expected to accept
         ``gains`` (float64 [requests]) drafts of each."""
         least = (gains if self.ahead is None else gains + self.ahead).min()
-        return bool(1.0 + least >= self.pace * seconds / self.plain - 1e-9)
+        return bool(1.0 + least >= MIN_PACE * seconds / self.plain - 1e-9)
 
     @property
     def least(self) -> float:
@@ -94,8 +110,8 @@ class Owed:
 class Restraint:
     """Whether nobody may be slowed: for some rounds after what is best for all together would have
     left somebody with less than it is owed. Where all together gained nothing before that, the
-    rounds are twice as many as the last time. And how much may be taken from somebody for others to
-    gain by it: no larger a part of what the floor allows than these gains are of that."""
+    rounds are twice as many as the last time. Where with such rounds they gained less than others
+    may lose, they lend a quarter of that only."""
 
     def __init__(self) -> None:
         self.holds = False
@@ -105,27 +121,18 @@ class Restraint:
         """Tokens that each got more than without drafts, since it ended."""
         self._length = _SHORTEST
         """Rounds that it takes, at least."""
-        self._worth = 1.0
-        """Tokens that each got more than without drafts, for each that could be lent, lately."""
-
-    @property
-    def lent(self) -> float:
-        """The part of what requests may lend that they lend."""
-        return min(max(self._worth, _LEAST_LENT), 1.0)
-
-    @property
-    def pace(self) -> float:
+        self._rested = 0
+        """Rounds that it took the last time."""
+        self.pace = MIN_PACE
         """Tokens that are owed in a round without drafts and proposers."""
-        return 1.0 - (1.0 - MIN_PACE) * self.lent
 
     def passed(self, rounds: int, gained: float, owed: Owed) -> None:
-        """So many rounds were launched, in which requests got so many tokens more, on average, than
-        in rounds without drafts and proposers of the same time."""
+        """So many rounds were launched, in which requests are expected to get so many tokens more,
+        on average, than in rounds without drafts and proposers of the same time."""
         self._rounds += rounds
         self._gained += gained
-        weight = min(1.0, rounds * _LATELY)
-        self._worth += weight * (gained / (rounds * (1.0 - self.pace)) - self._worth)
         if self.holds and self._rounds >= self._length and owed.least >= _ENOUGH:
+            self._rested, self.pace = self._rounds, MIN_PACE
             self.holds, self._rounds, self._gained = False, 0, 0.0
 
     def begin(self) -> None:
@@ -134,69 +141,83 @@ class Restraint:
             self._length = min(2 * self._length, _LONGEST)
         else:
             self._length = max(self._length // 4, _SHORTEST)
+        if self._rested and MIN_PACE * (self._gained / (self._rounds + self._rested) + 1.0) < 1.0:
+            self.pace = _SPARING
         self.holds, self._rounds = True, 0
 
 
 class Fairness:
-    """The floor under an engine's requests: what they are owed, and what landed rounds gave."""
+    """The floor under an engine's requests: what they are owed, and what decided rounds give."""
 
     def __init__(self) -> None:
         self.paces = Paces()
         self.restraint = Restraint()
+        self._gain, self._rounds = 0.0, 1.0
+        """Of the last decision: drafts of a request that are expected to be accepted, on average;
+        and its time in rounds without drafts and proposers."""
         self._slots: np.ndarray | None = None
-        self._tokens = np.zeros(0)
-        self._rounds = 0.0
-        """What requests in these slots got, and in how many rounds' time, which is not counted yet:
-        to count each round by itself takes as long as all else of a decision that holds."""
-        self._gained = 0.0
-        """Tokens that each got more than without drafts, on average, since it was asked last."""
+        self._launched = 0
+        """Rounds of that decision for the requests in these slots, which are not counted yet: to
+        count every one by itself takes as long as all else that a decision which holds takes."""
+
+    @property
+    def _pace(self) -> float:
+        """Tokens that are owed in the time of a round without drafts and proposers."""
+        return self.restraint.pace + _UNEXPECTED
 
     def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """As of ``Paces``."""
         self._count()
-        self.paces.admit(slots, tokens, self.restraint.lent)
+        self.paces.admit(slots, tokens)
 
     def owed(self, slots: np.ndarray | None, plain: float, prompts: float, rounds: int) -> Owed:
         """What requests in ``slots`` (int64 [n]; None: of whom nothing is known) are owed, so many
         ``rounds`` after the last decision. ``plain``: seconds of a round without drafts and
         proposers; ``prompts``: those that prompts add to it. Ends restraint after long enough."""
         self._count()
-        gained, self._gained = self._gained, 0.0
         if slots is None or len(slots) < 2:
             # Whoever is alone is slowed by nobody.
             return Owed(plain + prompts, prompts)
-        pace, ahead = self.restraint.pace, self.paces.ahead(slots)
-        owed = Owed(plain + prompts, prompts, ahead, pace)
-        self.restraint.passed(rounds, gained, owed)
+        owed = Owed(plain + prompts, prompts, self.paces.ahead(slots))
+        gained = 1.0 + self._gain - self._rounds
+        self.restraint.passed(rounds, rounds * gained, owed)
         return owed
 
-    def bearable(self, slots: np.ndarray | None, gains: np.ndarray, rounds: float) -> int:
-        """For how many rounds nobody in ``slots`` (as of ``owed``) lacks anything, if each accepts
-        ``gains`` (float64 [n]) drafts of them and takes as long as so many ``rounds`` without
-        drafts and proposers."""
+    def compare(self, slots: np.ndarray | None, gains: np.ndarray) -> None:
+        """Of as many drafts as were verified before, those in ``slots`` (as of ``owed``) would be
+        expected to have ``gains``, float64 [n], accepted."""
+        if slots is not None and len(slots) > 1:
+            self._count()
+            self.paces.compare(slots, gains)
+
+    def decided(self, slots: np.ndarray | None, gain: float, rounds: float) -> int:
+        """Rounds for requests in ``slots`` (as of ``owed``) are expected to accept ``gain`` drafts
+        of each, on average, in the time of so many ``rounds`` without drafts and proposers. Returns
+        for how many of these rounds nobody lacks anything."""
+        self._count()
+        self._gain, self._rounds = gain, rounds
         if slots is None or len(slots) < 2:
             return _LONGEST
-        lost = self.restraint.pace * _UNEXPECTED * rounds - 1.0 - gains
+        lost = self._pace * rounds - 1.0 - self.paces.usual(slots, gain)
         if not (lost > 0.0).any():
             return _LONGEST
         return int((self.paces.ahead(slots) / np.maximum(lost, 1.0 / _LONGEST)).min())
 
-    def landed(self, slots: np.ndarray | None, tokens: np.ndarray | None, rounds: float) -> None:
-        """A round gave the requests in ``slots`` (as of ``owed``) so many ``tokens``, [n]; 0: who
-        no longer runs. It took as long as so many ``rounds`` without drafts and proposers."""
-        if slots is None or tokens is None or len(slots) < 2:
+    def launched(self, slots: np.ndarray | None) -> None:
+        """Such a round is launched for requests in ``slots``."""
+        if slots is None or len(slots) < 2:
             return
         if slots is not self._slots:
             self._count()
-            self._slots, self._tokens = slots, np.zeros(len(slots))
-        self._tokens += tokens
-        self._rounds += rounds
+            self._slots = slots
+        self._launched += 1
 
     def _count(self) -> None:
-        """Add up what landed."""
-        slots, tokens, rounds = self._slots, self._tokens, _UNEXPECTED * self._rounds
-        if slots is None:
+        """Add up what was launched."""
+        slots, rounds = self._slots, self._launched
+        if slots is None or not rounds:
             return
-        self._slots, self._rounds = None, 0.0
-        self._gained += float(tokens.mean()) - rounds
-        self.paces.passed(slots, tokens, rounds, self.restraint.pace)
+        self._launched = 0
+        # Who had a bad offer when it was decided has others in the rounds after that.
+        tokens = rounds * (1.0 + self.paces.usual(slots, self._gain))
+        self.paces.passed(slots, tokens, rounds * self._rounds, self._pace)

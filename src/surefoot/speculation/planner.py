@@ -33,7 +33,7 @@ from surefoot.speculation.decisions import (
     Situation,
 )
 from surefoot.speculation.exploring import Budget, Trial, Trials, rounds_apart
-from surefoot.speculation.goodput import best_of_one
+from surefoot.speculation.goodput import best_of_one, gains_of
 from surefoot.speculation.holding import Held, waits_for_host
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.offer_memory import OfferMemory
@@ -107,6 +107,11 @@ class Planner:
 
     def decide(self, situation: Situation) -> Decision:
         """What to launch now."""
+        decision = self._next(situation)
+        self.fairness.launched(situation.slots)
+        return decision
+
+    def _next(self, situation: Situation) -> Decision:
         # Also while a decision holds: what a trial found is told some rounds later.
         self._at_hand.read(situation)
         on_offer = self.costs.actions(situation.requests)
@@ -145,7 +150,13 @@ class Planner:
         tokens = 1.0 + float(plan.gains.mean())
         expected = Expectation(plan.seconds, without, plain, prompts, charged, trials, tokens)
         self._last = Decision(plan.drafts, *action, trial is not None, expected)
-        bearable = self.fairness.bearable(situation.slots, plan.gains, expected.rounds)
+        slower = plan.seconds / owed.plain
+        known = self._at_hand.own and last.drafts and not last.explores
+        if situation.requests > 1 and chances is not None and known:
+            # Of a number that was chosen for these very offers, some would seem to gain too much.
+            count = min(last.drafts, chances.size)
+            self.fairness.compare(situation.slots, gains_of(chances, count))
+        bearable = self.fairness.decided(situation.slots, tokens - 1.0, slower)
         # Another action finds nothing on offer yet, or what the one before it has left.
         there = set(action[0]).issubset(last.proposers) and action[1] <= last.steps
         lasts = there and bool(plan.drafts) == bool(action[0])
@@ -231,7 +242,7 @@ class Planner:
             if situation.requests < 2 or owed.fair(plan.seconds, plan.gains):
                 return action, plan
             self.fairness.restraint.begin()
-            self._harmless = self.weighing.harmless(situation, case.actions, owed)
+            self._harmless = self.weighing.harmless(situation, case.actions, owed.plain)
         harmless = self._harmless if self._harmless in case.actions else NOTHING
         action = self._possible(situation, harmless)
         return action, case.verify(self.weighing, action)
@@ -291,8 +302,7 @@ class Planner:
         self._at_hand.landed(decision.action)
         if not situation.requests:
             return
-        s, host, expected = situation, outcome.host, decision.expected
-        self.fairness.landed(s.slots, outcome.tokens, expected.rounds)
+        s, host = situation, outcome.host
         if host is not None:
             self.host.observe(host)
         if outcome.device_seconds is None:

@@ -50,12 +50,11 @@ class Case:
         if chances is None or not offered:
             return Plan(0, float(seconds[0]), nothing)
         fair = owed.prompts, owed.plain, owed.ahead
-        pace, margin = owed.pace, weighing.margin
         if beyond is None:
-            at, gains = best_drafts(chances, drafts, seconds, *fair, margin=margin, pace=pace)
+            at, gains = best_drafts(chances, drafts, seconds, *fair, margin=weighing.margin)
             return Plan(min(int(drafts[at]), offered), float(seconds[at]), gains)
         if beyond == 0:
-            at = nearest_count(chances, drafts, seconds, *fair, pace=pace)
+            at = nearest_count(chances, drafts, seconds, *fair)
         else:
             at = int(np.searchsorted(drafts, beyond))
             most = int(np.searchsorted(seconds, _BEYOND * seconds[at], side="right")) - 1

@@ -19,7 +19,7 @@ from surefoot.speculation.decisions import (
 from surefoot.speculation.exploring import Trial
 from surefoot.speculation.host_costs import HICCUP, HostCosts
 from surefoot.speculation.offer_memory import OfferMemory
-from surefoot.speculation.paces import Owed
+from surefoot.speculation.paces import MIN_PACE
 
 _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
@@ -232,10 +232,10 @@ class Weighing:
                 return
         self.best = other
 
-    def harmless(self, situation: Situation, actions: tuple[Action, ...], owed: Owed) -> Action:
+    def harmless(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> Action:
         """Of the actions whose rounds are fair to whoever gains nothing, the one that promises
-        most."""
-        fair = [a for a in actions if owed.pace * self.seconds(situation, a) <= owed.plain]
+        most. ``plain``: seconds of a round without drafts and proposers, prompts included."""
+        fair = [a for a in actions if MIN_PACE * self.seconds(situation, a) <= plain]
         return max(fair, key=lambda action: self._promise_of(action).rate, default=NOTHING)
 
     def to_try(
