@@ -362,9 +362,9 @@ def test_while_nobody_may_be_slowed_nothing_is_weighed(monkeypatch: pytest.Monke
     weighed: list[int] = []
     weigh = planner.weighing.weigh
 
-    def watch(now: Situation, actions: Any, plain: float, rounds: int = 1) -> None:
+    def watch(now: Situation, actions: Any, plain: float, rounds: int, least: Any) -> None:
         weighed.append(rounds)
-        weigh(now, actions, plain, rounds)
+        weigh(now, actions, plain, rounds, least)
 
     monkeypatch.setattr(planner.weighing, "weigh", watch)
     restraint = planner.fairness.restraint
@@ -752,6 +752,21 @@ def test_what_an_action_promises_does_not_depend_on_prompts_beside_it() -> None:
     assert nothing == 0.0 and with_prompts == pytest.approx(alone)
     assert prompts == pytest.approx(64 * 0.05)
     assert weighing.promise(beside, LOOK, alone) == weighing.promise(now, LOOK, alone)
+
+
+def test_promises_are_fair_to_who_usually_gains_least_by_these_proposers() -> None:
+    block: Action = ((1,), WIDTH)
+    costs, memory = GivenCosts([LOOK, block], 0.02, 0.3), OfferMemory(WIDTH, {1: WIDTH})
+    weighing, now = Weighing(costs, HostCosts(), memory, True), situation(*[NEVER] * 4)
+    for proposers in ((0,), (1,)):
+        chances = np.tile(np.array([0.9, 0.8, 0.7], dtype=np.float32), (4, 1))
+        for _ in range(20):
+            weighing.offers.record(chances, np.full(4, proposers[0]), proposers, WIDTH)
+    weighing.weigh(now, (NOTHING, LOOK, block), 1.0, 1, lambda found: float(found == (1,)))
+    looking, drafting = (weighing.promise(now, each, 1.0) for each in (LOOK, block))
+    assert drafting.tokens == pytest.approx(1 + 0.9 + 0.8 + 0.7)
+    # With three drafts, rounds are a twentieth longer than those that only look.
+    assert looking == pytest.approx((1 + 3 * 0.9 / 4, 1.3 + 3 * 0.02))
 
 
 def test_what_others_offered_beside_prompts_is_there_for_what_is_held(

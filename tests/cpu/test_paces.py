@@ -17,10 +17,11 @@ from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action, Decision, Situation
 from surefoot.speculation.host_costs import HostCosts, HostSample
 from surefoot.speculation.measured_times import RecordedSize
-from surefoot.speculation.paces import MIN_PACE, Fairness, Owed, Paces, Restraint
+from surefoot.speculation.paces import MIN_PACE, Fairness, Owed, Paces, Proposers, Restraint
 from surefoot.speculation.planner import Planner
 from test_planner import DRAFTER, LOOK, Gpu, gpu_host, small
 
+LOOKING = (0,)
 BLOCK: Action = ((DRAFTER,), 8)
 FOUR: Action = ((DRAFTER,), 4)
 
@@ -246,7 +247,7 @@ def test_a_decision_that_holds_counts_each_time(monkeypatch: pytest.MonkeyPatch)
         expected += decision.seconds / decision.plain_seconds
         holding_for = max(holding_for, planner.held.left)
     # Those since the last decision are counted by the next one.
-    planner.fairness.decided(None, 0.0, 1.0)
+    planner.fairness.decided(None, (), 0.0, 1.0)
     assert holding_for > 3 and counted == pytest.approx(expected)
 
 
@@ -256,16 +257,16 @@ def test_a_decision_holds_while_everybody_can_bear_it() -> None:
     fairness.admit(slots, np.full(4, 1000))
     for _ in range(2000):
         # What each usually gains is known after a while.
-        fairness.compare(slots, np.array([0.0, 0.5, 1.0, 1.5]))
-    bearable = fairness.decided(slots, 0.75, 1.5)
+        fairness.compare(slots, LOOKING, np.array([0.0, 0.5, 1.0, 1.5]))
+    bearable = fairness.decided(slots, LOOKING, 0.75, 1.5)
     # It is six tokens ahead, and gets one where it is owed 0.955 * 1.5.
     assert bearable == int(6.0 / (0.955 * 1.5 - 1.0))
-    assert fairness.decided(slots[1:], 0.75, 1.0) > 99
-    assert fairness.decided(slots[:1], 0.0, 9.0) > 99, "nobody slows who is alone"
+    assert fairness.decided(slots[1:], LOOKING, 0.75, 1.0) > 99
+    assert fairness.decided(slots[:1], LOOKING, 0.0, 9.0) > 99, "nobody slows who is alone"
     for _ in range(bearable + 4):
-        fairness.decided(slots, 0.75, 1.5)
+        fairness.decided(slots, LOOKING, 0.75, 1.5)
         fairness.launched(slots)
-    assert fairness.decided(slots, 0.75, 1.5) == 0
+    assert fairness.decided(slots, LOOKING, 0.75, 1.5) == 0
 
 
 def test_each_is_expected_to_gain_what_it_usually_does_of_all_gains() -> None:
@@ -274,21 +275,24 @@ def test_each_is_expected_to_gain_what_it_usually_does_of_all_gains() -> None:
     fairness.admit(slots, np.full(2, 1000))
     first = fairness.paces.ahead(slots)
     for turn in range(2000):
-        fairness.compare(slots, np.array([0.2, 0.6]) * (1.5 if turn % 2 else 0.5))
-    fairness.compare(slots, np.array([0.8, 0.0]))
-    fairness.decided(slots, 0.4, 1.3)
+        fairness.compare(slots, LOOKING, np.array([0.2, 0.6]) * (1.5 if turn % 2 else 0.5))
+    fairness.compare(slots, LOOKING, np.array([0.8, 0.0]))
+    fairness.decided(slots, LOOKING, 0.4, 1.3)
     for _ in range(4):
         fairness.launched(slots)
-    fairness.decided(None, 0.0, 1.0)
+    fairness.decided(None, (), 0.0, 1.0)
     gained = fairness.paces.ahead(slots) - first - 4 * (1.0 - 1.3 * (MIN_PACE + 0.005))
     # From its share, 0.5 of the mean, the first is one case of 32 nearer to twice that mean.
     shares = np.array([0.5 + 1.5 / 32, 1.5 - 1.5 / 32])
     assert gained == pytest.approx(4 * 0.4 * shares, abs=0.01)
     # Who enters a slot is as others are, until more is known of it.
     fairness.admit(slots[:1], np.full(1, 1000))
-    assert fairness.paces.usual(slots, 0.4)[0] == pytest.approx(0.4)
-    fairness.compare(slots, np.array([0.0, 0.4]))
-    assert fairness.paces.usual(slots, 0.4)[0] == pytest.approx(0.2)
+    assert fairness.least(slots, LOOKING) == pytest.approx(1.0)
+    fairness.compare(slots, LOOKING, np.array([0.0, 0.4]))
+    assert fairness.least(slots, LOOKING) == pytest.approx(0.5)
+    # Another proposer may know other texts better; and nobody slows who is alone.
+    assert fairness.least(slots, (DRAFTER,)) == 1.0
+    assert fairness.least(slots[:1], LOOKING) == 1.0
 
 
 def test_what_others_offered_and_trials_tell_nothing_of_who_gains_what() -> None:
@@ -305,11 +309,12 @@ def test_what_others_offered_and_trials_tell_nothing_of_who_gains_what() -> None
         unknown += bool(decisions[-1].drafts) and not planner._at_hand.own
         return decisions[-1]
 
-    def watch(slots: np.ndarray | None, gains: np.ndarray) -> None:
+    def watch(slots: np.ndarray | None, proposers: Proposers, gains: np.ndarray) -> None:
         nonlocal compared
         assert planner._at_hand.own and decisions[-1].drafts and not decisions[-1].explores
         compared += 1
-        compare(slots, gains)
+        assert proposers == decisions[-1].proposers
+        compare(slots, proposers, gains)
 
     planner.fairness.compare = watch  # type: ignore[method-assign]
     planner.decide = decided  # type: ignore[method-assign]

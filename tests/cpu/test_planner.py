@@ -212,6 +212,28 @@ def test_a_good_drafter_is_used_as_far_as_it_pays(requests: int) -> None:
     assert best > 0.985 and plain > 1.15
 
 
+@pytest.mark.parametrize("requests", [32, 64])
+def test_a_bad_offer_now_and_then_is_no_reason_against_drafts(requests: int) -> None:
+    """All gain alike, but not in every round, and rounds with drafts are so long that they would be
+    unfair to somebody if this one were all there is. Of a crowd somebody always has a bad one:
+    while that counted, nobody drafted."""
+
+    def device(size: RecordedSize) -> float:
+        drafting = 1e-4 + 1e-5 * size.action[1] if size.action[0] else 0.0
+        verifying = 2e-4 if size.rows > requests else 0.0
+        return 6.4e-4 + 3e-6 * requests + 5e-7 * size.rows + drafting + verifying
+
+    gpu = Gpu(device, requests, [((DRAFTER,), 2), ((DRAFTER,), 4)])
+    plain, world = (
+        gpu.world(Texts(lookup=None, drafter=DRAFTER, chances=(0.75,) * 8, spread=0.7))
+        for _ in range(2)
+    )
+    usual, planner = plain.run(Fixed(NOTHING, plain), 600), gpu.planner()
+    planner.admit(np.arange(requests), np.full(requests, 256))
+    world.run(planner, 300)
+    assert world.run(planner, 1500) > 1.6 * usual
+
+
 def test_what_held_for_a_crowd_holds_for_nobody_who_is_alone() -> None:
     """It left while nobody might be slowed, and proposing would have slowed somebody."""
     gpu = Gpu(middling, 1, DRAFTING)

@@ -33,11 +33,11 @@ def spoilt_at_the_start(kind: Kind, requests: int, wrong: Wrong) -> TimedEngine:
     return timed
 
 
-def recover(timed: TimedEngine) -> Pace:
+def recover(timed: TimedEngine, times: int = 1) -> Pace:
     """The pace of an engine that has had time to recover, over as many rounds as it takes for
     trials to come as often in one engine as in another."""
     timed.run(WITHIN)
-    return timed.run(tokens=2400 if timed.requests == 1 else 19200)
+    return timed.run(tokens=2400 * times if timed.requests == 1 else 19200)
 
 
 @functools.cache
@@ -112,7 +112,8 @@ def test_a_long_life_of_mixed_traffic_ends_as_it_began(kind: Kind) -> None:
         timed.params = REPETITIVE
         for requests in (8, 1):
             timed.requests = requests
-            paces.append(recover(timed))
+            # Texts differ from those of the beginning: over 2400 tokens by up to 5 %.
+            paces.append(recover(timed, 4))
     for first, last in zip(paces[:2], paces[-2:], strict=True):
         assert_alike(last, first)
 

@@ -681,7 +681,7 @@ MUTATIONS = (
     ),
     m(
         "speculation/paces.py",
-        "tokens = rounds * (1.0 + self.paces.usual(slots, self._gain))",
+        "tokens = rounds * (1.0 + self._gain * self._shares[self._proposers].of(slots))",
         "tokens = rounds * (1.0 + self._gain)",
         "test_paces.py",
     ),
@@ -717,9 +717,27 @@ MUTATIONS = (
     ),
     m(
         "speculation/offer_memory.py",
-        "        unfair = slower[best] > np.where(best > 0, fair, np.inf)",
-        "        unfair = slower[best] > np.inf * fair",
+        "[owed > 1.0 + least * gains[:, taken[1:]] / requests]",
+        "[owed > 1.0 + gains[:, taken[1:]] / requests]",
         "test_offers.py",
+    ),
+    m(
+        "speculation/paces.py",
+        "return float(self._shares[proposers].of(slots).min())",
+        "return float(min(each.of(slots).min() for each in self._shares.values()))",
+        "test_paces.py",
+    ),
+    m(
+        "speculation/paces.py",
+        "            shares.admit(slots)",
+        "            pass",
+        "test_paces.py",
+    ),
+    m(
+        "speculation/weighing.py",
+        "self.margin, lately, self._least(action[0])",
+        "self.margin, lately",
+        "test_decisions.py",
     ),
     # --- trials -----------------------------------------------------------------------------------
     m(

@@ -17,7 +17,6 @@ rounds: those of one request change with its text."""
 _USUAL = 4
 """Offers of one request that tell what it finds some rounds later. Of more, it would take longer
 to see that a text repeats itself, or has ceased to; of fewer, chance would decide."""
-_FAIR_TRIES = 6
 _NEWS = 32
 """Offers of one report that are remembered, at most."""
 
@@ -170,10 +169,14 @@ class OfferMemory:
         seconds: np.ndarray,
         margin: float,
         lately: bool = True,
+        least: float = 1.0,
     ) -> tuple[float, float]:
         """(Tokens, seconds) of a round of so many requests, on average, if each verifies what is
         best for it. ``drafts`` and ``seconds`` as of ``RoundCosts.table``, ``margin`` as of
-        ``best_drafts``. ``lately``: by the latest offers only, not by all that are kept."""
+        ``best_drafts``. ``lately``: by the latest offers only, not by all that are kept. ``least``:
+        the part of the mean gain that whoever usually gains least has of it; rounds are so long at
+        most that this is fair to it. (One bad offer is no reason against them: there are others in
+        the rounds after that.)"""
         count = max(self.of(proposer).count for proposer in proposers)
         if lately:
             count = min(count, _MOST, max(LEAST, _ROUNDS * requests))
@@ -185,7 +188,6 @@ class OfferMemory:
             rows = rows.mean(axis=0, keepdims=True)
         if requests == 1 and len(rows) <= LEAST:
             return _of_one(rows, drafts, seconds, margin)
-        each = rows.reshape(groups, together, self.width)
         ranked = -np.sort(-rows.reshape(groups, -1), axis=1)
         share = requests / together
         gains = np.zeros((groups, ranked.shape[1] + 1))
@@ -194,7 +196,10 @@ class OfferMemory:
         tokens = requests + gains[:, taken]
         rates = tokens / seconds
         rates[:, 0] *= margin
-        best = _fairest(each, ranked, taken, rates, seconds / seconds[0])
+        if requests > 1:
+            owed = MIN_PACE * seconds[1:] / seconds[0]
+            rates[:, 1:][owed > 1.0 + least * gains[:, taken[1:]] / requests] = 0.0
+        best = rates.argmax(axis=1)
         every = np.arange(groups)
         return float(tokens[every, best].mean()), float(seconds[best].mean())
 
@@ -210,29 +215,3 @@ def _of_one(
         at, gain = best_of_one(row, counts, times, 0.0, margin)
         tokens, total = tokens + 1.0 + gain, total + times[at]
     return tokens / len(rows), total / len(rows)
-
-
-def _fairest(
-    each: np.ndarray, ranked: np.ndarray, taken: np.ndarray, rates: np.ndarray, slower: np.ndarray
-) -> np.ndarray:
-    """int64 [groups]: of the ``rates`` float64 [groups, n] the best that is fair to every request,
-    as ``best_drafts`` has it. ``each`` float32 [groups, requests, width] are chances and ``ranked``
-    [groups, requests * width] the same, falling; ``taken`` int64 [n] of these are verified, and the
-    round is ``slower`` float64 [n] times than without."""
-    every = np.arange(len(each))
-    best = rates.argmax(axis=1)
-    for _ in range(_FAIR_TRIES if each.shape[1] > 1 else 0):
-        least = ranked[every, np.maximum(taken[best] - 1, 0)]
-        gained = (each * (each >= least[:, np.newaxis, np.newaxis])).sum(axis=2).min(axis=1)
-        fair = (1.0 + gained) / MIN_PACE
-        unfair = slower[best] > np.where(best > 0, fair, np.inf)
-        if not unfair.any():
-            return best
-        # Whoever gains least from these drafts gains no more from fewer.
-        lower = (np.arange(len(taken)) < best[:, np.newaxis]) & (slower <= fair[:, np.newaxis])
-        lower[:, 0] = True
-        best = np.where(unfair, np.where(lower, rates, 0.0).argmax(axis=1), best)
-    if each.shape[1] > 1:
-        always = np.where(slower * MIN_PACE <= 1.0, rates, 0.0).argmax(axis=1)
-        best = np.where(slower[best] * MIN_PACE <= 1.0, best, always)
-    return best

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
+
+Proposers = tuple[int, ...]
 
 MIN_PACE, _SPARING = 0.95, 0.9875
 """No request's pace falls below this share of its pace without drafts in that batch; nor below the
@@ -28,6 +31,39 @@ _UNEXPECTED = 0.005
 rounds is a little too good, since they were chosen by it."""
 
 
+class Shares:
+    """What each request usually gains, of the mean of all in its rounds, by slot."""
+
+    def __init__(self) -> None:
+        self._shares = np.ones(0)
+        self._cases = np.ones(0)
+        """That tell so: first a made-up one."""
+
+    def admit(self, slots: np.ndarray) -> None:
+        """Nothing is known of those who enter ``slots``, int64 [n]."""
+        self._reach(slots)
+        self._shares[slots] = self._cases[slots] = 1.0
+
+    def compare(self, slots: np.ndarray, gains: np.ndarray) -> None:
+        """Learn from one more case what each has of all ``gains``, float64 [n]."""
+        self._reach(slots)
+        if (mean := float(gains.mean())) > 0.0:
+            shares, cases = self._shares[slots], self._cases[slots] + 1.0
+            self._shares[slots] = shares + (gains / mean - shares) / cases
+            self._cases[slots] = np.minimum(cases, _SHARE_CASES)
+
+    def of(self, slots: np.ndarray) -> np.ndarray:
+        """float64 [n]: of those in ``slots``, int64 [n]."""
+        self._reach(slots)
+        return self._shares[slots]
+
+    def _reach(self, slots: np.ndarray) -> None:
+        most = int(slots.max(initial=-1)) + 1
+        if most > len(self._shares):
+            self._shares = np.append(self._shares, np.ones(most - len(self._shares)))
+            self._cases = np.append(self._cases, np.ones(most - len(self._cases)))
+
+
 class Paces:
     """How far each request is ahead of the pace that it is owed, by slot.
 
@@ -38,29 +74,11 @@ class Paces:
 
     def __init__(self) -> None:
         self._ahead = np.full(0, _FIRST)
-        self._shares = np.ones(0)
-        """What each usually gains, of the mean of all in its rounds."""
-        self._cases = np.ones(0)
-        """That tell so: first a made-up one."""
 
     def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Requests enter ``slots``, int64 [n], that may get so many ``tokens``, int64 [n]."""
         self._reach(slots)
         self._ahead[slots] = np.minimum(_FIRST, _FIRST_PART * tokens)
-        self._shares[slots] = self._cases[slots] = 1.0
-
-    def compare(self, slots: np.ndarray, gains: np.ndarray) -> None:
-        """Learn from one more case what each usually has of all ``gains``, float64 [n]."""
-        self._reach(slots)
-        if (mean := float(gains.mean())) > 0.0:
-            shares, cases = self._shares[slots], self._cases[slots] + 1.0
-            self._shares[slots] = shares + (gains / mean - shares) / cases
-            self._cases[slots] = np.minimum(cases, _SHARE_CASES)
-
-    def usual(self, slots: np.ndarray, gain: float) -> np.ndarray:
-        """float64 [n]: what each usually has where all gain so much on average."""
-        self._reach(slots)
-        return gain * self._shares[slots]
 
     def ahead(self, slots: np.ndarray) -> np.ndarray:
         """float64 [n]: tokens that each may fall behind now; 0: none."""
@@ -80,8 +98,6 @@ class Paces:
         most = int(slots.max(initial=-1)) + 1
         if most > len(self._ahead):
             self._ahead = np.append(self._ahead, np.full(most - len(self._ahead), _FIRST))
-            self._shares = np.append(self._shares, np.ones(most - len(self._shares)))
-            self._cases = np.append(self._cases, np.ones(most - len(self._cases)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,9 +168,12 @@ class Fairness:
     def __init__(self) -> None:
         self.paces = Paces()
         self.restraint = Restraint()
+        self._shares = defaultdict[Proposers, Shares](Shares)
+        """By who proposes: one knows these texts better, and another one those."""
+        self._proposers: Proposers = ()
         self._gain, self._rounds = 0.0, 1.0
-        """Of the last decision: drafts of a request that are expected to be accepted, on average;
-        and its time in rounds without drafts and proposers."""
+        """Of the last decision: who proposes; drafts of a request that are expected to be accepted,
+        on average; and its time in rounds without drafts and proposers."""
         self._slots: np.ndarray | None = None
         self._launched = 0
         """Rounds of that decision for the requests in these slots, which are not counted yet: to
@@ -169,6 +188,8 @@ class Fairness:
         """As of ``Paces``."""
         self._count()
         self.paces.admit(slots, tokens)
+        for shares in self._shares.values():
+            shares.admit(slots)
 
     def owed(self, slots: np.ndarray | None, plain: float, prompts: float, rounds: int) -> Owed:
         """What requests in ``slots`` (int64 [n]; None: of whom nothing is known) are owed, so many
@@ -183,22 +204,31 @@ class Fairness:
         self.restraint.passed(rounds, rounds * gained, owed)
         return owed
 
-    def compare(self, slots: np.ndarray | None, gains: np.ndarray) -> None:
+    def compare(self, slots: np.ndarray | None, proposers: Proposers, gains: np.ndarray) -> None:
         """Of as many drafts as were verified before, those in ``slots`` (as of ``owed``) would be
-        expected to have ``gains``, float64 [n], accepted."""
+        expected to have ``gains``, float64 [n], accepted of what ``proposers`` offered."""
         if slots is not None and len(slots) > 1:
             self._count()
-            self.paces.compare(slots, gains)
+            self._shares[proposers].compare(slots, gains)
 
-    def decided(self, slots: np.ndarray | None, gain: float, rounds: float) -> int:
-        """Rounds for requests in ``slots`` (as of ``owed``) are expected to accept ``gain`` drafts
-        of each, on average, in the time of so many ``rounds`` without drafts and proposers. Returns
-        for how many of these rounds nobody lacks anything."""
+    def least(self, slots: np.ndarray | None, proposers: Proposers) -> float:
+        """What the one of those in ``slots`` (as of ``owed``) who usually gains least by these
+        proposers has of the mean of all gains."""
+        if slots is None or len(slots) < 2:
+            return 1.0
+        return float(self._shares[proposers].of(slots).min())
+
+    def decided(
+        self, slots: np.ndarray | None, proposers: Proposers, gain: float, rounds: float
+    ) -> int:
+        """Rounds for requests in ``slots`` (as of ``owed``), in which these propose, are expected
+        to accept ``gain`` drafts of each, on average, in the time of so many ``rounds`` without
+        drafts and proposers. Returns for how many of these rounds nobody lacks anything."""
         self._count()
-        self._gain, self._rounds = gain, rounds
+        self._proposers, self._gain, self._rounds = proposers, gain, rounds
         if slots is None or len(slots) < 2:
             return _LONGEST
-        lost = self._pace * rounds - 1.0 - self.paces.usual(slots, gain)
+        lost = self._pace * rounds - 1.0 - gain * self._shares[proposers].of(slots)
         if not (lost > 0.0).any():
             return _LONGEST
         return int((self.paces.ahead(slots) / np.maximum(lost, 1.0 / _LONGEST)).min())
@@ -219,5 +249,5 @@ class Fairness:
             return
         self._launched = 0
         # Who had a bad offer when it was decided has others in the rounds after that.
-        tokens = rounds * (1.0 + self.paces.usual(slots, self._gain))
+        tokens = rounds * (1.0 + self._gain * self._shares[self._proposers].of(slots))
         self.paces.passed(slots, tokens, rounds * self._rounds, self._pace)

@@ -17,6 +17,7 @@ believed to be best (``exploring``), so that no belief stays wrong.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
@@ -136,7 +137,8 @@ class Planner:
         self._unweighed += rounds
         settled = self.weighing.is_settled(situation, actions, self._unweighed)
         if not (settled or self._only_waits(situation, actions)):
-            self.weighing.weigh(situation, actions, plain, self._unweighed)
+            least = partial(self.fairness.least, situation.slots)
+            self.weighing.weigh(situation, actions, plain, self._unweighed, least)
             self._unweighed = 0
         case = Case(situation, actions, chances, owed, plain)
         best = self._best(case)
@@ -155,8 +157,8 @@ class Planner:
         if situation.requests > 1 and chances is not None and known:
             # Of a number that was chosen for these very offers, some would seem to gain too much.
             count = min(last.drafts, chances.size)
-            self.fairness.compare(situation.slots, gains_of(chances, count))
-        bearable = self.fairness.decided(situation.slots, tokens - 1.0, slower)
+            self.fairness.compare(situation.slots, last.proposers, gains_of(chances, count))
+        bearable = self.fairness.decided(situation.slots, action[0], tokens - 1.0, slower)
         # Another action finds nothing on offer yet, or what the one before it has left.
         there = set(action[0]).issubset(last.proposers) and action[1] <= last.steps
         lasts = there and bool(plan.drafts) == bool(action[0])

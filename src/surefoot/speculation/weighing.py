@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -69,6 +69,8 @@ class Weighing:
         """What is still to be weighed for that."""
         self._at_once = 0
         """How much of it in one decision."""
+        self._least: Callable[[tuple[int, ...]], float] = lambda proposers: 1.0
+        """As of ``weigh``, the last time."""
         self._reports = -1
         """Of offers, that were known when actions were weighed last."""
         self._allowed: dict[tuple[Sequence[Action], tuple[int, ...], int], tuple[Action, ...]] = {}
@@ -176,9 +178,16 @@ class Weighing:
         self._weighed_for = 0
 
     def weigh(
-        self, situation: Situation, actions: tuple[Action, ...], plain: float, rounds: int = 1
+        self,
+        situation: Situation,
+        actions: tuple[Action, ...],
+        plain: float,
+        rounds: int = 1,
+        least: Callable[[tuple[int, ...]], float] = lambda proposers: 1.0,
     ) -> None:
-        """Choose the best action, ``rounds`` after it was chosen last."""
+        """Choose the best action, ``rounds`` after it was chosen last. ``least`` as of
+        ``OfferMemory.promise``, by who proposes."""
+        self._least = least
         self._reports = self.offers.reports
         if len(actions) < 2:
             # Rounds of prompts alone tell nothing of what is best for their requests.
@@ -296,7 +305,7 @@ class Weighing:
         most = requests * self.offers.width
         drafts, seconds = self.table(situation, action, most, alone=True)
         tokens, seconds = self.offers.promise(
-            requests, *action, drafts, seconds, self.margin, lately
+            requests, *action, drafts, seconds, self.margin, lately, self._least(action[0])
         )
         return Promise(tokens / requests, seconds / plain)
 
