@@ -34,6 +34,22 @@ def test_a_promise_is_fair_to_who_usually_gains_least(least: float, best: int) -
     assert took == pytest.approx(1.0 + 0.03 * best)
 
 
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("requests", [9, 33, 128, 500])
+def test_of_a_crowd_every_request_has_its_turn(requests: int, trees: bool) -> None:
+    memory = OfferMemory(WIDTH, {DRAFTER: WIDTH}, trees={DRAFTER: WIDTH} if trees else {})
+    parents = np.tile(np.arange(-1, WIDTH - 1, dtype=np.int32), (requests, 1)) if trees else None
+    first, seen = np.linspace(0.1, 0.9, requests, dtype=np.float32)[:, np.newaxis], set[float]()
+    # Of many, few are remembered, and only the latest are kept.
+    for _ in range(8 * requests):
+        chances = first ** np.arange(1, 1 + WIDTH)
+        whose = np.full(requests, DRAFTER)
+        memory.record(chances.astype(np.float32), whose, (DRAFTER,), WIDTH, parents)
+        offers = memory.of(DRAFTER)
+        seen.update(offers.latest(min(offers.count, 32), WIDTH)[:, 0].tolist())
+    assert seen.issuperset(first[:, 0].tolist())
+
+
 @pytest.mark.parametrize("lately", [True, False])
 @pytest.mark.parametrize("margin", [1.0, 1.1])
 def test_a_promise_to_one_request_is_the_mean_of_its_best_rounds(

@@ -717,6 +717,12 @@ MUTATIONS = (
     ),
     m(
         "speculation/offer_memory.py",
+        "len(known) // most + turn) % len(known)]",
+        "len(known) // most) % len(known)]",
+        "test_offers.py",
+    ),
+    m(
+        "speculation/offer_memory.py",
         "[owed > 1.0 + least * gains[:, taken[1:]] / requests]",
         "[owed > 1.0 + gains[:, taken[1:]] / requests]",
         "test_offers.py",

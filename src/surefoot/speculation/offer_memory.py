@@ -17,8 +17,10 @@ rounds: those of one request change with its text."""
 _USUAL = 4
 """Offers of one request that tell what it finds some rounds later. Of more, it would take longer
 to see that a text repeats itself, or has ceased to; of fewer, chance would decide."""
-_NEWS = 32
-"""Offers of one report that are remembered, at most."""
+_NEWS, _NEWS_OF_TREES, _TREES_APART = 32, 8, 4
+"""Offers of one report that are remembered, at most. What more or fewer levels of a tree would hold
+takes the host long, of 32 trees as long as all else of a decision: of some it is found out, and
+where there are more in one report of so many."""
 
 
 class OfferMemory:
@@ -71,10 +73,13 @@ class OfferMemory:
             self._record_one(chances, int(whose[0]), proposers, steps, parents)
             return
         known = np.flatnonzero(chances[:, 0] >= 0.0)
-        if len(known) > _NEWS:
+        most, apart = (_NEWS, 1) if parents is None else (_NEWS_OF_TREES, _TREES_APART)
+        if len(known) > most:
+            turn, other = divmod(self.reports, apart)
+            if other:
+                return
             # Every request has its turn, whatever their number is.
-            turn = int(self.of(proposers[0]).count + known[0])
-            known = known[(np.arange(_NEWS) * len(known) // _NEWS + turn) % len(known)]
+            known = known[(np.arange(most) * len(known) // most + turn) % len(known)]
         if not len(known):
             return
         chances, whose = chances[known], whose[known]
