@@ -17,10 +17,11 @@ rounds: those of one request change with its text."""
 _USUAL = 4
 """Offers of one request that tell what it finds some rounds later. Of more, it would take longer
 to see that a text repeats itself, or has ceased to; of fewer, chance would decide."""
-_NEWS, _NEWS_OF_TREES, _TREES_APART = 32, 8, 4
-"""Offers of one report that are remembered, at most. What more or fewer levels of a tree would hold
-takes the host long, of 32 trees as long as all else of a decision: of some it is found out, and
-where there are more in one report of so many."""
+_FEW, _NEWS, _NEWS_OF_TREES = 8, 32, 8
+"""Offers of one report that are all remembered; those that are at most, and of trees: what these
+would hold on more or fewer levels takes the host long, of 32 as long as all else of a decision."""
+_APART, _TREES_APART = 2, 4
+"""Of more requests, one report of so many is remembered: the next one would tell little else."""
 
 
 class OfferMemory:
@@ -73,11 +74,11 @@ class OfferMemory:
             self._record_one(chances, int(whose[0]), proposers, steps, parents)
             return
         known = np.flatnonzero(chances[:, 0] >= 0.0)
-        most, apart = (_NEWS, 1) if parents is None else (_NEWS_OF_TREES, _TREES_APART)
+        most, apart = (_NEWS, _APART) if parents is None else (_NEWS_OF_TREES, _TREES_APART)
+        turn, other = divmod(self.reports, apart)
+        if len(known) > _FEW and other:
+            return
         if len(known) > most:
-            turn, other = divmod(self.reports, apart)
-            if other:
-                return
             # Every request has its turn, whatever their number is.
             known = known[(np.arange(most) * len(known) // most + turn) % len(known)]
         if not len(known):
