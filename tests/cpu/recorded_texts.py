@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from planner_world import Decides
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action, Decision, Landed, Situation
 from surefoot.speculation.host_costs import HostCosts, HostSample
@@ -26,12 +27,12 @@ EACH = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
 """Rows of each request that rounds are recorded for."""
 
 
-class Decides(Protocol):
-    """A planner, or what takes its place."""
+class Admits(Decides, Protocol):
+    """It is told, too, who comes in."""
 
-    def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None: ...
-    def decide(self, situation: Situation) -> Decision: ...
-    def landed(self, decision: Decision, situation: Situation, outcome: Landed) -> None: ...
+    def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """As ``Planner.admit``."""
+        ...
 
 
 def device_seconds(spans: int, rows: int, action: Action) -> float:
@@ -107,7 +108,7 @@ class PlayedTexts:
         self.paces: list[float] = []
         """Seconds a token, of each text that ended."""
 
-    def admit(self, planner: Decides, slots: Sequence[int]) -> None:
+    def admit(self, planner: Admits, slots: Sequence[int]) -> None:
         own = np.array(slots, dtype=np.int64)
         self.text[own] = self.rng.integers(len(self.right), size=len(own))
         self.place[own] = 0
@@ -117,7 +118,7 @@ class PlayedTexts:
         self.running = np.union1d(self.running, own)
         planner.admit(own, self.length[own])
 
-    def traffic(self, planner: Decides, requests: int, texts: int) -> float:
+    def traffic(self, planner: Admits, requests: int, texts: int) -> float:
         """Tokens a second, with another text in the place of each that ends."""
         self.admit(planner, range(requests))
         tokens, begun = 0, self.seconds
@@ -130,7 +131,7 @@ class PlayedTexts:
                 self.admit(planner, ended.tolist())
         return tokens / (self.seconds - begun)
 
-    def step(self, planner: Decides) -> int:
+    def step(self, planner: Admits) -> int:
         """A round; returns its tokens."""
         own, requests = self.running, len(self.running)
         reported = self.reported[own] if self.told else None

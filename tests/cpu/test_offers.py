@@ -21,16 +21,25 @@ def memory_of(rows: list[list[float]], proposer: int, times: int = 30) -> OfferM
     return memory
 
 
-@pytest.mark.parametrize(("least", "best"), [(0.0, 1), (0.2, 3), (1.0, 3)])
-def test_a_promise_is_fair_to_who_usually_gains_least(least: float, best: int) -> None:
+@pytest.mark.parametrize(
+    ("neighbour", "least", "best"),
+    [
+        *(([0.0, 0.0, 0.0], least, best) for least, best in ((0.0, 1), (0.2, 3), (1.0, 3))),
+        ([0.99, 0.98, 0.97], 1.0, 6),
+    ],
+)
+def test_a_promise_is_fair_to_who_usually_gains_least(
+    neighbour: list[float], least: float, best: int
+) -> None:
     """More drafts would bring more, and slow who has none of that by more than a twentieth. Who has
     nothing on offer just now may have had enough, and have it again."""
     drafts = np.arange(2 * WIDTH + 1)
     seconds = 1.0 + 0.03 * drafts
-    rows = [[0.99, 0.98, 0.97], [0.0, 0.0, 0.0]]
+    rows = [[0.99, 0.98, 0.97], neighbour]
     memory = memory_of(rows, LOOKUP)
     tokens, took = memory.promise(2, (LOOKUP,), 0, drafts, seconds, 1.0, least=least)
-    assert tokens == pytest.approx(2 + sum(rows[0][:best]))
+    ranked = sorted([*rows[0], *rows[1]], reverse=True)
+    assert tokens == pytest.approx(2 + sum(ranked[:best]))
     assert took == pytest.approx(1.0 + 0.03 * best)
 
 

@@ -31,6 +31,12 @@ _UNEXPECTED = 0.005
 rounds is a little too good, since they were chosen by it."""
 
 
+def _reaching(values: np.ndarray, slots: np.ndarray, new: float) -> np.ndarray:
+    """``values`` by slot, with ``new`` ones behind for those of ``slots`` (int64 [n]) it lacks."""
+    more = int(slots.max(initial=-1)) + 1 - len(values)
+    return np.append(values, np.full(more, new)) if more > 0 else values
+
+
 class Shares:
     """What each request usually gains, of the mean of all in its rounds, by slot."""
 
@@ -58,10 +64,8 @@ class Shares:
         return self._shares[slots]
 
     def _reach(self, slots: np.ndarray) -> None:
-        most = int(slots.max(initial=-1)) + 1
-        if most > len(self._shares):
-            self._shares = np.append(self._shares, np.ones(most - len(self._shares)))
-            self._cases = np.append(self._cases, np.ones(most - len(self._cases)))
+        self._shares = _reaching(self._shares, slots, 1.0)
+        self._cases = _reaching(self._cases, slots, 1.0)
 
 
 class Paces:
@@ -95,9 +99,7 @@ class Paces:
         self._ahead[slots] = np.minimum(self._ahead[slots] + tokens - pace * rounds, _MOST)
 
     def _reach(self, slots: np.ndarray) -> None:
-        most = int(slots.max(initial=-1)) + 1
-        if most > len(self._ahead):
-            self._ahead = np.append(self._ahead, np.full(most - len(self._ahead), _FIRST))
+        self._ahead = _reaching(self._ahead, slots, _FIRST)
 
 
 @dataclass(frozen=True, eq=False)

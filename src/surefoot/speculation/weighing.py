@@ -19,7 +19,7 @@ from surefoot.speculation.decisions import (
 from surefoot.speculation.exploring import Trial
 from surefoot.speculation.host_costs import HICCUP, HostCosts
 from surefoot.speculation.offer_memory import OfferMemory
-from surefoot.speculation.paces import MIN_PACE
+from surefoot.speculation.paces import MIN_PACE, Proposers
 
 _BELIEVED = 0.25
 """A belief about a time is as noisy as the mean of some sixteen rounds."""
@@ -47,6 +47,11 @@ _CHOICES = 256
 """Of requests, for which it is known what they leave of the actions."""
 
 
+def _alike(proposers: Proposers) -> float:
+    """What who gains least has of the mean of all gains, where nobody says otherwise."""
+    return 1.0
+
+
 class Weighing:
     """Weighs actions by tokens a second: offers of late, times of the device and the host."""
 
@@ -69,7 +74,7 @@ class Weighing:
         """What is still to be weighed for that."""
         self._at_once = 0
         """How much of it in one decision."""
-        self._least: Callable[[tuple[int, ...]], float] = lambda proposers: 1.0
+        self._least = _alike
         """As of ``weigh``, the last time."""
         self._reports = -1
         """Of offers, that were known when actions were weighed last."""
@@ -183,7 +188,7 @@ class Weighing:
         actions: tuple[Action, ...],
         plain: float,
         rounds: int = 1,
-        least: Callable[[tuple[int, ...]], float] = lambda proposers: 1.0,
+        least: Callable[[Proposers], float] = _alike,
     ) -> None:
         """Choose the best action, ``rounds`` after it was chosen last. ``least`` as of
         ``OfferMemory.promise``, by who proposes."""
