@@ -18,18 +18,24 @@ import triton.language as tl
 from surefoot.kernels.draws import TokenMasks
 from surefoot.kernels.draws import mask_tokens as mask_tokens_reference
 from surefoot.kernels.logprobs import row_logprobs as row_logprobs_reference
-from surefoot.kernels.triton import filters
-from surefoot.kernels.triton.argmax import BLOCK, partial_argmax_kernel, parts_of
-from surefoot.kernels.triton.draws import DrawSeam
-from surefoot.kernels.triton.filters import find_limits
+from surefoot.kernels.triton import sampling
+from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.launch import jit
 from surefoot.kernels.triton.logprobs import mask_tokens, row_logprobs
 from surefoot.kernels.triton.noise import gumbel, noise_words
-from surefoot.kernels.triton.sampling import Sampler
+from surefoot.kernels.triton.penalties import Adjuster
+from surefoot.kernels.triton.sampling import draw
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling import noise as reference
 from surefoot.sampling.params import SamplingStages, SlotParams
-from surefoot.sampling.sampler import SampleRows, adjust, filtered_scores, sample_rows
+from surefoot.sampling.sampler import (
+    SampleRows,
+    adjust,
+    adjustments_of,
+    draws_of,
+    filtered_scores,
+    sample_rows,
+)
 from triton_interpreter import DEVICE
 
 pytestmark = [
@@ -126,23 +132,19 @@ def rows_of(count: int, slots: int) -> SampleRows:
 def sample(
     logits: torch.Tensor, rows: SampleRows, params: SlotParams, features: SamplingStages
 ) -> Any:
-    sampler = Sampler(len(rows.slots), VOCAB, logits.device)
-    slots, positions = rows.slots, rows.positions
-    found = sampler(
-        logits.clone(), slots, positions, rows.history, rows.max_history, params, features
-    )
-    assert sampler.reserve().count_nonzero() == 0
-    return found
+    adjuster = Adjuster(logits.device)
+    if features.adjusts:
+        logits = adjuster(logits, adjustments_of(rows, params, features))
+        assert all(table.count_nonzero() == 0 for table in adjuster._tables)
+    return draw(logits, draws_of(rows, params)) if features.noise else argmax(logits)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_samples_are_those_of_the_torch_sampler(dtype: torch.dtype) -> None:
+def test_samples_are_those_of_the_torch_sampler() -> None:
     torch.manual_seed(5)
-    kinds = KINDS if dtype == torch.float32 else [k for k in KINDS if not k.keys() & {"top_p"}]
-    params, features = tables(*kinds)
-    rows = rows_of(len(kinds), len(kinds))
-    logits = (3 * torch.randn(len(kinds), VOCAB)).to(dtype)
-    expected = sample_rows(logits.float(), rows, params, features)
+    params, features = tables(*KINDS)
+    rows = rows_of(len(KINDS), len(KINDS))
+    logits = 3 * torch.randn(len(KINDS), VOCAB)
+    expected = sample_rows(logits, rows, params, features)
     assert torch.equal(sample(logits, rows, params, features), expected)
 
 
@@ -177,72 +179,86 @@ def test_penalties_bias_and_ends(noise: bool) -> None:
     assert changed[:4].all() and not changed[4]
 
 
-def test_penalised_logits_are_equal_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(
-        "surefoot.kernels.triton.sampling.argmax", lambda logits: seen.append(logits.clone())
-    )
+def test_penalised_logits_are_equal_to_the_bit() -> None:
     kind = dict(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.7)
     params, features = tables(kind, dict(temperature=0.0, presence_penalty=1.1))
     rows = rows_of(6, 2)
     logits = torch.randn(6, VOCAB)
-    sampler = Sampler(6, VOCAB, logits.device)
-    sampler(logits.clone(), rows.slots, rows.positions, rows.history, 38, params, features)
-    assert torch.equal(seen[0], adjust(logits, rows, params, features))
-
-
-def test_too_many_rows_are_refused() -> None:
-    params, features = tables(dict(temperature=0.0, presence_penalty=1.0))
-    rows = rows_of(3, 1)
-    with pytest.raises(ValueError, match="3 rows"):
-        Sampler(2, VOCAB, DEVICE)(
-            torch.zeros(3, VOCAB), rows.slots, rows.positions, rows.history, 9, params, features
-        )
+    found = Adjuster(logits.device)(logits, adjustments_of(rows, params, features))
+    assert torch.equal(found, adjust(logits, rows, params, features))
 
 
 # --- filters ------------------------------------------------------------------------------------
 
+FILTERS: tuple[dict[str, Any], ...] = (
+    dict(temperature=0.7, top_k=40),
+    dict(temperature=1.0, top_k=1),
+    dict(temperature=1.0, top_k=300),
+    dict(temperature=1.0, top_k=2000),
+    dict(temperature=1.0, top_k=VOCAB - 1),
+    dict(temperature=0.5, top_p=0.9),
+    dict(temperature=1.3, top_p=0.9),
+    dict(temperature=5.0, top_p=0.97),
+    dict(temperature=1e-3, top_p=0.3),
+    dict(temperature=1.0, top_p=1e-6),
+    dict(temperature=1.0, top_p=0.95, min_p=0.01),
+    dict(temperature=0.6, top_k=20, top_p=0.95),
+    dict(temperature=2.0, top_k=100, top_p=0.5, min_p=0.001),
+    dict(temperature=5.0, top_k=1500, top_p=0.99, min_p=0.02),
+    dict(temperature=5.0, top_k=VOCAB - 1, top_p=0.99999),
+)
 
-@pytest.mark.parametrize("programs", [1024, 2])
-@pytest.mark.parametrize("ties", [False, True])
-def test_borders_are_those_of_sorting(
-    ties: bool, programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many rows a program has."""
-    monkeypatch.setattr(filters, "PROGRAMS", programs)
+
+@pytest.mark.parametrize("shape", ["peaked", "flat", "equals", "few", "alone"])
+def test_borders_are_those_of_sorting(shape: str) -> None:
+    """Each filter's row many times over, drawn at other positions: what is kept is drawn."""
     torch.manual_seed(7)
-    kinds = [kind for kind in KINDS[2:] if "top_k" in kind or "top_p" in kind]
-    params, features = tables(*kinds)
-    count = len(kinds)
-    logits = 2 * torch.randn(count, VOCAB)
-    logits = logits.round() if ties else logits
+    params, features = tables(*FILTERS)
+    logits = (4 if shape == "peaked" else 1) * torch.randn(len(FILTERS), VOCAB)
+    if shape == "equals":
+        logits = logits.round()
+    if shape in ("few", "alone"):
+        # All others are forbidden, by a grammar, say.
+        logits[:, 9 if shape == "few" else 1 :] = float("-inf")
     logits[:, 1900:2100] = float("-inf")
-    slots = torch.arange(count)
-    maxima, indices = parts_of(count, VOCAB, logits.device)
-    partial_argmax_kernel[maxima.shape](logits, VOCAB, VOCAB, maxima, indices, BLOCK, False)
-    limits = find_limits(logits, maxima, slots, params, True, True, True, BLOCK)
-    assert limits is not None
-    everything = filtered_scores(logits, slots, params, SamplingStages())
-    kept = everything.view(torch.int32).bitwise_and(0x7FFFFFFF) <= limits.unsqueeze(1)
-    kept &= everything >= params.min_p.log().unsqueeze(1)
-    expected = filtered_scores(logits, slots, params, features) > float("-inf")
-    for row in range(count):
-        differs = (kept[row] != expected[row]) & (everything[row] > float("-inf"))
+    times = 12
+    rows = rows_of(times * len(FILTERS), len(FILTERS))
+    logits = logits.repeat(times, 1)
+    found = sample(logits, rows, params, features)
+    expected = sample_rows(logits, rows, params, features)
+    everything = filtered_scores(logits, rows.slots, params, SamplingStages())
+    for row in (found != expected).nonzero().flatten().tolist():
         # Only where the cumulated mass meets top_p up to rounding may a border move.
-        values = everything[row].masked_fill(~(kept[row] | expected[row]), float("-inf"))
-        ordered = values.double().sort(descending=True)
-        mass = torch.softmax(ordered.values, 0)
-        before = torch.empty_like(mass).scatter_(0, ordered.indices, mass.cumsum(0) - mass)
-        distance = (before[differs] - params.top_p[row].double()).abs()
-        assert (distance < 1e-5).all(), f"row {row}: {kinds[row]}"
-        assert differs.sum() <= 2 or ties
+        one = dict(FILTERS[int(rows.slots[row])])
+        wanted = one.pop("top_p")
+        params_of_one, features_of_one = tables(one)
+        before = filtered_scores(
+            logits[row : row + 1], torch.zeros(1, dtype=torch.int64), params_of_one, features_of_one
+        )[0]
+        mass = torch.softmax(before.double(), 0)
+        least = min(everything[row, found[row]], everything[row, expected[row]])
+        assert abs(mass[everything[row] > least].sum() - wanted) < 1e-5, one
+
+
+@pytest.mark.parametrize("room", [1, 8, 64])
+def test_rows_with_more_candidates_than_fit_draw_the_same(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(8)
+    params, features = tables(*FILTERS)
+    rows = rows_of(4 * len(FILTERS), len(FILTERS))
+    logits = 2 * torch.randn(len(rows.slots), VOCAB)
+    expected = sample(logits, rows, params, features)
+    monkeypatch.setattr(sampling, "ROOM", room)
+    monkeypatch.setattr(sampling, "FEW", min(sampling.FEW, room))
+    assert torch.equal(sample(logits, rows, params, features), expected)
 
 
 def test_a_table_that_was_outgrown_is_kept() -> None:
     """Recorded rounds go on with the memory that they were recorded with."""
-    seam = DrawSeam(DEVICE)
-    first = weakref.ref(seam._table(3, VOCAB))
-    places = {rows: seam._table(rows, VOCAB).data_ptr() for rows in (3, 4, 2, 5, 40, 33)}
+    adjuster = Adjuster(DEVICE)
+    first = weakref.ref(adjuster._table(3, VOCAB))
+    places = {rows: adjuster._table(rows, VOCAB).data_ptr() for rows in (3, 4, 2, 5, 40, 33)}
     gc.collect()
     assert first() is not None
     assert places[3] == places[4] == places[2] and places[40] == places[33]

@@ -27,15 +27,16 @@ from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.attend import Work, attend_inputs, work_of
 from surefoot.kernels.triton.cublas import CublasChoices
 from surefoot.kernels.triton.drafting import TritonDrafting
-from surefoot.kernels.triton.draws import DrawSeam
 from surefoot.kernels.triton.launch import check_device, hopper
 from surefoot.kernels.triton.logprobs import mask_tokens, row_logprobs
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS
 from surefoot.kernels.triton.moves import move_paths
 from surefoot.kernels.triton.norm import rms_norm
+from surefoot.kernels.triton.penalties import Adjuster
 from surefoot.kernels.triton.products import TritonLinear
 from surefoot.kernels.triton.prompt_attention import SMALLEST_BLOCK, takes_heads
 from surefoot.kernels.triton.qkv import fused
+from surefoot.kernels.triton.sampling import draw
 from surefoot.kernels.triton.spans import span_table
 
 
@@ -58,8 +59,7 @@ class TritonBackend(Backend):
         check_device(self.device, dtype)
         # Elsewhere nobody has measured it yet.
         self.row_invariant = hopper(self.device)
-        seam = DrawSeam(self.device)
-        self.draw, self.adjust = seam.draw, seam.adjust
+        self.draw, self.adjust = draw, Adjuster(self.device)
         self.mask_tokens, self.row_logprobs = mask_tokens, row_logprobs
         self.choices = CublasChoices()
         self.runs_beside = self.device.type == "cuda"

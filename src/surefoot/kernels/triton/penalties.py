@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
+from surefoot.kernels.draws import Adjustments
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
-from surefoot.kernels.triton.tables import AdjustTables
 
 TILE = 1024
 SEEN, COUNTED = tl.constexpr(1), tl.constexpr(2)
@@ -83,40 +83,49 @@ def bias_and_ends_kernel(
         tl.store(logits_ptr + stop, tl.full([STOPS], float("-inf"), tl.float32), mask=masked)
 
 
-def apply_penalties(
-    logits: torch.Tensor,
-    scratch: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    history: torch.Tensor,
-    max_history: int,
-    params: AdjustTables,
-) -> None:
+class Adjuster:
+    """``Backend.adjust``. Holds the scratch table of the penalties, made when first needed and
+    grown with the rows. Tables that were outgrown are kept: a recorded round goes on with the one
+    it was recorded with."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._tables: list[torch.Tensor] = []
+
+    def __call__(self, logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor:
+        """float32 logits [M, vocab] -> a changed copy."""
+        logits = logits.clone()
+        if adjustments.penalties:
+            apply_penalties(logits, self._table(*logits.shape), adjustments)
+        if adjustments.biased or adjustments.min_tokens:
+            apply_bias_and_ends(logits, adjustments)
+        return logits
+
+    def _table(self, rows: int, vocab: int) -> torch.Tensor:
+        if not self._tables or self._tables[-1].shape[0] < rows:
+            # By powers of two, so that all together take at most twice the largest.
+            shape = next_power_of_2(rows), vocab
+            self._tables.append(torch.zeros(shape, dtype=torch.int32, device=self.device))
+        return self._tables[-1]
+
+
+def apply_penalties(logits: torch.Tensor, scratch: torch.Tensor, rows: Adjustments) -> None:
     """``logits`` float32 [M, vocab], contiguous; ``scratch`` int32 [>= M, vocab] of zeros, and
-    zeros again afterwards; ``slots`` and ``positions`` int64 [M]; ``history`` int64
-    [slots, width], of which the first ``max_history`` columns are read."""
-    rows, vocab = logits.shape
+    zeros again afterwards."""
+    count, vocab = logits.shape
     for apply in (False, True):
-        penalties_kernel[(rows, cdiv(max_history, TILE))](
-            logits, scratch, vocab, slots, positions, history, history.stride(0),
-            params.prompt_length, params.repetition, params.presence, params.frequency,
-            apply, TILE, num_warps=4, enable_fp_fusion=False,
+        penalties_kernel[(count, cdiv(rows.max_history, TILE))](
+            logits, scratch, vocab, rows.slots, rows.positions, rows.history,
+            rows.history.stride(0), rows.prompt_length, rows.repetition, rows.presence,
+            rows.frequency, apply, TILE, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def apply_bias_and_ends(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    params: AdjustTables,
-    bias: bool,
-    ends: bool,
-) -> None:
-    """``bias``: add the biases; ``ends``: rule out stop ids below the least length. ``logits``,
-    ``slots`` and ``positions`` as above."""
-    biases, stops = params.bias_ids.shape[1], params.stop_ids.shape[1]
+def apply_bias_and_ends(logits: torch.Tensor, rows: Adjustments) -> None:
+    """Biases are added; stop ids are ruled out below the least length. ``logits`` as above."""
+    biases, stops = rows.bias_ids.shape[1], rows.stop_ids.shape[1]
     bias_and_ends_kernel[(logits.shape[0],)](
-        logits, logits.shape[1], slots, positions, params.bias_ids, params.bias, biases,
-        params.stop_ids, stops, params.min_length,
-        bias, ends, next_power_of_2(biases), next_power_of_2(stops), num_warps=1,
+        logits, logits.shape[1], rows.slots, rows.positions, rows.bias_ids, rows.bias, biases,
+        rows.stop_ids, stops, rows.min_length, rows.biased, rows.min_tokens,
+        next_power_of_2(biases), next_power_of_2(stops), num_warps=1,
     )  # fmt: skip

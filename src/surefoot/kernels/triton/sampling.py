@@ -1,133 +1,315 @@
-"""The sampler: penalties, bias, masked ends -> temperature -> min-p, top-k, top-p -> argmax of
-score plus Gumbel noise. Twin: ``sampling.sampler.sample_rows``."""
+"""Drawing tokens: temperature -> min-p, top-k, top-p -> argmax of score plus Gumbel noise.
+
+Twin: ``sampling.sampler.sample_rows``. Four kernels, whatever the rows ask for: one surveys each
+part of a row (its largest logit; with top-k or top-p, that of each group of ``GROUP``), one bounds
+what the filters may keep, one draws for each part or lists the candidates of a filter, and one
+takes the best of the parts or of the candidates that are kept.
+"""
 
 from __future__ import annotations
 
 import torch
 import triton.language as tl
 
-from surefoot.kernels.triton.argmax import (
-    BLOCK,
-    argmax,
-    largest,
-    partial_argmax_kernel,
-    parts_of,
-    reduce_parts,
+from surefoot.kernels.draws import Draws
+from surefoot.kernels.triton.argmax import BLOCK, largest, parts_of
+from surefoot.kernels.triton.filters import (
+    EVERYTHING,
+    FORBIDDEN,
+    border,
+    bound,
+    depth_of,
+    mass_of,
+    row_block,
+    row_mass,
+    row_rank,
+    scores_of,
 )
-from surefoot.kernels.triton.filters import depth_of, find_limits, scores_of
 from surefoot.kernels.triton.launch import jit, next_power_of_2
-from surefoot.kernels.triton.noise import gumbel, noise_words
+from surefoot.kernels.triton.noise import gumbel, noise_words, noise_words_at
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
-from surefoot.kernels.triton.penalties import apply_bias_and_ends, apply_penalties
-from surefoot.kernels.triton.tables import DrawTables, SamplingTables, Stages
+
+GROUP = 32
+"""Neighbours are in different groups, as likely tokens often are neighbours."""
+GROUPS = BLOCK // GROUP
+RANK = 1024
+"""Of the groups' largest logits, at most so many bound the candidates from below: they are as many,
+at least."""
+FEW, ROOM = 64, 2048
+"""Candidates that are compared at once."""
+
+
+@jit
+def survey_kernel(
+    logits_ptr, stride, vocab, parts, slot_ptr, temperature_ptr, top_p_ptr, top_k_ptr,
+    largest_ptr, value_ptr, index_ptr, total_ptr, group_ptr, found_ptr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, part): the part's largest logit and its index. Of a row with top-k or top-p
+    also the largest of each group, and the sum of exp((logit - the part's largest) / temperature).
+    """
+    release_next(PDL)
+    await_inputs(PDL)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.maximum(tl.load(slot_ptr + row), 0)
+    block: tl.constexpr = GROUPS * GROUP
+    column = part * block + tl.arange(0, block)
+    logits = tl.load(
+        logits_ptr + row * stride + column, mask=column < vocab, other=float("-inf")
+    )  # fmt: skip
+    best, index = largest(logits, column, vocab - 1)
+    place = row * parts + part
+    tl.store(largest_ptr + place, best)
+    tl.store(value_ptr + place, best)
+    tl.store(index_ptr + place, index)
+    temperature, top_p = tl.load(temperature_ptr + slot), tl.load(top_p_ptr + slot)
+    if (temperature != 0) & ((tl.load(top_k_ptr + slot) < vocab) | (top_p < 1)):
+        groups = tl.max(tl.reshape(logits, [GROUP, GROUPS]), axis=0)
+        tl.store(group_ptr + place * GROUPS + tl.arange(0, GROUPS), groups)
+        pivot = tl.where(best == float("-inf"), 0.0, best)
+        tl.store(total_ptr + place, tl.sum(tl.exp((logits - pivot) / temperature), axis=0))
+        if part == 0:
+            tl.store(found_ptr + row, 0)
+
+
+@jit
+def bound_kernel(
+    vocab, parts, slot_ptr, temperature_ptr, top_p_ptr, top_k_ptr, largest_ptr, total_ptr,
+    group_ptr, bound_ptr, rank,
+    GROUPS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row): the depth up to which scores are candidates. Each group's largest score stands
+    for one token at least, so those up to which there are k groups hold the k best, and those whose
+    probabilities sum up to p of all hold what top-p keeps."""
+    release_next(PDL)
+    await_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.maximum(tl.load(slot_ptr + row), 0)
+    temperature, top_p = tl.load(temperature_ptr + slot), tl.load(top_p_ptr + slot)
+    top_k = tl.load(top_k_ptr + slot)
+    if (temperature != 0) & ((top_k < vocab) | (top_p < 1)):
+        part = tl.arange(0, PARTS)
+        place = row * parts + part
+        pivots = tl.load(largest_ptr + place, mask=part < parts, other=float("-inf"))
+        pivot = tl.max(pivots, axis=0)
+        wanted = float("inf")
+        if top_k >= vocab:
+            totals = tl.load(total_ptr + place, mask=part < parts, other=0.0)
+            # A little more than p, as sums are rounded.
+            wanted = 1.001 * top_p * tl.sum(totals * tl.exp((pivots - pivot) / temperature), axis=0)
+        group = tl.arange(0, PARTS * GROUPS)
+        groups = tl.load(
+            group_ptr + row * parts * GROUPS + group, mask=group < parts * GROUPS,
+            other=float("-inf"),
+        )  # fmt: skip
+        scores = scores_of(groups, pivot, temperature)
+        depth = bound(depth_of(scores), tl.minimum(top_k, rank), scores, wanted)
+        tl.store(bound_ptr + row, depth)
 
 
 @jit
 def draw_kernel(
-    logits_ptr, largest_ptr, vocab, parts, slot_ptr, position_ptr, temperature_ptr, min_p_ptr,
-    limit_ptr, seed_ptr, choice_ptr, value_ptr, index_ptr,
-    MIN_P: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    logits_ptr, stride, vocab, parts, slot_ptr, position_ptr, temperature_ptr, min_p_ptr, top_p_ptr,
+    top_k_ptr, seed_ptr, choice_ptr, largest_ptr, bound_ptr, value_ptr, index_ptr, mass_ptr,
+    found_ptr, candidate_ptr, score_ptr,
+    BLOCK: tl.constexpr, ROOM: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, part): of a row without top-k and top-p the best noised score and its index; of
+    others the candidates, in any order, and the sum of all probabilities that pass min-p. A greedy
+    row's best are its logits, which are known."""
+    release_next(PDL)
+    await_inputs(PDL)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.maximum(tl.load(slot_ptr + row), 0)
+    temperature = tl.load(temperature_ptr + slot)
+    if temperature != 0:
+        every = tl.arange(0, PARTS)
+        pivots = tl.load(
+            largest_ptr + row * parts + every, mask=every < parts, other=float("-inf")
+        )  # fmt: skip
+        column, scores = row_block(
+            logits_ptr, row, stride, vocab, part * BLOCK, tl.max(pivots, axis=0), temperature, BLOCK
+        )  # fmt: skip
+        floor = tl.log(tl.load(min_p_ptr + slot))
+        top_p, top_k = tl.load(top_p_ptr + slot), tl.load(top_k_ptr + slot)
+        place = row * parts + part
+        if (top_k < vocab) | (top_p < 1):
+            if top_k >= vocab:
+                tl.store(mass_ptr + place, tl.sum(mass_of(scores, scores >= floor), axis=0))
+            depths = depth_of(scores)
+            inside = (depths <= tl.load(bound_ptr + row)) & (depths < FORBIDDEN)
+            count = tl.sum(inside.to(tl.int32), axis=0)
+            if count > 0:
+                first = tl.atomic_add(found_ptr + row, count)
+                at = first + tl.cumsum(inside.to(tl.int32), axis=0) - 1
+                fits = inside & (at < ROOM)
+                tl.store(candidate_ptr + row * ROOM + at, column, mask=fits)
+                tl.store(score_ptr + row * ROOM + at, scores, mask=fits)
+        else:
+            words = noise_words(
+                tl.load(seed_ptr + slot), tl.load(choice_ptr + slot), tl.load(position_ptr + row),
+                part * BLOCK, BLOCK,
+            )  # fmt: skip
+            kept = (column < vocab) & (scores >= floor)
+            noised = tl.where(kept, scores + gumbel(words), float("-inf"))
+            best, index = largest(noised, column, vocab - 1)
+            tl.store(value_ptr + place, best)
+            tl.store(index_ptr + place, index)
+
+
+@jit
+def best_candidate(
+    candidate_ptr, score_ptr, row, count, reach, vocab, floor, top_k, top_p, mass, seed, choice,
+    position, ROOM: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """(The token drawn among the first ``count`` candidates, whether they hold all that is kept).
+    ``mass``: the sum of all probabilities, for top-p without top-k."""
+    index = tl.arange(0, SIZE)
+    inside = index < count
+    column = tl.load(candidate_ptr + row * ROOM + index, mask=inside, other=0)
+    scores = tl.load(score_ptr + row * ROOM + index, mask=inside, other=float("-inf"))
+    depths = depth_of(scores)
+    limit = EVERYTHING
+    complete = reach >= FORBIDDEN
+    if top_k < vocab:
+        limit = border(depths, inside.to(tl.int32), top_k, SIZE)
+        complete = complete | (count >= top_k)
+    kept = inside & (scores >= floor)
+    if top_p < 1:
+        masses = mass_of(scores, kept & (depths <= limit))
+        total = tl.sum(masses, axis=0)
+        if top_k >= vocab:
+            complete = complete | (total >= share_of(mass, top_p))
+        else:
+            mass = total
+        limit = tl.minimum(limit, border(depths, masses, share_of(mass, top_p), SIZE))
+    words = noise_words_at(seed, choice, position, column.to(tl.int64))
+    noised = tl.where(kept & (depths <= limit), scores + gumbel(words), float("-inf"))
+    _, token = largest(noised, column, vocab - 1)
+    return token, complete
+
+
+@jit
+def share_of(mass, top_p):
+    """``top_p`` of a sum of probabilities; never nothing, so that the best token is kept."""
+    return tl.maximum((mass.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64), 1)
+
+
+@jit
+def best_of_row(
+    logits_ptr, row, stride, vocab, pivot, temperature, floor, top_k, top_p, mass, seed, choice,
+    position, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The token drawn among all, however many are kept: the best of all, if so many better ones are
+    kept that it is too; else the best of those that are better than that, and so on."""
+    limit = EVERYTHING
+    if top_k < vocab:
+        limit = row_rank(
+            logits_ptr, row, stride, vocab, pivot, temperature, top_k, BLOCK
+        )  # fmt: skip
+        mass = row_mass(logits_ptr, row, stride, vocab, pivot, temperature, floor, limit, BLOCK)
+    wanted = share_of(mass, top_p)
+    # Below the depth of all that are forbidden, if there is no other limit.
+    above = tl.minimum(limit, FORBIDDEN - 1) + 1
+    token = tl.zeros([], tl.int32)
+    while above > 0:
+        best, token = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int32)
+        depth = FORBIDDEN
+        for first in range(0, vocab, BLOCK):
+            column, scores = row_block(
+                logits_ptr, row, stride, vocab, first, pivot, temperature, BLOCK
+            )  # fmt: skip
+            words = noise_words(seed, choice, position, first, BLOCK)
+            depths = depth_of(scores)
+            kept = (depths < above) & (scores >= floor)
+            noised = tl.where(kept, scores + gumbel(words), float("-inf"))
+            value, index = largest(noised, column, vocab - 1)
+            if value > best:
+                best, token = value, index
+                depth = tl.max(tl.where(column == index, depths, 0), axis=0)
+        better = row_mass(
+            logits_ptr, row, stride, vocab, pivot, temperature, floor, depth - 1, BLOCK
+        )  # fmt: skip
+        # One that is not kept rules out all that are no better.
+        above = tl.where((top_p < 1) & (better >= wanted), depth, 0)
+    return token
+
+
+@jit
+def final_kernel(
+    logits_ptr, stride, vocab, parts, slot_ptr, position_ptr, temperature_ptr, min_p_ptr, top_p_ptr,
+    top_k_ptr, seed_ptr, choice_ptr, largest_ptr, bound_ptr, value_ptr, index_ptr, mass_ptr,
+    found_ptr, candidate_ptr, score_ptr, out_ptr,
+    BLOCK: tl.constexpr, FEW: tl.constexpr, ROOM: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each part's best noised score. A greedy row's scores are its logits."""
+    """Program (row): the token."""
     release_next(PDL)
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
     slot = tl.maximum(tl.load(slot_ptr + row), 0)
-    temperature = tl.load(temperature_ptr + slot)
-    column = part * BLOCK + tl.arange(0, BLOCK)
-    if temperature == 0:
-        values = tl.load(
-            logits_ptr + row * vocab + column, mask=column < vocab, other=float("-inf")
-        ).to(tl.float32)
+    temperature, top_p = tl.load(temperature_ptr + slot), tl.load(top_p_ptr + slot)
+    top_k = tl.load(top_k_ptr + slot)
+    part = tl.arange(0, PARTS)
+    place = row * parts + part
+    if (temperature != 0) & ((top_k < vocab) | (top_p < 1)):
+        seed, choice = tl.load(seed_ptr + slot), tl.load(choice_ptr + slot)
+        position = tl.load(position_ptr + row)
+        floor = tl.log(tl.load(min_p_ptr + slot))
+        count, reach = tl.load(found_ptr + row), tl.load(bound_ptr + row)
+        mass = tl.sum(tl.load(mass_ptr + place, mask=part < parts, other=0), axis=0)
+        token, complete = tl.zeros([], tl.int32), count < 0
+        if count <= FEW:
+            token, complete = best_candidate(
+                candidate_ptr, score_ptr, row, count, reach, vocab, floor, top_k, top_p, mass, seed,
+                choice, position, ROOM, FEW,
+            )  # fmt: skip
+        elif count <= ROOM:
+            token, complete = best_candidate(
+                candidate_ptr, score_ptr, row, count, reach, vocab, floor, top_k, top_p, mass, seed,
+                choice, position, ROOM, ROOM,
+            )  # fmt: skip
+        if not complete:
+            pivots = tl.load(largest_ptr + place, mask=part < parts, other=float("-inf"))
+            token = best_of_row(
+                logits_ptr, row, stride, vocab, tl.max(pivots, axis=0), temperature, floor, top_k,
+                top_p, mass, seed, choice, position, BLOCK,
+            )  # fmt: skip
     else:
-        scores = scores_of(
-            logits_ptr, largest_ptr, parts, temperature, row, column, vocab, PARTS
-        )  # fmt: skip
-        kept = column < vocab
-        if MIN_P:
-            kept = kept & (scores >= tl.log(tl.load(min_p_ptr + slot)))
-        if LIMITED:
-            kept = kept & (depth_of(scores) <= tl.load(limit_ptr + row))
-        words = noise_words(
-            tl.load(seed_ptr + slot), tl.load(choice_ptr + slot), tl.load(position_ptr + row),
-            part * BLOCK, BLOCK,
-        )  # fmt: skip
-        values = tl.where(kept, scores + gumbel(words), float("-inf"))
-    best, index = largest(values, column, vocab - 1)
-    tl.store(value_ptr + row * parts + part, best)
-    tl.store(index_ptr + row * parts + part, index)
+        values = tl.load(value_ptr + place, mask=part < parts, other=float("-inf"))
+        index = tl.load(index_ptr + place, mask=part < parts, other=vocab - 1)
+        _, token = largest(values, index, vocab - 1)
+    tl.store(out_ptr + row, token.to(tl.int64))
 
 
-class Sampler:
-    """Samples up to ``rows`` rows a call; holds a scratch table for the penalties
-    (int32 [rows, vocab]), made at the first call that needs it or by ``reserve``."""
-
-    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
-        self.rows = rows
-        self.vocab_size = vocab_size
-        self.device = device
-        self._scratch: torch.Tensor | None = None
-
-    def reserve(self) -> torch.Tensor:
-        """The scratch table; before a graph capture that needs it."""
-        if self._scratch is None:
-            size = (self.rows, self.vocab_size)
-            self._scratch = torch.zeros(size, dtype=torch.int32, device=self.device)
-        return self._scratch
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        history: torch.Tensor,
-        max_history: int,
-        params: SamplingTables,
-        stages: Stages,
-    ) -> torch.Tensor:
-        """``logits`` [M, vocab] float32 or bf16 without NaN, contiguous; ``slots``, ``positions``
-        and ``history`` as in ``sampling.sampler.SampleRows`` -> token ids int64 [M].
-
-        Penalties, bias and masked ends change float32 ``logits`` in place: take logprobs before.
-        ValueError for more rows than the scratch table has.
-        """
-        if stages.adjusts:
-            logits = logits.float()
-        if stages.penalties:
-            if logits.shape[0] > self.rows:
-                raise ValueError(f"{logits.shape[0]} rows to sample, room for {self.rows}")
-            scratch = self.reserve()
-            apply_penalties(logits, scratch, slots, positions, history, max_history, params)
-        if stages.bias or stages.min_tokens:
-            apply_bias_and_ends(logits, slots, positions, params, stages.bias, stages.min_tokens)
-        if not stages.noise:
-            return argmax(logits)
-        return self.draw(logits, slots, positions, params, stages)
-
-    def draw(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        params: DrawTables,
-        stages: Stages,
-    ) -> torch.Tensor:
-        """Temperature, filters, noise and argmax of logits that are ready for them."""
-        rows, vocab = logits.shape
-        maxima, indices = parts_of(rows, vocab, logits.device)
-        parts, launch = maxima.shape[1], pdl(logits.device)
-        partial_argmax_kernel[(rows, parts)](
-            logits, logits.stride(0), vocab, maxima, indices, BLOCK, num_warps=4, **launch
-        )
-        limit = find_limits(
-            logits, maxima, slots, params, stages.top_k > 0, stages.top_p, stages.min_p, BLOCK
-        )
-        values = torch.empty_like(maxima)
-        draw_kernel[(rows, parts)](
-            logits, maxima, vocab, parts, slots, positions, params.temperature, params.min_p,
-            limit, params.seed, params.choice, values, indices,
-            stages.min_p, limit is not None, BLOCK, next_power_of_2(parts), num_warps=4, **launch,
-        )  # fmt: skip
-        return reduce_parts(values, indices, vocab)
+def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """``Backend.draw``: float32 logits [M, vocab] without NaN, rows contiguous."""
+    (rows, vocab), device = logits.shape, logits.device
+    values, indices = parts_of(rows, vocab, device)
+    parts, launch = values.shape[1], pdl(device)
+    padded, groups = next_power_of_2(parts), parts * GROUPS
+    maxima, totals = torch.empty_like(values), torch.empty_like(values)
+    of_groups = values.new_empty((rows, groups))
+    masses = torch.empty(values.shape, dtype=torch.int64, device=device)
+    bounds, found = torch.empty((2, rows), dtype=torch.int32, device=device)
+    candidates = torch.empty((rows, ROOM), dtype=torch.int32, device=device)
+    scores = values.new_empty((rows, ROOM))
+    out = torch.empty(rows, dtype=torch.int64, device=device)
+    row = logits, logits.stride(0), vocab, parts, draws.slots
+    filters = draws.top_p, draws.top_k
+    drawing = draws.positions, draws.temperature, draws.min_p, *filters, draws.seed, draws.choice
+    results = maxima, bounds, values, indices, masses, found, candidates, scores
+    survey_kernel[(rows, parts)](
+        *row, draws.temperature, *filters, maxima, values, indices, totals, of_groups, found,
+        GROUP, GROUPS, num_warps=4, **launch,
+    )  # fmt: skip
+    bound_kernel[(rows,)](
+        vocab, parts, draws.slots, draws.temperature, *filters, maxima, totals, of_groups, bounds,
+        min(RANK, groups // 2), GROUPS, padded,
+        num_warps=4 if padded * GROUPS <= 2048 else 8, **launch,
+    )  # fmt: skip
+    draw_kernel[(rows, parts)](*row, *drawing, *results, BLOCK, ROOM, padded, num_warps=4, **launch)
+    final_kernel[(rows,)](
+        *row, *drawing, *results, out, BLOCK, FEW, ROOM, padded, num_warps=8, **launch
+    )
+    return out
