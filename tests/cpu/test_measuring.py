@@ -13,7 +13,7 @@ from surefoot.engine import timing
 from surefoot.engine.cuda_graphs import RecordedRounds, Recording
 from surefoot.engine.measuring import measure_recorded
 from surefoot.speculation.decisions import NOTHING
-from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, UNFILTERED, Size
+from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
 from test_recorded_sizes import CHAIN, padded_engine, recorded_sizes
 
 EVERYTHING = (0, 1)
@@ -31,15 +31,13 @@ class Clocked(RecordedRounds):
         prepare()
         state, busy = self.round.state, self.round.slots != self.round.state.padding_slot
         assert int(busy.sum()) == (1 if size.has_prompts else size.spans)
-        filtered = bool((state.params.top_p < 1).any())
-        return seconds_of(size, int(state.length[0]) * (not size.has_prompts), filtered)
+        return seconds_of(size, int(state.length[0]) * (not size.has_prompts))
 
 
-def seconds_of(size: Size, context: int, filtered: bool = True) -> float:
+def seconds_of(size: Size, context: int) -> float:
     # A drafter reads keys as the target does, a lookup none.
     proposing = 0.2 * (1 in size.proposers) + (size.steps or 0) * (0.4 + 0.004 * context)
     draws = (GREEDY, DRAWN, ADJUSTED).index(size.kind) * (0.3 + 0.05 * size.samples)
-    draws /= 1 if filtered else 5
     return 1e-3 * (2.0 + 0.1 * size.rows + 0.01 * context + proposing + draws)
 
 
@@ -81,14 +79,13 @@ def test_an_engine_for_one_request_and_one_row_at_a_time_is_measured(rounds: Clo
 def test_what_drawing_adds_is_told_apart(rounds: Clocked) -> None:
     costs = measure_recorded(rounds, 400)
     for context in (32, 96):
-        greedy, drawn, adjusted, unfiltered = (
+        greedy, drawn, adjusted = (
             costs[kind].table(4, 0, (EVERYTHING, 3), 12, context)[1]
-            for kind in (GREEDY, DRAWN, ADJUSTED, UNFILTERED)
+            for kind in (GREEDY, DRAWN, ADJUSTED)
         )
         rows = 4 + costs[GREEDY].table(4, 0, (EVERYTHING, 3), 12, context)[0]
         assert drawn - greedy == pytest.approx(1e-3 * (0.3 + 0.05 * rows), rel=0.1)
         assert adjusted - greedy == pytest.approx(1e-3 * (0.6 + 0.1 * rows), rel=0.1)
-        assert unfiltered - greedy == pytest.approx(1e-3 * (0.06 + 0.01 * rows), rel=0.1)
 
 
 def test_costs_are_those_that_were_measured(rounds: Clocked) -> None:

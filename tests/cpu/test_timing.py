@@ -21,7 +21,7 @@ from surefoot.speculation.costs import ExactCosts
 from surefoot.speculation.decisions import LIKELIEST, NOTHING, SamplingCost
 from surefoot.speculation.planner import Planner
 from surefoot.speculation.round import Round
-from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, UNFILTERED, Size
+from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
 from test_drafter_state import engine_of as drafter_engine
 
 
@@ -195,23 +195,22 @@ def test_what_drawing_tokens_adds_is_measured(monkeypatch: pytest.MonkeyPatch) -
     """0.2 ms a round and 0.05 a row; nothing is left of it in the slots."""
     engine = make_engine(tiny_decoder(), max_num_seqs=2, max_draft_tokens=8)
     params = engine.state.params
-    before = params.temperature.clone(), params.top_p.clone()
+    tables = params.temperature, params.top_k, params.top_p
+    before = [table.clone() for table in tables]
 
     def seconds(round_: Round, size: Size, keys: int) -> float:
         drawn = size.kind != GREEDY
         assert bool((params.temperature > 0).all()), "requests that draw nothing cost nothing"
-        filtered = bool((params.top_p < 1).all())
-        assert filtered == (size.kind in (DRAWN, ADJUSTED)), "nor do filters that nobody has"
-        added = 0.2 + (0.05 if filtered else 0.01) * size.samples
-        return 1e-3 * (1 + 0.1 * size.rows + drawn * added)
+        assert bool((params.top_k == 20).all()) and bool((params.top_p < 1).all()), "as is usual"
+        return 1e-3 * (1 + 0.1 * size.rows + drawn * (0.2 + 0.05 * size.samples))
 
     monkeypatch.setattr(sampling_times, "time_round", seconds)
     found = time_sampling_called(engine.round, 64, 10.0)
-    assert set(found) == {UNFILTERED, DRAWN, ADJUSTED}
-    for kind, cost in found.items():
-        assert cost == pytest.approx((2e-4, 1e-5 if kind == UNFILTERED else 5e-5))
-    assert found[DRAWN].of(9) == pytest.approx(6.5e-4)
-    assert torch.equal(params.temperature, before[0]) and torch.equal(params.top_p, before[1])
+    assert set(found) == {DRAWN, ADJUSTED}
+    for cost in found.values():
+        assert cost == pytest.approx((2e-4, 5e-5))
+        assert cost.of(9) == pytest.approx(6.5e-4)
+    assert all(map(torch.equal, tables, before)), "as they were"
     assert set(time_sampling_called(engine.round, 64, 0.0).values()) == {LIKELIEST}
 
 

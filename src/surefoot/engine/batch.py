@@ -11,7 +11,7 @@ import numpy as np
 from surefoot.request import Request, SpeculationParams
 from surefoot.sampling.logprobs import width_for
 from surefoot.sampling.params import SamplingStages
-from surefoot.speculation.size import kind_of, timed_kind_of
+from surefoot.speculation.size import kind_of
 from surefoot.speculation.state import slots_of
 
 
@@ -173,8 +173,3 @@ class Batch:
     def kind(self) -> SamplingStages:
         """The recorded kind of sampling that serves all."""
         return kind_of(self.group.kind)
-
-    @property
-    def timed_kind(self) -> SamplingStages:
-        """By which the times of its rounds are told apart."""
-        return timed_kind_of(self.group.kind)

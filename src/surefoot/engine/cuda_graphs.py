@@ -24,7 +24,7 @@ from surefoot.speculation.decisions import Decision
 from surefoot.speculation.recorded_costs import RecordedSize
 from surefoot.speculation.round import Round, TargetRows
 from surefoot.speculation.scoring import PromptReads, PromptScores
-from surefoot.speculation.size import Size, kind_of
+from surefoot.speculation.size import Size
 
 RECORDING_SHARE = 0.02
 """Of the time, for recording in the middle of serving: everybody waits for it."""
@@ -143,8 +143,7 @@ class RecordedRounds(PaddedRounds):
             return
         self._offered = now
         for kind, costs in self.costs.items():
-            own = kind_of(kind)
-            there = (size for size in self.graphs if size.kind == own and _is_usual(size))
+            there = (size for size in self.graphs if size.kind == kind and _is_usual(size))
             costs.offer(None if now[0] else {_costing(size) for size in there})
 
     def launch(self, size: Size, keys: int, reads: PromptReads | None = None) -> Report:

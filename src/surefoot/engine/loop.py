@@ -228,7 +228,7 @@ class Loop:
         if self.scheduler.upkeep is not None and (sampling := batch.sampling):
             row_seconds = self.round.keeping_up.row_seconds.mean
             self.scheduler.upkeep.launched(
-                sampling, decision, batch.timed_kind, batch.prompt_rows, row_seconds
+                sampling, decision, batch.kind, batch.prompt_rows, row_seconds
             )
         changes, left = self.scheduler.changes, self.scheduler.left[batch.group.slots]
         return Flight(
@@ -266,7 +266,7 @@ class Loop:
             proposers=batch.group.proposers,
             draft_limit=batch.group.draft_limit,
             context=self.reservations.mean_length(batch),
-            kind=batch.timed_kind,
+            kind=batch.kind,
             slots=batch.sampling_slots,
             prompts=len(batch.chunks),
             parents=parents,

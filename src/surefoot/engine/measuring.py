@@ -14,7 +14,7 @@ from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action, SamplingCost
 from surefoot.speculation.recorded_costs import PromptRounds, RecordedCosts, RecordedSize
-from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size, kind_of
+from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
 
 SHALLOW = 2
 """Nearly all drafts of a crowd that are verified are the first or second of their request: the best
@@ -156,11 +156,10 @@ def _time_sampling(rounds: RecordedRounds, blocks: int) -> dict[SamplingStages, 
     """By kind, from plain rounds of the fewest and of most requests."""
     round_ = rounds.round
     context = contexts_to_time(round_, blocks, rounds.spans[-1])[0]
-    with made_up_requests(round_, blocks, context) as set_batch, drawing_requests(round_) as draw:
+    with made_up_requests(round_, blocks, context) as set_batch, drawing_requests(round_):
 
         def timed(spans: int, kind: SamplingStages) -> float:
-            size = Size(spans, spans, spans, kind_of(kind), *NOTHING)
-            draw(kind)
+            size = Size(spans, spans, spans, kind, *NOTHING)
             return rounds.time(size, partial(set_batch, spans, 0), 2)
 
         plain = {spans: timed(spans, GREEDY) for spans in {rounds.spans[0], rounds.spans[-1]}}

@@ -175,7 +175,7 @@ class PaddedRounds(Rounds):
         spans = next(spans for spans in self.spans if spans >= batch.count)
         if not drafts:
             return self.base(spans, spans, batch, decision, False)
-        costs = self.costs.get(batch.timed_kind)
+        costs = self.costs.get(batch.kind)
         found = costs and costs.size_for(batch.count, decision.action, drafts, context)
         if found is not None and found.spans == spans:
             rows = found.rows

@@ -10,29 +10,29 @@ from surefoot.engine.timing import made_up_requests, time_round
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.decisions import LIKELIEST, SamplingCost
 from surefoot.speculation.round import Round
-from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, UNFILTERED, Size
+from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
 
-KINDS = UNFILTERED, DRAWN, ADJUSTED
+KINDS = DRAWN, ADJUSTED
 """The kinds of sampling that are told apart from the likeliest tokens."""
 REPEATS = 2
+FILTERS = 1.0, 20, 0.95
+"""Temperature, top-k and top-p of rounds that are timed."""
 
 
 @contextmanager
-def drawing_requests(round_: Round) -> Iterator[Callable[[SamplingStages], None]]:
-    """Made-up requests draw their tokens meanwhile: as one of ``KINDS`` says, with a filter or
-    without, from when that is called with it."""
+def drawing_requests(round_: Round) -> Iterator[None]:
+    """Made-up requests draw their tokens meanwhile, with filters that are usual: of top-p alone,
+    made-up texts would keep far more tokens than real ones."""
     params = round_.state.params
-    kept = params.temperature.clone(), params.top_p.clone()
-
-    def draw(kind: SamplingStages) -> None:
-        params.temperature.fill_(1.0)
-        params.top_p.fill_(0.95 if kind.top_p else 1.0)
-
+    tables = params.temperature, params.top_k, params.top_p
+    kept = [table.clone() for table in tables]
+    for table, value in zip(tables, FILTERS, strict=True):
+        table.fill_(value)
     try:
-        yield draw
+        yield
     finally:
-        params.temperature.copy_(kept[0])
-        params.top_p.copy_(kept[1])
+        for table, before in zip(tables, kept, strict=True):
+            table.copy_(before)
 
 
 def sampling_costs(
@@ -56,11 +56,10 @@ def time_sampling_called(
     state = round_.state
     room = min((blocks - 1) * state.block_size, state.history.shape[1] - state.max_drafts) - 1
     many = max(1, min(1 + state.max_drafts, room))
-    with made_up_requests(round_, blocks, 1) as set_batch, drawing_requests(round_) as draw:
+    with made_up_requests(round_, blocks, 1) as set_batch, drawing_requests(round_):
 
         def timed(rows: int, kind: SamplingStages) -> float:
             size = Size(1, rows, rows, kind, (), 0, verifies=rows > 1)
-            draw(kind)
             found = []
             for _ in range(REPEATS):
                 set_batch(1, 0)

@@ -84,7 +84,7 @@ class Situation:
     """float32 [requests, K], nan for those without: chances of the drafts that the host has on
     offer for this very round, in place of what the report said. None: for nobody."""
     kind: SamplingStages = SamplingStages()
-    """The sampling of the round: what its times are told apart by."""
+    """The sampling of the round, as rounds are recorded for it: what costs are told apart by."""
     slots: np.ndarray | None = None
     """int64 [requests]: by which the planner knows who was how fast; None: it is not to know."""
     prompts: int = 0

@@ -14,9 +14,6 @@ ADJUSTED = SamplingStages(
 )
 """The three kinds of sampling that rounds are recorded for; filters that a row does not have are
 told apart on the device."""
-UNFILTERED = SamplingStages(noise=True)
-"""Drawn without top-k and top-p, in the rounds recorded for all that is drawn. The borders of these
-take several times as long as all else of a draw."""
 
 
 def kind_of(stages: SamplingStages) -> SamplingStages:
@@ -24,12 +21,6 @@ def kind_of(stages: SamplingStages) -> SamplingStages:
     if stages.adjusts:
         return ADJUSTED
     return DRAWN if stages.noise else GREEDY
-
-
-def timed_kind_of(stages: SamplingStages) -> SamplingStages:
-    """The kind by which the times of rounds with these stages are told apart."""
-    plain = stages.noise and not (stages.adjusts or stages.top_k or stages.top_p)
-    return UNFILTERED if plain else kind_of(stages)
 
 
 @dataclass(frozen=True)

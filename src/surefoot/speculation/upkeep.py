@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from surefoot.request import Request
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.decisions import Decision
-from surefoot.speculation.size import GREEDY, timed_kind_of
+from surefoot.speculation.size import GREEDY, kind_of
 
 _CROWD = 4
 """So many requests and more are a crowd."""
@@ -132,9 +132,9 @@ class Upkeep:
         request.drafters, request.declined = request.drafters | request.declined, frozenset()
         request.upkeep = None
         own = SamplingStages.of((request.params,))
-        kind = timed_kind_of(own)
+        kind = kind_of(own)
         if running and kind is not self._kind:
-            kind = timed_kind_of(SamplingStages.together((own, self._kind)))
+            kind = kind_of(SamplingStages.together((own, self._kind)))
         self._kind = kind
         if not request.drafters or request.speculation.method != "auto":
             return
