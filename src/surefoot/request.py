@@ -6,7 +6,7 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from surefoot.params import MAX_LOGPROBS, MAX_SEED, SamplingParams, SpeculationParams
 from surefoot.structured import TextGrammar
@@ -14,6 +14,7 @@ from surefoot.structured import TextGrammar
 __all__ = [
     "MAX_LOGPROBS",
     "MAX_SEED",
+    "Drafting",
     "FinishReason",
     "Request",
     "SamplingParams",
@@ -36,6 +37,20 @@ class Status(enum.Enum):
     FINISHED = enum.auto()
 
 
+class Drafting(NamedTuple):
+    """What one round did with one request's drafts: whose were verified (None for no drafts), how
+    many were on offer for the next round, verified, and accepted, and whose were on offer; and of
+    those that the host had on offer for this very round, how many and whose."""
+
+    proposer: str | None = None
+    offered: int = 0
+    verified: int = 0
+    accepted: int = 0
+    offerer: str | None = None
+    hosted: int = 0
+    host: str | None = None
+
+
 @dataclass(slots=True)
 class SpeculationStats:
     """What speculation did for one request. ``rounds`` are those that committed tokens."""
@@ -47,22 +62,17 @@ class SpeculationStats:
     accepted_by_proposer: dict[str, int] = field(default_factory=dict)
     verified_by_proposer: dict[str, int] = field(default_factory=dict)
 
-    def count(self, name: str | None, offered: int, verified: int, accepted: int) -> None:
-        """Enter a round that committed tokens, and its drafts."""
+    def count(self, drafting: Drafting) -> None:
+        """Enter a round that committed tokens."""
         self.rounds += 1
-        self.count_drafts(name, offered, verified, accepted)
-
-    def count_drafts(self, name: str | None, offered: int, verified: int, accepted: int) -> None:
-        """Enter drafts of a round that is counted by itself; ``name`` proposed those that were
-        verified, None where there were none."""
-        self.offered += offered
-        if name is not None:
-            self.verified += verified
-            self.accepted += accepted
+        self.offered += drafting.offered + drafting.hosted
+        if (name := drafting.proposer) is not None:
+            self.verified += drafting.verified
+            self.accepted += drafting.accepted
             by_proposer = self.verified_by_proposer
-            by_proposer[name] = by_proposer.get(name, 0) + verified
+            by_proposer[name] = by_proposer.get(name, 0) + drafting.verified
             by_proposer = self.accepted_by_proposer
-            by_proposer[name] = by_proposer.get(name, 0) + accepted
+            by_proposer[name] = by_proposer.get(name, 0) + drafting.accepted
 
     def kept(self, sources: Sequence[str | None]) -> SpeculationStats:
         """Of a text of which only tokens by these proposers (None: the target's own) are left, as
@@ -140,7 +150,6 @@ class Request:
     arrived: float = field(default_factory=time.perf_counter)
     queued_seconds: float | None = None
     """From then until it was let in for the first time."""
-    stats: SpeculationStats = field(default_factory=SpeculationStats)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     priority: int = 0
@@ -158,28 +167,33 @@ class Request:
     """What it wants of its rounds (``engine.batch.Wishes``), since it was let in."""
     upkeep: Any = None
     """The ``Case`` of ``speculation.upkeep`` that it counts as, if any."""
+    landed: list[Drafting] = field(default_factory=list)
+    """What rounds that committed tokens did with drafts, as far as nobody asked. A round enters it
+    before its tokens. (Hundreds of requests have one every few milliseconds, and few are asked.)"""
+    _stats: SpeculationStats = field(default_factory=SpeculationStats)
     _proposed_by: list[str | None] = field(default_factory=list)
-    """As far as somebody asked."""
-    _accepted: list[tuple[int, str | None, int]] = field(default_factory=list)
-    """Accepted drafts that are not entered there: the first one's place in the output, whose they
-    are, and how many."""
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """What speculation did for it."""
+        self._count_landed()
+        return self._stats
 
     @property
     def proposed_by(self) -> list[str | None]:
         """Per output token: the proposer whose accepted draft it was, None for the target's own."""
-        known = self._proposed_by
-        for first, proposer, count in self._accepted:
-            known += [None] * (first - len(known))
-            known[first : first + count] = [proposer] * count
-        self._accepted.clear()
-        known += [None] * (len(self.output) - len(known))
+        self._count_landed()
+        known, count = self._proposed_by, len(self.output)
+        # A text may end with a draft, and then that round has no token of the target's.
+        del known[count:]
+        known += [None] * (count - len(known))
         return known
 
-    def note_drafts(self, proposer: str | None, count: int) -> None:
-        """Say whose accepted drafts the next ``count`` output tokens are, before they are added."""
-        if count:
-            # Hundreds of requests may be told so every few milliseconds, and few are asked.
-            self._accepted.append((len(self.output), proposer, count))
+    def _count_landed(self) -> None:
+        for drafting in self.landed:
+            self._stats.count(drafting)
+            self._proposed_by += [*[drafting.proposer] * drafting.accepted, None]
+        self.landed.clear()
 
     def allows(self, proposer: str) -> bool:
         """Whether the proposer may draft for it."""
@@ -234,7 +248,8 @@ class Request:
         if self.params.logprobs is not None:
             count = min(len(self.logprobs), len(self.output))
             del self.logprobs[count:], self.output[count:]
-        del self.proposed_by[len(self.output) :]
+        self._count_landed()
+        del self._proposed_by[len(self.output) :]
         if self.grammar is not None:
             self.grammar.restart()
 

@@ -14,14 +14,20 @@ from hypothesis import strategies as st
 from harness import Job, make_engine, run_jobs, tiny_decoder
 from surefoot.engine import reserving
 from surefoot.engine.batch import Batch, Wishes, group
-from surefoot.engine.landing import Landing, read_report
+from surefoot.engine.landing import Draftings, Landing, read_report
 from surefoot.engine.reports import Report
 from surefoot.engine.reserving import AHEAD, Reservations
-from surefoot.engine.stats import Drafting
 from surefoot.kernels.upload import sending
 from surefoot.kv.block_pool import chain_hash
 from surefoot.kv.transaction import KVManager
-from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams, Status
+from surefoot.request import (
+    Drafting,
+    FinishReason,
+    Request,
+    SamplingParams,
+    SpeculationParams,
+    Status,
+)
 from surefoot.speculation.books import ReportColumns
 from surefoot.speculation.scoring import PromptScores
 from surefoot.speculation.state import SlotState
@@ -53,7 +59,7 @@ def read(rows: torch.Tensor, scores: Any, requests: list[Request], kv: KVManager
     report = Report(rows.numpy(), scores, PromptScores([], []), lambda: None, lambda: None)
     alive = [request.status is Status.RUNNING for request in requests]
     committed = report.rows[: len(requests), COLUMNS.COUNT] * np.array(alive)
-    return read_report(report, batch, committed, kv, ("a", "b"), COLUMNS, 2, {})
+    return read_report(report, batch, committed, kv, Draftings(("a", "b")), COLUMNS, 2, {})
 
 
 def told(landing: Landing) -> list[Any]:
@@ -155,6 +161,15 @@ def test_drafts_behind_the_end_of_a_text_are_not_accepted() -> None:
     landing = read(torch.tensor([row], dtype=torch.int32), None, [request], kv)
     assert request.output == [8] and request.proposed_by == ["a"]
     assert request.stats.accepted == landing.accepted == 1 and request.stats.verified == 2
+
+
+def test_drafts_of_those_who_left_are_not_counted() -> None:
+    kv, requests = running(2, True, {0})
+    row = [2, 1, 0, 2, 0, 2, 1, 8, 9, 0]
+    row += [0] * (COLUMNS.count - len(row))
+    landing = read(torch.tensor([row, row], dtype=torch.int32), None, requests, kv)
+    assert (landing.drafting, landing.verified, landing.accepted) == (1, 2, 1)
+    assert [request.stats.verified for request in requests] == [0, 2]
 
 
 @given(st.lists(st.integers(1, 29), max_size=3), st.integers(0, 3), st.booleans(), st.data())

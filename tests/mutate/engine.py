@@ -329,7 +329,7 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "        request.stats.rounds += 1\n",
+        "        request.landed.append(drafts)\n",
         "",
         "test_turns.py",
         "test_forced.py",
@@ -388,14 +388,14 @@ MUTATIONS = (
     ),
     m(
         "request.py",
-        "            known += [None] * (first - len(known))\n",
-        "            pass\n",
+        "        del known[count:]\n",
+        "",
         "test_landing.py",
     ),
     m(
         "request.py",
-        "del self.proposed_by[len(self.output) :]",
-        "del self._proposed_by[len(self.output) :]",
+        "        self._count_landed()\n        del self._proposed_by[len(self.output) :]\n",
+        "        del self._proposed_by[len(self.output) :]\n",
         "test_landing.py",
     ),
     m(
@@ -424,8 +424,8 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "name, accepted = names[whose], min(accepted, count)",
-        "name = names[whose]",
+        "np.minimum(rows[:, columns.ACCEPTED], committed)",
+        "rows[:, columns.ACCEPTED]",
         "test_landing.py",
     ),
     # --- tokens -----------------------------------------------------------------------------------

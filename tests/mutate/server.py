@@ -73,8 +73,8 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "names[offerer] if offered else None",
-        "names[0] if offered else None",
+        "self.names[offerer] if offered else None",
+        "self.names[0] if offered else None",
         "test_landing.py::test_a_draft_is_its_proposer_s_and_the_rest_the_target_s",
     ),
     m(

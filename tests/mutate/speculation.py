@@ -486,8 +486,8 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "(told * committed).nonzero()",
-        "told.nonzero()",
+        "((verified | offered) > 0) & running",
+        "(verified | offered) > 0",
         "test_landing.py",
     ),
     m(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from surefoot.engine.stats import NO_DRAFTING, Drafting, Progress
+from surefoot.engine.stats import Progress
 from surefoot.kv.transaction import KVManager
+from surefoot.request import Drafting
 from surefoot.sampling.logprobs import unpack
 from surefoot.speculation.books import ReportColumns
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from surefoot.engine.reports import Report
     from surefoot.speculation.decisions import Decision
     from surefoot.speculation.size import Size
+
+
+NO_DRAFTING = Drafting()
 
 
 @dataclass
@@ -40,50 +43,76 @@ class Landing:
     """What the device took, where that was measured."""
 
 
+class Draftings(dict[int, Drafting]):
+    """By what a report says of a request's drafts, as one number: one object for all of whom it
+    says the same. To make one takes longer than all else of a request."""
+
+    BITS = 12
+    """Of each of the five numbers that are one together."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """``names`` are the proposers'."""
+        self.names = names
+
+    def __missing__(self, told: int) -> Drafting:
+        offerer, offered, whose, accepted, verified = (
+            told >> self.BITS * place & (1 << self.BITS) - 1 for place in range(5)
+        )
+        name = self.names[whose] if verified else None
+        offers = self.names[offerer] if offered else None
+        self[told] = Drafting(name, offered, verified, accepted, offers)
+        return self[told]
+
+    def of(self, rows: np.ndarray, accepted: np.ndarray, columns: ReportColumns) -> list[Drafting]:
+        """Of each row of a report, of whose verified drafts so many count as accepted, int [n]."""
+        verified, offered = rows[:, columns.VERIFIED], rows[:, columns.OFFERED]
+        told = verified.astype(np.int64)
+        for number in (accepted, rows[:, columns.WHOSE] * (verified > 0), offered):
+            told = (told << self.BITS) | number
+        told = (told << self.BITS) | rows[:, columns.OFFERER] * (offered > 0)
+        return list(map(self.__getitem__, told.tolist()))
+
+
 def read_report(
     report: Report,
     batch: Batch,
     committed: np.ndarray,
     kv: KVManager,
-    names: Sequence[str],
+    draftings: Draftings,
     columns: ReportColumns,
     longest: int,
     hosted: Mapping[int, tuple[int, int]],
 ) -> Landing:
     """Enter a landed round's tokens. ``committed`` int [spans]: how many each request of ``batch``
     got; 0 for those that no longer run. ``longest``: drafts of a request, at most, that the round
-    verified. ``names`` are the proposers'; ``hosted`` says by slot who had how many drafts on offer
-    for this very round."""
+    verified. ``hosted`` says by slot who had how many drafts on offer for this very round."""
     requests = batch.group.requests
     rows = report.rows[: len(requests)]
     # Hundreds of requests pass here every two milliseconds, and a device waits for nothing else:
     # lists are made of all of them at once, and no object for each that others can share.
     landing, size = Landing(), kv.block_size
     progress = landing.progress
-    first = columns.FIRST_TOKEN
-    tokens = rows[:, first : first + 1 + longest].tolist()
-    draftings = _note_drafts(landing, rows, batch, committed, names, columns)
-    if hosted:
-        _note_hosted(draftings, batch, committed, names, hosted)
-    landing.drafting = len(draftings) - draftings.count(NO_DRAFTING)
+    drafting = _note_drafts(landing, rows, batch, committed, draftings, columns, hosted)
+    first, most = columns.FIRST_TOKEN, min(1 + longest, int(committed.max(initial=0)))
+    tokens = rows[:, first : first + most].tolist()
     computed = counts = committed.tolist()
     if chunks := len(batch.chunks):
         # Rows of a prompt's end are kept already.
         computed = [*(count - 1 for count in counts[:chunks]), *counts[chunks:]]
     ends = rows[:, columns.END].tolist()
-    of_each = zip(counts, computed, requests, tokens, draftings, ends, strict=True)
-    for count, more, request, row, drafting, end in of_each:
+    of_each = zip(counts, computed, requests, tokens, drafting, ends, strict=True)
+    for count, more, request, row, drafts, end in of_each:
         if not count:
             continue
-        if count <= longest:
+        if count < most:
             del row[count:]
-        request.stats.rounds += 1
+        request.landed.append(drafts)
         request.output += row
         request.computed = after = request.computed + more
         if after % size < more:
             # A block ends among these tokens.
             kv.keep(kv.leases[request.request_id])
-        item = Progress(request, row, drafting)
+        item = Progress(request, row, drafts)
         progress.append(item)
         if end:
             landing.ended.append((item, end))
@@ -100,45 +129,25 @@ def _note_drafts(
     rows: np.ndarray,
     batch: Batch,
     committed: np.ndarray,
-    names: Sequence[str],
+    draftings: Draftings,
     columns: ReportColumns,
-) -> list[Drafting]:
-    """Enter what became of the drafts, before the tokens are added. Returns it by request."""
-    requests, draftings = batch.group.requests, [NO_DRAFTING] * len(rows)
-    told = rows[:, columns.VERIFIED] | rows[:, columns.OFFERED]
-    (places,) = (told * committed).nonzero()
-    if not len(places):
-        return draftings
-    table = zip(places.tolist(), *rows[places, : columns.FIRST_TOKEN].T.tolist(), strict=True)
-    for place, count, accepted, _, verified, whose, offered, offerer in table:
-        request, offers = requests[place], names[offerer] if offered else None
-        if not verified:
-            request.stats.offered += offered
-            draftings[place] = _drafting(None, offered, 0, 0, offers)
-            continue
-        name, accepted = names[whose], min(accepted, count)
-        request.note_drafts(name, accepted)
-        request.stats.count_drafts(name, offered, verified, accepted)
-        landing.verified += verified
-        landing.accepted += accepted
-        draftings[place] = _drafting(name, offered, verified, accepted, offers)
-    return draftings
-
-
-_drafting = lru_cache(maxsize=4096)(Drafting)
-"""One object for all that are equal: to make one takes longer than all else of a request."""
-
-
-def _note_hosted(
-    draftings: list[Drafting],
-    batch: Batch,
-    committed: np.ndarray,
-    names: Sequence[str],
     hosted: Mapping[int, tuple[int, int]],
-) -> None:
-    """Add what the host had on offer, as ``read_report`` has it."""
-    for place, slot in enumerate(batch.group.slots.tolist()):
-        if committed[place] and slot in hosted:
-            host, count = hosted[slot]
-            batch.group.requests[place].stats.offered += count
-            draftings[place] = draftings[place]._replace(hosted=count, host=names[host])
+) -> list[Drafting]:
+    """What became of the drafts, by request."""
+    verified, offered = rows[:, columns.VERIFIED], rows[:, columns.OFFERED]
+    running = committed > 0
+    told = ((verified | offered) > 0) & running
+    if not told.any() and not hosted:
+        return [NO_DRAFTING] * len(rows)
+    # Of drafts that were right, some may lie behind the end of a text.
+    accepted = np.minimum(rows[:, columns.ACCEPTED], committed) * (verified > 0)
+    found = draftings.of(rows, accepted, columns)
+    landing.verified, landing.accepted = int(verified[running].sum()), int(accepted.sum())
+    landing.drafting = int(np.count_nonzero(told))
+    if hosted:
+        for place, slot in enumerate(batch.group.slots.tolist()):
+            if running[place] and slot in hosted:
+                host, count = hosted[slot]
+                landing.drafting += not told[place]
+                found[place] = found[place]._replace(hosted=count, host=draftings.names[host])
+    return found

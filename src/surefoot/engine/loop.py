@@ -25,7 +25,7 @@ from surefoot.engine.batch import Batch
 from surefoot.engine.chunks import ChunkLimits
 from surefoot.engine.gathering import Gathering, missing
 from surefoot.engine.host_clock import HostClock
-from surefoot.engine.landing import Landing, read_report
+from surefoot.engine.landing import Draftings, Landing, read_report
 from surefoot.engine.prompt_scores import prompt_reads, prompt_targets, read_prompt_scores
 from surefoot.engine.reported import ReportedOffers
 from surefoot.engine.reports import Report
@@ -114,6 +114,7 @@ class Loop:
         """Whether what the round left whose report was read last is known, and may be offers."""
         self._grammars = GrammarMasks(round_.books.offers, self.controller, self._reported, hosts)
         self.names = (*self.controller.names, *hosts.names)
+        self._draftings = Draftings(self.names)
         self.gathering = Gathering(
             scheduler, self.controller.active, state.max_drafts, most_rows,
             limits, self._admit,
@@ -294,7 +295,7 @@ class Loop:
             batch,
             committed,
             self.kv,
-            self.names,
+            self._draftings,
             columns,
             self.state.max_drafts if flight.size.verifies else 0,
             flight.hosted,

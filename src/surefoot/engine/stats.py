@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from surefoot.engine.landing import Landing
     from surefoot.engine.loop import Loop
-    from surefoot.request import Request
-
-
-class Drafting(NamedTuple):
-    """What one round did with one request's drafts: whose were verified (None for no drafts), how
-    many were on offer for the next round, verified, and accepted, and whose were on offer; and of
-    those that the host had on offer for this very round, how many and whose."""
-
-    proposer: str | None = None
-    offered: int = 0
-    verified: int = 0
-    accepted: int = 0
-    offerer: str | None = None
-    hosted: int = 0
-    host: str | None = None
-
-
-NO_DRAFTING = Drafting()
+    from surefoot.request import Drafting, Request
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from itertools import chain
 
 from surefoot.engine.output import CompletionOutput, TextStream
 from surefoot.request import (
+    Drafting,
     FinishReason,
     Request,
     SamplingParams,
@@ -81,11 +82,11 @@ class Choice:
         """A round's share: tokens, where they came from, and perhaps the end."""
         request = self.request
         name = proposers[news.proposer] if news.proposer >= 0 else None
-        request.note_drafts(name, news.accepted)
+        offered = news.offered + news.hosted
+        request.landed.append(Drafting(name, offered, news.verified, news.accepted))
         request.output += news.tokens
         own = [None] * (len(news.tokens) - news.accepted)
         self.draft_positions += [*range(1, news.accepted + 1), *own]
-        request.stats.count(name, news.offered + news.hosted, news.verified, news.accepted)
         request.cached = news.cached or request.cached
         self.scores += news.logprobs or []
         self.prompt_scores += news.prompt_logprobs or []
