@@ -424,8 +424,8 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "np.minimum(rows[:, columns.ACCEPTED], committed)",
-        "rows[:, columns.ACCEPTED]",
+        "    np.minimum(accepted, committed, out=accepted)\n",
+        "",
         "test_landing.py",
     ),
     # --- tokens -----------------------------------------------------------------------------------

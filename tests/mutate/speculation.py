@@ -486,8 +486,8 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "((verified | offered) > 0) & running",
-        "(verified | offered) > 0",
+        " * (committed > 0)[:, None]",
+        " * 1",
         "test_landing.py",
     ),
     m(

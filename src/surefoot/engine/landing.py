@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 
 NO_DRAFTING = Drafting()
+BITS = 10
+"""Of each of the numbers that ``Draftings`` has together: those of a report from ``ACCEPTED`` to
+``OFFERER``."""
+PLACES = 1 << BITS * np.arange(6, dtype=np.int64)
 
 
 @dataclass
@@ -47,30 +51,18 @@ class Draftings(dict[int, Drafting]):
     """By what a report says of a request's drafts, as one number: one object for all of whom it
     says the same. To make one takes longer than all else of a request."""
 
-    BITS = 12
-    """Of each of the five numbers that are one together."""
-
     def __init__(self, names: Sequence[str]) -> None:
         """``names`` are the proposers'."""
         self.names = names
 
     def __missing__(self, told: int) -> Drafting:
-        offerer, offered, whose, accepted, verified = (
-            told >> self.BITS * place & (1 << self.BITS) - 1 for place in range(5)
+        accepted, _, verified, whose, offered, offerer = (
+            told >> BITS * place & (1 << BITS) - 1 for place in range(len(PLACES))
         )
         name = self.names[whose] if verified else None
         offers = self.names[offerer] if offered else None
         self[told] = Drafting(name, offered, verified, accepted, offers)
         return self[told]
-
-    def of(self, rows: np.ndarray, accepted: np.ndarray, columns: ReportColumns) -> list[Drafting]:
-        """Of each row of a report, of whose verified drafts so many count as accepted, int [n]."""
-        verified, offered = rows[:, columns.VERIFIED], rows[:, columns.OFFERED]
-        told = verified.astype(np.int64)
-        for number in (accepted, rows[:, columns.WHOSE] * (verified > 0), offered):
-            told = (told << self.BITS) | number
-        told = (told << self.BITS) | rows[:, columns.OFFERER] * (offered > 0)
-        return list(map(self.__getitem__, told.tolist()))
 
 
 def read_report(
@@ -134,20 +126,20 @@ def _note_drafts(
     hosted: Mapping[int, tuple[int, int]],
 ) -> list[Drafting]:
     """What became of the drafts, by request."""
-    verified, offered = rows[:, columns.VERIFIED], rows[:, columns.OFFERED]
-    running = committed > 0
-    told = ((verified | offered) > 0) & running
-    if not told.any() and not hosted:
+    if not hosted and not (rows[:, columns.VERIFIED] | rows[:, columns.OFFERED]).any():
         return [NO_DRAFTING] * len(rows)
-    # Of drafts that were right, some may lie behind the end of a text.
-    accepted = np.minimum(rows[:, columns.ACCEPTED], committed) * (verified > 0)
-    found = draftings.of(rows, accepted, columns)
-    landing.verified, landing.accepted = int(verified[running].sum()), int(accepted.sum())
-    landing.drafting = int(np.count_nonzero(told))
+    # Nothing of those who left. Of drafts that were right, some may lie behind a text's end.
+    facts = rows[:, columns.ACCEPTED : columns.FIRST_TOKEN] * (committed > 0)[:, None]
+    accepted, _, verified, _, offered, _ = facts.T
+    np.minimum(accepted, committed, out=accepted)
+    landing.verified, landing.accepted = int(verified.sum()), int(accepted.sum())
+    told = verified | offered
+    found = [draftings[number] for number in (facts @ PLACES).tolist()]
     if hosted:
         for place, slot in enumerate(batch.group.slots.tolist()):
-            if running[place] and slot in hosted:
+            if committed[place] and slot in hosted:
                 host, count = hosted[slot]
-                landing.drafting += not told[place]
+                told[place] += count
                 found[place] = found[place]._replace(hosted=count, host=draftings.names[host])
+    landing.drafting = int(np.count_nonzero(told))
     return found
