@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import Job, make_engine, run_jobs, tiny_decoder
+from surefoot.engine import landing as landings
 from surefoot.engine import reserving
 from surefoot.engine.batch import Batch, Wishes, group
 from surefoot.engine.landing import Draftings, Landing, read_report
@@ -62,6 +63,11 @@ def read(rows: torch.Tensor, scores: Any, requests: list[Request], kv: KVManager
     return read_report(report, batch, committed, kv, Draftings(("a", "b")), COLUMNS, 2, {})
 
 
+@pytest.fixture(params=[1, 100], ids=["as of many", "as of few"])
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landings, "MANY", request.param)
+
+
 def told(landing: Landing) -> list[Any]:
     got = [(item.request.request_id, item.tokens, item.drafting) for item in landing.progress]
     return [got, [(item.request.request_id, end) for item, end in landing.ended]]
@@ -103,6 +109,7 @@ def test_rounds_without_drafts_land_as_any_other(data: Any, count: int, caching:
     assert outcomes[0] == outcomes[1]
 
 
+@pytest.mark.usefixtures("ways")
 def test_a_draft_is_its_proposer_s_and_the_rest_the_target_s() -> None:
     kv, (request,) = running(1, True, set())
     lease = kv.leases["r0"]
@@ -127,6 +134,7 @@ def test_a_draft_is_its_proposer_s_and_the_rest_the_target_s() -> None:
     assert lease.hashes == [first, second, chain_hash(second, (5, 6))]
 
 
+@pytest.mark.usefixtures("ways")
 def test_whose_tokens_are_is_the_same_whenever_somebody_asks() -> None:
     """In the middle of a text, only at its end, and behind a token that was taken back."""
     rounds = [
@@ -153,6 +161,7 @@ def test_whose_tokens_are_is_the_same_whenever_somebody_asks() -> None:
         assert request.proposed_by == [*expected[:4], None, None]
 
 
+@pytest.mark.usefixtures("ways")
 def test_drafts_behind_the_end_of_a_text_are_not_accepted() -> None:
     """Two were right, and the first of them ends the text."""
     kv, (request,) = running(1, True, set())
@@ -163,6 +172,7 @@ def test_drafts_behind_the_end_of_a_text_are_not_accepted() -> None:
     assert request.stats.accepted == landing.accepted == 1 and request.stats.verified == 2
 
 
+@pytest.mark.usefixtures("ways")
 def test_drafts_of_those_who_left_are_not_counted() -> None:
     kv, requests = running(2, True, {0})
     row = [2, 1, 0, 2, 0, 2, 1, 8, 9, 0]
@@ -170,6 +180,29 @@ def test_drafts_of_those_who_left_are_not_counted() -> None:
     landing = read(torch.tensor([row, row], dtype=torch.int32), None, requests, kv)
     assert (landing.drafting, landing.verified, landing.accepted) == (1, 2, 1)
     assert [request.stats.verified for request in requests] == [0, 2]
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(1, 5))
+def test_reports_of_many_are_read_as_those_of_few(data: Any, count: int) -> None:
+    finished = data.draw(st.sets(st.integers(0, count - 1)))
+    rows = torch.zeros((count, COLUMNS.count), dtype=torch.int32)
+    for row in rows:
+        verified, offered = (data.draw(st.integers(0, 2)) for _ in range(2))
+        accepted = data.draw(st.integers(0, verified))
+        tokens = data.draw(st.integers(0, accepted + 1))
+        ends, whose, offerer = (data.draw(st.integers(0, 1)) for _ in range(3))
+        row[:8] = torch.tensor([tokens, accepted, ends, verified, whose, offered, offerer, 9])
+    outcomes = []
+    for many in (1, 100):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(landings, "MANY", many)
+            kv, requests = running(count, True, finished)
+            landing = read(rows, None, requests, kv)
+            counts = landing.drafting, landing.verified, landing.accepted
+            texts = [(each.output, each.proposed_by, each.stats) for each in requests]
+            outcomes.append((counts, texts, told(landing)))
+    assert outcomes[0] == outcomes[1]
 
 
 @given(st.lists(st.integers(1, 29), max_size=3), st.integers(0, 3), st.booleans(), st.data())

@@ -424,10 +424,11 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "    np.minimum(accepted, committed, out=accepted)\n",
+        "        np.minimum(accepted, committed, out=accepted)\n",
         "",
         "test_landing.py",
     ),
+    m("engine/landing.py", "min(right, count)", "right", "test_landing.py"),
     # --- tokens -----------------------------------------------------------------------------------
     m(
         "engine/engine.py",

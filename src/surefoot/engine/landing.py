@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 NO_DRAFTING = Drafting()
+MANY = 16
+"""Reports of so many requests are read in arrays, which takes longer for fewer."""
 BITS = 10
 """Of each of the numbers that ``Draftings`` has together: those of a report from ``ACCEPTED`` to
 ``OFFERER``."""
@@ -49,20 +51,24 @@ class Landing:
 
 class Draftings(dict[int, Drafting]):
     """By what a report says of a request's drafts, as one number: one object for all of whom it
-    says the same. To make one takes longer than all else of a request."""
+    says the same. In a crowd, to make one takes longer than all else of a request."""
 
     def __init__(self, names: Sequence[str]) -> None:
         """``names`` are the proposers'."""
         self.names = names
 
     def __missing__(self, told: int) -> Drafting:
-        accepted, _, verified, whose, offered, offerer = (
-            told >> BITS * place & (1 << BITS) - 1 for place in range(len(PLACES))
-        )
+        numbers = (told >> BITS * place & (1 << BITS) - 1 for place in range(len(PLACES)))
+        self[told] = self.make(*numbers)
+        return self[told]
+
+    def make(
+        self, accepted: int, end: int, verified: int, whose: int, offered: int, offerer: int
+    ) -> Drafting:
+        """From what is in a report's columns."""
         name = self.names[whose] if verified else None
         offers = self.names[offerer] if offered else None
-        self[told] = Drafting(name, offered, verified, accepted, offers)
-        return self[told]
+        return Drafting(name, offered, verified, accepted, offers)
 
 
 def read_report(
@@ -85,7 +91,9 @@ def read_report(
     landing, size = Landing(), kv.block_size
     progress = landing.progress
     drafting = _note_drafts(landing, rows, batch, committed, draftings, columns, hosted)
-    first, most = columns.FIRST_TOKEN, min(1 + longest, int(committed.max(initial=0)))
+    first, most = columns.FIRST_TOKEN, 1 + longest
+    if len(rows) >= MANY:
+        most = min(most, int(committed.max()))
     tokens = rows[:, first : first + most].tolist()
     computed = counts = committed.tolist()
     if chunks := len(batch.chunks):
@@ -128,18 +136,27 @@ def _note_drafts(
     """What became of the drafts, by request."""
     if not hosted and not (rows[:, columns.VERIFIED] | rows[:, columns.OFFERED]).any():
         return [NO_DRAFTING] * len(rows)
-    # Nothing of those who left. Of drafts that were right, some may lie behind a text's end.
-    facts = rows[:, columns.ACCEPTED : columns.FIRST_TOKEN] * (committed > 0)[:, None]
-    accepted, _, verified, _, offered, _ = facts.T
-    np.minimum(accepted, committed, out=accepted)
-    landing.verified, landing.accepted = int(verified.sum()), int(accepted.sum())
-    told = verified | offered
-    found = [draftings[number] for number in (facts @ PLACES).tolist()]
+    told = rows[:, columns.ACCEPTED : columns.FIRST_TOKEN]
+    # Nothing of those who left; and of drafts that were right, some may lie behind a text's end.
+    if len(rows) < MANY:
+        found = []
+        for (right, *numbers), count in zip(told.tolist(), committed.tolist(), strict=True):
+            one = draftings.make(min(right, count), *numbers) if count else NO_DRAFTING
+            landing.verified += one.verified
+            landing.accepted += one.accepted
+            landing.drafting += one.verified > 0 or one.offered > 0
+            found.append(one)
+    else:
+        facts = told * (committed > 0)[:, None]
+        accepted, _, verified, _, offered, _ = facts.T
+        np.minimum(accepted, committed, out=accepted)
+        landing.verified, landing.accepted = int(verified.sum()), int(accepted.sum())
+        landing.drafting = int(np.count_nonzero(verified | offered))
+        found = [draftings[number] for number in (facts @ PLACES).tolist()]
     if hosted:
         for place, slot in enumerate(batch.group.slots.tolist()):
             if committed[place] and slot in hosted:
                 host, count = hosted[slot]
-                told[place] += count
+                landing.drafting += not found[place].verified and not found[place].offered
                 found[place] = found[place]._replace(hosted=count, host=draftings.names[host])
-    landing.drafting = int(np.count_nonzero(told))
     return found
