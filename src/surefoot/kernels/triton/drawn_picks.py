@@ -1,7 +1,7 @@
 """Drafts drawn from a drafter's logits with the target's noise.
 
-Twin: the sampler over the target's vocabulary, but for the borders of top-k and top-p, which would
-take eighteen kernels a draft to find: here they are those of the likeliest token of each ``GROUP``.
+Twin: the sampler over the target's vocabulary, but for the borders of top-k and top-p, which take
+two more kernels a draft to find: here they are those of the likeliest token of each ``GROUP``.
 A draft that is drawn in another's place costs a row at most; what the text is, the target says.
 """
 
