@@ -628,6 +628,42 @@ MUTATIONS = (
         "test_product_plan.py",
     ),
     m(
+        "kernels/triton/filters.py",
+        "(top_p < 1) & (better >= wanted)",
+        "(top_p < 0) & (better >= wanted)",
+        "test_triton_sampling.py::test_borders_are_those_of_sorting",
+    ),
+    m(
+        "kernels/triton/filters.py",
+        "complete | (count >= top_k)",
+        "complete | (count >= 0)",
+        "test_triton_sampling.py::test_borders_are_those_of_sorting",
+    ),
+    m(
+        "kernels/triton/filters.py",
+        "complete | (total >= share_of(mass, top_p))",
+        "complete | (total >= 0)",
+        "test_triton_sampling.py::test_borders_are_those_of_sorting",
+    ),
+    m(
+        "kernels/triton/filters.py",
+        "        digit += (tl.sum(third_count, axis=0) < top_k).to(tl.int32)\n",
+        "",
+        "test_triton_sampling.py::test_borders_are_those_of_sorting",
+    ),
+    m(
+        "kernels/triton/filters.py",
+        "tl.sum(tl.where(within, weights[None, :], 0), axis=1)",
+        "tl.sum(tl.where(within, weights[:, None], 0), axis=1)",
+        "test_triton_sampling.py::test_borders_are_those_of_sorting",
+    ),
+    m(
+        "kernels/triton/sampling.py",
+        "mass_of(scores, scores >= floor)",
+        "mass_of(scores, scores <= 0)",
+        "test_triton_sampling.py::test_borders_are_those_of_sorting",
+    ),
+    m(
         "kernels/triton/products.py",
         "        if gated and (found := self.by_cuda(x, gated)) is not None:",
         "        if (found := self.by_cuda(x, gated)) is not None:",

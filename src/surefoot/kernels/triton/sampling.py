@@ -14,19 +14,17 @@ import triton.language as tl
 from surefoot.kernels.draws import Draws
 from surefoot.kernels.triton.argmax import BLOCK, largest, parts_of
 from surefoot.kernels.triton.filters import (
-    EVERYTHING,
     FORBIDDEN,
-    border,
+    best_candidate,
+    best_of_row,
     bound,
     depth_of,
     mass_of,
     row_block,
-    row_mass,
-    row_rank,
     scores_of,
 )
 from surefoot.kernels.triton.launch import jit, next_power_of_2
-from surefoot.kernels.triton.noise import gumbel, noise_words, noise_words_at
+from surefoot.kernels.triton.noise import gumbel, noise_words
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 
 GROUP = 32
@@ -155,84 +153,6 @@ def draw_kernel(
             best, index = largest(noised, column, vocab - 1)
             tl.store(value_ptr + place, best)
             tl.store(index_ptr + place, index)
-
-
-@jit
-def best_candidate(
-    candidate_ptr, score_ptr, row, count, reach, vocab, floor, top_k, top_p, mass, seed, choice,
-    position, ROOM: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """(The token drawn among the first ``count`` candidates, whether they hold all that is kept).
-    ``mass``: the sum of all probabilities, for top-p without top-k."""
-    index = tl.arange(0, SIZE)
-    inside = index < count
-    column = tl.load(candidate_ptr + row * ROOM + index, mask=inside, other=0)
-    scores = tl.load(score_ptr + row * ROOM + index, mask=inside, other=float("-inf"))
-    depths = depth_of(scores)
-    limit = EVERYTHING
-    complete = reach >= FORBIDDEN
-    if top_k < vocab:
-        limit = border(depths, inside.to(tl.int32), top_k, SIZE)
-        complete = complete | (count >= top_k)
-    kept = inside & (scores >= floor)
-    if top_p < 1:
-        masses = mass_of(scores, kept & (depths <= limit))
-        total = tl.sum(masses, axis=0)
-        if top_k >= vocab:
-            complete = complete | (total >= share_of(mass, top_p))
-        else:
-            mass = total
-        limit = tl.minimum(limit, border(depths, masses, share_of(mass, top_p), SIZE))
-    words = noise_words_at(seed, choice, position, column.to(tl.int64))
-    noised = tl.where(kept & (depths <= limit), scores + gumbel(words), float("-inf"))
-    _, token = largest(noised, column, vocab - 1)
-    return token, complete
-
-
-@jit
-def share_of(mass, top_p):
-    """``top_p`` of a sum of probabilities; never nothing, so that the best token is kept."""
-    return tl.maximum((mass.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64), 1)
-
-
-@jit
-def best_of_row(
-    logits_ptr, row, stride, vocab, pivot, temperature, floor, top_k, top_p, mass, seed, choice,
-    position, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The token drawn among all, however many are kept: the best of all, if so many better ones are
-    kept that it is too; else the best of those that are better than that, and so on."""
-    limit = EVERYTHING
-    if top_k < vocab:
-        limit = row_rank(
-            logits_ptr, row, stride, vocab, pivot, temperature, top_k, BLOCK
-        )  # fmt: skip
-        mass = row_mass(logits_ptr, row, stride, vocab, pivot, temperature, floor, limit, BLOCK)
-    wanted = share_of(mass, top_p)
-    # Below the depth of all that are forbidden, if there is no other limit.
-    above = tl.minimum(limit, FORBIDDEN - 1) + 1
-    token = tl.zeros([], tl.int32)
-    while above > 0:
-        best, token = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int32)
-        depth = FORBIDDEN
-        for first in range(0, vocab, BLOCK):
-            column, scores = row_block(
-                logits_ptr, row, stride, vocab, first, pivot, temperature, BLOCK
-            )  # fmt: skip
-            words = noise_words(seed, choice, position, first, BLOCK)
-            depths = depth_of(scores)
-            kept = (depths < above) & (scores >= floor)
-            noised = tl.where(kept, scores + gumbel(words), float("-inf"))
-            value, index = largest(noised, column, vocab - 1)
-            if value > best:
-                best, token = value, index
-                depth = tl.max(tl.where(column == index, depths, 0), axis=0)
-        better = row_mass(
-            logits_ptr, row, stride, vocab, pivot, temperature, floor, depth - 1, BLOCK
-        )  # fmt: skip
-        # One that is not kept rules out all that are no better.
-        above = tl.where((top_p < 1) & (better >= wanted), depth, 0)
-    return token
 
 
 @jit
