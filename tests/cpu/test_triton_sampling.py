@@ -20,6 +20,7 @@ from surefoot.kernels.draws import mask_tokens as mask_tokens_reference
 from surefoot.kernels.logprobs import row_logprobs as row_logprobs_reference
 from surefoot.kernels.triton import sampling
 from surefoot.kernels.triton.argmax import argmax
+from surefoot.kernels.triton.filters import depth_of, limit_of, mass_of
 from surefoot.kernels.triton.launch import jit
 from surefoot.kernels.triton.logprobs import mask_tokens, row_logprobs
 from surefoot.kernels.triton.noise import gumbel, noise_words
@@ -209,9 +210,57 @@ FILTERS: tuple[dict[str, Any], ...] = (
 )
 
 
+@jit
+def limit_kernel(
+    scores_ptr, width, min_p_ptr, top_k_ptr, top_p_ptr, limit_ptr, SIZE: tl.constexpr
+):  # fmt: skip
+    row, index = tl.program_id(0), tl.arange(0, SIZE)
+    inside = index < width
+    scores = tl.load(scores_ptr + row * width + index, mask=inside, other=float("-inf"))
+    floor = tl.log(tl.load(min_p_ptr + row))
+    mass = tl.sum(mass_of(scores, inside & (scores >= floor)), axis=0)
+    limit, _ = limit_of(
+        depth_of(scores), scores, inside, width, 0, floor, width, tl.load(top_k_ptr + row),
+        tl.load(top_p_ptr + row), mass, SIZE,
+    )  # fmt: skip
+    tl.store(limit_ptr + row, limit)
+
+
+@pytest.mark.parametrize("size", [64, 4096])
+@pytest.mark.parametrize("ties", [False, True])
+def test_borders_are_those_of_sorting(ties: bool, size: int) -> None:
+    """Whichever way they are looked for."""
+    torch.manual_seed(7)
+    kinds = [kind for kind in (*KINDS[2:], *FILTERS) if "top_k" in kind or "top_p" in kind]
+    params, features = tables(*kinds)
+    count, width = len(kinds), min(VOCAB, size - 14)
+    logits = 2 * torch.randn(count, width)
+    logits = logits.round() if ties else logits
+    logits[:, 1900:2100] = float("-inf")
+    slots = torch.arange(count)
+    everything = filtered_scores(logits, slots, params, SamplingStages())
+    limits = torch.zeros(count, dtype=torch.int32)
+    limit_kernel[(count,)](
+        everything, width, params.min_p, params.top_k, params.top_p, limits, size
+    )
+    kept = everything.view(torch.int32).bitwise_and(0x7FFFFFFF) <= limits.unsqueeze(1)
+    kept &= everything >= params.min_p.log().unsqueeze(1)
+    expected = filtered_scores(logits, slots, params, features) > float("-inf")
+    for row in range(count):
+        differs = (kept[row] != expected[row]) & (everything[row] > float("-inf"))
+        # Only where the cumulated mass meets top_p up to rounding may a border move.
+        values = everything[row].masked_fill(~(kept[row] | expected[row]), float("-inf"))
+        ordered = values.double().sort(descending=True)
+        mass = torch.softmax(ordered.values, 0)
+        before = torch.empty_like(mass).scatter_(0, ordered.indices, mass.cumsum(0) - mass)
+        distance = (before[differs] - params.top_p[row].double()).abs()
+        assert (distance < 1e-5).all(), f"row {row}: {kinds[row]}"
+        assert differs.sum() <= 2 or ties
+
+
 @pytest.mark.parametrize("shape", ["peaked", "flat", "equals", "few", "alone"])
-def test_borders_are_those_of_sorting(shape: str) -> None:
-    """Each filter's row many times over, drawn at other positions: what is kept is drawn."""
+def test_what_filters_keep_is_drawn(shape: str) -> None:
+    """Each filter's row many times over, drawn at other positions."""
     torch.manual_seed(7)
     params, features = tables(*FILTERS)
     logits = (4 if shape == "peaked" else 1) * torch.randn(len(FILTERS), VOCAB)

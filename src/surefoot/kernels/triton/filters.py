@@ -29,6 +29,20 @@ BOUND_REST = tl.constexpr(2**15 - 1)
 
 
 @jit
+def is_limited(temperature, top_k, top_p, vocab):
+    """Whether a row draws, and top-k or top-p may keep less than all."""
+    return (temperature != 0) & ((top_k < vocab) | (top_p < 1))
+
+
+@jit
+def row_pivot(largest_ptr, row, parts, PARTS: tl.constexpr):
+    """A row's largest logit, from those of its parts."""
+    part = tl.arange(0, PARTS)
+    pivots = tl.load(largest_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
+    return tl.max(pivots, axis=0)
+
+
+@jit
 def depth_of(scores):
     return scores.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
@@ -141,35 +155,48 @@ def share_of(mass, top_p):
 
 
 @jit
+def limit_of(
+    depths, scores, inside, count, reach, floor, vocab, top_k, top_p, mass, SIZE: tl.constexpr
+):  # fmt: skip
+    """(The depth down to which top-k and top-p keep the ``count`` scores ``inside``, which are all
+    down to ``reach``; whether these are enough to tell). ``mass``: the sum of all probabilities,
+    for top-p without top-k."""
+    limit = EVERYTHING
+    enough = reach >= FORBIDDEN
+    if top_k < vocab:
+        limit = border(depths, inside.to(tl.int32), top_k, SIZE)
+        enough = enough | (count >= top_k)
+    if top_p < 1:
+        masses = mass_of(scores, inside & (scores >= floor) & (depths <= limit))
+        total = tl.sum(masses, axis=0)
+        if top_k >= vocab:
+            enough = enough | (total >= share_of(mass, top_p))
+        else:
+            mass = total
+        limit = tl.minimum(limit, border(depths, masses, share_of(mass, top_p), SIZE))
+    return limit, enough
+
+
+@jit
 def best_candidate(
     candidate_ptr, score_ptr, row, count, reach, vocab, floor, top_k, top_p, mass, seed, choice,
     position, ROOM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """(The token drawn among the first ``count`` candidates, whether they hold all that is kept).
-    ``mass``: the sum of all probabilities, for top-p without top-k."""
+    ``reach`` and ``mass`` as of ``limit_of``."""
     index = tl.arange(0, SIZE)
     inside = index < count
     column = tl.load(candidate_ptr + row * ROOM + index, mask=inside, other=0)
     scores = tl.load(score_ptr + row * ROOM + index, mask=inside, other=float("-inf"))
     depths = depth_of(scores)
-    limit = EVERYTHING
-    complete = reach >= FORBIDDEN
-    if top_k < vocab:
-        limit = border(depths, inside.to(tl.int32), top_k, SIZE)
-        complete = complete | (count >= top_k)
-    kept = inside & (scores >= floor)
-    if top_p < 1:
-        masses = mass_of(scores, kept & (depths <= limit))
-        total = tl.sum(masses, axis=0)
-        if top_k >= vocab:
-            complete = complete | (total >= share_of(mass, top_p))
-        else:
-            mass = total
-        limit = tl.minimum(limit, border(depths, masses, share_of(mass, top_p), SIZE))
+    limit, enough = limit_of(
+        depths, scores, inside, count, reach, floor, vocab, top_k, top_p, mass, SIZE
+    )  # fmt: skip
     words = noise_words_at(seed, choice, position, column.to(tl.int64))
-    noised = tl.where(kept & (depths <= limit), scores + gumbel(words), float("-inf"))
+    kept = inside & (scores >= floor) & (depths <= limit)
+    noised = tl.where(kept, scores + gumbel(words), float("-inf"))
     _, token = largest(noised, column, vocab - 1)
-    return token, complete
+    return token, enough
 
 
 @jit

@@ -19,8 +19,10 @@ from surefoot.kernels.triton.filters import (
     best_of_row,
     bound,
     depth_of,
+    is_limited,
     mass_of,
     row_block,
+    row_pivot,
     scores_of,
 )
 from surefoot.kernels.triton.launch import jit, next_power_of_2
@@ -61,7 +63,7 @@ def survey_kernel(
     tl.store(value_ptr + place, best)
     tl.store(index_ptr + place, index)
     temperature, top_p = tl.load(temperature_ptr + slot), tl.load(top_p_ptr + slot)
-    if (temperature != 0) & ((tl.load(top_k_ptr + slot) < vocab) | (top_p < 1)):
+    if is_limited(temperature, tl.load(top_k_ptr + slot), top_p, vocab):
         groups = tl.max(tl.reshape(logits, [GROUP, GROUPS]), axis=0)
         tl.store(group_ptr + place * GROUPS + tl.arange(0, GROUPS), groups)
         pivot = tl.where(best == float("-inf"), 0.0, best)
@@ -85,7 +87,7 @@ def bound_kernel(
     slot = tl.maximum(tl.load(slot_ptr + row), 0)
     temperature, top_p = tl.load(temperature_ptr + slot), tl.load(top_p_ptr + slot)
     top_k = tl.load(top_k_ptr + slot)
-    if (temperature != 0) & ((top_k < vocab) | (top_p < 1)):
+    if is_limited(temperature, top_k, top_p, vocab):
         part = tl.arange(0, PARTS)
         place = row * parts + part
         pivots = tl.load(largest_ptr + place, mask=part < parts, other=float("-inf"))
@@ -121,17 +123,14 @@ def draw_kernel(
     slot = tl.maximum(tl.load(slot_ptr + row), 0)
     temperature = tl.load(temperature_ptr + slot)
     if temperature != 0:
-        every = tl.arange(0, PARTS)
-        pivots = tl.load(
-            largest_ptr + row * parts + every, mask=every < parts, other=float("-inf")
-        )  # fmt: skip
+        pivot = row_pivot(largest_ptr, row, parts, PARTS)
         column, scores = row_block(
-            logits_ptr, row, stride, vocab, part * BLOCK, tl.max(pivots, axis=0), temperature, BLOCK
+            logits_ptr, row, stride, vocab, part * BLOCK, pivot, temperature, BLOCK
         )  # fmt: skip
         floor = tl.log(tl.load(min_p_ptr + slot))
         top_p, top_k = tl.load(top_p_ptr + slot), tl.load(top_k_ptr + slot)
         place = row * parts + part
-        if (top_k < vocab) | (top_p < 1):
+        if is_limited(temperature, top_k, top_p, vocab):
             if top_k >= vocab:
                 tl.store(mass_ptr + place, tl.sum(mass_of(scores, scores >= floor), axis=0))
             depths = depth_of(scores)
@@ -172,7 +171,7 @@ def final_kernel(
     top_k = tl.load(top_k_ptr + slot)
     part = tl.arange(0, PARTS)
     place = row * parts + part
-    if (temperature != 0) & ((top_k < vocab) | (top_p < 1)):
+    if is_limited(temperature, top_k, top_p, vocab):
         seed, choice = tl.load(seed_ptr + slot), tl.load(choice_ptr + slot)
         position = tl.load(position_ptr + row)
         floor = tl.log(tl.load(min_p_ptr + slot))
@@ -190,10 +189,10 @@ def final_kernel(
                 choice, position, ROOM, ROOM,
             )  # fmt: skip
         if not complete:
-            pivots = tl.load(largest_ptr + place, mask=part < parts, other=float("-inf"))
+            pivot = row_pivot(largest_ptr, row, parts, PARTS)
             token = best_of_row(
-                logits_ptr, row, stride, vocab, tl.max(pivots, axis=0), temperature, floor, top_k,
-                top_p, mass, seed, choice, position, BLOCK,
+                logits_ptr, row, stride, vocab, pivot, temperature, floor, top_k, top_p, mass, seed,
+                choice, position, BLOCK,
             )  # fmt: skip
     else:
         values = tl.load(value_ptr + place, mask=part < parts, other=float("-inf"))
