@@ -108,7 +108,8 @@ def waiting_planner(
     costs: GivenCosts, requests: int, host: float = 2.0, overlap: bool = True
 ) -> Planner:
     """One that knows that rounds of so many requests take the host so many seconds."""
-    samples = [HostSample(requests, n, 0, host, n > 0) for n in (0, requests)] * 20
+    counts = (0, requests)
+    samples = [HostSample(requests, n, 0, host, n > 0, decided=n > 0) for n in counts] * 20
     return Planner(costs, HostCosts(samples), WIDTH, overlap=overlap)
 
 
@@ -779,7 +780,7 @@ def test_what_others_offered_beside_prompts_is_there_for_what_is_held(
     costs.prompt = 0.05
     costs.with_prompts = lambda requests, action: every  # type: ignore[method-assign]
     planner = Planner(costs, HostCosts(), WIDTH, drafters={1: WIDTH}, overlap=True)
-    monkeypatch.setattr(planner.weighing, "host_seconds", lambda *args: 2.0)
+    monkeypatch.setattr(planner.weighing, "host_seconds", lambda *args, **more: 2.0)
     monkeypatch.setattr(planner.budget, "next", lambda *asked: None)
     best = [DRAFT]
 

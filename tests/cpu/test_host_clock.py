@@ -44,9 +44,9 @@ def test_it_runs_from_one_report_to_the_next_wait(still: Time) -> None:
     clock.read(HostSample(4, 3, 2, 0.0, True))
     still.now += 0.25
     clock.leave_out(0.125)
-    clock.launched(3)
-    clock.launched(2)
-    assert clock.wait_begins() == HostSample(4, 3, 2, 0.125, True, prompts=5)
+    clock.launched(3, False)
+    clock.launched(2, True)
+    assert clock.wait_begins() == HostSample(4, 3, 2, 0.125, True, prompts=5, decided=True)
     still.now += 9.0
     clock.report_came()
     clock.read(PLAIN)

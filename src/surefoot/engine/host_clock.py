@@ -24,6 +24,7 @@ class HostClock:
         """When the last report was there; None: there is nothing to be learnt of this time."""
         self._left_out = 0.0
         self._prompts = 0
+        self._decided = False
         self._work: HostSample | None = None
         self.spare = math.inf
         """Seconds by which late rounds took the device longer than the host, on average."""
@@ -32,9 +33,11 @@ class HostClock:
         """What happens until the next report tells nothing."""
         self._since = None
 
-    def launched(self, prompts: int) -> None:
-        """A round was launched that computes some of so many prompts."""
+    def launched(self, prompts: int, decided: bool) -> None:
+        """A round was launched that computes some of so many prompts; ``decided``: it was decided
+        anew that somebody proposes."""
         self._prompts += prompts
+        self._decided |= decided
 
     def leave_out(self, seconds: float) -> None:
         """So much of the time was no work of the host's, or will not come again."""
@@ -47,7 +50,7 @@ class HostClock:
         if since is None or work is None:
             return None
         seconds = time.perf_counter() - since - left_out
-        return replace(work, seconds=seconds, prompts=self._prompts)
+        return replace(work, seconds=seconds, prompts=self._prompts, decided=self._decided)
 
     def compare(self, host: HostSample | None, device_seconds: float | None) -> None:
         """What the host and the device took for a round, as far as it is known. Prompts are let in
@@ -61,7 +64,8 @@ class HostClock:
 
     def report_came(self) -> None:
         """The wait is over."""
-        self._since, self._left_out, self._prompts = time.perf_counter(), 0.0, 0
+        self._since, self._left_out = time.perf_counter(), 0.0
+        self._prompts, self._decided = 0, False
 
     def read(self, work: HostSample) -> None:
         """What the report told gives the host so much to do, in seconds that are yet to pass."""

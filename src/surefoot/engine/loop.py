@@ -222,7 +222,7 @@ class Loop:
             widths = (request.params.prompt_logprobs or 0 for request in batch.group.requests)
             size = replace(size, prompt_logprobs=max(widths))
         report = self.rounds.launch(size, reach.keys, reads)
-        self.clock.launched(len(batch.chunks))
+        self.clock.launched(len(batch.chunks), self.planner.decided)
         self.clock.leave_out(self.rounds.apart_seconds)
         self._count_chunks(batch)
         self.reservations.launched(batch, reach)

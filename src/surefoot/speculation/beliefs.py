@@ -52,6 +52,7 @@ class Beliefs:
         self.covariance = np.array(covariance, dtype=np.float64)
         self._most = np.diag(covariance).copy()
         self._drift = np.asarray(drift, dtype=np.float64)
+        self._places = np.arange(len(self.mean))[parts]
         self._parts = self.mean[parts]
         self._variance, self._least_variance = noise**2, least_noise**2
         self._side = 0
@@ -77,14 +78,14 @@ class Beliefs:
             self._drift_on(self._since_drift)
             self._since_drift = 0
         self._since_drift += 1
-        spread = self.covariance @ weights
+        spread = self._spread(weights, off)
         own = max(0.0, float(weights @ spread))
         firm = own < self._variance
         far = off / math.sqrt(own + self._variance)
         self._count_contradictions(far)
         if self.contradicted:
             self._doubt_more()
-            spread = self.covariance @ weights
+            spread = self._spread(weights, off)
             own = max(0.0, float(weights @ spread))
         elif firm:
             # Only where the belief is firm does a surprise tell of noise.
@@ -102,6 +103,20 @@ class Beliefs:
         spread *= math.sqrt(part / total)
         self.covariance -= np.multiply.outer(spread, spread)
         return firm and not self.contradicted
+
+    def _spread(self, weights: np.ndarray, off: float) -> np.ndarray:
+        """float64 [n]: how each number varies with the sum that was measured ``off``. A part that
+        is as small as it can be, and would have to be smaller, does not: the others explain it."""
+        spread = self.covariance @ weights
+        least = (self._parts <= LEAST_PART - 1.0) & (spread[self._places] * off < 0.0)
+        if least.any():
+            known = self._places[least]
+            own = self.covariance[known, known]
+            self.covariance[known] = 0.0
+            self.covariance[:, known] = 0.0
+            spread = self.covariance @ weights
+            self.covariance[known, known] = own
+        return spread
 
     def scale_parts(self, factor: float) -> None:
         """All parts are so many times what they were believed to be."""

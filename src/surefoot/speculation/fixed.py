@@ -19,6 +19,8 @@ class FixedPlanner:
         self.width = width
         self.exact = exact
         self.accounts = Accounts(Budget())
+        self.decided = False
+        """As a ``Planner`` has it: this takes no time."""
 
     def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Nobody's pace is looked after."""

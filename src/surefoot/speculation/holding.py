@@ -33,6 +33,20 @@ def waits_for_host(host: float, seconds: float) -> bool:
     return host >= _HOST_BOUND * seconds
 
 
+def crowd_holds(requests: int) -> int:
+    """Rounds for which a decision that a ``CROWD`` drafts holds beside its own, where rounds wait
+    for the host."""
+    return min(requests // EACH_HELD, MOST_HELD)
+
+
+def decided_anew(requests: int, overlap: bool) -> float:
+    """The part of such rounds that is decided anew, of rounds in which the host's time counts;
+    ``overlap`` as in ``Planner``."""
+    if requests == 1 and not overlap:
+        return 1 / (1 + FOLLOWED)
+    return 1 / (1 + crowd_holds(requests)) if requests >= CROWD and overlap else 1.0
+
+
 class Held:
     """The last decision, as long as it need not be made anew."""
 
@@ -92,7 +106,7 @@ class Held:
         elif late:
             whole = 0 < situation.requests * decision.steps <= decision.drafts
             if many:
-                held = min(situation.requests // EACH_HELD, MOST_HELD)
+                held = crowd_holds(situation.requests)
             else:
                 held = FEW_HELD if whole or (overlap and situation.requests > 1) else 0
             self._granted = max(0, min(held, most - 1))

@@ -13,13 +13,13 @@ from surefoot.speculation.beliefs import LEAST_PART, SURPRISING, Beliefs, Famili
 HICCUP = 0.001
 """Seconds that the host takes longer for some rounds than for most. Where it has less to spare, one
 more is in flight."""
-_GUESS = [2e-4, 1e-4, 1e-6, 4e-6, 2e-5, 3e-4, 5e-5]
+_GUESS = [2e-4, 1e-4, 1e-6, 2e-6, 2e-5, 3e-4, 5e-5, 2e-4]
 """Seconds for a round, for one in which anybody proposes, a request, one that drafts, one that
-ends, for that the next round computes prompts at all, and for each of them; without any
-measurement."""
-_ANY_PROPOSER, _DRAFT = 1, 3
+ends, for that the next round computes prompts at all, for each of them, and for a decision that
+somebody proposes which is made anew; without any measurement."""
+_ANY_PROPOSER, _DRAFT, _DECIDING = 1, 3, 7
 """Which of these are for proposing."""
-_UNCERTAIN = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0, 4.0]
+_UNCERTAIN = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0, 4.0, 4.0]
 """Standard deviation of each part, in guesses. What prompts take depends on their length, and on
 what else their arrival brings with it: mostly for however many, or what is seen of one or two would
 make a hundred that come together a hundred times as dear."""
@@ -32,7 +32,7 @@ times less than believed tell that it costs less: nothing makes a round shorter 
 Where it is more, the rounds as they come tell better: some of them decide, and some do not."""
 _PROPOSING_WEIGHT = 0.03
 """Of a round, in the part of late ones in which somebody proposed."""
-_DRIFTS = [3e-4, 1e-3, 3e-4, 3e-4, 1e-3, 1e-3, 1e-3]
+_DRIFTS = [3e-4, 1e-3, 3e-4, 3e-4, 1e-3, 1e-3, 1e-3, 1e-3]
 """Variances, in guesses, by which the parts may change from one round to the next. What a part is
 seen to be depends on what else rounds do, more than on the machine: whoever believes it firmly is
 wrong for thousands of rounds."""
@@ -56,12 +56,17 @@ class HostSample:
     """Whether somebody was to propose: the planner then has more to weigh, found or not."""
     prompts: int = 0
     """Of which the launched round computes some."""
+    decided: bool = False
+    """Whether it was decided anew that somebody proposes: a crowd's decisions hold for some rounds,
+    and what each takes is seen in one of them."""
 
 
 class HostCosts:
     """Seconds = h0 + h1 * (anybody proposes) + h2 * requests + h3 * drafting requests + h4 * ends +
-    h5 * (any prompts) + h6 * prompts, all above 0. Proposing costs more than each one's drafts:
-    without a part of its own, what rounds of one request tell of it would count 64 times with 64.
+    h5 * (any prompts) + h6 * prompts + h7 * (decided anew), all above 0. Proposing costs more than
+    each one's drafts: without a part of its own, what rounds of one request tell of it would count
+    64 times with 64. So do decisions: those that are seldom made, of trials, are all made anew, and
+    without a part of its own what they take would be expected of every round with drafts.
 
     What is learnt is how many times its guess each part is: a round's time is a sum of these. (Of
     their logarithms it is none: where rounds without proposers turned out to take a quarter, those
@@ -110,10 +115,18 @@ class HostCosts:
         """Relative deviation of a round's time from what is believed."""
         return self._beliefs.noise
 
-    def seconds(self, requests: int, drafting: float, proposing: bool, prompts: int = 0) -> float:
-        """Of a round with as many ends as usual."""
-        whole, any_proposer, request, draft, end, any_prompt, prompt = self._coefficients
-        drafts = any_proposer * proposing + draft * drafting
+    def seconds(
+        self,
+        requests: int,
+        drafting: float,
+        proposing: bool,
+        prompts: int = 0,
+        decided: float = 0.0,
+    ) -> float:
+        """Of a round with as many ends as usual; ``decided``: of such rounds, the part whose
+        decisions are made anew."""
+        whole, any_proposer, request, draft, end, any_prompt, prompt, deciding = self._coefficients
+        drafts = any_proposer * proposing + draft * drafting + deciding * decided
         ends = end * self._ends / self._requests
         arrived = any_prompt + prompt * prompts if prompts else 0.0
         return whole + requests * (request + ends) + drafts + arrived
@@ -128,7 +141,8 @@ class HostCosts:
         if not sample.prompts and (self._follow_machine(sample) or self._follow_proposing(sample)):
             return
         # What is seldom tried would be learnt too late if it had to wait for its turn.
-        kind = sample.proposing, sample.prompts > 0, sample.ends > 0, sample.requests.bit_length()
+        size, told = sample.requests.bit_length(), (sample.prompts > 0, sample.ends > 0)
+        kind = sample.proposing, sample.decided, *told, size
         if not self._familiar.passes(kind):
             self._familiar.learnt(kind, self._learn(sample))
 
@@ -157,6 +171,7 @@ class HostCosts:
             return False
         parts = self._coefficients
         proposing = parts[_ANY_PROPOSER] + parts[_DRAFT] * sample.drafting
+        proposing += parts[_DECIDING] * sample.decided
         total = _sum(parts, _counts(sample))
         before, self._cheaper = self._cheaper, 0.0
         if _CHEAPER * sample.seconds > total:
@@ -169,6 +184,7 @@ class HostCosts:
         parts = list(parts)
         parts[_ANY_PROPOSER] *= off
         parts[_DRAFT] *= off
+        parts[_DECIDING] *= off
         self._begin_again(parts)
         return True
 
@@ -192,9 +208,9 @@ def _ratio(off: float) -> float:
 
 
 def _counts(sample: HostSample) -> tuple[int, ...]:
-    prompts = sample.prompts
-    proposing, arrived = int(sample.proposing), int(prompts > 0)
-    return 1, proposing, sample.requests, sample.drafting, sample.ends, arrived, prompts
+    s, arrived = sample, int(sample.prompts > 0)
+    proposing, decided = int(s.proposing), int(s.decided)
+    return 1, proposing, s.requests, s.drafting, s.ends, arrived, s.prompts, decided
 
 
 def _sum(parts: Sequence[float], counts: Sequence[int]) -> float:

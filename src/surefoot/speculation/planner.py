@@ -87,6 +87,8 @@ class Planner:
         """The best action of those that slow nobody, while only such are taken."""
         self._unweighed = 0
         """Rounds since actions were weighed."""
+        self.decided = False
+        """Whether the last decision was made anew, and has somebody propose."""
         self._entered = set[int]()
         """Slots of those of whom no round has sampled yet."""
 
@@ -124,7 +126,7 @@ class Planner:
                 held = self._following(held, situation)
             elif situation.prompt_rows or held.expected.prompt_seconds:
                 held = self._beside_other_prompts(held, situation)
-            self._last = held
+            self._last, self.decided = held, False
             return held
         rounds = self.held.end(situation)
         self._know_kind(situation)
@@ -152,6 +154,7 @@ class Planner:
         tokens = 1.0 + float(plan.gains.mean())
         expected = Expectation(plan.seconds, without, plain, prompts, charged, trials, tokens)
         self._last = Decision(plan.drafts, *action, trial is not None, expected)
+        self.decided = bool(action[0])
         slower = plan.seconds / owed.plain
         known = self._at_hand.own and last.drafts and not last.explores
         if situation.requests > 1 and chances is not None and known:
@@ -268,7 +271,9 @@ class Planner:
             # Trials are against what is best, and whoever arrives would wait for them.
             return action, plan, None, plan.seconds
         able = [trial for trial in trials if spare or not trial.verify]
-        late = waits_for_host(self.weighing.host_seconds(case.situation, action), plan.seconds)
+        # Neither a trial nor what comes after it holds.
+        host = self.weighing.host_seconds(case.situation, action, decided=1.0)
+        late = waits_for_host(host, plan.seconds)
         restrained, requests = self._restrained(case.situation), case.situation.requests
         trial = self.budget.next(able, rounds, rounds_apart(requests, restrained, late))
         if trial is None:

@@ -17,6 +17,7 @@ from surefoot.speculation.decisions import (
     is_other_load,
 )
 from surefoot.speculation.exploring import Trial
+from surefoot.speculation.holding import decided_anew
 from surefoot.speculation.host_costs import HICCUP, HostCosts
 from surefoot.speculation.offer_memory import OfferMemory
 from surefoot.speculation.paces import MIN_PACE, Proposers
@@ -152,12 +153,22 @@ class Weighing:
         before, behind = _EXCESS[int(at)], _EXCESS[int(at) + 1]
         return max(device, host) + late * (before + part * (behind - before))
 
-    def host_seconds(self, situation: Situation, action: Action, alone: bool = False) -> float:
-        """Of the host, for a round that proposes so; ``alone`` as in ``table``."""
+    def host_seconds(
+        self,
+        situation: Situation,
+        action: Action,
+        alone: bool = False,
+        decided: float | None = None,
+    ) -> float:
+        """Of the host, for a round that proposes so; ``alone`` as in ``table``. ``decided``: the
+        part of such rounds that are decided anew; None: as usual."""
         s = situation
         drafting = s.requests * self.offers.share(action[0])
         prompts = 0 if alone else s.prompts
-        return self.host.seconds(s.requests, drafting, bool(action[0]), prompts)
+        if decided is None:
+            decided = decided_anew(s.requests, self.overlap)
+        decided = decided if action[0] else 0.0
+        return self.host.seconds(s.requests, drafting, bool(action[0]), prompts, decided)
 
     @property
     def margin(self) -> float:
