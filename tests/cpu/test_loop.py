@@ -20,7 +20,7 @@ from surefoot.engine.reports import Report
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.upload import Uploads
 from surefoot.request import FinishReason, SamplingParams, SpeculationParams
-from surefoot.speculation.decisions import Decision, Situation
+from surefoot.speculation.decisions import Decision, Landed, Situation
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -405,6 +405,35 @@ def test_offers_are_read_of_rounds_that_left_some(
     while engine.has_work:
         engine.step()
     assert 3 < len(read) == sum(told) < len(told) - 3 and max(most) > 1
+
+
+@pytest.mark.parametrize(("count", "told"), [(3, False), (24, True)])
+def test_rounds_for_those_who_had_ended_do_not_tell_what_rounds_of_as_many_take(
+    count: int, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen on a GPU: a crowd's last rounds, launched before its ends were known, took less than
+    rounds of as many requests do, and the next crowd's were believed to be as quick."""
+    engine = make_engine(tiny_decoder(), True, max_num_seqs=24)
+    seen, landed = list[tuple[int, bool]](), engine.planner.landed
+
+    def watch(decision: Decision, situation: Situation, outcome: Landed) -> None:
+        ended = sum(request.finished for request in requests)
+        seen.append((ended, outcome.device_seconds is not None))
+        landed(decision, situation, outcome)
+
+    monkeypatch.setattr(engine.planner, "landed", watch)
+    # One ends before the others.
+    lengths = [6, *[20] * (count - 1)]
+    requests = [
+        add(engine, f"r{place}", 3, replace(GREEDY, max_tokens=length))
+        for place, length in enumerate(lengths)
+    ]
+    while engine.has_work:
+        engine.step()
+    assert all(timed for ended, timed in seen if not ended)
+    # One more had been launched with it.
+    behind = [timed for ended, timed in seen if ended == 1]
+    assert behind[0] == told and all(behind[3:])
 
 
 def test_who_is_let_in_for_a_round_without_room_is_told_of_with_the_next() -> None:
