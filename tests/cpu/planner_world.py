@@ -267,7 +267,8 @@ class World:
         device = self.device(requests, rows, decision.action, decision.drafts) * factor
         count = int(np.count_nonzero(drafting))
         host = self.host(requests, count, 0) + self.prompt_host * prompts
-        host += self.deciding * (anew and bool(decision.proposers))
+        proposing = bool(decision.proposers)
+        host += self.deciding * (anew and proposing)
         host *= math.exp(rng.normal(0, self.host_noise))
         if self.late:
             if len(self._ends) == self.in_flight:
@@ -278,9 +279,8 @@ class World:
         else:
             self.seconds += max(device, host) if self.overlap else device + host
         self.verified += verified
-        self.looked += bool(decision.proposers)
-        proposing = bool(decision.proposers)
-        sample = HostSample(requests, count, 0, host, proposing, prompts)
+        self.looked += proposing
+        sample = HostSample(requests, count, 0, host, proposing, prompts, anew and proposing)
         landed = Landed(device, sample, verified, gained, count)
         return landed, new
 

@@ -3,6 +3,7 @@ and which chances count."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from surefoot.speculation.decisions import (
 )
 from surefoot.speculation.exploring import Budget, Trial, rounds_apart
 from surefoot.speculation.goodput import best_drafts
-from surefoot.speculation.holding import Held
+from surefoot.speculation.holding import DecidedAnew, Held
 from surefoot.speculation.host_costs import HostCosts, HostSample
 from surefoot.speculation.offer_memory import OfferMemory
 from surefoot.speculation.planner import Planner
@@ -892,9 +893,10 @@ def test_rounds_take_as_long_as_the_device_and_a_host_that_varies_let_them(part:
     weighing = Weighing(GivenCosts([], 0.0), costs, OfferMemory(WIDTH), True)
     times = host * (1 + costs.noise * np.random.default_rng(0).normal(size=40_000))
     want = simulated(device, np.maximum(times, 0.0).tolist(), 3 if part > 0.5 else 2)
-    assert weighing.expected(np.array([device]), host) == pytest.approx([want], rel=0.02)
+    expected = weighing.expected(np.array([device]), host, costs.spread(host, 0.0))
+    assert expected == pytest.approx([want], rel=0.02)
     apart = Weighing(GivenCosts([], 0.0), costs, OfferMemory(WIDTH), False)
-    assert apart.expected(np.full(1, device), host) == device + host
+    assert apart.expected(np.full(1, device), host, host) == device + host
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -906,8 +908,11 @@ def test_one_round_is_expected_to_take_what_a_table_of_them_says(
     costs = HostCosts([HostSample(1, 0, 0, host, False)] * 20)
     weighing = Weighing(GivenCosts([], 0.0), costs, OfferMemory(WIDTH), overlap)
     own = situation([0.5])
-    table = weighing.expected(np.array([1.0, 9.0]), weighing.host_seconds(own, NOTHING))
-    assert weighing.seconds(own, NOTHING) == pytest.approx(float(table[0]), rel=1e-12)
+    weighing.anew.of = lambda requests: 0.5  # type: ignore[method-assign]
+    for action, anew in ((NOTHING, 0.0), (LOOK, 0.5)):
+        seconds = weighing.host_seconds(own, action)
+        table = weighing.expected(np.array([1.0, 9.0]), seconds, costs.spread(seconds, anew))
+        assert weighing.seconds(own, action) == pytest.approx(float(table[0]), rel=1e-12)
 
 
 @pytest.mark.parametrize("part", [0.95, 0.98, 0.995, 1.1])
@@ -918,11 +923,42 @@ def test_with_two_in_flight_rounds_take_the_longer_of_two_times_that_vary(part: 
     weighing = Weighing(GivenCosts([], 0.0), costs, OfferMemory(WIDTH), True)
     times = host * (1 + costs.noise * np.random.default_rng(0).normal(size=200_000))
     longer = float(np.maximum(0.1, times).mean())
-    found = float(weighing.expected(np.array([0.1]), host)[0])
+    found = float(weighing.expected(np.array([0.1]), host, costs.spread(host, 0.0))[0])
     if part < 0.99:
         assert found == pytest.approx(longer, rel=2e-3)
     else:
         assert max(0.1, host) <= found < longer
+
+
+def test_how_often_is_decided_anew_is_learnt_where_somebody_proposes_and_forgotten_else() -> None:
+    anew = DecidedAnew(overlap=True)
+    assert [anew.of(requests) for requests in (1, 7, 8, 16, 512)] == [1, 1, 1 / 3, 1 / 5, 1 / 8]
+    for _ in range(200):
+        anew.passed(512, proposing=True, decided=True)
+    assert anew.of(512) > 0.95 and anew.of(128) == 1 / 8
+    # Rounds without proposers have no say, whether they are decided anew or not.
+    for _ in range(200):
+        anew.passed(512, proposing=False, decided=False)
+    assert anew.of(512) > 0.8
+    for _ in range(10_000):
+        anew.passed(512, proposing=False, decided=False)
+    assert anew.of(512) == pytest.approx(1 / 8, abs=0.02)
+    for at in range(400):
+        anew.passed(512, proposing=True, decided=at % 4 == 0)
+    assert anew.of(512) == pytest.approx(1 / 4, abs=0.1)
+    assert DecidedAnew(overlap=False).of(1) == 1 / 5
+
+
+def test_decisions_make_the_host_s_time_vary() -> None:
+    """Of eight rounds one takes a millisecond longer."""
+    costs, chance = HostCosts(), np.random.default_rng(0)
+    for at in range(400):
+        seconds = (1e-3 + 1e-3 * (at % 8 == 0)) * float(np.exp(chance.normal(0, 0.1)))
+        costs.observe(HostSample(64, 64, 0, seconds, True, decided=at % 8 == 0))
+    usual = costs.spread(1e-3, 0.0)
+    assert usual == pytest.approx(1e-4, rel=0.4)
+    assert costs.spread(1e-3, 1 / 8) == pytest.approx(math.hypot(3.3e-4, usual), rel=0.2)
+    assert costs.spread(1e-3, 1.0) == usual
 
 
 def test_what_a_trial_found_is_read_while_nobody_proposes_again() -> None:

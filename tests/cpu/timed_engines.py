@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -159,19 +160,20 @@ class TimedEngine:
     def _attach(self) -> None:
         rounds, planner = self.engine.rounds, self.planner
         launch, landed = rounds.launch, planner.landed
+        took = deque[float]()
 
         def timed(size: Size, *args: Any) -> Any:
             action = (size.proposers, size.steps or 0)
             seconds = self.kind.device(size.rows, action) * self.busy
             seconds *= float(np.exp(self.rng.normal(0, self.noise)))
+            took.append(seconds)
             return replace(launch(size, *args), seconds=lambda: seconds)
 
         def told(decision: Decision, situation: Situation, outcome: Landed) -> None:
             requests, drafting = situation.requests, outcome.drafting
             ends = outcome.host.ends if outcome.host is not None else 0
             host = host_seconds(requests, drafting, ends) * self.busy
-            device = outcome.device_seconds
-            assert device is not None
+            device = took.popleft()
             self.seconds += max(device, host) if self.kind.ahead else device + host
             self.tokens += situation.requests + int(outcome.accepted)
             self.verified += outcome.verified

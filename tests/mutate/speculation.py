@@ -6,6 +6,49 @@ from .mutation import mutation as m
 
 MUTATIONS = (
     # --- what rounds cost -------------------------------------------------------------------------
+    m("speculation/beliefs.py", "if least.any():", "if False:", "test_round_costs.py"),
+    m(
+        "speculation/beliefs.py",
+        "self.covariance[known, known] = own",
+        "pass",
+        "test_round_costs.py",
+    ),
+    m(
+        "speculation/host_costs.py",
+        "proposing, decided = int(s.proposing), int(s.decided)",
+        "proposing, decided = int(s.proposing), 0",
+        "test_round_costs.py",
+    ),
+    m(
+        "speculation/host_costs.py",
+        "deciding * math.sqrt(decided * (1.0 - decided))",
+        "0.0",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/holding.py",
+        "part += _ANEW_WEIGHT * (decided - part)",
+        "pass",
+        "test_paces.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "drafting = action if action[0] else case.actions[-1]",
+        "drafting = action",
+        "test_paces.py",
+    ),
+    m(
+        "engine/loop.py",
+        "if MOST_GONE * len(slots) < np.count_nonzero(slots < 0):",
+        "if False:",
+        "test_loop.py",
+    ),
+    m(
+        "engine/host_clock.py",
+        "self._decided |= decided",
+        "pass",
+        "test_host_clock.py",
+    ),
     m(
         "speculation/costs.py",
         "return drafts, scale * (seconds + proposing)",
@@ -141,8 +184,8 @@ MUTATIONS = (
     ),
     m(
         "engine/loop.py",
-        "self.clock.launched(len(batch.chunks))",
-        "self.clock.launched(0)",
+        "self.clock.launched(len(batch.chunks), self.planner.decided)",
+        "self.clock.launched(0, self.planner.decided)",
         "test_host_clock.py",
     ),
     m(
@@ -255,8 +298,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/host_costs.py",
-        "_DRIFTS = [3e-4, 1e-3, 3e-4, 3e-4, 1e-3, 1e-3, 1e-3]",
-        "_DRIFTS = [1e-5] * 7",
+        "_DRIFTS = [3e-4, 1e-3, 3e-4, 3e-4, 1e-3, 1e-3, 1e-3, 1e-3]",
+        "_DRIFTS = [1e-5] * 8",
         "test_round_costs.py",
     ),
     m(
@@ -359,8 +402,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/host_costs.py",
-        "_UNCERTAIN = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0, 4.0]",
-        "_UNCERTAIN = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]",
+        "_UNCERTAIN = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0, 4.0, 2.0]",
+        "_UNCERTAIN = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0]",
         "test_round_costs.py",
     ),
     m(

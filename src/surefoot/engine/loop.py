@@ -44,10 +44,9 @@ from surefoot.speculation.planner import Planner
 from surefoot.speculation.round import Round
 from surefoot.speculation.size import Size
 
-
 MOST_GONE = 1 / 16
-"""The part of a round's requests that may have ended before it ran, for its time to tell what rounds
-of as many take."""
+"""The part of a round's requests that may have ended before it ran, if its time is to tell what
+rounds of as many take."""
 
 
 @dataclass(eq=False)

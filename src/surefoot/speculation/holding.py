@@ -25,6 +25,9 @@ _HOST_BOUND, _CROWD_BOUND = 0.75, 0.3
 from which on those of a ``CROWD`` would, if each was decided by itself: a decision takes the host
 several times as long as all else of a round. (Judged by the first, a crowd's decisions held, the
 host needed less, they held no longer for that, and it needed more again.)"""
+_ANEW_WEIGHT, _ANEW_FORGOTTEN = 0.05, 5e-4
+"""Of a round, in the part of such rounds that are decided anew; and by how much of it what was
+learnt is forgotten in a round without proposers."""
 
 
 def waits_for_host(host: float, seconds: float) -> bool:
@@ -39,12 +42,35 @@ def crowd_holds(requests: int) -> int:
     return min(requests // EACH_HELD, MOST_HELD)
 
 
-def decided_anew(requests: int, overlap: bool) -> float:
-    """The part of such rounds that is decided anew, of rounds in which the host's time counts;
-    ``overlap`` as in ``Planner``."""
-    if requests == 1 and not overlap:
-        return 1 / (1 + FOLLOWED)
-    return 1 / (1 + crowd_holds(requests)) if requests >= CROWD and overlap else 1.0
+class DecidedAnew:
+    """The part of rounds with proposers that are decided anew, by about how many requests there
+    are: what a decision takes the host is expected of so many."""
+
+    def __init__(self, overlap: bool) -> None:
+        """``overlap`` as in ``Planner``."""
+        self._overlap = overlap
+        self._parts = dict[int, float]()
+
+    def of(self, requests: int) -> float:
+        """Of rounds of so many requests, where the host's time counts."""
+        part = self._parts.get(requests.bit_length())
+        return self._first(requests) if part is None else part
+
+    def passed(self, requests: int, proposing: bool, decided: bool) -> None:
+        """There was such a round that tried nothing."""
+        size, part = requests.bit_length(), self.of(requests)
+        if proposing:
+            part += _ANEW_WEIGHT * (decided - part)
+        else:
+            # Whatever made them short-lived does not last.
+            part += _ANEW_FORGOTTEN * (self._first(requests) - part)
+        self._parts[size] = part
+
+    def _first(self, requests: int) -> float:
+        """If they hold as long as they may."""
+        if requests == 1 and not self._overlap:
+            return 1 / (1 + FOLLOWED)
+        return 1 / (1 + crowd_holds(requests)) if requests >= CROWD and self._overlap else 1.0
 
 
 class Held:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -13,13 +14,13 @@ from surefoot.speculation.beliefs import LEAST_PART, SURPRISING, Beliefs, Famili
 HICCUP = 0.001
 """Seconds that the host takes longer for some rounds than for most. Where it has less to spare, one
 more is in flight."""
-_GUESS = [2e-4, 1e-4, 1e-6, 2e-6, 2e-5, 3e-4, 5e-5, 2e-4]
+_GUESS = [2e-4, 1e-4, 1e-6, 2e-6, 2e-5, 3e-4, 5e-5, 5e-4]
 """Seconds for a round, for one in which anybody proposes, a request, one that drafts, one that
 ends, for that the next round computes prompts at all, for each of them, and for a decision that
 somebody proposes which is made anew; without any measurement."""
 _ANY_PROPOSER, _DRAFT, _DECIDING = 1, 3, 7
 """Which of these are for proposing."""
-_UNCERTAIN = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0, 4.0, 4.0]
+_UNCERTAIN = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0, 4.0, 2.0]
 """Standard deviation of each part, in guesses. What prompts take depends on their length, and on
 what else their arrival brings with it: mostly for however many, or what is seen of one or two would
 make a hundred that come together a hundred times as dear."""
@@ -130,6 +131,12 @@ class HostCosts:
         ends = end * self._ends / self._requests
         arrived = any_prompt + prompt * prompts if prompts else 0.0
         return whole + requests * (request + ends) + drafts + arrived
+
+    def spread(self, seconds: float, decided: float) -> float:
+        """Standard deviation of rounds that take so many ``seconds`` on average, of which a part is
+        ``decided`` anew."""
+        deciding = self._coefficients[_DECIDING]
+        return math.hypot(self.noise * seconds, deciding * math.sqrt(decided * (1.0 - decided)))
 
     def observe(self, sample: HostSample) -> None:
         """A round took the host so long."""

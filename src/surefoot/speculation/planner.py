@@ -35,7 +35,7 @@ from surefoot.speculation.decisions import (
 )
 from surefoot.speculation.exploring import Budget, Trial, Trials, rounds_apart
 from surefoot.speculation.goodput import best_of_one, gains_of
-from surefoot.speculation.holding import Held, waits_for_host
+from surefoot.speculation.holding import DecidedAnew, Held, waits_for_host
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.offer_memory import OfferMemory
 from surefoot.speculation.offers_at_hand import OffersAtHand
@@ -64,8 +64,9 @@ class Planner:
         than take the likeliest tokens."""
         self.host = host
         self.offers = OfferMemory(width, drafters, overlap, trees)
+        self._anew = DecidedAnew(overlap)
         self._weighings = {
-            kind: Weighing(each, host, self.offers, overlap)
+            kind: Weighing(each, host, self.offers, overlap, self._anew)
             for kind, each in {GREEDY: costs, **(others or {})}.items()
         }
         self.weighing = self._weighings[GREEDY]
@@ -112,6 +113,8 @@ class Planner:
         """What to launch now."""
         decision = self._next(situation)
         self.fairness.launched(situation.slots)
+        if decision.expected.trial is None and situation.requests:
+            self._anew.passed(situation.requests, bool(decision.proposers), self.decided)
         return decision
 
     def _next(self, situation: Situation) -> Decision:
@@ -272,7 +275,8 @@ class Planner:
             return action, plan, None, plan.seconds
         able = [trial for trial in trials if spare or not trial.verify]
         # Neither a trial nor what comes after it holds.
-        host = self.weighing.host_seconds(case.situation, action, decided=1.0)
+        drafting = action if action[0] else case.actions[-1]
+        host = self.weighing.host_seconds(case.situation, drafting, decided=1.0)
         late = waits_for_host(host, plan.seconds)
         restrained, requests = self._restrained(case.situation), case.situation.requests
         trial = self.budget.next(able, rounds, rounds_apart(requests, restrained, late))

@@ -17,7 +17,7 @@ from surefoot.speculation.decisions import (
     is_other_load,
 )
 from surefoot.speculation.exploring import Trial
-from surefoot.speculation.holding import decided_anew
+from surefoot.speculation.holding import DecidedAnew
 from surefoot.speculation.host_costs import HICCUP, HostCosts
 from surefoot.speculation.offer_memory import OfferMemory
 from surefoot.speculation.paces import MIN_PACE, Proposers
@@ -57,13 +57,19 @@ class Weighing:
     """Weighs actions by tokens a second: offers of late, times of the device and the host."""
 
     def __init__(
-        self, costs: RoundCosts, host: HostCosts, offers: OfferMemory, overlap: bool
+        self,
+        costs: RoundCosts,
+        host: HostCosts,
+        offers: OfferMemory,
+        overlap: bool,
+        anew: DecidedAnew | None = None,
     ) -> None:
-        """``overlap`` as in ``Planner``."""
+        """``overlap`` as in ``Planner``; ``anew``: what others learn, too."""
         self.costs = costs
         self.host = host
         self.offers = offers
         self.overlap = overlap
+        self.anew = anew or DecidedAnew(overlap)
         self.best = NOTHING
         self._promises: dict[Action, Promise] = {}
         """Of each action, when it was weighed last."""
@@ -114,13 +120,12 @@ class Weighing:
         """Seconds of a round that took the device and the host so long."""
         return max(device, host) if self.overlap else device + host
 
-    def expected(self, device: np.ndarray, host: float) -> np.ndarray:
+    def expected(self, device: np.ndarray, host: float, spread: float) -> np.ndarray:
         """Seconds of rounds that take the device (float64 [n], rising) and the host so long on
-        average. Where both take about as long, now the one is late and now the other: the longer of
-        the averages would be too little."""
+        average; ``spread``: standard deviation of the latter. Where both take about as long, now
+        the one is late and now the other: the longer of the averages would be too little."""
         if not self.overlap:
             return device + host
-        spread = self.host.noise * host
         if device[0] - host >= spread * _FAR:
             return device
         late = np.where(device - host < HICCUP, spread / _LESS_LATE, spread)
@@ -134,7 +139,8 @@ class Weighing:
         s = situation
         rows = 0 if alone else s.prompt_rows
         drafts, seconds = self.costs.table(s.requests, rows, action, most, s.context)
-        return drafts, self.expected(seconds, self.host_seconds(s, action, alone))
+        host = self.host_seconds(s, action, alone)
+        return drafts, self.expected(seconds, host, self._spread(s, action, host))
 
     def seconds(self, situation: Situation, action: Action, alone: bool = False) -> float:
         """As of ``table``, of a round that verifies nothing."""
@@ -142,7 +148,7 @@ class Weighing:
         prompts = 0 if alone else s.prompt_rows
         device = float(self.costs.table(s.requests, prompts, action, 0, s.context)[1][0])
         host = self.host_seconds(s, action, alone)
-        spread = self.host.noise * host
+        spread = self._spread(s, action, host)
         # With arrays of one number, every round with prompts would wait longer for this.
         if not self.overlap or device - host >= spread * _FAR:
             return self.together(device, host)
@@ -166,9 +172,13 @@ class Weighing:
         drafting = s.requests * self.offers.share(action[0])
         prompts = 0 if alone else s.prompts
         if decided is None:
-            decided = decided_anew(s.requests, self.overlap)
+            decided = self.anew.of(s.requests)
         decided = decided if action[0] else 0.0
         return self.host.seconds(s.requests, drafting, bool(action[0]), prompts, decided)
+
+    def _spread(self, situation: Situation, action: Action, host: float) -> float:
+        """As of ``expected``, of such rounds that take the host so long."""
+        return self.host.spread(host, self.anew.of(situation.requests) if action[0] else 0.0)
 
     @property
     def margin(self) -> float:
