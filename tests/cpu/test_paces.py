@@ -64,11 +64,16 @@ def test_who_gains_little_keeps_its_pace(requests: int, least: float) -> None:
 def test_who_gains_little_pays_for_others_what_it_may() -> None:
     """Between rounds with the drafter and without it there is a mean that gives more than either
     plain rounds for all or rounds that are fair by themselves."""
-    gpu = Gpu(with_a_quick_drafter, 32, [FOUR])
-    world, plain = (gpu.world(Uneven(drafter=DRAFTER, least=0.3)) for _ in range(2))
-    got, usual = paces(world, gpu.planner()), paces(plain, Fixed(NOTHING, plain)).mean()
-    assert got.mean() > 1.4 * usual
-    assert 0.98 * usual > got.min() > (MIN_PACE - 0.01) * usual, "what it may pay is used"
+    gpu, least = Gpu(with_a_quick_drafter, 32, [FOUR]), list[float]()
+    for seed in range(4):
+        world, plain = (gpu.world(Uneven(drafter=DRAFTER, least=0.3)) for _ in range(2))
+        for each in (world, plain):
+            each.rng, each.text_rng = (np.random.default_rng(seed + n) for n in (0, 1))
+        got, usual = paces(world, gpu.planner()), paces(plain, Fixed(NOTHING, plain)).mean()
+        assert got.mean() > 1.4 * usual
+        least.append(float(got.min() / usual))
+    # By chance it is a hundredth more or less.
+    assert 0.98 > np.mean(least) > MIN_PACE - 0.01, "what it may pay is used"
 
 
 @pytest.mark.parametrize("seed", range(3))

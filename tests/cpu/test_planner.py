@@ -43,7 +43,7 @@ def cpu_seconds(requests: int, prompt_rows: int, action: Action, drafts: int) ->
 
 def samples(host: Callable[[int, int, int], float]) -> list[HostSample]:
     return [
-        HostSample(b, d, e, host(b, d, e), d > 0)
+        HostSample(b, d, e, host(b, d, e), d > 0, decided=d > 0)
         for b in (1, 64, 512)
         for d in (0, b)
         for e in (0, 1)

@@ -25,7 +25,11 @@ def host(requests: int, drafting: int, ends: int) -> float:
 
 
 def planner() -> Planner:
-    samples = [HostSample(b, d, 0, host(b, d, 0), d > 0) for b in (1, 64, 512) for d in (0, b)]
+    samples = [
+        HostSample(b, d, 0, host(b, d, 0), d > 0, decided=d > 0)
+        for b in (1, 64, 512)
+        for d in (0, b)
+    ]
     seconds = [device(rows, 0, NOTHING, 0) for rows in ROWS]
     return Planner(ExactCosts(ROWS, seconds, {0: Proposing(1.5e-5)}), HostCosts(samples), 8)
 

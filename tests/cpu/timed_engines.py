@@ -117,7 +117,7 @@ class TimedEngine:
             kv_blocks=512 * MOST, calibration_seconds=0.0, enable_prefix_caching=False,
         )  # fmt: skip
         host = [
-            HostSample(b, d, e, host_seconds(b, d, e), d > 0)
+            HostSample(b, d, e, host_seconds(b, d, e), d > 0, decided=d > 0)
             for b in (1, MOST)
             for d in (0, b)
             for e in (0, 1)
