@@ -30,6 +30,9 @@ EACH = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
 class Admits(Decides, Protocol):
     """It is told, too, who comes in."""
 
+    decided: bool
+    """As ``Planner`` has it."""
+
     def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """As ``Planner.admit``."""
         ...
@@ -69,6 +72,7 @@ class Always:
     def __init__(self, engine: PlayedTexts, action: Action) -> None:
         self.engine, self.action = engine, action
         self.costs = costs()
+        self.decided = False
 
     def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         pass
@@ -89,28 +93,15 @@ class Always:
 
 
 class PlayedTexts:
-    """Rounds in flight, the host beside the device; ``kind`` as in the golden files."""
+    """Two rounds in flight, the host beside the device; ``kind`` as in the golden files."""
 
-    def __init__(
-        self,
-        kind: str,
-        seed: int = 0,
-        host: float = 1.0,
-        deciding: float = 0.0,
-        host_noise: float = 0.0,
-        in_flight: int = 2,
-    ) -> None:
-        """``host``: how many times as long as ``host_seconds`` it takes; ``deciding``: seconds that
-        it takes longer where it is decided anew that somebody proposes."""
+    def __init__(self, kind: str, seed: int = 0) -> None:
         recorded = np.load(GOLDEN)
         self.right = recorded[f"{kind}_right"].astype(np.int64)
         self.believed = recorded[f"{kind}_chances"].astype(np.float32) / 255.0
         self.rng = np.random.default_rng(seed)
         self.costs = costs()
-        self.seconds = self.host_free = 0.0
-        self.host, self.deciding, self.host_noise = host, deciding, host_noise
-        self.ends = deque([0.0] * in_flight, maxlen=in_flight)
-        """When the last rounds ended on the device."""
+        self.seconds = 0.0
         self.running = np.zeros(0, dtype=np.int64)
         self.text, self.place, self.length = np.zeros((3, SPANS[-1]), dtype=np.int64)
         self.begun = np.zeros(SPANS[-1])
@@ -144,17 +135,6 @@ class PlayedTexts:
                 self.admit(planner, ended.tolist())
         return tokens / (self.seconds - begun)
 
-    def crowd(self, planner: Admits, requests: int) -> float:
-        """Tokens a second, from the first to the last end, of as many texts of one length that come
-        together."""
-        self.admit(planner, range(requests))
-        self.length[self.running] = self.right.shape[1]
-        tokens, begun = 0, self.seconds
-        while len(self.running):
-            tokens += self.step(planner)
-            self.running = self.running[self.place[self.running] < self.length[self.running]]
-        return tokens / (self.seconds - begun)
-
     def step(self, planner: Admits) -> int:
         """A round; returns its tokens."""
         own, requests = self.running, len(self.running)
@@ -182,19 +162,14 @@ class PlayedTexts:
         device = device_seconds(size.spans, size.rows, size.action)
         device *= float(np.exp(self.rng.normal(0.0, 0.01)))
         drafting = int(np.count_nonzero(verified | (self.chances[own, 0] > 0.0)))
-        decided = getattr(planner, "decided", False)
-        host = self.host * host_seconds(requests, drafting) + self.deciding * decided
-        host *= float(np.exp(self.rng.normal(0.0, self.host_noise)))
-        # It launches when it has read the report of the round so many before.
-        self.host_free = max(self.host_free, self.ends[0]) + host
-        self.seconds = max(self.seconds, self.host_free) + device
-        self.ends.append(self.seconds)
+        host = host_seconds(requests, drafting)
+        self.seconds += max(device, host)
         proposing = bool(decision.proposers)
-        sample = HostSample(requests, drafting, 0, host, proposing, decided=decided)
+        sample = HostSample(requests, drafting, 0, host, proposing, decided=planner.decided)
         outcome = Landed(device, sample, int(verified.sum()), float(gained.sum()), drafting)
         offered = self.chances[own].copy() if decision.proposers else None
         self.flights.append((decision, situation, outcome, offered))
-        if len(self.flights) == self.ends.maxlen:
+        if len(self.flights) == 2:
             decision, situation, outcome, offered = self.flights.popleft()
             planner.landed(decision, situation, outcome)
             self.told = offered is not None

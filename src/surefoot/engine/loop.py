@@ -290,8 +290,8 @@ class Loop:
         read_prompt_scores(report, batch, flight.scored)
         columns, slots = self.round.books.columns, batch.group.slots
         committed = report.rows[: len(slots), columns.COUNT]
-        # Mostly nobody has left, and of one request comparing takes as long as all the rest.
         seconds = timed = report.seconds()
+        # Mostly nobody has left, and of one request comparing takes as long as all the rest.
         if self.scheduler.changes != flight.changes:
             slots = np.where(self.scheduler.left[slots] == flight.left, slots, -1)
             committed = np.where(slots >= 0, committed, 0)

@@ -167,18 +167,21 @@ class Weighing:
         decided: float | None = None,
     ) -> float:
         """Of the host, for a round that proposes so; ``alone`` as in ``table``. ``decided``: the
-        part of such rounds that are decided anew; None: as usual."""
+        part of such rounds, in which somebody proposes, that are decided anew; None: as usual."""
         s = situation
         drafting = s.requests * self.offers.share(action[0])
         prompts = 0 if alone else s.prompts
         if decided is None:
-            decided = self.anew.of(s.requests)
-        decided = decided if action[0] else 0.0
+            decided = self._decided_anew(s, action)
         return self.host.seconds(s.requests, drafting, bool(action[0]), prompts, decided)
 
     def _spread(self, situation: Situation, action: Action, host: float) -> float:
         """As of ``expected``, of such rounds that take the host so long."""
-        return self.host.spread(host, self.anew.of(situation.requests) if action[0] else 0.0)
+        return self.host.spread(host, self._decided_anew(situation, action))
+
+    def _decided_anew(self, situation: Situation, action: Action) -> float:
+        """The part of such rounds that are decided anew, as usual."""
+        return self.anew.of(situation.requests) if action[0] else 0.0
 
     @property
     def margin(self) -> float:
