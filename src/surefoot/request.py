@@ -165,11 +165,13 @@ class Request:
     """Where the output stands in its grammar, or other rules for its tokens, if it has any."""
     wishes: Any = None
     """What it wants of its rounds (``engine.batch.Wishes``), since it was let in."""
-    upkeep: Any = None
-    """The ``Case`` of ``speculation.upkeep`` that it counts as, if any."""
-    landed: list[Drafting] = field(default_factory=list)
-    """What rounds that committed tokens did with drafts, as far as nobody asked. A round enters it
-    before its tokens. (Hundreds of requests have one every few milliseconds, and few are asked.)"""
+    upkeep: int = 0
+    """What it counts as there (``speculation.upkeep``); 0: as nothing."""
+    landed: list[tuple[int, Drafting]] = field(default_factory=list)
+    """What rounds that committed tokens did with drafts, as far as nobody asked, and how many
+    tokens the output had before each. A round enters it before its tokens, if it had to do with
+    drafts: one that had not gave one token. (Hundreds of requests have one every few milliseconds,
+    and few are asked.)"""
     _stats: SpeculationStats = field(default_factory=SpeculationStats)
     _proposed_by: list[str | None] = field(default_factory=list)
 
@@ -183,17 +185,23 @@ class Request:
     def proposed_by(self) -> list[str | None]:
         """Per output token: the proposer whose accepted draft it was, None for the target's own."""
         self._count_landed()
-        known, count = self._proposed_by, len(self.output)
         # A text may end with a draft, and then that round has no token of the target's.
-        del known[count:]
-        known += [None] * (count - len(known))
-        return known
+        del self._proposed_by[len(self.output) :]
+        return self._proposed_by
 
     def _count_landed(self) -> None:
-        for drafting in self.landed:
+        for before, drafting in self.landed:
+            self._count_plain(before)
             self._stats.count(drafting)
             self._proposed_by += [*[drafting.proposer] * drafting.accepted, None]
         self.landed.clear()
+        self._count_plain(len(self.output))
+
+    def _count_plain(self, tokens: int) -> None:
+        """Up to so many tokens of the output, rounds had nothing to do with drafts."""
+        rounds = max(0, tokens - len(self._proposed_by))
+        self._stats.rounds += rounds
+        self._proposed_by += [None] * rounds
 
     def allows(self, proposer: str) -> bool:
         """Whether the proposer may draft for it."""

@@ -183,7 +183,7 @@ def test_a_token_that_there_is_not_fails_every_section(token: int) -> None:
 
         def broken() -> list[Progress]:
             progress = step()
-            return [*progress[:-1], *(replace(item, tokens=[token]) for item in progress[-1:])]
+            return [*progress[:-1], *(item._replace(tokens=[token]) for item in progress[-1:])]
 
         if speculative:
             engine.step = broken  # type: ignore[method-assign]

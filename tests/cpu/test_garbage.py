@@ -12,7 +12,7 @@ from server_harness import emoji_model
 from surefoot import LLM, SamplingParams
 from surefoot.bench.measure import run_batch
 from surefoot.bench.sweep import PLAIN, Load, run_pass
-from surefoot.engine.garbage import no_collections, only_new_garbage
+from surefoot.engine.garbage import BETWEEN, no_collections, only_new_garbage
 from surefoot.engine.stats import Progress
 
 
@@ -39,6 +39,24 @@ def test_only_what_is_new_is_looked_through() -> None:
         assert len(gc.get_objects()) < before / 10
         raise RuntimeError
     assert len(gc.get_objects()) > before / 2 and not gc.get_freeze_count()
+
+
+@pytest.mark.parametrize("before", [700, 0, 80_000])
+def test_rounds_are_not_interrupted(before: int) -> None:
+    """Each makes objects by the hundred, and drops those of the last one."""
+    collected, known = list[str](), gc.get_threshold()
+    gc.callbacks.append(lambda phase, _: collected.append(phase))
+    gc.set_threshold(before, 5, 7)
+    try:
+        with only_new_garbage():
+            rounds = [[[] for _ in range(1000)] for _ in range(10)]
+            del rounds[1:]
+            assert gc.get_threshold() == (before and max(before, BETWEEN), 5, 7)
+            assert not collected
+        assert gc.get_threshold() == (before, 5, 7)
+    finally:
+        gc.set_threshold(*known)
+        gc.callbacks.pop()
 
 
 def test_what_somebody_else_left_out_stays_left_out() -> None:

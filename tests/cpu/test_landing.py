@@ -54,13 +54,13 @@ def running(count: int, caching: bool, finished: set[int]) -> tuple[KVManager, l
     return kv, requests
 
 
-def read(rows: torch.Tensor, scores: Any, requests: list[Request], kv: KVManager) -> Landing:
+def read(rows: torch.Tensor, scores: Any, requests: list[Request]) -> Landing:
     Wishes.note(requests)
     batch = Batch(group(requests, {0: "a", 1: "b"}, 2), (), 0)
     report = Report(rows.numpy(), scores, PromptScores([], []), lambda: None, lambda: None)
     alive = [request.status is Status.RUNNING for request in requests]
     committed = report.rows[: len(requests), COLUMNS.COUNT] * np.array(alive)
-    return read_report(report, batch, committed, kv, Draftings(("a", "b")), COLUMNS, 2, {})
+    return read_report(report, batch, committed, Draftings(("a", "b")), COLUMNS, 2, {})
 
 
 @pytest.fixture(params=[1, 100], ids=["as of many", "as of few"])
@@ -90,7 +90,7 @@ def test_rounds_without_drafts_land_as_any_other(data: Any, count: int, caching:
     for scores in (None, torch.zeros((count + 2, 3, 4), dtype=torch.int32)):
         kv, requests = running(count, caching, finished)
         leases = [kv.leases[request.request_id] for request in requests]
-        landed = [read(rows, scores, requests, kv) for rows in reports]
+        landed = [read(rows, scores, requests) for rows in reports]
         for before, after in zip(reports, landed, strict=True):
             expected = [i for i in range(count) if before[i, COLUMNS.COUNT] and i not in finished]
             assert [item.request.slot for item in after.progress] == expected
@@ -100,6 +100,7 @@ def test_rounds_without_drafts_land_as_any_other(data: Any, count: int, caching:
             assert [end for _, end in after.ended] == ends
         kv.check_integrity()
         for request, lease in zip(requests, leases, strict=True):
+            kv.close(request.request_id)
             assert len(lease.hashes) == (request.computed // 2 if caching else 0)
         found = [(lease.blocks, lease.hashes) for lease in leases], kv.pool._block_of
         state = [replace(request, params=SamplingParams(), arrived=0.0) for request in requests]
@@ -120,7 +121,7 @@ def test_a_draft_is_its_proposer_s_and_the_rest_the_target_s() -> None:
         ([1, 0, 2, 1, 0, 2, 1, 8, 0, 0], Drafting("a", 2, 1, 0, "b")),
     ):
         row = start + [0] * (COLUMNS.count - len(start))
-        landing = read(torch.tensor([row], dtype=torch.int32), None, [request], kv)
+        landing = read(torch.tensor([row], dtype=torch.int32), None, [request])
         assert landing.drafting == len(landing.progress) == 1
         assert landing.progress[0].drafting == drafting
     assert request.output == [4, 5, 6, 7, 8]
@@ -129,6 +130,7 @@ def test_a_draft_is_its_proposer_s_and_the_rest_the_target_s() -> None:
     assert landing.ended == [(landing.progress[0], 2)]
     assert request.computed == 7
     # What can be found is what was written: prompt and drafts in their order.
+    kv.close("r0")
     first = chain_hash(b"", (7, 0))
     second = chain_hash(first, (3, 4))
     assert lease.hashes == [first, second, chain_hash(second, (5, 6))]
@@ -145,11 +147,11 @@ def test_whose_tokens_are_is_the_same_whenever_somebody_asks() -> None:
     ]
     # Nobody asks of the last one until a token of it was taken back.
     asked_of, *others = (running(1, True, set()) for _ in range(4))
-    for kv, (request,) in (asked_of, *others):
+    for _, (request,) in (asked_of, *others):
         for tokens, accepted, whose in rounds:
             row = [len(tokens), accepted, 0, 2, whose, 0, 0, *tokens]
             row += [0] * (COLUMNS.count - len(row))
-            read(torch.tensor([row], dtype=torch.int32), None, [request], kv)
+            read(torch.tensor([row], dtype=torch.int32), None, [request])
             if request is asked_of[1][0]:
                 assert len(request.proposed_by) == len(request.output)
     expected = [None, "b", "b", None, "a", None, None]
@@ -164,20 +166,20 @@ def test_whose_tokens_are_is_the_same_whenever_somebody_asks() -> None:
 @pytest.mark.usefixtures("ways")
 def test_drafts_behind_the_end_of_a_text_are_not_accepted() -> None:
     """Two were right, and the first of them ends the text."""
-    kv, (request,) = running(1, True, set())
+    _, (request,) = running(1, True, set())
     row = [1, 2, 1, 2, 0, 0, 0, 8, 9, 3]
     row += [0] * (COLUMNS.count - len(row))
-    landing = read(torch.tensor([row], dtype=torch.int32), None, [request], kv)
+    landing = read(torch.tensor([row], dtype=torch.int32), None, [request])
     assert request.output == [8] and request.proposed_by == ["a"]
     assert request.stats.accepted == landing.accepted == 1 and request.stats.verified == 2
 
 
 @pytest.mark.usefixtures("ways")
 def test_drafts_of_those_who_left_are_not_counted() -> None:
-    kv, requests = running(2, True, {0})
+    _, requests = running(2, True, {0})
     row = [2, 1, 0, 2, 0, 2, 1, 8, 9, 0]
     row += [0] * (COLUMNS.count - len(row))
-    landing = read(torch.tensor([row, row], dtype=torch.int32), None, requests, kv)
+    landing = read(torch.tensor([row, row], dtype=torch.int32), None, requests)
     assert (landing.drafting, landing.verified, landing.accepted) == (1, 2, 1)
     assert [request.stats.verified for request in requests] == [0, 2]
 
@@ -197,8 +199,8 @@ def test_reports_of_many_are_read_as_those_of_few(data: Any, count: int) -> None
     for many in (1, 100):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(landings, "MANY", many)
-            kv, requests = running(count, True, finished)
-            landing = read(rows, None, requests, kv)
+            _, requests = running(count, True, finished)
+            landing = read(rows, None, requests)
             counts = landing.drafting, landing.verified, landing.accepted
             texts = [(each.output, each.proposed_by, each.stats) for each in requests]
             outcomes.append((counts, texts, told(landing)))
@@ -268,6 +270,7 @@ def test_what_was_reserved_for_later_rounds_is_given_back_before_anybody_is_pree
 ) -> None:
     """Two texts hold blocks for rounds to come when a third one wants them."""
     monkeypatch.setattr(reserving, "AHEAD", 32)
+    monkeypatch.setattr(reserving, "PART", 1)
     engine = make_engine(
         tiny_decoder(), True,
         max_num_seqs=3, block_size=4, kv_blocks=52, enable_prefix_caching=False,
@@ -288,7 +291,7 @@ def test_what_was_reserved_for_later_rounds_is_given_back_before_anybody_is_pree
     assert not engine.stats.preemptions
 
 
-@pytest.mark.parametrize(("blocks", "held"), [(52, 5), (12, 3)])
+@pytest.mark.parametrize(("blocks", "held"), [(52, 5), (7, 3)])
 def test_a_prompt_reserves_for_what_follows_where_there_are_plenty(
     blocks: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,14 +391,14 @@ def test_requests_that_come_together_enter_as_one_by_one(data: Any) -> None:
 
 def test_who_was_aborted_meanwhile_leaves_the_others_their_own_tokens() -> None:
     """Drafts of some, no drafts of others, and a place of one that has ended with both."""
-    kv, requests = running(5, True, {0, 2})
+    _, requests = running(5, True, {0, 2})
     rows = torch.zeros((6, COLUMNS.count), dtype=torch.int32)
     for place, (count, drafts) in enumerate([(3, 2), (2, 2), (1, 0), (1, 0), (3, 2)]):
         tokens = torch.tensor([10, 11, 12]) + 10 * place
         rows[place, COLUMNS.COUNT], rows[place, COLUMNS.ACCEPTED] = count, count - 1
         rows[place, COLUMNS.VERIFIED] = drafts
         rows[place, COLUMNS.FIRST_TOKEN : COLUMNS.FIRST_TOKEN + 3] = tokens
-    landing = read(rows, None, requests, kv)
+    landing = read(rows, None, requests)
     outputs = [request.output for request in requests]
     assert outputs == [[], [20, 21], [], [40], [50, 51, 52]]
     assert [item.tokens for item in landing.progress] == [[20, 21], [40], [50, 51, 52]]

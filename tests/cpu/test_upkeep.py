@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from surefoot.speculation.upkeep import ENOUGH, Record, Upkeep
 from test_planner import DRAFTER
 
 NAME = "drafter"
+SLOTS = 64
 GREEDY, DRAWN = SamplingParams(temperature=0), SamplingParams(temperature=0.8)
 PLAIN = Decision(0, (), 0, expected=Expectation(1.0, 1.0, 1.0))
 
@@ -43,11 +45,26 @@ def request(
     )
 
 
+def launch(
+    upkeep: Upkeep,
+    requests: Sequence[Request],
+    decision: Decision,
+    takes: float,
+    prompt_rows: int = 0,
+    kind: SamplingStages = KIND,
+) -> None:
+    """A round for requests that were let in, each in the slot of its place."""
+    for slot, each in enumerate(requests):
+        each.slot = slot
+    upkeep.enter(requests)
+    upkeep.launched(np.arange(len(requests)), decision, kind, prompt_rows, takes)
+
+
 @dataclass
 class Traffic:
     """Requests that come and go: ``load`` run at a time, each for about ``length`` rounds."""
 
-    upkeep: Upkeep = field(default_factory=lambda: Upkeep((DRAFTER,)))
+    upkeep: Upkeep = field(default_factory=lambda: Upkeep((DRAFTER,), SLOTS))
     gain: Callable[[], float] = lambda: 0.0
     """What rounds gain in which the drafter drafts; where that is nothing, nobody drafts."""
     takes: float = 0.02
@@ -64,6 +81,7 @@ class Traffic:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.running: dict[Request, int] = {}
+        self.free = list(range(self.load))
 
     def run(self, rounds: int) -> float:
         """The share of served requests in so many rounds."""
@@ -73,15 +91,18 @@ class Traffic:
             ended = [each for each, left in self.running.items() if not left]
             for each in ended:
                 del self.running[each]
+                self.free.append(each.slot)
             while len(self.running) < self.load:
                 new = request(self.params)
                 self.upkeep.choose(new, len(self.running), self.load)
+                new.slot = self.free.pop()
+                self.upkeep.enter([new])
                 self.admitted.append(bool(new.drafters))
                 self.running[new] = self.random.randint(1, 2 * self.length)
                 batch = None
             if batch is None:
-                batch = tuple(self.running)
-                share = sum(bool(each.drafters) for each in batch) / len(batch)
+                batch = np.array([each.slot for each in self.running])
+                share = sum(bool(each.drafters) for each in self.running) / len(batch)
             gain = self.gain()
             # Drafts take as long for few requests as for many.
             pays = share * (1.5 + gain) + (1.0 - share) > 1.5
@@ -132,9 +153,9 @@ def test_gains_are_held_against_what_keeping_up_takes(load: int, takes: float) -
 
 def test_rounds_of_which_nothing_is_believed_tell_nothing() -> None:
     """Those of a fixed number of drafts, while that is measured."""
-    upkeep, served = Upkeep((DRAFTER,)), request()
+    upkeep, served = Upkeep((DRAFTER,), SLOTS), request()
     upkeep.choose(served, 0, 1)
-    upkeep.launched((served,), Decision(3, (DRAFTER,), 3), KIND, 0, 0.01)
+    launch(upkeep, [served], Decision(3, (DRAFTER,), 3), 0.01)
     assert record(upkeep).served == record(upkeep).known == 0.0
 
 
@@ -183,7 +204,7 @@ def test_drafters_that_begin_to_pay_come_back_and_stay(load: int) -> None:
 
 def test_loads_and_kinds_of_sampling_are_told_apart() -> None:
     """Whoever is alone keeps its drafter, whatever became of it in company; so does the greedy."""
-    upkeep = Upkeep((DRAFTER,))
+    upkeep = Upkeep((DRAFTER,), SLOTS)
     crowd = Traffic(upkeep, load=8, params=DRAWN)
     while not crowd.admitted or crowd.admitted[-1]:
         crowd.run(10)
@@ -196,7 +217,7 @@ def test_loads_and_kinds_of_sampling_are_told_apart() -> None:
 
 
 def test_loads_that_are_near_each_other_count_as_one() -> None:
-    upkeep = Upkeep((DRAFTER,))
+    upkeep = Upkeep((DRAFTER,), SLOTS)
     for load in (3, 4, 5, 6, 8, 11):
         upkeep.choose(request(), 0, load)
     assert len(upkeep.records) == 2
@@ -218,10 +239,10 @@ def test_who_names_its_drafter_keeps_it_and_who_forbids_it_is_no_matter() -> Non
         assert new.drafters == set(drafters) and not new.declined
     # They do not keep drafters from showing what they gain for others, either.
     others = [request(method="off", drafters=()) for _ in range(3)]
-    upkeep, own = Upkeep((DRAFTER,)), request()
+    upkeep, own = Upkeep((DRAFTER,), SLOTS), request()
     upkeep.choose(own, 3, 4)
     for _ in range(int(4 * ENOUGH)):
-        upkeep.launched((own, *others), PLAIN, KIND, 0, 0.01)
+        launch(upkeep, [own, *others], PLAIN, 0.01)
     assert record(upkeep).told and not record(upkeep).pays
 
 
@@ -235,13 +256,13 @@ def test_a_request_that_comes_again_is_chosen_for_anew() -> None:
 
 
 def test_few_rounds_tell_nothing() -> None:
-    upkeep, own = Upkeep((DRAFTER,)), request()
+    upkeep, own = Upkeep((DRAFTER,), SLOTS), request()
     upkeep.choose(own, 0, 4)
     for rounds in range(int(ENOUGH) + 1):
         new = request()
         upkeep.choose(new, 0, 4)
         assert bool(new.drafters) == (rounds < ENOUGH)
-        upkeep.launched((own,), PLAIN, KIND, 0, 0.01)
+        launch(upkeep, [own], PLAIN, 0.01)
 
 
 def test_trials_and_prompts_are_no_gain_and_no_loss() -> None:
@@ -255,9 +276,9 @@ def test_trials_and_prompts_are_no_gain_and_no_loss() -> None:
         (Decision(4, (DRAFTER,), 4, expected=Expectation(3.5, 3.5, 1, 2, tokens=2.0)), 7, 0.43),
         (Decision(0, (), 0, expected=Expectation(6, 6, 2, 4)), 7, -0.04),
     ):
-        upkeep, own = Upkeep((DRAFTER,)), request()
+        upkeep, own = Upkeep((DRAFTER,), SLOTS), request()
         upkeep.choose(own, 0, 1)
-        upkeep.launched((own,), decision, KIND, prompt_rows, 0.01)
+        launch(upkeep, [own], decision, 0.01, prompt_rows)
         expected = decision.expected
         assert record(upkeep).known == pytest.approx(expected.seconds / expected.plain_seconds)
         assert record(upkeep).gained == pytest.approx(gained)
@@ -265,7 +286,7 @@ def test_trials_and_prompts_are_no_gain_and_no_loss() -> None:
 
 def test_a_look_takes_in_all_that_were_given_up() -> None:
     """Two kinds share every batch: neither could show what it gains alone."""
-    upkeep, gain = Upkeep((DRAFTER,)), 0.0
+    upkeep, gain = Upkeep((DRAFTER,), SLOTS), 0.0
     running: deque[Request] = deque()
     share: list[float] = []
 
@@ -278,10 +299,9 @@ def test_a_look_takes_in_all_that_were_given_up() -> None:
                 # Now there are some more of them, and now some less.
                 upkeep.choose(new, 0, 8 if number % 2 else 4)
                 running.append(new)
-                batch = tuple(running)
-            served = sum(bool(each.drafters) for each in batch) / len(batch)
+            served = sum(bool(each.drafters) for each in running) / len(running)
             decision = drafting(gain) if gain and served == 1.0 else PLAIN
-            upkeep.launched(batch, decision, KIND, 0, 0.005)
+            launch(upkeep, running, decision, 0.005)
             share.append(served)
         return sum(share[-rounds:]) / rounds
 
@@ -293,7 +313,7 @@ def test_a_look_takes_in_all_that_were_given_up() -> None:
 
 
 def test_a_look_begins_for_all_at_once() -> None:
-    upkeep = Upkeep((DRAFTER,))
+    upkeep = Upkeep((DRAFTER,), SLOTS)
     rested = upkeep.records[4, KIND] = Record(4, served=100.0, without=801.0, given_up=True)
     other = upkeep.records[8, KIND] = Record(8, served=100.0, without=1.0, given_up=True)
     rested.patience = other.patience = 8
@@ -308,14 +328,14 @@ def test_a_look_begins_for_all_at_once() -> None:
 
 def test_rounds_that_many_are_not_served_in_do_not_tell() -> None:
     """But where that lasts, it is no reason to be served for ever."""
-    upkeep, own, other = Upkeep((DRAFTER,)), request(), request()
+    upkeep, own, other = Upkeep((DRAFTER,), SLOTS), request(), request()
     upkeep.records[1, KIND] = Record(1, served=100.0, given_up=True)
     upkeep.choose(other, 0, 1)
     upkeep.choose(own, 1, 4)
     assert own.drafters and other.declined
     rounds = 0
     while own.drafters:
-        upkeep.launched((own, other), drafting(0.5), KIND, 0, 0.01)
+        launch(upkeep, [own, other], drafting(0.5), 0.01)
         rounds += 1
         upkeep.choose(own, 1, 4)
         assert rounds < 10 * ENOUGH
@@ -325,9 +345,9 @@ def test_rounds_that_many_are_not_served_in_do_not_tell() -> None:
 
 
 def test_the_kind_is_that_of_the_rounds_that_a_request_joins() -> None:
-    upkeep, own = Upkeep((DRAFTER,)), request()
+    upkeep, own = Upkeep((DRAFTER,), SLOTS), request()
     for running, kind, there in ((1, DRAWN_KIND, 1), (0, DRAWN_KIND, 2), (1, KIND, 2)):
-        upkeep.launched((own,), PLAIN, kind, 0, 0.01)
+        launch(upkeep, [own], PLAIN, 0.01, kind=kind)
         upkeep.choose(own, running, 4)
         assert len(upkeep.records) == there
     assert set(upkeep.records) == {(4, DRAWN_KIND), (4, KIND)}
@@ -346,7 +366,7 @@ def test_the_kind_is_that_of_the_rounds_that_a_request_joins() -> None:
 def test_whatever_comes_served_time_is_paid_for(phases: list[tuple]) -> None:
     """No request has drafters declined that its choice does not allow, and nobody lacks them
     without hundreds of rounds that say so."""
-    upkeep = Upkeep((DRAFTER,))
+    upkeep = Upkeep((DRAFTER,), SLOTS)
     for load, length, drawn, gain, rounds in phases:
         params = DRAWN if drawn else GREEDY
         traffic = Traffic(upkeep, lambda gain=gain: gain, 0.02, load, length, params)

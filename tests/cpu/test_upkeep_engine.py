@@ -26,7 +26,7 @@ class Told(Upkeep):
     """Serves whom it is told to."""
 
     def __init__(self, engine: Engine, serves: Callable[[Request], bool]) -> None:
-        super().__init__((engine.controller.names.index(DRAFTER),))
+        super().__init__((engine.controller.names.index(DRAFTER),), engine.config.max_num_seqs)
         self.serves = serves
         engine.scheduler.upkeep = self
 
@@ -160,7 +160,9 @@ def test_what_rounds_tell_of_keeping_up(ahead: bool) -> None:
         def launched(self, *told_of: Any) -> None:
             told.append(told_of[3:])
 
-    engine.scheduler.upkeep = Listens((engine.controller.names.index(DRAFTER),))
+    engine.scheduler.upkeep = Listens(
+        (engine.controller.names.index(DRAFTER),), engine.config.max_num_seqs
+    )
     engine.round.keeping_up.row_seconds = rows = RowSeconds()
     rows.observe(10, 0.5)
     engine.round.keeping_up._observes = False

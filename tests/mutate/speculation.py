@@ -351,13 +351,6 @@ MUTATIONS = (
         "test_loop.py::test_a_launch_takes_one_upload",
     ),
     m(
-        "engine/landing.py",
-        "        if after % size < more:\n",
-        "        if False:\n",
-        "test_landing.py",
-        "test_kv.py",
-    ),
-    m(
         "engine/loop.py",
         "                self.uploads.send()\n",
         "",
@@ -1534,7 +1527,7 @@ MUTATIONS = (
     ),
     m(
         "speculation/upkeep.py",
-        "            kept += len(requests)",
+        "            kept += len(slots)",
         "            kept += 1",
         "test_upkeep.py",
     ),

@@ -26,6 +26,10 @@ class Wishes:
     logprobs: int | None
     masked: bool
 
+    def allows(self, proposer: str) -> bool:
+        """Whether the proposer may draft for such a request."""
+        return proposer not in self.declined and self.speculation.allows(proposer)
+
     @classmethod
     def note(cls, requests: Iterable[Request]) -> None:
         """Find out for requests that were just let in."""
@@ -63,28 +67,91 @@ class Group:
 def group(requests: Sequence[Request], names: Mapping[int, str], max_drafts: int) -> Group:
     """``names``: of the proposers that may offer, by index; ``max_drafts``: the engine's limit."""
     # By identity, as to compare them takes long.
-    kinds = {id(each.wishes): each for each in requests}.values()
+    kinds = {id(each.wishes): each.wishes for each in requests}
+    return _group(tuple(requests), slots_of(requests), list(kinds.values()), names, max_drafts)
+
+
+def _group(
+    requests: tuple[Request, ...],
+    slots: np.ndarray,
+    kinds: Sequence[Wishes],
+    names: Mapping[int, str],
+    max_drafts: int,
+) -> Group:
+    """``kinds``: all wishes that some of them have."""
     limits = [
         max_drafts if limit is None else limit
         for limit in (each.speculation.max_draft_tokens for each in kinds)
     ]
-    widths = [w for w in (each.params.logprobs for each in kinds) if w is not None]
+    widths = [each.logprobs for each in kinds if each.logprobs is not None]
     scored: tuple[int, ...] = ()
     if widths:
         places = enumerate(requests)
         scored = tuple(place for place, each in places if each.params.logprobs is not None)
     return Group(
-        requests=tuple(requests),
-        slots=slots_of(requests),
-        kind=SamplingStages.together(each.wishes.stages for each in kinds),
+        requests=requests,
+        slots=slots,
+        kind=SamplingStages.together(each.stages for each in kinds),
         proposers=tuple(
             index for index, name in names.items() if any(each.allows(name) for each in kinds)
         ),
         draft_limit=max(limits, default=0),
         logprobs=width_for(max(widths)) if widths else None,
         scored=scored,
-        masked=any(each.grammar is not None for each in kinds),
+        masked=any(each.masked for each in kinds),
     )
+
+
+class Members:
+    """Requests that come and go, in the order in which they came. Where hundreds run, somebody does
+    in every other round: who went is found in arrays, and what they want of their rounds is counted
+    instead of asked of each again."""
+
+    def __init__(self, left: np.ndarray) -> None:
+        """``left`` int64 [slots]: how often each slot was left so far, which somebody counts."""
+        self._left = left
+        self.requests: list[Request] = []
+        self._slots = self._since = np.empty(0, dtype=np.int64)
+        """int64 [n]: of the requests; and as of ``left``, when they came."""
+        self._wishes: list[Wishes] = []
+        self._counts: dict[int, int] = {}
+        """Of requests, by the identity of their wishes: to compare these takes long."""
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def drop_left(self) -> bool:
+        """Forget those who have left their slots; returns whether there were any."""
+        stays = self._left[self._slots] == self._since
+        if stays.all():
+            return False
+        for place in np.flatnonzero(~stays)[::-1].tolist():
+            del self.requests[place]
+            self._counts[id(self._wishes.pop(place))] -= 1
+        self._slots, self._since = self._slots[stays], self._since[stays]
+        return True
+
+    def join(self, requests: Sequence[Request]) -> None:
+        """These run, and belong to them from now on."""
+        slots, wishes = slots_of(requests), [request.wishes for request in requests]
+        for each in wishes:
+            self._counts[id(each)] = self._counts.get(id(each), 0) + 1
+        self._slots = np.concatenate((self._slots, slots))
+        self._since = np.concatenate((self._since, self._left[slots]))
+        self.requests += requests
+        self._wishes += wishes
+
+    def group(self, names: Mapping[int, str], max_drafts: int) -> Group:
+        """All of them, as of ``group``."""
+        kinds, missing = list[Wishes](), {key for key, count in self._counts.items() if count}
+        self._counts = {key: self._counts[key] for key in missing}
+        for wishes in self._wishes:
+            if not missing:
+                break
+            if id(wishes) in missing:
+                missing.remove(id(wishes))
+                kinds.append(wishes)
+        return _group(tuple(self.requests), self._slots, kinds, names, max_drafts)
 
 
 def join(first: Group, second: Group) -> Group:
@@ -138,12 +205,6 @@ class Batch:
         return np.concatenate((slots[chunks:], slots[: self.ending])) if chunks else slots
 
     @property
-    def sampling(self) -> tuple[Request, ...]:
-        """Whose slots these are."""
-        requests, chunks = self.group.requests, len(self.chunks)
-        return (*requests[chunks:], *requests[: self.ending]) if chunks else requests
-
-    @property
     def rows(self) -> int:
         """Rows of known tokens."""
         return self.prompt_rows + self.decoding
@@ -166,8 +227,11 @@ class Batch:
         return replace(self, chunks=tuple(chunks), ending=min(self.ending, whole))
 
     @property
-    def quota(self) -> list[int]:
-        return [*self.chunks, *[1] * self.decoding]
+    def quota(self) -> np.ndarray:
+        """int64 [spans]: the most known rows that each of them runs."""
+        rows = np.ones(self.count, dtype=np.int64)
+        rows[: len(self.chunks)] = self.chunks
+        return rows
 
     @property
     def kind(self) -> SamplingStages:

@@ -94,7 +94,7 @@ class Engine(Restored):
         self.kv = KVManager(self.kv_blocks, config.block_size, config.enable_prefix_caching)
         keeping = [index for index, need in enumerate(needs) if need.kv_bytes_per_token]
         chooses = keeping and config.draft_policy == "auto"
-        upkeep = Upkeep(keeping) if chooses else None
+        upkeep = Upkeep(keeping, config.max_num_seqs) if chooses else None
         self.scheduler = Scheduler(self.kv, config.max_num_seqs, upkeep)
         names = [proposer.name for proposer in self.proposers]
         self.hosts = HostOffers(

@@ -10,6 +10,11 @@ INTERPRETERS_OWN = 10_000
 """Objects, at most, that Python leaves out of collections of its own accord (3.12: some hundreds).
 Whoever leaves out what a program has loaded, leaves out more."""
 
+BETWEEN = 50_000
+"""Objects, at least, that come and do not go between two collections. A round of hundreds of
+requests makes a thousand, and drops those of the round before: by Python's own number, 700, every
+round would be interrupted, for a tenth of the host's time."""
+
 
 @contextmanager
 def no_collections() -> Iterator[None]:
@@ -25,14 +30,18 @@ def no_collections() -> Iterator[None]:
 
 @contextmanager
 def only_new_garbage() -> Iterator[None]:
-    """Collections meanwhile leave out all that exists already. With a model loaded, looking through
-    that takes a tenth of a second, once in a few hundred rounds."""
+    """Collections meanwhile are few, and leave out all that exists already. With a model loaded,
+    looking through that takes a tenth of a second, once in a few hundred rounds."""
     if gc.get_freeze_count() > INTERPRETERS_OWN:
         # Somebody has done so before; undoing it is theirs, too.
         yield
         return
+    before, *others = gc.get_threshold()
     gc.freeze()
+    # By 0 somebody says that there are to be none.
+    gc.set_threshold(before and max(before, BETWEEN), *others)
     try:
         yield
     finally:
+        gc.set_threshold(before, *others)
         gc.unfreeze()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from surefoot.engine.batch import Batch, Group, Wishes, group, join
+from surefoot.engine.batch import Batch, Group, Members, Wishes, group, join
 from surefoot.engine.chunks import ChunkLimits
 from surefoot.engine.scheduler import Scheduler
 from surefoot.request import Request, Status
@@ -43,9 +43,9 @@ class Gathering:
         self._since_let_in = TOGETHER_ROUNDS
         """Rounds since it was last tried to let somebody in."""
         self._changes = -1
-        """The scheduler's count of changes that the next four are of; -1: none."""
+        """The scheduler's count of changes that the next three are of; -1: none."""
         self._prompts: list[Request] = []
-        self._free: list[Request] = []
+        self._free = Members(scheduler.left)
         """Those that decode and need nothing of the host."""
         self._synchronous: list[Request] = []
         """Those that decode under a grammar."""
@@ -113,11 +113,10 @@ class Gathering:
         """Who is where, if that has changed, since ``fresh`` were let in."""
         if self._changes == self.scheduler.changes:
             return
-        running = Status.RUNNING
-        # Whoever decodes goes on with it while it runs: hundreds need not be asked again.
-        free = [each for each in self._free if each.status is running]
         others = [
-            each for each in (*self._synchronous, *self._prompts, *fresh) if each.status is running
+            each
+            for each in (*self._synchronous, *self._prompts, *fresh)
+            if each.status is Status.RUNNING
         ]
         prompts = [each for each in others if each.in_prompt]
         decoding = [each for each in others if not each.in_prompt]
@@ -125,23 +124,26 @@ class Gathering:
             prompts.sort(key=self.scheduler.rank)
         self._prompts = prompts
         self._synchronous = [each for each in decoding if each.grammar is not None]
-        self._free = free + [each for each in decoding if each.grammar is None]
-        self._batch = None
+        # Whoever decodes goes on with it while it runs: hundreds need not be asked again.
+        free = [each for each in decoding if each.grammar is None]
+        if self._free.drop_left() or free:
+            self._free.join(free)
+            self._batch = None
         self._changes = self.scheduler.changes
 
     def _group(self, requests: Sequence[Request]) -> Group:
         return group(requests, self.names, self.max_drafts)
 
-    def _able(self, in_flight: Collection[Batch]) -> tuple[list[Request], list[Request]]:
+    def _able(self, in_flight: Collection[Batch]) -> tuple[Sequence[Request], list[Request]]:
         """Of those with a current token who can take part: the free ones, and others."""
-        free = self._free
+        free = self._free.requests
         if all(
             request.length + sum(request in batch.group.requests for batch in in_flight)
             >= request.max_length
             for request in free
         ):
             # The rounds in flight end them all.
-            free = []
+            free = ()
         return free, [
             request
             for request in self._synchronous
@@ -152,7 +154,7 @@ class Gathering:
         """Those with a current token that can take part."""
         free, others = self._able(in_flight)
         if free and self._batch is None:
-            self._batch = Batch(self._group(free), (), 0)
+            self._batch = Batch(self._free.group(self.names, self.max_drafts), (), 0)
         batch = self._batch if free else None
         if not others:
             return batch

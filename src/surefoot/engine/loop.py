@@ -230,11 +230,10 @@ class Loop:
         self.clock.leave_out(self.rounds.apart_seconds)
         self._count_chunks(batch)
         self.reservations.launched(batch, reach)
-        if self.scheduler.upkeep is not None and (sampling := batch.sampling):
+        slots, upkeep = situation.slots, self.scheduler.upkeep
+        if upkeep is not None and slots is not None and len(slots):
             row_seconds = self.round.keeping_up.row_seconds.mean
-            self.scheduler.upkeep.launched(
-                sampling, decision, batch.kind, batch.prompt_rows, row_seconds
-            )
+            upkeep.launched(slots, decision, batch.kind, batch.prompt_rows, row_seconds)
         changes, left = self.scheduler.changes, self.scheduler.left[batch.group.slots]
         return Flight(
             batch, size, decision, situation, reach, scored, hosted, changes, left, report
@@ -302,7 +301,6 @@ class Loop:
             report,
             batch,
             committed,
-            self.kv,
             self._draftings,
             columns,
             self.state.max_drafts if flight.size.verifies else 0,

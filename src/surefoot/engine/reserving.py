@@ -14,13 +14,11 @@ from surefoot.request import Request
 from surefoot.speculation.decisions import Decision
 from surefoot.speculation.state import SlotState
 
-AHEAD = 64
-"""Positions that are reserved at once, at least, so that not every launch has to; whoever has less
+AHEAD = 256
+"""Positions that are reserved at once, at most, so that not every launch has to; whoever has less
 than half of that left is served along with those who lack some."""
-ROUNDS = 8
-"""Rounds that these last for, at least."""
-PLENTY = 3
-"""How many times as many blocks have to be free, for that."""
+PART = 8
+"""Of the free blocks, one of so many may be reserved for that in a round."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,32 +73,21 @@ class Reservations:
             rows[:chunks] = batch.chunks
         before = self.computed[slots] + self.reach[slots]
         needed = np.minimum(before + rows, self.limit[slots])
-        if (needed > self.capacity[slots]).any() and not self._reserve(
-            transaction, batch, before, rows, needed
-        ):
+        lack = (needed > self.capacity[slots]).any()
+        if lack and not self._reserve(transaction, batch, needed):
             return None
         return Reach(rows, int(needed.max()))
 
-    def _reserve(
-        self,
-        transaction: Transaction,
-        batch: Batch,
-        before: np.ndarray,
-        rows: np.ndarray,
-        needed: np.ndarray,
-    ) -> bool:
+    def _reserve(self, transaction: Transaction, batch: Batch, needed: np.ndarray) -> bool:
         """Blocks for those of a batch that need more positions than they have blocks for (int64
         [spans] each); where there are plenty, for those that soon will as well, so that tables are
         written for many at once."""
-        slots, chunks = batch.group.slots, len(batch.chunks)
+        slots, size, free = batch.group.slots, self.kv.block_size, self.kv.pool.num_free
         capacity, limit = self.capacity[slots], self.limit[slots]
-        ahead = np.maximum(AHEAD, ROUNDS * rows)
-        roomy = np.maximum(np.minimum(before + ahead, limit), needed)
-        roomy[:chunks] = np.minimum(needed[:chunks] + AHEAD, limit[:chunks])
-        soon = np.minimum(before + ahead // 2, roomy) > capacity
-        wanted = np.where(soon, roomy, needed)
-        missing = np.maximum(0, -(-(wanted - capacity) // self.kv.block_size))
-        if PLENTY * missing.sum() > self.kv.pool.num_free:
+        ahead = min(free // (PART * len(slots)) * size, AHEAD)
+        soon = np.minimum(needed + ahead // 2, limit) > capacity
+        wanted = np.where(soon, np.minimum(needed + ahead, limit), needed)
+        if np.maximum(0, -(-(wanted - capacity) // size)).sum() > free:
             wanted = needed
         lacking = np.flatnonzero(wanted > capacity)
         requests = [batch.group.requests[place] for place in lacking]

@@ -105,6 +105,8 @@ class Scheduler:
         self.waiting.extendleft(reversed(skipped))
         if admitted:
             self.changes += 1
+            if self.upkeep is not None:
+                self.upkeep.enter(admitted)
             running = self.running
             first = len(running) - len(admitted)
             # Mostly those that came last are let in last.
@@ -141,6 +143,7 @@ class Scheduler:
         """All that have not ended wait again, in order, and hold nothing; whatever state this was
         left in."""
         self.changes += 1
+        self.left += 1
         self.running.clear()
         self._free_slots[:] = range(self.max_num_seqs - 1, -1, -1)
         self.kv.clear()

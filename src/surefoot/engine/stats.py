@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from surefoot.engine.landing import Landing
@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from surefoot.request import Drafting, Request
 
 
-@dataclass(slots=True)
-class Progress:
+class Progress(NamedTuple):
     """What a round gave one request: its new tokens, already part of ``request.output``."""
 
     request: Request

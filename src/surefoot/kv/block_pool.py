@@ -15,7 +15,21 @@ from functools import lru_cache
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Hash of a full block given the hash of the block before it (``b""`` for the first), so that
     equal hashes mean equal token prefixes."""
-    return hashlib.blake2b(parent + _packer(len(tokens))(*tokens), digest_size=16).digest()
+    return _hash(parent + _packer(len(tokens))(*tokens))
+
+
+def chain_hashes(parent: bytes, tokens: Sequence[int], size: int) -> list[bytes]:
+    """Of all full blocks of ``size`` tokens, one after the other."""
+    packed, width = _packer(len(tokens))(*tokens), 4 * size
+    hashes = []
+    for end in range(width, len(packed) + 1, width):
+        parent = _hash(parent + packed[end - width : end])
+        hashes.append(parent)
+    return hashes
+
+
+def _hash(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 @lru_cache

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Protocol
 
-from surefoot.kv.block_pool import BlockPool, chain_hash
+from surefoot.kv.block_pool import BlockPool, chain_hash, chain_hashes
 
 
 class Text(Protocol):
@@ -83,24 +83,27 @@ class KVManager:
         return text.computed
 
     def close(self, request_id: str) -> None:
-        """End a lease. Its tail is released first, so that it is evicted before its prefix."""
+        """End a lease: its full blocks are findable from now on. Its tail is released first, so
+        that it is evicted before its prefix."""
         lease = self.leases.pop(request_id)
+        self.keep(lease)
         for block in reversed(lease.blocks):
             self.pool.release(block)
 
     def keep(self, lease: Lease) -> None:
-        """More of its text is computed: blocks that are full now become findable. Need not be
-        called where none became full."""
+        """Its full blocks become findable. Of a prompt's this is done as soon as they are computed;
+        what the text goes on with is looked for when it has ended, and waits for that."""
         size, text = self.block_size, lease.text
         if text.computed > size * len(lease.blocks):
             raise RuntimeError("computed beyond the reservation")
-        if not self.prefix_caching:
+        first, end = len(lease.hashes), text.computed // size
+        if not self.prefix_caching or first >= end:
             return
-        for place in range(len(lease.hashes), text.computed // size):
-            parent = lease.hashes[-1] if lease.hashes else b""
-            content = chain_hash(parent, text.known(place * size, (place + 1) * size))
-            self.pool.register(lease.blocks[place], content, lease.drafters)
-            lease.hashes.append(content)
+        parent = lease.hashes[-1] if lease.hashes else b""
+        found = chain_hashes(parent, text.known(first * size, end * size), size)
+        for block, content in zip(lease.blocks[first:end], found, strict=True):
+            self.pool.register(block, content, lease.drafters)
+        lease.hashes += found
 
     def give_back(self, lease: Lease) -> None:
         """End the reservation: whole blocks beyond what is computed, last in first out."""

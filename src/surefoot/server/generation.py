@@ -83,7 +83,8 @@ class Choice:
         request = self.request
         name = proposers[news.proposer] if news.proposer >= 0 else None
         offered = news.offered + news.hosted
-        request.landed.append(Drafting(name, offered, news.verified, news.accepted))
+        drafting = Drafting(name, offered, news.verified, news.accepted)
+        request.landed.append((len(request.output), drafting))
         request.output += news.tokens
         own = [None] * (len(news.tokens) - news.accepted)
         self.draft_positions += [*range(1, news.accepted + 1), *own]

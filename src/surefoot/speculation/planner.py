@@ -44,6 +44,10 @@ from surefoot.speculation.plans import Case, Plan
 from surefoot.speculation.size import GREEDY
 from surefoot.speculation.weighing import Weighing
 
+_ALIKE = 5
+"""Rounds are alike whose numbers of requests have the same first binary digits, so many: where some
+come and go, the number is another one in most rounds."""
+
 
 class Planner:
     """Decides every round of an engine."""
@@ -324,7 +328,8 @@ class Planner:
             # Prompts that were launched meanwhile are not this round's.
             proposing = bool(decision.proposers)
             host_seconds = self.host.seconds(s.requests, outcome.drafting, proposing, s.prompts)
-        familiar, like = self._familiar, (s.kind, s.requests, decision.action, decision.drafts)
+        about = s.requests >> max(0, s.requests.bit_length() - _ALIKE)
+        familiar, like = self._familiar, (s.kind, about, decision.action, decision.drafts)
         if not s.prompt_rows and familiar.passes(like):
             self.costs.pass_over()
         else:

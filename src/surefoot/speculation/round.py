@@ -123,7 +123,10 @@ class Round:
         """For measurements and the certificate: between sampling and accepting."""
 
     def set_batch(
-        self, slots: Sequence[int] | np.ndarray, quota: Sequence[int], scored: Sequence[int]
+        self,
+        slots: Sequence[int] | np.ndarray,
+        quota: Sequence[int] | np.ndarray,
+        scored: Sequence[int],
     ) -> None:
         """Say who takes part in the next round (int64 [n]), the most known rows that each of them
         runs, and the places of those whose tokens' logprobs are wanted."""

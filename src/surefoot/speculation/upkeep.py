@@ -9,9 +9,11 @@ requests gained is known by how many there were when they were let in, and by th
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from surefoot.request import Request
 from surefoot.sampling.params import SamplingStages
@@ -50,11 +52,6 @@ class Record:
     given_up: bool = False
     patience: int = _SHORTEST // 2
     """How many times as long a crowd would be without as with drafters."""
-
-    def __post_init__(self) -> None:
-        self.cases = Case(self, False), Case(self, True)
-        """One for all requests that it counts with drafters, and one for those without: hundreds
-        are counted in a round."""
 
     @property
     def weight(self) -> float:
@@ -103,8 +100,7 @@ class Record:
             )
 
 
-@dataclass(eq=False)
-class Case:
+class Case(NamedTuple):
     """What a ``record`` counts a request as: one that drafters serve, or one without."""
 
     record: Record
@@ -114,15 +110,21 @@ class Case:
 class Upkeep:
     """Lets requests in with drafters or without."""
 
-    def __init__(self, drafters: Collection[int]) -> None:
-        """``drafters``: proposers with KV of their own, by index."""
+    def __init__(self, drafters: Collection[int], slots: int) -> None:
+        """``drafters``: proposers with KV of their own, by index; for requests in so many
+        ``slots``."""
         self.drafters = frozenset(drafters)
         self.records: dict[tuple[int, SamplingStages], Record] = {}
         self._kind = GREEDY
         """Of the last round, with the requests that were let in since."""
-        self._requests: Sequence[Request] = ()
+        self._cases: dict[Case | None, int] = {None: 0}
+        """Numbers of what requests count as; ``Request.upkeep`` is one of them."""
+        self._counts_as = np.zeros(slots, dtype=np.int64)
+        """These numbers, by slot: hundreds of requests are counted in a round."""
+        self._slots: np.ndarray | None = None
+        """Of the last round's requests, if nobody was let in since."""
         self._shares: list[tuple[Case, float]] = []
-        """Of the last round's requests."""
+        """What part of them counts as what."""
         self._tells = False
 
     def choose(self, request: Request, running: int, load: int) -> None:
@@ -130,7 +132,7 @@ class Upkeep:
         ``running`` ones. ``load``: all that run or wait, itself included. One that names its
         drafter keeps it."""
         request.drafters, request.declined = request.drafters | request.declined, frozenset()
-        request.upkeep = None
+        request.upkeep = 0
         own = SamplingStages.of((request.params,))
         kind = kind_of(own)
         if running and kind is not self._kind:
@@ -141,9 +143,15 @@ class Upkeep:
         about = 2 ** round(math.log2(load))
         record = self.records.setdefault((about, self._kind), Record(about))
         serves = self._serves(record)
-        request.upkeep = record.cases[serves]
+        request.upkeep = self._cases.setdefault(Case(record, serves), len(self._cases))
         if not serves:
             request.drafters, request.declined = frozenset(), request.drafters
+
+    def enter(self, requests: Sequence[Request]) -> None:
+        """They were let in, and have slots now."""
+        for request in requests:
+            self._counts_as[request.slot] = request.upkeep
+        self._slots = None
 
     def _serves(self, record: Record) -> bool:
         if record.given_up:
@@ -162,26 +170,26 @@ class Upkeep:
 
     def launched(
         self,
-        requests: Sequence[Request],
+        slots: np.ndarray,
         decision: Decision,
         kind: SamplingStages,
         prompt_rows: int,
         row_seconds: float,
     ) -> None:
-        """Such a round was launched, in which these requests sample, with so many rows of prompts.
-        ``kind`` as in ``Situation``; ``row_seconds``: what drafters take to keep up with a row that
-        they do not draft behind."""
+        """Such a round was launched, in which the requests in ``slots`` (int64 [n], n > 0) sample,
+        with so many rows of prompts. ``kind`` as in ``Situation``; ``row_seconds``: what drafters
+        take to keep up with a row that they do not draft behind."""
         self._kind = kind
-        if requests is not self._requests:
-            self._requests = requests
-            self._share(requests)
+        if slots is not self._slots:
+            self._slots = slots
+            self._share(slots)
         expected = decision.expected
         plain, gain, kept = expected.plain_seconds, 0.0, prompt_rows
         if plain <= 0.0:
             # Somebody else decides, who believes nothing: a fixed number of drafts is measured.
             return
         if self.drafters.isdisjoint(decision.proposers):
-            kept += len(requests)
+            kept += len(slots)
         elif expected.trial is None:
             seconds = expected.seconds - expected.prompt_seconds
             gain = expected.tokens - seconds / plain
@@ -190,8 +198,8 @@ class Upkeep:
             known = gain if self._tells else None
             case.record.passed(case.served, share, expected.seconds / plain, known)
 
-    def _share(self, requests: Sequence[Request]) -> None:
-        total = len(requests)
-        counts: Counter[Case | None] = Counter([each.upkeep for each in requests])
-        self._shares = [(case, count / total) for case, count in counts.items() if case is not None]
+    def _share(self, slots: np.ndarray) -> None:
+        counts = np.bincount(self._counts_as[slots], minlength=len(self._cases)).tolist()
+        pairs = zip(self._cases, counts, strict=True)
+        self._shares = [(case, count / len(slots)) for case, count in pairs if case and count]
         self._tells = sum(share for case, share in self._shares if not case.served) <= _FEW
