@@ -113,9 +113,11 @@ def read_report(
         request.computed += more
     items = zip(requests, tokens, drafting, strict=True)
     landing.progress = progress = list(map(_progress, compress(items, counts)))
-    places = (committed > 0).cumsum()
-    for place in np.flatnonzero(rows[:, columns.END] * committed).tolist():
-        landing.ended.append((progress[places[place] - 1], int(rows[place, columns.END])))
+    ends = rows[:, columns.END]
+    if ends.any():
+        places = (committed > 0).cumsum()
+        for place in np.flatnonzero(ends * committed).tolist():
+            landing.ended.append((progress[places[place] - 1], int(ends[place])))
     if report.scores is not None:
         for place, scores in zip(batch.group.scored, report.scores, strict=False):
             request, width = requests[place], requests[place].params.logprobs
