@@ -934,19 +934,33 @@ def test_how_often_is_decided_anew_is_learnt_where_somebody_proposes_and_forgott
     anew = DecidedAnew(overlap=True)
     assert [anew.of(requests) for requests in (1, 7, 8, 16, 512)] == [1, 1, 1 / 3, 1 / 5, 1 / 8]
     for _ in range(200):
-        anew.passed(512, proposing=True, decided=True)
+        anew.passed(512, prompts=False, proposing=True, decided=True)
     assert anew.of(512) > 0.95 and anew.of(128) == 1 / 8
     # Rounds without proposers have no say, whether they are decided anew or not.
     for _ in range(200):
-        anew.passed(512, proposing=False, decided=False)
+        anew.passed(512, prompts=False, proposing=False, decided=False)
     assert anew.of(512) > 0.8
     for _ in range(10_000):
-        anew.passed(512, proposing=False, decided=False)
+        anew.passed(512, prompts=False, proposing=False, decided=False)
     assert anew.of(512) == pytest.approx(1 / 8, abs=0.02)
     for at in range(400):
-        anew.passed(512, proposing=True, decided=at % 4 == 0)
+        anew.passed(512, prompts=False, proposing=True, decided=at % 4 == 0)
     assert anew.of(512) == pytest.approx(1 / 4, abs=0.1)
     assert DecidedAnew(overlap=False).of(1) == 1 / 5
+
+
+def test_what_traffic_decides_is_not_expected_of_a_crowd_that_is_complete() -> None:
+    """Beside prompts, which every other round runs, no decision holds. Then nobody comes."""
+    anew = DecidedAnew(overlap=True)
+    for at in range(400):
+        anew.passed(512, prompts=at % 2 > 0, proposing=True, decided=True)
+    assert anew.of(512) > 0.95
+    for _ in range(60):
+        anew.passed(512, prompts=False, proposing=False, decided=False)
+    assert anew.of(512) < 0.3
+    for _ in range(10):
+        anew.passed(512, prompts=True, proposing=False, decided=False)
+    assert anew.of(512) > 0.9
 
 
 def test_decisions_make_the_host_s_time_vary() -> None:

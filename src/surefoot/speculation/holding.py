@@ -28,6 +28,9 @@ host needed less, they held no longer for that, and it needed more again.)"""
 _ANEW_WEIGHT, _ANEW_FORGOTTEN = 0.05, 5e-4
 """Of a round, in the part of such rounds that are decided anew; and by how much of it what was
 learnt is forgotten in a round without proposers."""
+_ARRIVING_WEIGHT, _ARRIVING = 0.05, 0.1
+"""Of a round, in the part of late ones that ran prompts; and how large that is where requests come
+and go."""
 
 
 def waits_for_host(host: float, seconds: float) -> bool:
@@ -43,28 +46,35 @@ def crowd_holds(requests: int) -> int:
 
 
 class DecidedAnew:
-    """The part of rounds with proposers that are decided anew, by about how many requests there
-    are: what a decision takes the host is expected of so many."""
+    """The part of rounds with proposers that are decided anew: what a decision takes the host is
+    expected of so many. By about how many requests there are, and whether others come: beside
+    prompts no decision holds, and a crowd that is complete keeps what it decided."""
 
     def __init__(self, overlap: bool) -> None:
         """``overlap`` as in ``Planner``."""
         self._overlap = overlap
-        self._parts = dict[int, float]()
+        self._parts = dict[tuple[int, bool], float]()
+        self._arriving = 0.0
+        """The part of late rounds that ran prompts."""
 
     def of(self, requests: int) -> float:
         """Of rounds of so many requests, where the host's time counts."""
-        part = self._parts.get(requests.bit_length())
+        part = self._parts.get(self._kind(requests))
         return self._first(requests) if part is None else part
 
-    def passed(self, requests: int, proposing: bool, decided: bool) -> None:
-        """There was such a round that tried nothing."""
-        size, part = requests.bit_length(), self.of(requests)
+    def passed(self, requests: int, prompts: bool, proposing: bool, decided: bool) -> None:
+        """There was such a round that tried nothing. ``prompts``: whether it ran some."""
+        self._arriving += _ARRIVING_WEIGHT * (prompts - self._arriving)
+        kind, part = self._kind(requests), self.of(requests)
         if proposing:
             part += _ANEW_WEIGHT * (decided - part)
         else:
             # Whatever made them short-lived does not last.
             part += _ANEW_FORGOTTEN * (self._first(requests) - part)
-        self._parts[size] = part
+        self._parts[kind] = part
+
+    def _kind(self, requests: int) -> tuple[int, bool]:
+        return requests.bit_length(), self._arriving > _ARRIVING
 
     def _first(self, requests: int) -> float:
         """If they hold as long as they may."""

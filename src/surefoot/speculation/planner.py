@@ -118,7 +118,8 @@ class Planner:
         decision = self._next(situation)
         self.fairness.launched(situation.slots)
         if decision.expected.trial is None and situation.requests:
-            self._anew.passed(situation.requests, bool(decision.proposers), self.decided)
+            prompts, proposing = situation.prompt_rows > 0, bool(decision.proposers)
+            self._anew.passed(situation.requests, prompts, proposing, self.decided)
         return decision
 
     def _next(self, situation: Situation) -> Decision:
