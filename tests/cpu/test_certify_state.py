@@ -125,7 +125,10 @@ class ChangesPlaces(Summing):
     def propose(self, slots: torch.Tensor) -> Drafts:
         drafts = super().propose(slots)
         self.calls += 1
-        tokens = drafts.tokens.roll(self.calls % 2, dims=1)
+        # At the end of a text there is room for one of them only.
+        room = (self.state.limit - self.state.length)[slots] > 2
+        rolled = drafts.tokens.roll(self.calls % 2, dims=1)
+        tokens = torch.where(room[:, None], rolled, drafts.tokens)
         return replace(drafts, tokens=tokens, lengths=0 * drafts.lengths + 2)
 
 

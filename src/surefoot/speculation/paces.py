@@ -44,6 +44,9 @@ class Shares:
         self._shares = np.ones(0)
         self._cases = np.ones(0)
         """That tell so: first a made-up one."""
+        self._reached: np.ndarray | None = None
+        """Slots that it is known to have: to look for the largest takes as long as what is asked of
+        them, and a decision asks a dozen times of the same."""
 
     def admit(self, slots: np.ndarray) -> None:
         """Nothing is known of those who enter ``slots``, int64 [n]."""
@@ -64,8 +67,10 @@ class Shares:
         return self._shares[slots]
 
     def _reach(self, slots: np.ndarray) -> None:
-        self._shares = _reaching(self._shares, slots, 1.0)
-        self._cases = _reaching(self._cases, slots, 1.0)
+        if slots is not self._reached:
+            self._shares = _reaching(self._shares, slots, 1.0)
+            self._cases = _reaching(self._cases, slots, 1.0)
+            self._reached = slots
 
 
 class Paces:
@@ -78,6 +83,8 @@ class Paces:
 
     def __init__(self) -> None:
         self._ahead = np.full(0, _FIRST)
+        self._reached: np.ndarray | None = None
+        """As of ``Shares``."""
 
     def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Requests enter ``slots``, int64 [n], that may get so many ``tokens``, int64 [n]."""
@@ -99,7 +106,9 @@ class Paces:
         self._ahead[slots] = np.minimum(self._ahead[slots] + tokens - pace * rounds, _MOST)
 
     def _reach(self, slots: np.ndarray) -> None:
-        self._ahead = _reaching(self._ahead, slots, _FIRST)
+        if slots is not self._reached:
+            self._ahead = _reaching(self._ahead, slots, _FIRST)
+            self._reached = slots
 
 
 @dataclass(frozen=True, eq=False)
