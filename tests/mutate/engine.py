@@ -825,6 +825,18 @@ MUTATIONS = (
     ),
     m(
         "kernels/cpu/attention.c",
+        "        if (g->view[m].start / SF_LANES < whole) whole",
+        "        if (!m) whole",
+        "test_native_backend.py",
+    ),
+    m(
+        "kernels/cpu/attention.c",
+        "        largest[m] = vf_set1(vf_hmax(best));",
+        "        largest[m] = best;",
+        "test_native_backend.py",
+    ),
+    m(
+        "kernels/cpu/attention.c",
         "int64_t end = whole + rest * (thread + 1) / sf_team - first;",
         "int64_t end = whole + rest * (thread + 2) / sf_team - first;",
         "test_native_backend.py",

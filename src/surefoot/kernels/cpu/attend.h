@@ -105,6 +105,22 @@ SF_INLINE void sf_mix(const int M, const int D, const int bf16, const uint8_t *c
         SF_UNROLL for (int c = 0; c < D; c++) vf_store(out[m] + column + 16 * c, acc[m * D + c]);
 }
 
+/* largest[m] = the largest of each lane of s [tiles][M][16]. */
+SF_INLINE void sf_peaks(const int M, const float *s, int64_t tiles, vf *largest) {
+    vf best[SF_GROUP];
+    SF_UNROLL for (int m = 0; m < M; m++) best[m] = vf_set1(-__builtin_inff());
+    for (int64_t t = 0; t < tiles; t++, s += 16 * M)
+        SF_UNROLL for (int m = 0; m < M; m++) best[m] = vf_max(best[m], vf_load(s + 16 * m));
+    SF_UNROLL for (int m = 0; m < M; m++) largest[m] = best[m];
+}
+
+/* s [tiles][M][16] = exp(s - largest[m]) */
+SF_INLINE void sf_powers(const int M, float *s, int64_t tiles, const vf *largest) {
+    for (int64_t t = 0; t < tiles; t++, s += 16 * M)
+        for (int m = 0; m < M; m++)
+            vf_store(s + 16 * m, vf_exp(vf_sub(vf_load(s + 16 * m), largest[m])));
+}
+
 /* total[m] = the sums of s [tiles][M][16], whose lanes without a key are zero. */
 SF_INLINE void sf_total(const int M, const float *s, int64_t tiles, float *total) {
     float sum[SF_GROUP];

@@ -135,6 +135,8 @@ typedef void score_run(const float *q, const uint8_t *const *tile, const uint8_t
 typedef void mix_run(const group *g, const uint8_t *const *tile, const uint8_t *const *ahead,
                      const int32_t *size, int64_t tiles, int64_t first, int64_t offset, int n);
 typedef void total_run(group *g, int64_t tiles);
+typedef void peak_run(const float *s, int64_t tiles, vf *largest);
+typedef void power_run(float *s, int64_t tiles, const vf *largest);
 
 #define SCORE(NAME, M, T, BF16)                                                                    \
     static void NAME(const float *q, const uint8_t *const *tile, const uint8_t *const *ahead,      \
@@ -161,7 +163,9 @@ typedef void total_run(group *g, int64_t tiles);
     SCORE(scores_bf16_##M, M, SF_TILES, 1)                                                         \
     MIX(mix_f32_##M, M, 0)                                                                         \
     MIX(mix_bf16_##M, M, 1)                                                                        \
-    static void total_##M(group *g, int64_t tiles) { sf_total(M, g->scores, tiles, g->total); }
+    static void total_##M(group *g, int64_t tiles) { sf_total(M, g->scores, tiles, g->total); }    \
+    static void peaks_##M(const float *s, int64_t tiles, vf *v) { sf_peaks(M, s, tiles, v); }       \
+    static void powers_##M(float *s, int64_t tiles, const vf *v) { sf_powers(M, s, tiles, v); }
 SF_EACH_M(RUNS)
 
 #define ONE_F32(M) score_f32_##M,
@@ -171,6 +175,8 @@ SF_EACH_M(RUNS)
 #define MIX_F32(M) mix_f32_##M,
 #define MIX_BF16(M) mix_bf16_##M,
 #define TOTAL(M) total_##M,
+#define PEAKS(M) peaks_##M,
+#define POWERS(M) powers_##M,
 static score_run *const score_tile[2][SF_GROUP + 1] = {{0, SF_EACH_M(ONE_F32)},
                                                        {0, SF_EACH_M(ONE_BF16)}};
 static score_run *const score_tiles[2][SF_GROUP + 1] = {{0, SF_EACH_M(SEVERAL_F32)},
@@ -178,6 +184,8 @@ static score_run *const score_tiles[2][SF_GROUP + 1] = {{0, SF_EACH_M(SEVERAL_F3
 static mix_run *const mix_tiles[2][SF_GROUP + 1] = {{0, SF_EACH_M(MIX_F32)},
                                                     {0, SF_EACH_M(MIX_BF16)}};
 static total_run *const add_up[SF_GROUP + 1] = {0, SF_EACH_M(TOTAL)};
+static peak_run *const find_peaks[SF_GROUP + 1] = {0, SF_EACH_M(PEAKS)};
+static power_run *const raise_all[SF_GROUP + 1] = {0, SF_EACH_M(POWERS)};
 
 /* The scores of all keys before `first` become `value`. */
 static void hide(float *s, int64_t stride, const tile_list *list, int64_t first, float value) {
@@ -185,25 +193,36 @@ static void hide(float *s, int64_t stride, const tile_list *list, int64_t first,
         for (int64_t i = 0; i < list->size[t] && key + i < first; i++) s[t * stride + i] = value;
 }
 
-/* The softmax's numerators of one vector in place, s [tiles][stride]; invisible keys get 0. */
-static void exponentiate(float *s, int64_t stride, const tile_list *list, const row_view *view) {
-    hide(s, stride, list, view->first, -__builtin_inff());
-    int64_t whole = view->start / SF_LANES < list->whole ? view->start / SF_LANES : list->whole;
-    vf low = vf_set1(-__builtin_inff()), best = low;
-    for (int64_t t = 0; t < whole; t++) best = vf_max(best, vf_load(s + t * stride));
-    for (int64_t t = whole, key = whole * SF_LANES; t < list->tiles; key += list->size[t++]) {
-        uint32_t seen = visible16(view, key) & ((1u << list->size[t]) - 1);
-        best = vf_max(best, vf_select(seen, vf_load(s + t * stride), low));
+/* The softmax's numerators of a group in place; invisible keys get 0. Tiles that all of its vectors
+ * see whole come first, of all vectors at once: none waits for what comes of another's. */
+static void exponentiate(group *g, const tile_list *list) {
+    const int64_t stride = 16 * g->M;
+    int64_t whole = list->whole;
+    vf largest[SF_GROUP];
+    for (int m = 0; m < g->M; m++) {
+        hide(g->scores + 16 * m, stride, list, g->view[m].first, -__builtin_inff());
+        if (g->view[m].start / SF_LANES < whole) whole = g->view[m].start / SF_LANES;
     }
-    vf largest = vf_set1(vf_hmax(best));
-    for (int64_t t = 0; t < whole; t++)
-        vf_store(s + t * stride, vf_exp(vf_sub(vf_load(s + t * stride), largest)));
-    for (int64_t t = whole, key = whole * SF_LANES; t < list->tiles; key += list->size[t++]) {
-        uint32_t seen = visible16(view, key) & ((1u << list->size[t]) - 1);
-        vf p = vf_exp(vf_sub(vf_load(s + t * stride), largest));
-        vf_store(s + t * stride, vf_select(seen, p, vf_zero()));
+    find_peaks[g->M](g->scores, whole, largest);
+    for (int m = 0; m < g->M; m++) {
+        const float *s = g->scores + 16 * m;
+        vf low = vf_set1(-__builtin_inff()), best = largest[m];
+        for (int64_t t = whole, key = whole * SF_LANES; t < list->tiles; key += list->size[t++]) {
+            uint32_t seen = visible16(&g->view[m], key) & ((1u << list->size[t]) - 1);
+            best = vf_max(best, vf_select(seen, vf_load(s + t * stride), low));
+        }
+        largest[m] = vf_set1(vf_hmax(best));
     }
-    hide(s, stride, list, view->first, 0.0f);
+    raise_all[g->M](g->scores, whole, largest);
+    for (int m = 0; m < g->M; m++) {
+        float *s = g->scores + 16 * m;
+        for (int64_t t = whole, key = whole * SF_LANES; t < list->tiles; key += list->size[t++]) {
+            uint32_t seen = visible16(&g->view[m], key) & ((1u << list->size[t]) - 1);
+            vf p = vf_exp(vf_sub(vf_load(s + t * stride), largest[m]));
+            vf_store(s + t * stride, vf_select(seen, p, vf_zero()));
+        }
+        hide(s, stride, list, g->view[m].first, 0.0f);
+    }
 }
 
 typedef struct {
@@ -267,10 +286,8 @@ static void attend_unit(unit *u) {
     score_keys(u);
     for (int i = 0; i < u->count; i++) {
         group *g = &u->groups[i];
-        for (int m = 0; m < g->M; m++) {
-            exponentiate(g->scores + 16 * m, 16 * g->M, &u->list, &g->view[m]);
-            memset(g->out[m], 0, (size_t)u->head_dim * 4);
-        }
+        exponentiate(g, &u->list);
+        for (int m = 0; m < g->M; m++) memset(g->out[m], 0, (size_t)u->head_dim * 4);
         add_up[g->M](g, u->list.tiles);
     }
     mix_values(u);
@@ -434,7 +451,8 @@ static void gather_vectors(unit *u, const sf_batch *batch, int64_t row, int64_t 
             int64_t at = row + (first + m) / heads;
             int64_t column = (int64_t)(head + (first + m) % heads) * n;
             const float *from = q + at * q_stride + column;
-            for (int d = 0; d < n; d++) packed[d * g->M + m] = from[d];
+            float *to = packed + m;
+            for (int d = 0, M = g->M; d < n; d++, to += M) *to = from[d];
             g->out[m] = out + at * out_stride + column;
             g->view[m] = view_of(batch, at);
         }

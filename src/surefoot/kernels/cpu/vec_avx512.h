@@ -35,6 +35,22 @@ SF_INLINE uint32_t vf_at_least(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CM
 SF_INLINE vf vf_half(const uint16_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
+/* Reduced by the trees of vmath.h, in registers. */
+#ifdef __AVX512DQ__
+#define SF_OWN_TREES
+SF_INLINE float vf_hsum(vf a) {
+    __m256 b = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+    c = _mm_add_ps(c, _mm_movehl_ps(c, c));
+    return _mm_cvtss_f32(_mm_add_ss(c, _mm_movehdup_ps(c)));
+}
+SF_INLINE float vf_hmax(vf a) {
+    __m256 b = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 c = _mm_max_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+    c = _mm_max_ps(c, _mm_movehl_ps(c, c));
+    return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
+}
+#endif
 SF_INLINE vf vf_from_vi(vi a) { return _mm512_cvtepi32_ps(a); }
 SF_INLINE vi vf_round(vf a) { return _mm512_cvtps_epi32(a); }
 /* 2^n for -126 <= n <= 127 */

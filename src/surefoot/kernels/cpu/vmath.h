@@ -25,7 +25,9 @@ SF_INLINE vf vf_silu(vf x) {
     return vf_div(x, vf_add(vf_set1(1.0f), vf_exp(vf_sub(vf_zero(), x))));
 }
 
-/* A fixed tree, the same on every instruction set. */
+/* Of all lanes, in a fixed tree, the same on every instruction set: lane i with lane i + 8, then
+ * i + 4, i + 2, i + 1. */
+#ifndef SF_OWN_TREES
 SF_INLINE float vf_hsum(vf a) {
     float lane[16];
     vf_store(lane, a);
@@ -42,6 +44,7 @@ SF_INLINE float vf_hmax(vf a) {
             lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
     return lane[0];
 }
+#endif
 
 SF_INLINE vf sf_load_upto(const float *p, int left) {
     return left >= 16 ? vf_load(p) : vf_load_n(p, left);
@@ -57,11 +60,16 @@ SF_INLINE void sf_store_upto(float *p, vf v, int left) {
 /* y = x * rsqrt(mean(x^2) + eps) * weight; y may be x. */
 static inline void sf_rms_norm(const float *x, const float *weight, float eps, int n, float *y) {
     vf sum[4] = {vf_zero(), vf_zero(), vf_zero(), vf_zero()};
-    for (int i = 0; i < n; i += 64)
-        for (int j = 0; j < 4 && i + 16 * j < n; j++) {
-            vf v = sf_load_upto(x + i + 16 * j, n - i - 16 * j);
+    int done = 0;
+    for (; done + 64 <= n; done += 64)
+        for (int j = 0; j < 4; j++) {
+            vf v = vf_load(x + done + 16 * j);
             sum[j] = vf_fma(v, v, sum[j]);
         }
+    for (int j = 0; j < 4 && done + 16 * j < n; j++) {
+        vf v = sf_load_upto(x + done + 16 * j, n - done - 16 * j);
+        sum[j] = vf_fma(v, v, sum[j]);
+    }
     float total = vf_hsum(vf_add(vf_add(sum[0], sum[1]), vf_add(sum[2], sum[3])));
     vf inverse = vf_set1(1.0f / __builtin_sqrtf(total / (float)n + eps));
     for (int i = 0; i < n; i += 16) {
