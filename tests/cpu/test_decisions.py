@@ -949,6 +949,22 @@ def test_how_often_is_decided_anew_is_learnt_where_somebody_proposes_and_forgott
     assert DecidedAnew(overlap=False).of(1) == 1 / 5
 
 
+def test_rounds_of_nearly_as_many_requests_are_alike_and_others_are_not() -> None:
+    """In traffic their number changes in most rounds. One of 512 says nothing of 16, 32, … or 256,
+    whose first digits are the same in binary."""
+    costs = GivenCosts([], 0.0)
+    costs.little, planner = True, Planner(costs, HostCosts(), WIDTH)
+    for requests in (512, 510, 511, 505, 512, 509):
+        now = replace(situation(), requests=requests, chances=None)
+        planner.landed(planner.decide(now), now, Landed(1.0, None, 0, 0, 0))
+    # 512 itself is one more digit long.
+    assert len(costs.seen) == 2 and costs.passed == 4
+    for requests in (256, 128, 64, 32, 16):
+        now = replace(situation(), requests=requests, chances=None)
+        planner.landed(planner.decide(now), now, Landed(1.0, None, 0, 0, 0))
+    assert len(costs.seen) == 7 and costs.passed == 4
+
+
 def test_what_traffic_decides_is_not_expected_of_a_crowd_that_is_complete() -> None:
     """Beside prompts, which every other round runs, no decision holds. Then nobody comes."""
     anew = DecidedAnew(overlap=True)

@@ -1520,6 +1520,18 @@ MUTATIONS = (
     ),
     # --- whom drafters serve ----------------------------------------------------------------------
     m(
+        "speculation/planner.py",
+        "about = digits, s.requests",
+        "about = 0, s.requests",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/holding.py",
+        "return requests.bit_length(), self._arriving > _ARRIVING",
+        "return requests.bit_length(), False",
+        "test_decisions.py",
+    ),
+    m(
         "speculation/upkeep.py",
         "        gain -= kept * row_seconds / plain\n",
         "",

@@ -11,9 +11,9 @@ INTERPRETERS_OWN = 10_000
 Whoever leaves out what a program has loaded, leaves out more."""
 
 BETWEEN = 50_000
-"""Objects, at least, that come and do not go between two collections. A round of hundreds of
-requests makes a thousand, and drops those of the round before: by Python's own number, 700, every
-round would be interrupted, for a tenth of the host's time."""
+"""Objects, at least, that are made and not dropped before garbage is collected again. A round of
+hundreds of requests makes a thousand, and drops those of the round before: by Python's own number,
+700, every round would be interrupted, for a tenth of the host's time."""
 
 
 @contextmanager

@@ -45,8 +45,8 @@ from surefoot.speculation.size import GREEDY
 from surefoot.speculation.weighing import Weighing
 
 _ALIKE = 5
-"""Rounds are alike whose numbers of requests have the same first binary digits, so many: where some
-come and go, the number is another one in most rounds."""
+"""Rounds are alike whose numbers of requests are equally long in binary and begin with the same
+digits, so many: where some come and go, the number is another one in most rounds."""
 
 
 class Planner:
@@ -329,7 +329,8 @@ class Planner:
             # Prompts that were launched meanwhile are not this round's.
             proposing = bool(decision.proposers)
             host_seconds = self.host.seconds(s.requests, outcome.drafting, proposing, s.prompts)
-        about = s.requests >> max(0, s.requests.bit_length() - _ALIKE)
+        digits = s.requests.bit_length()
+        about = digits, s.requests >> max(0, digits - _ALIKE)
         familiar, like = self._familiar, (s.kind, about, decision.action, decision.drafts)
         if not s.prompt_rows and familiar.passes(like):
             self.costs.pass_over()
