@@ -349,13 +349,19 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "progress[places[place] - 1]",
-        "progress[place]",
+        "np.flatnonzero(ends * committed)",
+        "np.flatnonzero(ends)",
         "test_landing.py",
     ),
     m(
         "engine/landing.py",
-        "compress(items, counts)",
+        "[(items[place], int",
+        "[(landing.progress[place], int",
+        "test_landing.py",
+    ),
+    m(
+        "engine/landing.py",
+        "list(compress(items, counts))",
         "items",
         "test_landing.py",
     ),
@@ -367,8 +373,8 @@ MUTATIONS = (
     ),
     m(
         "engine/batch.py",
-        "            self._counts[id(self._wishes.pop(place))] -= 1\n",
-        "            self._wishes.pop(place)\n",
+        "self.requests = list(compress(self.requests, stays.tolist()))",
+        "self.requests = self.requests[: int(stays.sum())]",
         "test_members.py",
     ),
     m(

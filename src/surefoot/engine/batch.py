@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import compress
 
 import numpy as np
 
@@ -64,21 +65,16 @@ class Group:
     """Whether some have a grammar."""
 
 
-def group(requests: Sequence[Request], names: Mapping[int, str], max_drafts: int) -> Group:
-    """``names``: of the proposers that may offer, by index; ``max_drafts``: the engine's limit."""
-    # By identity, as to compare them takes long.
-    kinds = {id(each.wishes): each.wishes for each in requests}
-    return _group(tuple(requests), slots_of(requests), list(kinds.values()), names, max_drafts)
-
-
-def _group(
-    requests: tuple[Request, ...],
-    slots: np.ndarray,
-    kinds: Sequence[Wishes],
+def group(
+    requests: Sequence[Request],
     names: Mapping[int, str],
     max_drafts: int,
+    slots: np.ndarray | None = None,
 ) -> Group:
-    """``kinds``: all wishes that some of them have."""
+    """``names``: of the proposers that may offer, by index; ``max_drafts``: the engine's limit.
+    ``slots`` int64 [n]: those of the requests, where somebody knows them."""
+    # By identity, as to compare them takes long.
+    kinds = {id(each.wishes): each.wishes for each in requests}.values()
     limits = [
         max_drafts if limit is None else limit
         for limit in (each.speculation.max_draft_tokens for each in kinds)
@@ -89,8 +85,8 @@ def _group(
         places = enumerate(requests)
         scored = tuple(place for place, each in places if each.params.logprobs is not None)
     return Group(
-        requests=requests,
-        slots=slots,
+        requests=tuple(requests),
+        slots=slots_of(requests) if slots is None else slots,
         kind=SamplingStages.together(each.stages for each in kinds),
         proposers=tuple(
             index for index, name in names.items() if any(each.allows(name) for each in kinds)
@@ -104,8 +100,7 @@ def _group(
 
 class Members:
     """Requests that come and go, in the order in which they came. Where hundreds run, somebody does
-    in every other round: who went is found in arrays, and what they want of their rounds is counted
-    instead of asked of each again."""
+    in every other round: who went is found in arrays, instead of asking each."""
 
     def __init__(self, left: np.ndarray) -> None:
         """``left`` int64 [slots]: how often each slot was left so far, which somebody counts."""
@@ -113,9 +108,6 @@ class Members:
         self.requests: list[Request] = []
         self._slots = self._since = np.empty(0, dtype=np.int64)
         """int64 [n]: of the requests; and as of ``left``, when they came."""
-        self._wishes: list[Wishes] = []
-        self._counts: dict[int, int] = {}
-        """Of requests, by the identity of their wishes: to compare these takes long."""
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -125,33 +117,20 @@ class Members:
         stays = self._left[self._slots] == self._since
         if stays.all():
             return False
-        for place in np.flatnonzero(~stays)[::-1].tolist():
-            del self.requests[place]
-            self._counts[id(self._wishes.pop(place))] -= 1
+        self.requests = list(compress(self.requests, stays.tolist()))
         self._slots, self._since = self._slots[stays], self._since[stays]
         return True
 
     def join(self, requests: Sequence[Request]) -> None:
         """These run, and belong to them from now on."""
-        slots, wishes = slots_of(requests), [request.wishes for request in requests]
-        for each in wishes:
-            self._counts[id(each)] = self._counts.get(id(each), 0) + 1
+        slots = slots_of(requests)
         self._slots = np.concatenate((self._slots, slots))
         self._since = np.concatenate((self._since, self._left[slots]))
         self.requests += requests
-        self._wishes += wishes
 
     def group(self, names: Mapping[int, str], max_drafts: int) -> Group:
         """All of them, as of ``group``."""
-        kinds, missing = list[Wishes](), {key for key, count in self._counts.items() if count}
-        self._counts = {key: self._counts[key] for key in missing}
-        for wishes in self._wishes:
-            if not missing:
-                break
-            if id(wishes) in missing:
-                missing.remove(id(wishes))
-                kinds.append(wishes)
-        return _group(tuple(self.requests), self._slots, kinds, names, max_drafts)
+        return group(self.requests, names, max_drafts, self._slots)
 
 
 def join(first: Group, second: Group) -> Group:

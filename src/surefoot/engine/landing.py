@@ -111,13 +111,12 @@ def read_report(
             request.landed.append((len(request.output), drafts))
         request.output += row
         request.computed += more
-    items = zip(requests, tokens, drafting, strict=True)
-    landing.progress = progress = list(map(_progress, compress(items, counts)))
+    items = list(map(_progress, zip(requests, tokens, drafting, strict=True)))
+    landing.progress = list(compress(items, counts))
     ends = rows[:, columns.END]
     if ends.any():
-        places = (committed > 0).cumsum()
-        for place in np.flatnonzero(ends * committed).tolist():
-            landing.ended.append((progress[places[place] - 1], int(ends[place])))
+        places = np.flatnonzero(ends * committed).tolist()
+        landing.ended = [(items[place], int(ends[place])) for place in places]
     if report.scores is not None:
         for place, scores in zip(batch.group.scored, report.scores, strict=False):
             request, width = requests[place], requests[place].params.logprobs
