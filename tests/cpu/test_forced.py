@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Sequence
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,7 @@ from surefoot.models.decoder import Decoder
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling import grammar as grammar_module
 from surefoot.sampling.forced import GUESSED, LAST, SURE, Cutter
-from surefoot.sampling.grammar import Grammars, GrammarState
+from surefoot.sampling.grammar import Grammars, GrammarState, grammar_text
 from surefoot.speculation.decisions import NOTHING
 from surefoot.speculation.fixed import FixedPlanner
 from surefoot.speculation.host_offers import HostOffers
@@ -427,10 +428,37 @@ def test_it_is_loaded_where_structured_output_is_installed(monkeypatch: pytest.M
     engine = make_engine(tiny_decoder(BACKEND), draft_policy="fixed")
     assert engine.proposer_names == ("ngram", "grammar") and engine.state.max_drafts == 8
     assert engine.drafts_from == "ngram (up to 8 tokens), grammar (texts with a grammar)"
-    monkeypatch.setattr(proposer_module, "available", lambda: False)
+    monkeypatch.setattr(proposer_module, "missing_package", lambda: "needs llguidance")
     assert make_engine(tiny_decoder(BACKEND), draft_policy="fixed").proposer_names == ("ngram",)
     with pytest.raises(SurefootError, match="llguidance"):
         make_engine(tiny_decoder(BACKEND), proposers=("grammar",))
+
+
+@pytest.mark.parametrize(
+    ("version", "problem"),
+    [
+        (None, "llguidance, which is not installed"),
+        ("1.6.1", "llguidance of version 1.7 or later; 1.6.1 is installed"),
+        ("1.7.0rc1", None),
+        ("2.0", None),
+    ],
+)
+def test_an_older_library_is_as_good_as_none(
+    version: str | None, problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(name: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", installed)
+    names = make_engine(tiny_decoder(BACKEND), draft_policy="fixed").proposer_names
+    assert names == (("ngram", "grammar") if problem is None else ("ngram",))
+    if problem is not None:
+        with pytest.raises(SurefootError, match=problem):
+            make_engine(tiny_decoder(BACKEND), proposers=("grammar",))
+        with pytest.raises(SurefootError, match=problem):
+            grammar_text(StructuredOutputsParams(json_object=True))
 
 
 # --- offers and chances ---------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from surefoot import LLM, SamplingParams, SurefootError
 from surefoot.engine.output import CompletionOutput
+from surefoot.sampling.grammar import missing_package
 from surefoot.structured import StructuredOutputsParams
 from tiny_models import tiny_config, tiny_gguf, tiny_hf_model
 
@@ -129,7 +130,8 @@ def test_a_stop_string_ends_text_and_stream(llm: LLM, plain: list[CompletionOutp
 
 
 def test_structured_output_beside_free_text(llm: LLM, plain: list[CompletionOutput]) -> None:
-    pytest.importorskip("llguidance")
+    if (problem := missing_package()) is not None:
+        pytest.skip(problem)
     pattern = "(ab|ba){3,9}c"
     free = params(llm)[1]
     bound = SamplingParams(

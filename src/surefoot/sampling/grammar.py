@@ -8,6 +8,7 @@ already. So the mask of a row is a pure function of the tokens before it.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import threading
@@ -26,6 +27,8 @@ from surefoot.structured import StructuredOutputsParams
 if TYPE_CHECKING:
     from surefoot.models.loading.tokenizer import Tokenizer
 
+_LEAST = 1, 7
+"""A version of llguidance. Older ones' tokenizers take no more than one end token."""
 CACHED_GRAMMARS = 64
 MAX_LEXER_STATES = 50_000
 """Of one grammar, at 1 to 2 kB each; a text that needs more ends there."""
@@ -172,15 +175,23 @@ def _json_options(given: Any, wanted: StructuredOutputsParams) -> Any:
     return {**given, "whitespace_pattern": WHITE_SPACE}
 
 
-def _library() -> Any:
+def missing_package() -> str | None:
+    """What structured output lacks here, as the problem of whoever wants it; None: nothing."""
     try:
-        import llguidance
-    except ImportError:
-        raise SurefootError(
-            "structured_outputs",
-            "needs the package llguidance, which is not installed",
-            "install surefoot[structured]",
-        ) from None
+        found = importlib.metadata.version("llguidance")
+    except importlib.metadata.PackageNotFoundError:
+        return "needs the package llguidance, which is not installed"
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < _LEAST:
+        least = ".".join(map(str, _LEAST))
+        return f"needs the package llguidance of version {least} or later; {found} is installed"
+    return None
+
+
+def _library() -> Any:
+    if (problem := missing_package()) is not None:
+        raise SurefootError("structured_outputs", problem, "install surefoot[structured]")
+    import llguidance
+
     return llguidance
 
 

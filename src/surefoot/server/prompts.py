@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,6 +10,7 @@ from typing import Any
 from surefoot.errors import SurefootError
 from surefoot.models.loading.special_text import SpecialText
 from surefoot.models.loading.tokenizer import Tokenizer
+from surefoot.sampling.grammar import missing_package
 from surefoot.server.aside import Aside
 from surefoot.server.chat_messages import ToolDefinition, plain_tools
 from surefoot.server.chat_schema import ChatRequest, TokenizeRequest, render_messages
@@ -59,7 +59,7 @@ class Prompts:
             "chat": self.tokenizer.chat_template is not None,
             "tools": tools.tools is not None and "tools" in tools.variables,
             "reasoning": self._styles[False].reasoning is not None,
-            "structured_outputs": importlib.util.find_spec("llguidance") is not None,
+            "structured_outputs": missing_package() is None,
             "embeddings": True,
             "vision": False,
         }

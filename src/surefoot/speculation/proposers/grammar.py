@@ -6,11 +6,11 @@ them into tokens in several ways; they are cut as the tokenizer would.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 
 from surefoot.errors import SurefootError
 from surefoot.request import Request
+from surefoot.sampling.grammar import missing_package
 from surefoot.speculation.host_proposer import HostDrafts, HostProposer
 
 
@@ -25,12 +25,8 @@ class GrammarProposer(HostProposer):
 
     def __init__(self, options: GrammarOptions) -> None:
         super().__init__(options)
-        if not available():
-            raise SurefootError(
-                "proposers",
-                "'grammar' needs the package llguidance, which is not installed",
-                "install surefoot[structured]",
-            )
+        if (problem := missing_package()) is not None:
+            raise SurefootError("proposers", f"'grammar' {problem}", "install surefoot[structured]")
 
     def propose(self, request: Request, most: int) -> HostDrafts:
         if request.grammar is None:
@@ -40,4 +36,4 @@ class GrammarProposer(HostProposer):
 
 def available() -> bool:
     """Whether structured output is installed."""
-    return importlib.util.find_spec("llguidance") is not None
+    return missing_package() is None
