@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections.abc import Sequence
 from importlib import metadata
 from types import SimpleNamespace
@@ -459,6 +460,12 @@ def test_an_older_library_is_as_good_as_none(
             make_engine(tiny_decoder(BACKEND), proposers=("grammar",))
         with pytest.raises(SurefootError, match=problem):
             grammar_text(StructuredOutputsParams(json_object=True))
+
+
+def test_a_library_that_cannot_be_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(SurefootError, match="llguidance, which cannot be imported"):
+        grammar_text(StructuredOutputsParams(json_object=True))
 
 
 # --- offers and chances ---------------------------------------------------------------------------

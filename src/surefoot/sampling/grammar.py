@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from packaging.version import Version
 
 from surefoot.errors import SurefootError
 from surefoot.sampling.forced import REACH, Ahead, Cutter, confidences
@@ -181,7 +182,7 @@ def missing_package() -> str | None:
         found = importlib.metadata.version("llguidance")
     except importlib.metadata.PackageNotFoundError:
         return "needs the package llguidance, which is not installed"
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) < _LEAST:
+    if Version(found).release < _LEAST:
         least = ".".join(map(str, _LEAST))
         return f"needs the package llguidance of version {least} or later; {found} is installed"
     return None
@@ -190,8 +191,11 @@ def missing_package() -> str | None:
 def _library() -> Any:
     if (problem := missing_package()) is not None:
         raise SurefootError("structured_outputs", problem, "install surefoot[structured]")
-    import llguidance
-
+    try:
+        import llguidance
+    except ImportError as error:
+        problem = f"needs the package llguidance, which cannot be imported: {error}"
+        raise SurefootError("structured_outputs", problem, "install it anew") from None
     return llguidance
 
 
