@@ -30,8 +30,14 @@ class TreeOffers(Offers):
         """So many ``levels`` and ``nodes`` at most."""
         super().__init__(width, levels)
         self._nodes = nodes
-        self._levels = np.tile(1 + np.arange(width), (len(self._rows), 1))
+        kept = len(self._rows)
+        self._levels = np.tile(1 + np.arange(width), (kept, 1))
         """int64 [kept, width]: of each of the kept drafts."""
+        self._steps = np.full(kept, levels)
+        """int64 [kept]: how many levels each of the kept trees was made with."""
+        self._as_of = dict[int, tuple[np.ndarray, int]]()
+        """By levels, for which somebody asked: the kept trees float32 [kept, width] as they would
+        be with so many, and how many trees there had been when these were worked out."""
 
     def record(self, rows: np.ndarray, steps: int, parents: np.ndarray | None = None) -> None:
         """As ``Offers`` has it; of chains no ``parents`` need be given."""
@@ -45,9 +51,8 @@ class TreeOffers(Offers):
         if not len(rows):
             return
         self._learn_levels(rows, levels, steps)
-        rows, levels = self._going_on(rows, levels, steps, self.longest)
         places = self._next_places(len(rows))
-        self._rows[places], self._levels[places] = rows, levels
+        self._rows[places], self._levels[places], self._steps[places] = rows, levels, steps
         self._entered += len(rows)
 
     def _levels_of(self, rows: np.ndarray, parents: np.ndarray | None) -> np.ndarray:
@@ -64,29 +69,24 @@ class TreeOffers(Offers):
 
     def _going_on(
         self, rows: np.ndarray, levels: np.ndarray, steps: int, wanted: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Trees of ``steps`` levels, as they would be with ``wanted``: the likeliest drafts first,
-        and their levels."""
-        if wanted == steps:
-            return rows, levels
-        more, depths = [rows], [levels]
-        ends, width = np.where(levels == steps, rows, 0.0), rows.shape[1]
-        first = np.where(levels == 1, rows, 0.0)
+    ) -> np.ndarray:
+        """Trees of ``steps`` levels as they would be with ``wanted``, which are more: the likeliest
+        drafts first."""
+        everything, width = [rows], rows.shape[1]
+        ends, first = np.where(levels == steps, rows, 0.0), np.where(levels == 1, rows, 0.0)
         likeliest = first.max(axis=1, keepdims=True) / np.maximum(
             first.sum(axis=1, keepdims=True), 1e-9
         )
         for level in range(steps, wanted):
             ends = ends * (self._hits[level] / self._trials[level])
             ends = np.concatenate((ends * likeliest, ends * (1.0 - likeliest)), axis=1)
-            ends = -np.sort(-ends, axis=1)[:, :width]
-            more.append(ends)
-            depths.append(np.full_like(levels, level + 1))
-        everything, of_these = np.concatenate(more, axis=1), np.concatenate(depths, axis=1)
-        best = np.argsort(-everything, axis=1, kind="stable")[:, : rows.shape[1]]
-        rows = np.take_along_axis(everything, best, axis=1)
+            if level + 1 < wanted:
+                ends = -np.sort(-ends, axis=1)[:, :width]
+            everything.append(ends)
+        rows = -np.sort(-np.concatenate(everything, axis=1), axis=1)[:, :width]
         # A tree has no more drafts than that, however deep it is.
         rows[:, self._nodes :] = 0.0
-        return rows.astype(np.float32), np.take_along_axis(of_these, best, axis=1)
+        return rows.astype(np.float32)
 
     def reaching(
         self, rows: np.ndarray, steps: int, wanted: int, parents: np.ndarray | None = None
@@ -94,22 +94,39 @@ class TreeOffers(Offers):
         steps, wanted = min(steps, self.longest), min(wanted, self.longest)
         if steps == wanted:
             return rows
-        levels = self._levels_of(rows, parents)
+        return self._with_levels(rows, self._levels_of(rows, parents), steps, wanted)
+
+    def _with_levels(
+        self, rows: np.ndarray, levels: np.ndarray, steps: int, wanted: int
+    ) -> np.ndarray:
         if wanted > steps:
-            return self._going_on(rows, levels, steps, wanted)[0]
-        return _on_levels(rows, levels, wanted)
+            return self._going_on(rows, levels, steps, wanted)
+        # What is on the first levels, the likeliest drafts first.
+        return -np.sort(np.where(levels <= wanted, -rows, 0.0), axis=1)
 
     def _repeat(self, places: np.ndarray) -> None:
-        self._levels[self._next_places(len(places))] = self._levels[places]
+        new = self._next_places(len(places))
+        self._levels[new], self._steps[new] = self._levels[places], self._steps[places]
         super()._repeat(places)
 
     def latest(self, count: int, steps: int) -> np.ndarray:
-        places = self._latest_places(count)
-        if steps >= self.longest:
-            return self._rows[places]
-        return _on_levels(self._rows[places], self._levels[places], steps)
+        return self._with(min(steps, self.longest))[self._latest_places(count)]
 
-
-def _on_levels(rows: np.ndarray, levels: np.ndarray, most: int) -> np.ndarray:
-    """What of ``rows`` [n, K] is on the first levels, the likeliest drafts first."""
-    return -np.sort(np.where(levels <= most, -rows, 0.0), axis=1)
+    def _with(self, levels: int) -> np.ndarray:
+        """float32 [kept, width]: the kept trees as they would be with so many ``levels``. Those
+        that came since somebody asked are worked out now."""
+        kept = len(self._rows)
+        known, before = self._as_of.get(levels, (None, self._entered - kept))
+        if known is None:
+            known = self._rows.copy()
+        if before < self._entered:
+            places = np.arange(max(before, self._entered - kept), self._entered) % kept
+            made = self._steps[places]
+            for steps in set(made.tolist()):
+                own = places[made == steps]
+                rows = self._rows[own]
+                if steps != levels:
+                    rows = self._with_levels(rows, self._levels[own], steps, levels)
+                known[own] = rows
+            self._as_of[levels] = known, self._entered
+        return known
