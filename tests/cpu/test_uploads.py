@@ -92,6 +92,15 @@ def test_numbers_of_another_kind_are_refused(target: torch.dtype, values: str) -
     assert not uploads.waiting
 
 
+@pytest.mark.parametrize("values", [2, 5])
+def test_other_numbers_of_values_than_of_places_are_refused(values: int) -> None:
+    """A kernel would take values for addresses."""
+    uploads = Uploads(torch.device("cpu"))
+    with pytest.raises(ValueError, match=f"{values} values for 4 places"):
+        uploads.write(torch.zeros(9), np.arange(4), np.zeros(values, dtype=np.float32))
+    assert not uploads.waiting
+
+
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
 def test_places_of_a_table(shape: list[int], data: Any) -> None:
     dim = data.draw(st.integers(0, len(shape) - 1))

@@ -83,9 +83,12 @@ class Uploads:
 
     def write(self, target: torch.Tensor, places: np.ndarray, values: np.ndarray) -> None:
         """What a ``Write`` says, of which no place may occur twice; of what several have for one
-        place, the last one's stays. TypeError for other numbers than a ``Write`` may have."""
+        place, the last one's stays. TypeError for other numbers than a ``Write`` may have;
+        ValueError where there are not as many of them as of places."""
         if target.dtype != _WRITTEN.get(values.dtype):
             raise TypeError(f"{values.dtype} cannot be written to {target.dtype}")
+        if places.size != values.size:
+            raise ValueError(f"{values.size} values for {places.size} places")
         self._writes.append(Write(target, places.reshape(-1), values.reshape(-1)))
 
     def clear(self, target: torch.Tensor, index: np.ndarray, dim: int) -> None:
