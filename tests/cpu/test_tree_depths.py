@@ -133,6 +133,36 @@ def test_more_levels_never_promise_less(seed: int, steps: int, count: int) -> No
         before = row.sum(axis=1)
 
 
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1), st.lists(st.sampled_from([0, 1, 3, 200]), max_size=8))
+def test_when_somebody_asked_changes_nothing(seed: int, counts: list[int]) -> None:
+    """Of the latest trees, the first levels are told, each time; 0: another request begins."""
+    rng = np.random.default_rng(seed)
+    asked, unasked = (TreeOffers(NODES, LEVELS, NODES) for _ in range(2))
+    for count in counts:
+        if count:
+            trees = random_trees(rng, count, int(rng.integers(1, LEVELS + 1)), NODES)
+        for offers in (asked, unasked):
+            if count:
+                offers.record(*trees)
+            else:
+                offers.renew()
+        fewest = int(asked._steps[asked._latest_places(3)].min())
+        assert (asked.latest(3, fewest) == known(asked, 3, fewest)).all()
+        assert asked.latest(5, int(rng.integers(1, LEVELS + 1))).shape == (5, NODES)
+    assert (asked._rows == unasked._rows).all()
+    for levels in range(1, LEVELS + 1):
+        same = asked._steps >= levels
+        assert (asked._with(levels)[same] == unasked._with(levels)[same]).all()
+
+
+def known(offers: TreeOffers, count: int, most: int) -> np.ndarray:
+    """float32 [count, NODES]: what of the latest trees is on the first levels, in order."""
+    places = offers._latest_places(count)
+    rows = np.where(offers._levels[places] <= most, offers._rows[places], 0.0)
+    return np.sort(rows, axis=1)[:, ::-1]
+
+
 def random_trees(
     rng: np.random.Generator, count: int, levels: int, nodes: int
 ) -> tuple[np.ndarray, int, np.ndarray]:

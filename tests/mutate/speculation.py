@@ -1316,8 +1316,26 @@ MUTATIONS = (
     ),
     m(
         "speculation/tree_offers.py",
-        "np.where(levels <= most, -rows, 0.0)",
+        "np.where(levels <= wanted, -rows, 0.0)",
         "-rows",
+        "test_tree_depths.py",
+    ),
+    m(
+        "speculation/tree_offers.py",
+        "np.arange(max(before, self._entered - kept), self._entered) % kept",
+        "np.arange(self._entered - 1, self._entered) % kept",
+        "test_tree_depths.py",
+    ),
+    m(
+        "speculation/tree_offers.py",
+        "            made = self._steps[places]",
+        "            made = np.full(len(places), self.longest)",
+        "test_tree_depths.py",
+    ),
+    m(
+        "speculation/tree_offers.py",
+        "self._levels[new], self._steps[new] = self._levels[places], self._steps[places]",
+        "self._levels[new] = self._levels[places]",
         "test_tree_depths.py",
     ),
     m(
