@@ -674,6 +674,24 @@ MUTATIONS = (
     ),
     # --- who may be slowed ------------------------------------------------------------------------
     m(
+        "speculation/weighing.py",
+        "return other if gained > part * (best.rate - 1.0) else NOTHING",
+        "return other if gained > best.rate - 1.0 else NOTHING",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/weighing.py",
+        "lost = pace - (1.0 + self._least(self.best[0]) * (best.tokens - 1.0)) / best.seconds",
+        "lost = pace - best.rate",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/weighing.py",
+        "        if other == self.best:\n            return other\n",
+        "",
+        "test_decisions.py",
+    ),
+    m(
         "speculation/paces.py",
         "self._ahead[slots] + tokens - pace * rounds, _MOST)",
         "self._ahead[slots] + tokens - pace, _MOST)",

@@ -255,7 +255,8 @@ class Planner:
             if situation.requests < 2 or owed.fair(plan.seconds, plan.gains):
                 return action, plan
             self.fairness.restraint.begin()
-            self._harmless = self.weighing.harmless(situation, case.actions, owed.plain)
+            pace = self.fairness.restraint.pace
+            self._harmless = self.weighing.harmless(situation, case.actions, owed.plain, pace)
         harmless = self._harmless if self._harmless in case.actions else NOTHING
         action = self._possible(situation, harmless)
         return action, case.verify(self.weighing, action)

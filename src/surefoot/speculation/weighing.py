@@ -270,11 +270,24 @@ class Weighing:
                 return
         self.best = other
 
-    def harmless(self, situation: Situation, actions: tuple[Action, ...], plain: float) -> Action:
-        """Of the actions whose rounds are fair to whoever gains nothing, the one that promises
-        most. ``plain``: seconds of a round without drafts and proposers, prompts included."""
+    def harmless(
+        self, situation: Situation, actions: tuple[Action, ...], plain: float, pace: float
+    ) -> Action:
+        """What brings most while nobody may be slowed: of the actions whose rounds are fair to
+        whoever gains nothing, the one that promises most, or nothing, so that the best action goes
+        on the sooner. ``plain``: seconds of a round without drafts and proposers, prompts included.
+        ``pace``: tokens that requests are owed in the time of such a round."""
         fair = [a for a in actions if MIN_PACE * self.seconds(situation, a) <= plain]
-        return max(fair, key=lambda action: self._promise_of(action).rate, default=NOTHING)
+        other = self._first_of(fair) if fair else NOTHING
+        if other == self.best:
+            return other
+        # Rounds that verify what ``other`` finds give who gains least no more than it is owed. Plain
+        # ones give it more, which the best may then take from it: for this part of the time.
+        best = self._promise_of(self.best)
+        lost = pace - (1.0 + self._least(self.best[0]) * (best.tokens - 1.0)) / best.seconds
+        part = (1.0 - pace) / (1.0 - pace + max(lost, 0.0))
+        gained = self._promise_of(other).rate - 1.0
+        return other if gained > part * (best.rate - 1.0) else NOTHING
 
     def to_try(
         self, trial: Trial, situation: Situation, actions: tuple[Action, ...], plain: float
