@@ -281,8 +281,8 @@ class Weighing:
         other = self._first_of(fair) if fair else NOTHING
         if other == self.best:
             return other
-        # Rounds that verify what ``other`` finds give who gains least no more than it is owed, plain
-        # ones give it more, and the best may take that from it again: for this part of the time.
+        # Rounds that verify what ``other`` finds give who gains least what it is owed, no more.
+        # Plain ones do, and the best may take that from it again: for this part of the time.
         best = self._promise_of(self.best)
         lost = pace - (1.0 + self._least(self.best[0]) * (best.tokens - 1.0)) / best.seconds
         part = (1.0 - pace) / (1.0 - pace + max(lost, 0.0))
