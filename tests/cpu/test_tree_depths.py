@@ -140,11 +140,10 @@ def test_when_somebody_asked_changes_nothing(seed: int, counts: list[int]) -> No
     rng = np.random.default_rng(seed)
     asked, unasked = (TreeOffers(NODES, LEVELS, NODES) for _ in range(2))
     for count in counts:
-        if count:
-            trees = random_trees(rng, count, int(rng.integers(1, LEVELS + 1)), NODES)
+        rows, told, parents = random_trees(rng, count, int(rng.integers(1, LEVELS + 1)), NODES)
         for offers in (asked, unasked):
             if count:
-                offers.record(*trees)
+                offers.record(rows, told, parents)
             else:
                 offers.renew()
         fewest = int(asked._steps[asked._latest_places(3)].min())
