@@ -672,6 +672,24 @@ MUTATIONS = (
         "fair = owing * (1.0 + _least(gains_of(chances, count, ranked), None))",
         "test_goodput.py",
     ),
+    m(
+        "speculation/planner.py",
+        "            self.budget.hasten()",
+        "            pass",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "if self._since[drawn] > _OTHER_TEXTS:",
+        "if self._since[drawn]:",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "        self._since[drawn] = 0\n",
+        "",
+        "test_decisions.py",
+    ),
     # --- who may be slowed ------------------------------------------------------------------------
     m(
         "speculation/weighing.py",

@@ -91,6 +91,10 @@ class Budget:
         self._tried[trial] = self._last[trial.verify] = self._rounds
         return trial
 
+    def hasten(self) -> None:
+        """What was tried last tells nothing of what there is now: any trial may be the next one."""
+        self._last.clear()
+
     def earn(self, trials: Sequence[Trial], rounds: float) -> None:
         """So many plain rounds' time has passed, in which these might have been tried. Those that
         have saved up all they may leave their part to the others."""

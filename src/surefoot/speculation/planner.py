@@ -44,6 +44,9 @@ from surefoot.speculation.plans import Case, Plan
 from surefoot.speculation.size import GREEDY
 from surefoot.speculation.weighing import Weighing
 
+_OTHER_TEXTS = 128
+"""Rounds of the one kind, drawn or greedy, after which offers tell little of the other's: drafts of
+likeliest tokens are accepted more often."""
 _ALIKE = 5
 """Rounds are alike whose numbers of requests are equally long in binary and begin with the same
 digits, so many: where some come and go, the number is another one in most rounds."""
@@ -92,6 +95,9 @@ class Planner:
         """The best action of those that slow nobody, while only such are taken."""
         self._unweighed = 0
         """Rounds since actions were weighed."""
+        self._since = {False: 0, True: 0}
+        """Rounds since the last one that only took likeliest tokens, and since one that drew some.
+        """
         self.decided = False
         """Whether the last decision was made anew, and has somebody propose."""
         self._entered = set[int]()
@@ -105,6 +111,15 @@ class Planner:
     def _know_kind(self, situation: Situation) -> None:
         """Take what is known of rounds with the situation's sampling."""
         self.weighing = self._weighings.get(situation.kind, self._weighings[GREEDY])
+
+    def _follow_kind(self, situation: Situation, rounds: int) -> None:
+        """So many ``rounds`` after the last decision, another one is made. What was tried long ago
+        with texts of this kind is tried again without delay."""
+        drawn = situation.kind.noise
+        self._since[not drawn] += rounds
+        if self._since[drawn] > _OTHER_TEXTS:
+            self.budget.hasten()
+        self._since[drawn] = 0
 
     # --- deciding -----------------------------------------------------------------------------
 
@@ -138,6 +153,7 @@ class Planner:
             return held
         rounds = self.held.end(situation)
         self._know_kind(situation)
+        self._follow_kind(situation, rounds)
         if self._entered:
             self._begin_alone(situation)
         actions = self.weighing.allowed(situation)
