@@ -407,10 +407,24 @@ def test_plain_rounds_are_taken_if_the_best_action_goes_on_sooner_for_them(
     actions, now = (NOTHING, LOOK, DRAFT), situation(*[NEVER] * 8)
     # The drafter is not fair to who gains nothing, however much it promises.
     weighing.seconds = lambda _, a: 1.35 if a == DRAFT else 1.04  # type: ignore[method-assign]
-    assert weighing.harmless(now, actions, 1.0, pace) == action
-    # What is best may be fair to all, but for how many drafts it verified.
-    weighing.best = LOOK
-    assert weighing.harmless(now, actions, 1.0, pace) == LOOK
+    assert weighing.harmless(now, actions, 1.0, weighing.worth_of_waiting(pace)) == action
+
+
+@pytest.mark.parametrize(("chance", "goes_on"), [(0.3, True), (0.03, False)])
+def test_what_finds_little_makes_way_for_plain_rounds(chance: float, goes_on: bool) -> None:
+    """It promised more than it is worth to wait for what is best; where nobody may be slowed there
+    is nothing for it to verify."""
+    planner, slots = planner_of(GivenCosts([LOOK], 0.001, 0.04)), np.arange(8)
+    planner.admit(slots, np.full(8, 256))
+    now = situation(*[[chance, 0.0, 0.0]] * 8, slots=slots, proposers=(0,))
+    planner.weighing.best = LOOK
+    restraint = planner.fairness.restraint
+    restraint.passed = lambda *args: None  # type: ignore[method-assign]
+    restraint.holds, planner._harmless, planner._waiting = True, LOOK, 0.05
+    decisions = [each for each in play(planner, now, 60) if not each.explores]
+    assert decisions[0].action == LOOK
+    late = {each.action for each in decisions[10:]}
+    assert late == {LOOK if goes_on else NOTHING}
 
 
 @pytest.mark.parametrize(

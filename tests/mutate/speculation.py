@@ -674,6 +674,18 @@ MUTATIONS = (
     ),
     m(
         "speculation/planner.py",
+        "if found and rate - 1.0 <= self._waiting:",
+        "if False:",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "found = self._at_hand.own and self._last.action == action != NOTHING",
+        "found = action != NOTHING",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/planner.py",
         "            self.budget.hasten()",
         "            pass",
         "test_decisions.py",
@@ -693,8 +705,8 @@ MUTATIONS = (
     # --- who may be slowed ------------------------------------------------------------------------
     m(
         "speculation/weighing.py",
-        "return other if gained > part * (best.rate - 1.0) else NOTHING",
-        "return other if gained > best.rate - 1.0 else NOTHING",
+        "return part * max(best.rate - 1.0, 0.0)",
+        "return max(best.rate - 1.0, 0.0)",
         "test_decisions.py",
     ),
     m(
@@ -705,8 +717,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/weighing.py",
-        "        if other == self.best:\n            return other\n",
-        "",
+        "return most if self._promise_of(most).rate - 1.0 > waiting else NOTHING",
+        "return most",
         "test_decisions.py",
     ),
     m(

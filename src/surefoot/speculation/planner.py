@@ -93,6 +93,8 @@ class Planner:
         """
         self._harmless = NOTHING
         """The best action of those that slow nobody, while only such are taken."""
+        self._waiting = 0.0
+        """As of ``Weighing.worth_of_waiting``, since then."""
         self._unweighed = 0
         """Rounds since actions were weighed."""
         self._since = {False: 0, True: 0}
@@ -271,11 +273,21 @@ class Planner:
             if situation.requests < 2 or owed.fair(plan.seconds, plan.gains):
                 return action, plan
             self.fairness.restraint.begin()
-            pace = self.fairness.restraint.pace
-            self._harmless = self.weighing.harmless(situation, case.actions, owed.plain, pace)
+            self._waiting = self.weighing.worth_of_waiting(self.fairness.restraint.pace)
+            self._harmless = self.weighing.harmless(
+                situation, case.actions, owed.plain, self._waiting
+            )
         harmless = self._harmless if self._harmless in case.actions else NOTHING
         action = self._possible(situation, harmless)
-        return action, case.verify(self.weighing, action)
+        plan = case.verify(self.weighing, action)
+        found = self._at_hand.own and self._last.action == action != NOTHING
+        rate = (1.0 + float(plan.gains.mean())) * owed.plain / plan.seconds
+        if found and rate - 1.0 <= self._waiting:
+            # It promised more than it has on offer now that nobody may be slowed for it.
+            self._harmless = NOTHING
+            action = self._possible(situation, NOTHING)
+            plan = case.verify(self.weighing, action)
+        return action, plan
 
     def _explored(
         self, case: Case, action: Action, plan: Plan, trials: tuple[Trial, ...], rounds: int

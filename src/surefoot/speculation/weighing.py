@@ -271,23 +271,24 @@ class Weighing:
         self.best = other
 
     def harmless(
-        self, situation: Situation, actions: tuple[Action, ...], plain: float, pace: float
+        self, situation: Situation, actions: tuple[Action, ...], plain: float, waiting: float
     ) -> Action:
-        """What brings most while nobody may be slowed: of the actions whose rounds are fair to
-        whoever gains nothing, the one that promises most, or nothing, so that the best action goes
-        on the sooner. ``plain``: seconds of a round without drafts and proposers, prompts included.
-        ``pace``: tokens that requests are owed in the time of such a round."""
+        """Of the actions whose rounds are fair to whoever gains nothing, the one that promises
+        most, if that is more than ``waiting`` is worth. ``plain``: seconds of a round without
+        drafts and proposers, prompts included."""
         fair = [a for a in actions if MIN_PACE * self.seconds(situation, a) <= plain]
-        other = self._first_of(fair) if fair else NOTHING
-        if other == self.best:
-            return other
-        # Rounds that verify what ``other`` finds give who gains least what it is owed, no more.
-        # Plain ones do, and the best may take that from it again: for this part of the time.
+        most = self._first_of(fair) if fair else NOTHING
+        return most if self._promise_of(most).rate - 1.0 > waiting else NOTHING
+
+    def worth_of_waiting(self, pace: float) -> float:
+        """What all gain by plain rounds while nobody may be slowed, in tokens a second against such
+        rounds. Who gains least is owed ``pace`` tokens in the time of one, and gets more: the best
+        action may then take that from it, for a part of the time. (Drafts that are verified without
+        slowing anybody leave it as it is.)"""
         best = self._promise_of(self.best)
         lost = pace - (1.0 + self._least(self.best[0]) * (best.tokens - 1.0)) / best.seconds
         part = (1.0 - pace) / (1.0 - pace + max(lost, 0.0))
-        gained = self._promise_of(other).rate - 1.0
-        return other if gained > part * (best.rate - 1.0) else NOTHING
+        return part * max(best.rate - 1.0, 0.0)
 
     def to_try(
         self, trial: Trial, situation: Situation, actions: tuple[Action, ...], plain: float
