@@ -106,12 +106,12 @@ def planner_of(costs: GivenCosts) -> Planner:
 
 
 def waiting_planner(
-    costs: GivenCosts, requests: int, host: float = 2.0, overlap: bool = True
+    costs: GivenCosts, requests: int, host: float = 2.0, overlap: bool = True, **options: Any
 ) -> Planner:
     """One that knows that rounds of so many requests take the host so many seconds."""
     counts = (0, requests)
     samples = [HostSample(requests, n, 0, host, n > 0, decided=n > 0) for n in counts] * 20
-    return Planner(costs, HostCosts(samples), WIDTH, overlap=overlap)
+    return Planner(costs, HostCosts(samples), WIDTH, overlap=overlap, **options)
 
 
 def play(planner: Planner, now: Situation, rounds: int) -> list[Decision]:
@@ -1062,11 +1062,8 @@ def test_what_a_trial_found_is_read_while_nobody_proposes_again() -> None:
 def test_texts_of_another_kind_are_tried_without_delay(kinds: tuple[Any, Any]) -> None:
     """Seen on a GPU: 512 greedy texts after drawn ones decoded for 130 rounds without drafts, which
     then gained 60 %: trials of crowds that wait for the host are as far apart."""
-    requests = 48
-    costs = GivenCosts([LOOK], 5.0)
-    counts = (0, requests)
-    known = [HostSample(requests, n, 0, 2.0, n > 0, decided=n > 0) for n in counts] * 20
-    planner = Planner(costs, HostCosts(known), WIDTH, others={kind: costs for kind in kinds})
+    requests, costs = 48, GivenCosts([LOOK], 5.0)
+    planner = waiting_planner(costs, requests, others={kind: costs for kind in kinds})
     now = situation(*[NEVER] * requests, proposers=(0,), kind=kinds[0])
 
     def tried(kind: Any, rounds: int) -> list[int]:

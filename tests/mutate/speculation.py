@@ -672,9 +672,10 @@ MUTATIONS = (
         "fair = owing * (1.0 + _least(gains_of(chances, count, ranked), None))",
         "test_goodput.py",
     ),
+    # --- who may be slowed ------------------------------------------------------------------------
     m(
         "speculation/planner.py",
-        "if found and rate - 1.0 <= self._waiting:",
+        "if found and brings.rate - 1.0 <= self._waiting:",
         "if False:",
         "test_decisions.py",
     ),
@@ -684,25 +685,6 @@ MUTATIONS = (
         "found = action != NOTHING",
         "test_decisions.py",
     ),
-    m(
-        "speculation/planner.py",
-        "            self.budget.hasten()",
-        "            pass",
-        "test_decisions.py",
-    ),
-    m(
-        "speculation/planner.py",
-        "if self._since[drawn] > _OTHER_TEXTS:",
-        "if self._since[drawn]:",
-        "test_decisions.py",
-    ),
-    m(
-        "speculation/planner.py",
-        "        self._since[drawn] = 0\n",
-        "",
-        "test_decisions.py",
-    ),
-    # --- who may be slowed ------------------------------------------------------------------------
     m(
         "speculation/weighing.py",
         "return part * max(best.rate - 1.0, 0.0)",
@@ -830,6 +812,24 @@ MUTATIONS = (
         "test_decisions.py",
     ),
     # --- trials -----------------------------------------------------------------------------------
+    m(
+        "speculation/planner.py",
+        "            self.budget.hasten()",
+        "            pass",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "if self._since[drawn] > _OTHER_TEXTS:",
+        "if self._since[drawn]:",
+        "test_decisions.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "        self._since[drawn] = 0\n",
+        "",
+        "test_decisions.py",
+    ),
     m(
         "speculation/planner.py",
         "verify(self.weighing, action, beyond=plan.drafts)",

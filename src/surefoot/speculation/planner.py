@@ -30,6 +30,7 @@ from surefoot.speculation.decisions import (
     Decision,
     Expectation,
     Landed,
+    Promise,
     RoundCosts,
     Situation,
 )
@@ -281,8 +282,8 @@ class Planner:
         action = self._possible(situation, harmless)
         plan = case.verify(self.weighing, action)
         found = self._at_hand.own and self._last.action == action != NOTHING
-        rate = (1.0 + float(plan.gains.mean())) * owed.plain / plan.seconds
-        if found and rate - 1.0 <= self._waiting:
+        brings = Promise(1.0 + float(plan.gains.mean()), plan.seconds / owed.plain)
+        if found and brings.rate - 1.0 <= self._waiting:
             # It promised more than it has on offer now that nobody may be slowed for it.
             self._harmless = NOTHING
             action = self._possible(situation, NOTHING)

@@ -80,8 +80,7 @@ class TreeOffers(Offers):
         for level in range(steps, wanted):
             ends = ends * (self._hits[level] / self._trials[level])
             ends = np.concatenate((ends * likeliest, ends * (1.0 - likeliest)), axis=1)
-            if level + 1 < wanted:
-                ends = -np.sort(-ends, axis=1)[:, :width]
+            ends = -np.sort(-ends, axis=1)[:, :width]
             everything.append(ends)
         rows = -np.sort(-np.concatenate(everything, axis=1), axis=1)[:, :width]
         # A tree has no more drafts than that, however deep it is.
@@ -116,9 +115,7 @@ class TreeOffers(Offers):
         """float32 [kept, width]: the kept trees as they would be with so many ``levels``. Those
         that came since somebody asked are worked out now."""
         kept = len(self._rows)
-        known, before = self._as_of.get(levels, (None, self._entered - kept))
-        if known is None:
-            known = self._rows.copy()
+        known, before = self._as_of.get(levels) or (np.empty_like(self._rows), self._entered - kept)
         if before < self._entered:
             places = np.arange(max(before, self._entered - kept), self._entered) % kept
             made = self._steps[places]

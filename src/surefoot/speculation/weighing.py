@@ -277,7 +277,7 @@ class Weighing:
         most, if that is more than ``waiting`` is worth. ``plain``: seconds of a round without
         drafts and proposers, prompts included."""
         fair = [a for a in actions if MIN_PACE * self.seconds(situation, a) <= plain]
-        most = self._first_of(fair) if fair else NOTHING
+        most = self._first_of((NOTHING, *fair))
         return most if self._promise_of(most).rate - 1.0 > waiting else NOTHING
 
     def worth_of_waiting(self, pace: float) -> float:
