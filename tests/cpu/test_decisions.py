@@ -371,14 +371,16 @@ def test_while_nobody_may_be_slowed_nothing_is_weighed(monkeypatch: pytest.Monke
     monkeypatch.setattr(planner.weighing, "weigh", watch)
     restraint = planner.fairness.restraint
     monkeypatch.setattr(restraint, "passed", lambda *args: None)
-    restraint.holds, planner._harmless = True, NOTHING
+    planner.fairness.restrain(slots, 0.0)
+    planner._harmless = NOTHING
     waiting = play(planner, now, 40)
     assert not weighed and all(d.action == NOTHING or d.explores for d in waiting)
     restraint.holds = False
     play(planner, now, 20)
     assert weighed[0] > 20
     # Where somebody else may propose, who is best is a question.
-    restraint.holds, planner._harmless = True, LOOK
+    planner.fairness.restrain(slots, 0.0)
+    planner._harmless = LOOK
     weighed.clear()
     play(planner, now, 40)
     assert weighed

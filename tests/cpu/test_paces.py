@@ -61,6 +61,22 @@ def test_who_gains_little_keeps_its_pace(requests: int, least: float) -> None:
     assert unfair.min() < 0.8 * usual < unfair.mean()
 
 
+def test_where_some_gain_nothing_others_gain_all_the_same() -> None:
+    """Each time that drafts begin again, the first round verifies none: one or two more would not
+    be worth it, and all together would gain less than others lose."""
+    gpu, gains = Gpu(with_a_quick_drafter, 32, [FOUR]), list[float]()
+    for seed in range(2):
+        world, plain = (gpu.world(Uneven(drafter=DRAFTER, least=0.05)) for _ in range(2))
+        for each in (world, plain):
+            each.rng, each.text_rng = (np.random.default_rng(seed + n) for n in (0, 1))
+        got = paces(world, gpu.planner(), 2000)
+        usual = paces(plain, Fixed(NOTHING, plain), 2000).mean()
+        gains.append(float(got.mean() / usual))
+        assert got.min() > (MIN_PACE - 0.01) * usual
+    # 1.04 where they began as soon as there was something to lend.
+    assert np.mean(gains) > 1.08
+
+
 def test_who_gains_little_pays_for_others_what_it_may() -> None:
     """Between rounds with the drafter and without it there is a mean that gives more than either
     plain rounds for all or rounds that are fair by themselves."""
@@ -179,6 +195,32 @@ def test_restraint_is_longer_where_slowing_others_gained_nothing() -> None:
     assert not restraint.holds
 
 
+def test_restraint_ends_when_some_rounds_can_be_borne() -> None:
+    """Not when the first of them would leave somebody with nothing again. Of more than requests
+    have at first it never asks: those of a crowd that comes then would wait until they end."""
+    restraint = Restraint()
+    for enough, needs in ((0.1, 0.75), (1.5, 1.5), (100.0, 2.0)):
+        restraint.begin(enough)
+        restraint.passed(999, 0.0, Owed(1.0, 0.0, np.array([5.0, needs - 0.01])))
+        assert restraint.holds
+        restraint.passed(1, 0.0, Owed(1.0, 0.0, np.array([5.0, needs])))
+        assert not restraint.holds
+    assert needs < Fairness().paces.ahead(np.array([0]))[0]
+
+
+def test_nobody_waits_for_the_sake_of_who_is_gone() -> None:
+    """The last texts of a crowd may be restrained: the next one is not. As long as one of them is
+    there, it is."""
+    fairness, slots = Fairness(), np.arange(4)
+    fairness.admit(slots, np.full(4, 1000))
+    fairness.restrain(slots, 3.0)
+    fairness.admit(slots[:3], np.full(3, 1000))
+    fairness.owed(slots, 1.0, 0.0, 1)
+    assert fairness.restraint.holds
+    fairness.owed(slots[:3], 1.0, 0.0, 1)
+    assert not fairness.restraint.holds
+
+
 def test_where_all_gain_little_a_quarter_is_lent() -> None:
     """Less than others may lose, over the rounds with drafts and those of restraint before."""
     plenty, paces = Owed(1.0, 0.0, np.array([5.0, 0.8])), []
@@ -245,11 +287,19 @@ def test_a_decision_that_holds_counts_each_time(monkeypatch: pytest.MonkeyPatch)
         counted += took
         passed(slots, tokens, took, pace)
 
+    decide = planner.decide
+
+    def launched(situation: Situation) -> Decision:
+        nonlocal expected
+        decision = decide(situation)
+        expected += decision.expected.seconds / decision.expected.plain_seconds
+        return decision
+
     monkeypatch.setattr(planner.fairness.paces, "passed", watch)
+    monkeypatch.setattr(planner, "decide", launched)
     world, holding_for = gpu.world(Uneven(drafter=DRAFTER)), 0
     for _ in range(200):
-        decision = world.step(planner).expected
-        expected += decision.seconds / decision.plain_seconds
+        world.step(planner)
         holding_for = max(holding_for, planner.held.left)
     # Those since the last decision are counted by the next one.
     planner.fairness.decided(None, (), 0.0, 1.0)

@@ -693,8 +693,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/weighing.py",
-        "lost = pace - (1.0 + self._least(self.best[0]) * (best.tokens - 1.0)) / best.seconds",
-        "lost = pace - best.rate",
+        "1.0 - self._least(self.best[0]) * (best.tokens - 1.0)",
+        "best.tokens",
         "test_decisions.py",
     ),
     m(
@@ -735,9 +735,33 @@ MUTATIONS = (
     ),
     m(
         "speculation/paces.py",
-        "        if self.holds and self._rounds >= self._length and owed.least >= _ENOUGH:",
+        "        if self.holds and self._rounds >= self._length and owed.least >= self._enough:",
         "        if self.holds and self._rounds >= _LONGEST:",
         "test_paces.py",
+    ),
+    m(
+        "speculation/paces.py",
+        "self._enough = min(max(enough, _ENOUGH), _PLENTY)",
+        "self._enough = max(enough, _ENOUGH)",
+        "test_paces.py::test_restraint_ends_when_some_rounds_can_be_borne",
+    ),
+    m(
+        "speculation/paces.py",
+        "            if not self._restrained[slots].any():",
+        "            if False:",
+        "test_paces.py::test_nobody_waits_for_the_sake_of_who_is_gone",
+    ),
+    m(
+        "speculation/paces.py",
+        "        self._restrained[slots] = False",
+        "        pass",
+        "test_paces.py::test_nobody_waits_for_the_sake_of_who_is_gone",
+    ),
+    m(
+        "speculation/planner.py",
+        "self.fairness.restrain(situation.slots, enough)",
+        "self.fairness.restrain(situation.slots, 0.0)",
+        "test_paces.py::test_where_some_gain_nothing_others_gain_all_the_same",
     ),
     m(
         "speculation/planner.py",

@@ -21,8 +21,9 @@ _MOST = 32.0
 _SHORTEST, _LONGEST = 16, 256
 """Rounds in which nobody is slowed after somebody had nothing left, at least; and at most, where
 nothing was gained by slowing them."""
-_ENOUGH = 0.75
-"""Tokens that they must be ahead then."""
+_ENOUGH, _PLENTY = 0.75, 2.0
+"""Tokens that everybody must be ahead then, at least; and at most: for more than one has at first,
+crowds of short texts would wait until they end."""
 _SHARE_CASES = 32
 """Decisions that tell what each request usually has of all gains, about: of fewer, those that
 seemed to gain enough would be slowed for longer than they can bear."""
@@ -136,9 +137,9 @@ class Owed:
 
 class Restraint:
     """Whether nobody may be slowed: for some rounds after what is best for all together would have
-    left somebody with less than it is owed. Where all together gained nothing before that, the
-    rounds are twice as many as the last time. Where with such rounds they gained less than others
-    may lose, they lend a quarter of that only."""
+    left somebody with less than it is owed, and until everybody can bear some rounds of it. Where
+    all together gained nothing before that, the rounds are twice as many as the last time. Where
+    with such rounds they gained less than others may lose, they lend a quarter of that only."""
 
     def __init__(self) -> None:
         self.holds = False
@@ -150,6 +151,8 @@ class Restraint:
         """Rounds that it takes, at least."""
         self._rested = 0
         """Rounds that it took the last time."""
+        self._enough = _ENOUGH
+        """Tokens that everybody must be ahead for it to end."""
         self.pace = MIN_PACE
         """Tokens that are owed in a round without drafts and proposers."""
 
@@ -158,12 +161,18 @@ class Restraint:
         on average, than in rounds without drafts and proposers of the same time."""
         self._rounds += rounds
         self._gained += gained
-        if self.holds and self._rounds >= self._length and owed.least >= _ENOUGH:
-            self._rested, self.pace = self._rounds, MIN_PACE
-            self.holds, self._rounds, self._gained = False, 0, 0.0
+        if self.holds and self._rounds >= self._length and owed.least >= self._enough:
+            self.end()
 
-    def begin(self) -> None:
-        """Somebody would have less than it is owed."""
+    def end(self) -> None:
+        """Others may be slowed again."""
+        self._rested, self.pace = self._rounds, MIN_PACE
+        self.holds, self._rounds, self._gained = False, 0, 0.0
+
+    def begin(self, enough: float = 0.0) -> None:
+        """Somebody would have less than it is owed. ``enough``: tokens that everybody needs to be
+        ahead for what is best to be worth beginning again."""
+        self._enough = min(max(enough, _ENOUGH), _PLENTY)
         if self._gained <= 0.0:
             self._length = min(2 * self._length, _LONGEST)
         else:
@@ -181,6 +190,8 @@ class Fairness:
         self.restraint = Restraint()
         self._shares = defaultdict[Proposers, Shares](Shares)
         """By who proposes: one knows these texts better, and another one those."""
+        self._restrained = np.zeros(0, dtype=bool)
+        """By slot, who is there since restraint began."""
         self._proposers: Proposers = ()
         self._gain, self._rounds = 0.0, 1.0
         """Of the last decision: who proposes; drafts of a request that are expected to be accepted,
@@ -198,6 +209,8 @@ class Fairness:
     def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """As of ``Paces``."""
         self._count()
+        self._restrained = _reaching(self._restrained, slots, False)
+        self._restrained[slots] = False
         self.paces.admit(slots, tokens)
         for shares in self._shares.values():
             shares.admit(slots)
@@ -210,10 +223,24 @@ class Fairness:
         if slots is None or len(slots) < 2:
             # Whoever is alone is slowed by nobody.
             return Owed(plain + prompts, prompts)
+        if self.restraint.holds:
+            self._restrained = _reaching(self._restrained, slots, False)
+            if not self._restrained[slots].any():
+                # Nobody is to wait for the sake of requests that are gone.
+                self.restraint.end()
         owed = Owed(plain + prompts, prompts, self.paces.ahead(slots))
         gained = 1.0 + self._gain - self._rounds
         self.restraint.passed(rounds, rounds * gained, owed)
         return owed
+
+    def restrain(self, slots: np.ndarray | None, enough: float) -> None:
+        """One of those in ``slots`` (as of ``owed``) would have less than it is owed. ``enough``
+        as of ``Restraint``."""
+        if slots is not None:
+            self._restrained = _reaching(self._restrained, slots, False)
+            self._restrained[:] = False
+            self._restrained[slots] = True
+        self.restraint.begin(enough)
 
     def compare(self, slots: np.ndarray | None, proposers: Proposers, gains: np.ndarray) -> None:
         """Of as many drafts as were verified before, those in ``slots`` (as of ``owed``) would be

@@ -273,7 +273,8 @@ class Planner:
             plan = case.verify(self.weighing, action)
             if situation.requests < 2 or owed.fair(plan.seconds, plan.gains):
                 return action, plan
-            self.fairness.restraint.begin()
+            enough = self.weighing.lost_by_going_on(situation, owed.plain)
+            self.fairness.restrain(situation.slots, enough)
             self._waiting = self.weighing.worth_of_waiting(self.fairness.restraint.pace)
             self._harmless = self.weighing.harmless(
                 situation, case.actions, owed.plain, self._waiting

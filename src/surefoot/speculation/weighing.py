@@ -44,6 +44,8 @@ weighed after so many rounds, whose times may have changed."""
 _WHILE_PROMPTS_RUN = 4
 """Actions that are weighed in one decision under another load whose prompts are under way: all of
 them take the host longer than a small model's device needs for those."""
+_WORTH_BEGINNING = 8
+"""Rounds."""
 _CHOICES = 256
 """Of requests, for which it is known what they leave of the actions."""
 
@@ -286,9 +288,20 @@ class Weighing:
         action may then take that from it, for a part of the time. (Drafts that are verified without
         slowing anybody leave it as it is.)"""
         best = self._promise_of(self.best)
-        lost = pace - (1.0 + self._least(self.best[0]) * (best.tokens - 1.0)) / best.seconds
+        lost = self._lost(pace) / best.seconds
         part = (1.0 - pace) / (1.0 - pace + max(lost, 0.0))
         return part * max(best.rate - 1.0, 0.0)
+
+    def _lost(self, pace: float) -> float:
+        """Tokens that who gains least lacks after a round with the best action, of those owed."""
+        best = self._promise_of(self.best)
+        return pace * best.seconds - 1.0 - self._least(self.best[0]) * (best.tokens - 1.0)
+
+    def lost_by_going_on(self, situation: Situation, plain: float) -> float:
+        """Tokens that who gains least loses in so many rounds with the best action that these are
+        worth beginning: the first one has nobody's drafts to verify yet."""
+        first = MIN_PACE * self.seconds(situation, self.best) / plain - 1.0
+        return max(first, 0.0) + _WORTH_BEGINNING * max(self._lost(MIN_PACE), 0.0)
 
     def to_try(
         self, trial: Trial, situation: Situation, actions: tuple[Action, ...], plain: float
