@@ -15,9 +15,10 @@ from surefoot.request import SamplingParams, SpeculationParams
 from surefoot.speculation import holding
 from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action, Decision, Situation
+from surefoot.speculation.fairness import Fairness, Restraint
 from surefoot.speculation.host_costs import HostCosts, HostSample
 from surefoot.speculation.measured_times import RecordedSize
-from surefoot.speculation.paces import MIN_PACE, Fairness, Owed, Paces, Proposers, Restraint
+from surefoot.speculation.paces import MIN_PACE, Owed, Paces, Proposers
 from surefoot.speculation.planner import Planner
 from test_planner import DRAFTER, LOOK, Gpu, gpu_host, small
 

@@ -35,12 +35,12 @@ from surefoot.speculation.decisions import (
     Situation,
 )
 from surefoot.speculation.exploring import Budget, Trial, Trials, rounds_apart
+from surefoot.speculation.fairness import Fairness
 from surefoot.speculation.goodput import best_of_one, gains_of
 from surefoot.speculation.holding import DecidedAnew, Held, waits_for_host
 from surefoot.speculation.host_costs import HostCosts
 from surefoot.speculation.offer_memory import OfferMemory
 from surefoot.speculation.offers_at_hand import OffersAtHand
-from surefoot.speculation.paces import Fairness
 from surefoot.speculation.plans import Case, Plan
 from surefoot.speculation.size import GREEDY
 from surefoot.speculation.weighing import Weighing
