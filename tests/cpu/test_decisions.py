@@ -372,7 +372,7 @@ def test_while_nobody_may_be_slowed_nothing_is_weighed(monkeypatch: pytest.Monke
     restraint = planner.fairness.restraint
     monkeypatch.setattr(restraint, "passed", lambda *args: None)
     planner.fairness.restrain(slots, 0.0)
-    planner._harmless = NOTHING
+    planner.restrained.action = NOTHING
     waiting = play(planner, now, 40)
     assert not weighed and all(d.action == NOTHING or d.explores for d in waiting)
     restraint.holds = False
@@ -380,7 +380,7 @@ def test_while_nobody_may_be_slowed_nothing_is_weighed(monkeypatch: pytest.Monke
     assert weighed[0] > 20
     # Where somebody else may propose, who is best is a question.
     planner.fairness.restrain(slots, 0.0)
-    planner._harmless = LOOK
+    planner.restrained.action = LOOK
     weighed.clear()
     play(planner, now, 40)
     assert weighed
@@ -422,7 +422,8 @@ def test_what_finds_little_makes_way_for_plain_rounds(chance: float, goes_on: bo
     planner.weighing.best = LOOK
     restraint = planner.fairness.restraint
     restraint.passed = lambda *args: None  # type: ignore[method-assign]
-    restraint.holds, planner._harmless, planner._waiting = True, LOOK, 0.05
+    planner.fairness.restrain(slots, 0.0)
+    planner.restrained.action, planner.restrained.waiting = LOOK, 0.05
     decisions = [each for each in play(planner, now, 60) if not each.explores]
     assert decisions[0].action == LOOK
     late = {each.action for each in decisions[10:]}

@@ -376,15 +376,15 @@ MUTATIONS = (
         "test_decisions.py",
     ),
     m(
-        "speculation/planner.py",
-        "        if self.weighing.overlap or self.weighing.undecided or not decided.proposers:",
-        "        if self.weighing.undecided or not decided.proposers:",
+        "speculation/following.py",
+        "        if weighing.overlap or weighing.undecided or not decided.proposers:",
+        "        if weighing.undecided or not decided.proposers:",
         "test_decisions.py",
     ),
     m(
         "speculation/planner.py",
-        "                held = self._following(held, situation)",
-        "                pass",
+        "held = self._following.next(held, self._at_hand.chances(situation, held.action))",
+        "pass",
         "test_decisions.py",
     ),
     m(
@@ -674,15 +674,15 @@ MUTATIONS = (
     ),
     # --- who may be slowed ------------------------------------------------------------------------
     m(
-        "speculation/planner.py",
-        "if found and brings.rate - 1.0 <= self._waiting:",
-        "if False:",
+        "speculation/restrained.py",
+        "        if not worth:",
+        "        if False:",
         "test_decisions.py",
     ),
     m(
         "speculation/planner.py",
-        "found = self._at_hand.own and self._last.action == action != NOTHING",
-        "found = action != NOTHING",
+        "known = self._at_hand.own and self._last.action == action != NOTHING",
+        "known = action != NOTHING",
         "test_decisions.py",
     ),
     m(
@@ -1610,7 +1610,7 @@ MUTATIONS = (
     ),
     # --- whom drafters serve ----------------------------------------------------------------------
     m(
-        "speculation/planner.py",
+        "speculation/learning.py",
         "about = digits, s.requests",
         "about = 0, s.requests",
         "test_decisions.py",

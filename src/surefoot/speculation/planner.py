@@ -23,34 +23,32 @@ import numpy as np
 
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.accounts import Accounts
-from surefoot.speculation.beliefs import Familiar
 from surefoot.speculation.decisions import (
     NOTHING,
     Action,
     Decision,
     Expectation,
     Landed,
-    Promise,
     RoundCosts,
     Situation,
 )
 from surefoot.speculation.exploring import Budget, Trial, Trials, rounds_apart
 from surefoot.speculation.fairness import Fairness
-from surefoot.speculation.goodput import best_of_one, gains_of
+from surefoot.speculation.following import Following
+from surefoot.speculation.goodput import gains_of
 from surefoot.speculation.holding import DecidedAnew, Held, waits_for_host
 from surefoot.speculation.host_costs import HostCosts
+from surefoot.speculation.learning import Learning
 from surefoot.speculation.offer_memory import OfferMemory
 from surefoot.speculation.offers_at_hand import OffersAtHand
 from surefoot.speculation.plans import Case, Plan
+from surefoot.speculation.restrained import Restrained
 from surefoot.speculation.size import GREEDY
 from surefoot.speculation.weighing import Weighing
 
 _OTHER_TEXTS = 128
 """Rounds of the one kind, drawn or greedy, after which offers tell little of the other's: drafts of
 likeliest tokens are accepted more often."""
-_ALIKE = 5
-"""Rounds are alike whose numbers of requests are equally long in binary and begin with the same
-digits, so many: where some come and go, the number is another one in most rounds."""
 
 
 class Planner:
@@ -82,20 +80,15 @@ class Planner:
         self.fairness = Fairness()
         self.budget = Budget()
         self.accounts = Accounts(self.budget)
+        self._learning = Learning(self.accounts)
         self._at_hand = OffersAtHand(self.offers)
-        self._familiar = Familiar()
         self._trials = Trials()
         self._second: Trial | None = None
         """What the last round tried, if that takes another round."""
         self._last = Decision(0, *NOTHING)
         self.held = Held()
-        self._table: tuple[list[int], list[float]] = [0], [0.0]
-        """While who proposes holds: numbers of drafts, and the seconds of rounds that verify them.
-        """
-        self._harmless = NOTHING
-        """The best action of those that slow nobody, while only such are taken."""
-        self._waiting = 0.0
-        """As of ``Weighing.worth_of_waiting``, since then."""
+        self._following = Following()
+        self.restrained = Restrained()
         self._unweighed = 0
         """Rounds since actions were weighed."""
         self._since = {False: 0, True: 0}
@@ -149,7 +142,7 @@ class Planner:
         held = None if anew else self.held.next(situation, on_offer)
         if held is not None:
             if self.held.follows:
-                held = self._following(held, situation)
+                held = self._following.next(held, self._at_hand.chances(situation, held.action))
             elif situation.prompt_rows or held.expected.prompt_seconds:
                 held = self._beside_other_prompts(held, situation)
             self._last, self.decided = held, False
@@ -196,32 +189,10 @@ class Planner:
             host = self.weighing.host_seconds(situation, action)
             overlap, choice = self.weighing.overlap, len(actions) > 1
             self.held.grant(situation, self._last, host, overlap, choice, bearable)
-        if charged is None and there and not self.held.left:
-            self._follow(situation)
+        free, width = charged is None and there and not self.held.left, self.offers.width
+        if free and self._following.begin(self.weighing, situation, self._last, width):
+            self.held.follow(self._last)
         return self._last
-
-    def _follow(self, situation: Situation) -> None:
-        """Have who proposes hold for a while, where one request's offers are known in time."""
-        s, decided = situation, self._last
-        if self.weighing.overlap or self.weighing.undecided or not decided.proposers:
-            return
-        if s.requests == 1 and not s.prompt_rows and s.hosted is None:
-            drafts, seconds = self.weighing.table(s, decided.action, self.offers.width)
-            self._table = drafts.tolist(), seconds.tolist()
-            self.held.follow(decided)
-
-    def _following(self, held: Decision, situation: Situation) -> Decision:
-        """What was decided, with as many drafts as what is on offer now is worth."""
-        before, (drafts, seconds) = held.expected, self._table
-        at, gain, offered = 0, 0.0, 0
-        chances = self._at_hand.chances(situation, held.action)
-        if chances is not None:
-            offered = int(np.count_nonzero(chances))
-            margin = self.weighing.margin
-            at, gain = best_of_one(chances[0].tolist(), drafts, seconds, 0.0, margin)
-        took, plain = seconds[at], before.plain_seconds
-        expected = Expectation(took, took, plain, 0.0, None, before.trials, 1.0 + gain)
-        return Decision(min(drafts[at], offered), *held.action, False, expected)
 
     def _begin_alone(self, situation: Situation) -> None:
         """Of a request that begins when there is no other, what all before it offered is expected,
@@ -236,7 +207,7 @@ class Planner:
         if situation.requests:
             self._entered.clear()
 
-    def _restrained(self, situation: Situation) -> bool:
+    def _restrains(self, situation: Situation) -> bool:
         """Whether nobody may be slowed now. Whoever is alone is slowed by nobody, and what held for
         a crowd ends with it."""
         return situation.requests > 1 and self.fairness.restraint.holds
@@ -244,7 +215,7 @@ class Planner:
     def _only_waits(self, situation: Situation, actions: tuple[Action, ...]) -> bool:
         """Whether nobody proposes until everybody is ahead again, whatever may be best then: the
         device is not to wait for the host to find that out."""
-        waits = self._restrained(situation) and self._harmless == NOTHING
+        waits = self._restrains(situation) and self.restrained.action == NOTHING
         return waits and self.weighing.best in actions
 
     def _beside_other_prompts(self, held: Decision, situation: Situation) -> Decision:
@@ -267,7 +238,7 @@ class Planner:
         """What is best for all together, if it is fair to each; else, and for some rounds, the best
         of what slows nobody."""
         situation, owed = case.situation, case.owed
-        if not self._restrained(situation):
+        if not self._restrains(situation):
             best = self.weighing.best
             action = self._possible(situation, best if best in case.actions else NOTHING)
             plan = case.verify(self.weighing, action)
@@ -275,18 +246,11 @@ class Planner:
                 return action, plan
             enough = self.weighing.lost_by_going_on(situation, owed.plain)
             self.fairness.restrain(situation.slots, enough)
-            self._waiting = self.weighing.worth_of_waiting(self.fairness.restraint.pace)
-            self._harmless = self.weighing.harmless(
-                situation, case.actions, owed.plain, self._waiting
-            )
-        harmless = self._harmless if self._harmless in case.actions else NOTHING
-        action = self._possible(situation, harmless)
+            self.restrained.begin(self.weighing, case, self.fairness.restraint.pace)
+        action = self._possible(situation, self.restrained.possible(case.actions))
         plan = case.verify(self.weighing, action)
-        found = self._at_hand.own and self._last.action == action != NOTHING
-        brings = Promise(1.0 + float(plan.gains.mean()), plan.seconds / owed.plain)
-        if found and brings.rate - 1.0 <= self._waiting:
-            # It promised more than it has on offer now that nobody may be slowed for it.
-            self._harmless = NOTHING
+        known = self._at_hand.own and self._last.action == action != NOTHING
+        if known and not self.restrained.found(plan, owed.plain):
             action = self._possible(situation, NOTHING)
             plan = case.verify(self.weighing, action)
         return action, plan
@@ -314,7 +278,7 @@ class Planner:
         drafting = action if action[0] else case.actions[-1]
         host = self.weighing.host_seconds(case.situation, drafting, decided=1.0)
         late = waits_for_host(host, plan.seconds)
-        restrained, requests = self._restrained(case.situation), case.situation.requests
+        restrained, requests = self._restrains(case.situation), case.situation.requests
         trial = self.budget.next(able, rounds, rounds_apart(requests, restrained, late))
         if trial is None:
             return action, plan, None, plan.seconds
@@ -347,30 +311,5 @@ class Planner:
         """Learn from a round that was decided so."""
         self._know_kind(situation)
         self._at_hand.landed(decision.action)
-        if not situation.requests:
-            return
-        s, host = situation, outcome.host
-        if host is not None:
-            self.host.observe(host)
-        if outcome.device_seconds is None:
-            return
-        if host is not None and not s.prompts and not host.prompts:
-            host_seconds = host.seconds
-        else:
-            # Prompts that were launched meanwhile are not this round's.
-            proposing = bool(decision.proposers)
-            host_seconds = self.host.seconds(s.requests, outcome.drafting, proposing, s.prompts)
-        digits = s.requests.bit_length()
-        about = digits, s.requests >> max(0, digits - _ALIKE)
-        familiar, like = self._familiar, (s.kind, about, decision.action, decision.drafts)
-        if not s.prompt_rows and familiar.passes(like):
-            self.costs.pass_over()
-        else:
-            told_little = self.costs.observe(
-                s.requests, s.prompt_rows, decision.action, decision.drafts, s.context,
-                outcome.device_seconds,
-            )  # fmt: skip
-            if not s.prompt_rows:
-                familiar.learnt(like, told_little)
-        seconds = self.weighing.together(outcome.device_seconds, host_seconds)
-        self.accounts.landed(decision, s, outcome, seconds, self.costs.noise)
+        if situation.requests:
+            self._learning.landed(self.weighing, decision, situation, outcome)
