@@ -383,8 +383,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/planner.py",
-        "held = self._following.next(held, self._at_hand.chances(situation, held.action))",
-        "pass",
+        "return self._following.next(held, self._at_hand.chances(situation, held.action))",
+        "return held",
         "test_decisions.py",
     ),
     m(
@@ -444,7 +444,7 @@ MUTATIONS = (
     ),
     m(
         "speculation/planner.py",
-        "lasts = there and bool(plan.drafts) == bool(action[0])",
+        "lasts = there and bool(decision.drafts) == bool(action[0])",
         "lasts = there",
         "test_decisions.py::test_what_finds_nothing_on_offer_yet_is_not_held",
     ),
@@ -576,14 +576,14 @@ MUTATIONS = (
     ),
     m(
         "speculation/planner.py",
-        "        self._at_hand.read(situation)\n        on_offer = ",
-        "        on_offer = ",
+        "        self._at_hand.read(situation)\n        decision = ",
+        "        decision = ",
         "test_decisions.py::test_what_a_trial_found_is_read_while_nobody_proposes_again",
     ),
     m(
         "speculation/planner.py",
-        "if charged is None and (lasts or quiet) and",
-        "if charged is None and lasts and",
+        "if (lasts or quiet) and not self.weighing.undecided:",
+        "if lasts and not self.weighing.undecided:",
         "test_decisions.py::test_what_a_trial_found_is_read_while_nobody_proposes_again",
     ),
     m(

@@ -70,9 +70,9 @@ class Planner:
         than take the likeliest tokens."""
         self.host = host
         self.offers = OfferMemory(width, drafters, overlap, trees)
-        self._anew = DecidedAnew(overlap)
+        self._decided_anew = DecidedAnew(overlap)
         self._weighings = {
-            kind: Weighing(each, host, self.offers, overlap, self._anew)
+            kind: Weighing(each, host, self.offers, overlap, self._decided_anew)
             for kind, each in {GREEDY: costs, **(others or {})}.items()
         }
         self.weighing = self._weighings[GREEDY]
@@ -126,27 +126,33 @@ class Planner:
 
     def decide(self, situation: Situation) -> Decision:
         """What to launch now."""
-        decision = self._next(situation)
+        # Also while a decision holds: what a trial found is told some rounds later.
+        self._at_hand.read(situation)
+        decision = self._held(situation) or self._anew(situation)
+        self._last = decision
         self.fairness.launched(situation.slots)
         if decision.expected.trial is None and situation.requests:
             prompts, proposing = situation.prompt_rows > 0, bool(decision.proposers)
-            self._anew.passed(situation.requests, prompts, proposing, self.decided)
+            self._decided_anew.passed(situation.requests, prompts, proposing, self.decided)
         return decision
 
-    def _next(self, situation: Situation) -> Decision:
-        # Also while a decision holds: what a trial found is told some rounds later.
-        self._at_hand.read(situation)
+    def _held(self, situation: Situation) -> Decision | None:
+        """The last decision, if it holds for this round, too, with what is expected of it."""
         on_offer = self.costs.actions(situation.requests)
         # Who comes next, and what prompts take, is another question than one request's offers.
         anew = self.held.follows and (self._entered or situation.prompt_rows)
         held = None if anew else self.held.next(situation, on_offer)
-        if held is not None:
-            if self.held.follows:
-                held = self._following.next(held, self._at_hand.chances(situation, held.action))
-            elif situation.prompt_rows or held.expected.prompt_seconds:
-                held = self._beside_other_prompts(held, situation)
-            self._last, self.decided = held, False
-            return held
+        if held is None:
+            return None
+        self.decided = False
+        if self.held.follows:
+            return self._following.next(held, self._at_hand.chances(situation, held.action))
+        if situation.prompt_rows or held.expected.prompt_seconds:
+            return self._beside_other_prompts(held, situation)
+        return held
+
+    def _anew(self, situation: Situation) -> Decision:
+        """What is best now, or tried."""
         rounds = self.held.end(situation)
         self._know_kind(situation)
         self._follow_kind(situation, rounds)
@@ -156,12 +162,7 @@ class Planner:
         plain, prompts = self.weighing.plain_seconds(situation)
         chances = self._at_hand.chances(situation, self._last.action)
         owed = self.fairness.owed(situation.slots, plain, prompts, rounds)
-        self._unweighed += rounds
-        settled = self.weighing.is_settled(situation, actions, self._unweighed)
-        if not (settled or self._only_waits(situation, actions)):
-            least = partial(self.fairness.least, situation.slots)
-            self.weighing.weigh(situation, actions, plain, self._unweighed, least)
-            self._unweighed = 0
+        self._weigh(situation, actions, plain, rounds)
         case = Case(situation, actions, chances, owed, plain)
         best = self._best(case)
         trials = self._trials.beside(self.weighing.best, actions)
@@ -173,26 +174,45 @@ class Planner:
         charged = trial or (before if second else None)
         tokens = 1.0 + float(plan.gains.mean())
         expected = Expectation(plan.seconds, without, plain, prompts, charged, trials, tokens)
-        self._last = Decision(plan.drafts, *action, trial is not None, expected)
+        decision = Decision(plan.drafts, *action, trial is not None, expected)
         self.decided = bool(action[0])
-        slower = plan.seconds / owed.plain
         known = self._at_hand.own and last.drafts and not last.explores
         if situation.requests > 1 and chances is not None and known:
             # Of a number that was chosen for these very offers, some would seem to gain too much.
             count = min(last.drafts, chances.size)
             self.fairness.compare(situation.slots, last.proposers, gains_of(chances, count))
+        slower = plan.seconds / owed.plain
         bearable = self.fairness.decided(situation.slots, action[0], tokens - 1.0, slower)
+        if charged is None:
+            self._hold(situation, decision, len(actions) > 1, bearable)
+        return decision
+
+    def _weigh(
+        self, situation: Situation, actions: tuple[Action, ...], plain: float, rounds: int
+    ) -> None:
+        """Choose the best action, if what is known of them may have changed."""
+        self._unweighed += rounds
+        settled = self.weighing.is_settled(situation, actions, self._unweighed)
+        if settled or self._only_waits(situation, actions):
+            return
+        least = partial(self.fairness.least, situation.slots)
+        self.weighing.weigh(situation, actions, plain, self._unweighed, least)
+        self._unweighed = 0
+
+    def _hold(self, situation: Situation, decision: Decision, choice: bool, most: int) -> None:
+        """Have a decision that tries nothing hold for a while. ``choice`` and ``most`` as of
+        ``Held.grant``."""
+        action, last = decision.action, self._last
         # Another action finds nothing on offer yet, or what the one before it has left.
         there = set(action[0]).issubset(last.proposers) and action[1] <= last.steps
-        lasts = there and bool(plan.drafts) == bool(action[0])
-        if charged is None and (lasts or quiet) and not self.weighing.undecided:
+        lasts = there and bool(decision.drafts) == bool(action[0])
+        quiet = action == NOTHING and not decision.drafts
+        if (lasts or quiet) and not self.weighing.undecided:
             host = self.weighing.host_seconds(situation, action)
-            overlap, choice = self.weighing.overlap, len(actions) > 1
-            self.held.grant(situation, self._last, host, overlap, choice, bearable)
-        free, width = charged is None and there and not self.held.left, self.offers.width
-        if free and self._following.begin(self.weighing, situation, self._last, width):
-            self.held.follow(self._last)
-        return self._last
+            self.held.grant(situation, decision, host, self.weighing.overlap, choice, most)
+        follows = there and not self.held.left
+        if follows and self._following.begin(self.weighing, situation, decision, self.offers.width):
+            self.held.follow(decision)
 
     def _begin_alone(self, situation: Situation) -> None:
         """Of a request that begins when there is no other, what all before it offered is expected,
