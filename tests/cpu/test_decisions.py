@@ -1081,6 +1081,19 @@ def test_texts_of_another_kind_are_tried_without_delay(kinds: tuple[Any, Any]) -
     assert not tried(kinds[1], 10)
 
 
+def test_trials_are_as_seldom_where_only_drafting_would_wait_for_the_host() -> None:
+    """While nobody proposes a crowd's rounds do not wait for it; those of a trial, and after one,
+    would."""
+    requests, counts = 48, (0, 48)
+    samples = [HostSample(requests, n, 0, 2.0 if n else 0.2, n > 0, decided=n > 0) for n in counts]
+    planner = Planner(GivenCosts([LOOK], 5.0), HostCosts(samples * 20), WIDTH)
+    decisions = play(planner, situation(*[NEVER] * requests, proposers=(0,)), 600)
+    tried = np.flatnonzero([each.explores for each in decisions])
+    # What the first round of a trial had offered, the second verifies.
+    apart = [rounds for rounds in np.diff(tried) if rounds > 1]
+    assert len(apart) > 2 and min(apart) > 100
+
+
 @pytest.mark.parametrize(("requests", "every"), [(8, 1), (48, 2)])
 def test_a_crowd_weighs_the_same_offers_now_and_then(
     requests: int, every: int, monkeypatch: pytest.MonkeyPatch

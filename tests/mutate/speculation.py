@@ -35,7 +35,7 @@ MUTATIONS = (
         "speculation/planner.py",
         "drafting = action if action[0] else case.actions[-1]",
         "drafting = action",
-        "test_paces.py",
+        "test_decisions.py::test_trials_are_as_seldom_where_only_drafting_would_wait_for_the_host",
     ),
     m(
         "engine/loop.py",
@@ -578,12 +578,6 @@ MUTATIONS = (
         "speculation/planner.py",
         "        self._at_hand.read(situation)\n        decision = ",
         "        decision = ",
-        "test_decisions.py::test_what_a_trial_found_is_read_while_nobody_proposes_again",
-    ),
-    m(
-        "speculation/planner.py",
-        "if (lasts or quiet) and not self.weighing.undecided:",
-        "if lasts and not self.weighing.undecided:",
         "test_decisions.py::test_what_a_trial_found_is_read_while_nobody_proposes_again",
     ),
     m(

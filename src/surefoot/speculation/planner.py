@@ -206,8 +206,7 @@ class Planner:
         # Another action finds nothing on offer yet, or what the one before it has left.
         there = set(action[0]).issubset(last.proposers) and action[1] <= last.steps
         lasts = there and bool(decision.drafts) == bool(action[0])
-        quiet = action == NOTHING and not decision.drafts
-        if (lasts or quiet) and not self.weighing.undecided:
+        if lasts and not self.weighing.undecided:
             host = self.weighing.host_seconds(situation, action)
             self.held.grant(situation, decision, host, self.weighing.overlap, choice, most)
         follows = there and not self.held.left
