@@ -1084,8 +1084,10 @@ def test_texts_of_another_kind_are_tried_without_delay(kinds: tuple[Any, Any]) -
 def test_trials_are_as_seldom_where_only_drafting_would_wait_for_the_host() -> None:
     """While nobody proposes a crowd's rounds do not wait for it; those of a trial would, now and
     then, though it takes no more than the device's second."""
-    requests, counts = 48, (0, 48)
-    samples = [HostSample(requests, n, 0, 2.0 if n else 0.2, n > 0, decided=n > 0) for n in counts]
+    requests = 48
+    samples = [HostSample(requests, 0, 0, 0.2, False)]
+    for decided in (False, True):
+        samples.append(HostSample(requests, requests, 0, 0.95, True, decided=decided))
     planner = Planner(GivenCosts([LOOK], 5.0), HostCosts(samples * 20), WIDTH)
     decisions = play(planner, situation(*[[0.1, 0.0, 0.0]] * requests, proposers=(0,)), 600)
     tried = np.flatnonzero([each.explores for each in decisions])
