@@ -87,7 +87,7 @@ def test_what_is_interrupted_tells_nothing(still: Time) -> None:
 def observed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[HostSample]:
     found: list[HostSample] = []
     planner: Any = engine.planner
-    monkeypatch.setattr(planner.host, "observe", found.append)
+    monkeypatch.setattr(planner.weighing.host, "observe", found.append)
     return found
 
 

@@ -383,7 +383,7 @@ MUTATIONS = (
     ),
     m(
         "speculation/planner.py",
-        "return self._following.next(held, self._at_hand.chances(situation, held.action))",
+        "return self._following.next(held, chances, self.weighing.margin)",
         "return held",
         "test_decisions.py",
     ),
@@ -741,13 +741,13 @@ MUTATIONS = (
     ),
     m(
         "speculation/fairness.py",
-        "        if self.restraint.holds and not self._restrained[slots].any():",
+        "        if self.restraint.holds and not self._present[slots].any():",
         "        if False:",
         "test_paces.py::test_nobody_waits_for_the_sake_of_who_is_gone",
     ),
     m(
         "speculation/fairness.py",
-        "        self._restrained[slots] = False",
+        "        self._present[slots] = False",
         "        pass",
         "test_paces.py::test_nobody_waits_for_the_sake_of_who_is_gone",
     ),

@@ -77,8 +77,8 @@ class Fairness:
         self.restraint = Restraint()
         self._shares = defaultdict[Proposers, Shares](Shares)
         """By who proposes: one knows these texts better, and another one those."""
-        self._restrained = BySlot(False)
-        """By slot, who is there since restraint began."""
+        self._present = BySlot(False)
+        """By slot, whether its request was there when restraint began."""
         self._proposers: Proposers = ()
         self._gain, self._rounds = 0.0, 1.0
         """Of the last decision: who proposes; drafts of a request that are expected to be accepted,
@@ -96,7 +96,7 @@ class Fairness:
     def admit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """As of ``Paces``."""
         self._count()
-        self._restrained[slots] = False
+        self._present[slots] = False
         self.paces.admit(slots, tokens)
         for shares in self._shares.values():
             shares.admit(slots)
@@ -104,12 +104,13 @@ class Fairness:
     def owed(self, slots: np.ndarray | None, plain: float, prompts: float, rounds: int) -> Owed:
         """What requests in ``slots`` (int64 [n]; None: of whom nothing is known) are owed, so many
         ``rounds`` after the last decision. ``plain``: seconds of a round without drafts and
-        proposers; ``prompts``: those that prompts add to it. Ends restraint after long enough."""
+        proposers; ``prompts``: those that prompts add to it. Ends restraint after long enough, or
+        when nobody is left who was there when it began."""
         self._count()
         if slots is None or len(slots) < 2:
             # Whoever is alone is slowed by nobody.
             return Owed(plain + prompts, prompts)
-        if self.restraint.holds and not self._restrained[slots].any():
+        if self.restraint.holds and not self._present[slots].any():
             # Nobody is to wait for the sake of requests that are gone.
             self.restraint.end()
         owed = Owed(plain + prompts, prompts, self.paces.ahead(slots))
@@ -121,8 +122,8 @@ class Fairness:
         """One of those in ``slots`` (as of ``owed``) would have less than it is owed. ``enough``
         as of ``Restraint``."""
         if slots is not None:
-            self._restrained.fill(False)
-            self._restrained[slots] = True
+            self._present.fill(False)
+            self._present[slots] = True
         self.restraint.begin(enough)
 
     def compare(self, slots: np.ndarray | None, proposers: Proposers, gains: np.ndarray) -> None:

@@ -16,7 +16,6 @@ class Following:
     def __init__(self) -> None:
         self._drafts, self._seconds = [0], [0.0]
         """Numbers of drafts, and the seconds of rounds that verify them."""
-        self._margin = 1.0
 
     def begin(
         self, weighing: Weighing, situation: Situation, decided: Decision, width: int
@@ -29,18 +28,16 @@ class Following:
             return False
         drafts, seconds = weighing.table(s, decided.action, width)
         self._drafts, self._seconds = drafts.tolist(), seconds.tolist()
-        self._margin = weighing.margin
         return True
 
-    def next(self, held: Decision, chances: np.ndarray | None) -> Decision:
+    def next(self, held: Decision, chances: np.ndarray | None, margin: float) -> Decision:
         """What was decided, with as many drafts as what is on offer now is worth; ``chances``
-        float32 [1, K] of that, None: nothing."""
+        float32 [1, K] of that, None: nothing; ``margin`` as of ``best_drafts``."""
         before, seconds = held.expected, self._seconds
         at, gain, offered = 0, 0.0, 0
         if chances is not None:
             offered = int(np.count_nonzero(chances))
-            one = chances[0].tolist()
-            at, gain = best_of_one(one, self._drafts, seconds, 0.0, self._margin)
+            at, gain = best_of_one(chances[0].tolist(), self._drafts, seconds, 0.0, margin)
         took, plain = seconds[at], before.plain_seconds
         expected = Expectation(took, took, plain, 0.0, None, before.trials, 1.0 + gain)
         return Decision(min(self._drafts[at], offered), *held.action, False, expected)

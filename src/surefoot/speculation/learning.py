@@ -23,7 +23,7 @@ class Learning:
         self, weighing: Weighing, decision: Decision, situation: Situation, outcome: Landed
     ) -> None:
         """A round of requests, at least one, was decided so; ``weighing``: for its sampling."""
-        s, host, costs = situation, outcome.host, weighing.costs
+        s, host = situation, outcome.host
         if host is not None:
             weighing.host.observe(host)
         if outcome.device_seconds is None:
@@ -36,7 +36,7 @@ class Learning:
             host_seconds = weighing.host.seconds(s.requests, outcome.drafting, proposing, s.prompts)
         self._observe(weighing, decision, situation, outcome.device_seconds)
         seconds = weighing.together(outcome.device_seconds, host_seconds)
-        self._accounts.landed(decision, s, outcome, seconds, costs.noise)
+        self._accounts.landed(decision, s, outcome, seconds, weighing.costs.noise)
 
     def _observe(
         self, weighing: Weighing, decision: Decision, situation: Situation, seconds: float

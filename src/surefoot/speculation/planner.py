@@ -68,7 +68,6 @@ class Planner:
         ``overlap``: whether the host works while the device does, so that a round takes the longer
         of both times, not their sum. ``others``: costs by kind of sampling, of rounds that do more
         than take the likeliest tokens."""
-        self.host = host
         self.offers = OfferMemory(width, drafters, overlap, trees)
         self._decided_anew = DecidedAnew(overlap)
         self._weighings = {
@@ -146,7 +145,8 @@ class Planner:
             return None
         self.decided = False
         if self.held.follows:
-            return self._following.next(held, self._at_hand.chances(situation, held.action))
+            chances = self._at_hand.chances(situation, held.action)
+            return self._following.next(held, chances, self.weighing.margin)
         if situation.prompt_rows or held.expected.prompt_seconds:
             return self._beside_other_prompts(held, situation)
         return held
@@ -263,7 +263,7 @@ class Planner:
             plan = case.verify(self.weighing, action)
             if situation.requests < 2 or owed.fair(plan.seconds, plan.gains):
                 return action, plan
-            enough = self.weighing.lost_by_going_on(situation, owed.plain)
+            enough = self.weighing.needed_to_go_on(situation, owed.plain)
             self.fairness.restrain(situation.slots, enough)
             self.restrained.begin(self.weighing, case, self.fairness.restraint.pace)
         action = self._possible(situation, self.restrained.possible(case.actions))

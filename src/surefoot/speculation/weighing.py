@@ -45,7 +45,8 @@ _WHILE_PROMPTS_RUN = 4
 """Actions that are weighed in one decision under another load whose prompts are under way: all of
 them take the host longer than a small model's device needs for those."""
 _WORTH_BEGINNING = 8
-"""Rounds."""
+"""Rounds that verify something, for which a crowd begins to draft again after it was restrained:
+the one before them verifies nothing, and slows everybody."""
 _CHOICES = 256
 """Of requests, for which it is known what they leave of the actions."""
 
@@ -297,9 +298,9 @@ class Weighing:
         best = self._promise_of(self.best)
         return pace * best.seconds - 1.0 - self._least(self.best[0]) * (best.tokens - 1.0)
 
-    def lost_by_going_on(self, situation: Situation, plain: float) -> float:
-        """Tokens that who gains least loses in so many rounds with the best action that these are
-        worth beginning: the first one has nobody's drafts to verify yet."""
+    def needed_to_go_on(self, situation: Situation, plain: float) -> float:
+        """Tokens that who gains least must be ahead, so that the best action can go on for as many
+        rounds as are worth it. ``plain`` as of ``harmless``."""
         first = MIN_PACE * self.seconds(situation, self.best) / plain - 1.0
         return max(first, 0.0) + _WORTH_BEGINNING * max(self._lost(MIN_PACE), 0.0)
 
