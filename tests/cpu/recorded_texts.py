@@ -99,6 +99,7 @@ class PlayedTexts:
         recorded = np.load(GOLDEN)
         self.right = recorded[f"{kind}_right"].astype(np.int64)
         self.believed = recorded[f"{kind}_chances"].astype(np.float32) / 255.0
+        self.seed = seed
         self.rng = np.random.default_rng(seed)
         self.costs = costs()
         self.seconds = 0.0
@@ -114,16 +115,19 @@ class PlayedTexts:
 
     def admit(self, planner: Admits, slots: Sequence[int]) -> None:
         own = np.array(slots, dtype=np.int64)
-        self.text[own] = self.rng.integers(len(self.right), size=len(own))
+        for slot in slots:
+            self.text[slot] = self.coming.integers(len(self.right))
+            self.length[slot] = self.coming.integers(96, self.right.shape[1])
         self.place[own] = 0
-        self.length[own] = self.rng.integers(96, self.right.shape[1], size=len(own))
         self.begun[own] = self.seconds
         self.chances[own], self.reported[own] = 0.0, np.nan
         self.running = np.union1d(self.running, own)
         planner.admit(own, self.length[own])
 
     def traffic(self, planner: Admits, requests: int, texts: int) -> float:
-        """Tokens a second, with another text in the place of each that ends."""
+        """Tokens a second, with another text in the place of each that ends: the same ones every
+        time, whoever decides, since some texts gain twice as much as others."""
+        self.coming = np.random.default_rng(self.seed + 1)
         self.admit(planner, range(requests))
         tokens, begun = 0, self.seconds
         while len(self.paces) < texts:

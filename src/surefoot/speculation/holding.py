@@ -118,6 +118,11 @@ class Held:
         self._requests = situation.requests
         return rounds
 
+    def break_off(self) -> None:
+        """Another decision is to be made next, and no rounds passed for that."""
+        self._granted -= self.left
+        self.left = 0
+
     def grant(
         self,
         situation: Situation,

@@ -15,24 +15,29 @@ class OffersAtHand:
         self.memory = memory
         self._reported = NOTHING
         """The action of the last round that landed."""
+        self._tried = False
+        """Whether it was tried."""
         self._unread = False
         self.own = False
         """Whether the chances found last are those of each request's own offers."""
 
-    def landed(self, action: Action) -> None:
-        """The next situation has the report of a round with this action."""
-        self._reported, self._unread = action, True
+    def landed(self, action: Action, tried: bool) -> None:
+        """The next situation has the report of a round with this action, which was ``tried``."""
+        self._reported, self._tried, self._unread = action, tried, True
 
-    def read(self, situation: Situation) -> None:
-        """Remember the offers of a report that landed since this was called last."""
-        if not self._unread or situation.chances is None or situation.whose is None:
-            return
+    def read(self, situation: Situation) -> Action | None:
+        """Remember the offers of a report that landed since this was called last. Returns what was
+        tried, if that was, of several requests."""
+        chances, whose = situation.chances, situation.whose
+        if not self._unread or chances is None or whose is None:
+            return None
         self._unread = False
         proposers, steps = self._reported
+        if not proposers:
+            return None
         steps = min(steps, max(1, situation.draft_limit))
-        if proposers:
-            parents = situation.parents
-            self.memory.record(situation.chances, situation.whose, proposers, steps, parents)
+        self.memory.record(chances, whose, proposers, steps, situation.parents, self._tried)
+        return self._reported if self._tried and len(chances) > 1 else None
 
     def chances(self, situation: Situation, last: Action) -> np.ndarray | None:
         """float32 [requests, K]: chances of the drafts that this round finds on offer, after one

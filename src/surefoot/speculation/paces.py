@@ -16,6 +16,9 @@ it may get: how a text goes on is not known by its beginning, and where one that
 stopped the drafts of all, all would end later, and it too (docs/log.md)."""
 _MOST = 32.0
 """Tokens ahead that count: who was fast for long is not slow for long."""
+_LACKING = 1.0
+"""Tokens that a request lacks at most: what was tried while beliefs were wrong may be believed to
+have taken ten times as long as it did."""
 _SHARE_CASES = 32
 """Decisions that tell what each request usually has of all gains, about: of fewer, those that
 seemed to gain enough would be slowed for longer than they can bear."""
@@ -102,7 +105,8 @@ class Paces:
         """A round was launched that is expected to give the requests ``tokens`` (of each, or of
         all alike) in the time of so many rounds without drafts and proposers, in which they are
         owed ``pace`` tokens each."""
-        self._ahead[slots] = np.minimum(self._ahead[slots] + tokens - pace * rounds, _MOST)
+        ahead = self._ahead[slots] + tokens - pace * rounds
+        self._ahead[slots] = np.clip(ahead, -_LACKING, _MOST)
 
 
 @dataclass(frozen=True, eq=False)

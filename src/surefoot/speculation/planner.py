@@ -126,7 +126,10 @@ class Planner:
     def decide(self, situation: Situation) -> Decision:
         """What to launch now."""
         # Also while a decision holds: what a trial found is told some rounds later.
-        self._at_hand.read(situation)
+        tried = self._at_hand.read(situation)
+        if tried is not None:
+            self.weighing.tried = tried
+            self.held.break_off()
         decision = self._held(situation) or self._anew(situation)
         self._last = decision
         self.fairness.launched(situation.slots)
@@ -329,6 +332,6 @@ class Planner:
     def landed(self, decision: Decision, situation: Situation, outcome: Landed) -> None:
         """Learn from a round that was decided so."""
         self._know_kind(situation)
-        self._at_hand.landed(decision.action)
+        self._at_hand.landed(decision.action, decision.expected.trial is not None)
         if situation.requests:
             self._learning.landed(self.weighing, decision, situation, outcome)

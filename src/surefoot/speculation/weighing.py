@@ -88,6 +88,8 @@ class Weighing:
         """As of ``weigh``, the last time."""
         self._reports = -1
         """Of offers, that were known when actions were weighed last."""
+        self.tried: Action | None = None
+        """What a trial has just found offers of: weighed next."""
         self._allowed: dict[tuple[Sequence[Action], tuple[int, ...], int], tuple[Action, ...]] = {}
 
     def allowed(self, situation: Situation) -> tuple[Action, ...]:
@@ -245,9 +247,14 @@ class Weighing:
         before, self._turn = self._turn, self._turn + min(rounds, _MOST_TURNS)
         if before // _WEIGH_EVERY < self._turn // _WEIGH_EVERY:
             self._promises[self.best] = self.promise(situation, self.best, plain)
-        if (before - 1) // _WEIGH_EVERY == (self._turn - 1) // _WEIGH_EVERY:
+        tried, self.tried = self.tried, None
+        turn = (self._turn - 1) // _WEIGH_EVERY
+        if tried in actions:
+            other = tried
+        elif (before - 1) // _WEIGH_EVERY < turn:
+            other = self._other(actions, turn)
+        else:
             return
-        other = self._other(actions, (self._turn - 1) // _WEIGH_EVERY)
         self._promises[other] = self.promise(situation, other, plain)
         self._prefer(other, situation, plain)
         first = self._first_of([action for action in actions if action[0] == self.best[0]])
