@@ -767,6 +767,18 @@ def test_a_decision_outlasts_half_of_a_crowd_that_leaves(requests: int, holds: b
     assert held.left == 4 - holds
 
 
+def test_a_decision_that_is_broken_off_held_for_the_rounds_before() -> None:
+    expected, held = Expectation(1.0, 1.0, 1.0, 0.0, None, (), 1.0), Held()
+    now = situation(*[[0.9, 0.8, 0.7]] * 16)
+    held.end(now)
+    held.grant(now, Decision(0, (), 0, False, expected), 2.0, True, True, 99)
+    for _ in range(2):
+        assert held.next(now, [NOTHING]) is not None
+    held.break_off()
+    assert held.next(now, [NOTHING]) is None
+    assert held.end(now) == 3
+
+
 def test_while_a_crowd_leaves_there_may_be_actions_that_were_never_weighed() -> None:
     """Drafters go to other depths where there are fewer requests, and what was best for all of them
     is no good for these."""

@@ -59,6 +59,25 @@ def test_of_a_crowd_every_request_has_its_turn(requests: int, trees: bool) -> No
     assert seen.issuperset(first[:, 0].tolist())
 
 
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("before", range(4))
+def test_after_a_trial_a_crowd_expects_what_that_found(before: int, trees: bool) -> None:
+    """Whichever reports are usually remembered. Seen on a GPU: greedy texts came after drawn ones,
+    and of each trial eight of 512 trees were remembered, or none."""
+    parents = np.tile(np.arange(-1, WIDTH - 1, dtype=np.int32), (512, 1)) if trees else None
+    drafts = np.arange(0, 1537, 64)
+    promises = []
+    for bad in (100 + before, 0):
+        memory = OfferMemory(WIDTH, {DRAFTER: WIDTH}, trees={DRAFTER: WIDTH} if trees else {})
+        for chance, times, tried in ((0.1, bad, False), (0.1, 1, True), (0.9, 1, True)):
+            chances = np.tile(chance ** np.arange(1.0, 1.0 + WIDTH, dtype=np.float32), (512, 1))
+            for _ in range(times):
+                told = chances, np.full(512, DRAFTER), (DRAFTER,), WIDTH, parents, tried
+                memory.record(*told)
+        promises.append(memory.promise(512, (DRAFTER,), WIDTH, drafts, 1.0 + 1e-3 * drafts, 1.0))
+    assert promises[0] == pytest.approx(promises[1]) and promises[1][0] > 512 * 2.0
+
+
 @pytest.mark.parametrize("lately", [True, False])
 @pytest.mark.parametrize("margin", [1.0, 1.1])
 def test_a_promise_to_one_request_is_the_mean_of_its_best_rounds(

@@ -13,7 +13,7 @@ import pytest
 from planner_world import Decides, Fixed, Seconds, Stretches, Texts, World
 from surefoot.speculation import accounts
 from surefoot.speculation.costs import ExactCosts, Proposing
-from surefoot.speculation.decisions import NOTHING, Action, Landed, Situation
+from surefoot.speculation.decisions import NOTHING, Action, Decision, Landed, Promise, Situation
 from surefoot.speculation.host_costs import HostCosts, HostSample
 from surefoot.speculation.measured_times import RecordedSize
 from surefoot.speculation.planner import Planner
@@ -405,6 +405,49 @@ def test_poisoned_tables_of_a_gpu_are_right_again(
         return other.run(Fixed(action, other), 200)
 
     assert recovered(world, planner, max(map(fixed, DRAFTING))) > 0.95
+
+
+@pytest.mark.parametrize("late", [1.0, 8.0])
+def test_what_a_trial_found_of_a_crowd_is_weighed_next(late: float) -> None:
+    """The turn may be another action's, and another decision may hold by then, where rounds wait
+    for the host."""
+    gpu = Gpu(middling, 32, DRAFTING)
+    texts = Texts(lookup=None, drafter=DRAFTER, chances=(0.1,) * 8)
+    world, planner = gpu.world(texts), gpu.planner()
+    world.host = lambda *counts: late * gpu_host(*counts)
+    weighed, tried = list[Action](), list[bool]()
+    promise, landed = planner.weighing.promise, planner.landed
+
+    def weighing(situation: Situation, action: Action, *rest: Any) -> Promise:
+        weighed.append(action)
+        return promise(situation, action, *rest)
+
+    def landing(decision: Decision, situation: Situation, outcome: Landed) -> None:
+        trial = decision.expected.trial
+        told[:] = [decision.action] if decision.proposers and trial is not None else []
+        # Where none of those on offer has room, there is nothing to try.
+        assert trial is None or not trial.verify or decision.drafts
+        landed(decision, situation, outcome)
+
+    told = list[Action]()
+    planner.weighing.promise = weighing  # type: ignore[method-assign]
+    planner.landed = landing  # type: ignore[method-assign]
+    for _ in range(1200):
+        now = told[:]
+        weighed.clear()
+        world.step(planner)
+        if now:
+            tried.append(now[0] in weighed)
+    assert len(tried) > 10 and all(tried[2:])
+
+
+def test_what_a_trial_was_believed_to_take_is_not_owed_for_long() -> None:
+    """Ten times as long as it took: it may have slowed nobody."""
+    gpu = Gpu(middling, 32, DRAFTING, lambda size: 10.0 if size.action[0] else 1.0)
+    texts = Texts(lookup=None, drafter=DRAFTER, spread=0.0)
+    world, fixed = gpu.world(texts), gpu.world(texts)
+    best = fixed.run(Fixed(((DRAFTER,), 3), fixed), 200)
+    assert recovered(world, gpu.planner(), best, within=100) > 0.95
 
 
 def test_a_busy_minute_leaves_no_trace() -> None:

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner_world import Fixed, Texts, World
+from surefoot.speculation.costs import ExactCosts, Proposing
 from surefoot.speculation.decisions import NOTHING, Action
-from surefoot.speculation.host_costs import HostCosts
+from surefoot.speculation.host_costs import HostCosts, HostSample
 from surefoot.speculation.measured_times import RecordedSize
 from surefoot.speculation.offer_memory import OfferMemory
 from surefoot.speculation.planner import Planner
@@ -48,9 +49,14 @@ class Growing(Texts):
     lookup: int | None = None
     drafter: int | None = 0
     width: int = NODES
+    branches: tuple[float, ...] = BRANCHES
 
     def __post_init__(self) -> None:
-        self._grown = {levels: grown(levels) for levels in range(LEVELS + 1)}
+        self.become(self.branches)
+
+    def become(self, branches: tuple[float, ...]) -> None:
+        """From now on everything has successors with these chances."""
+        self._grown = {levels: grown(levels, branches) for levels in range(LEVELS + 1)}
 
     def offers(
         self, requests: int, action: Action, rng: np.random.Generator
@@ -239,3 +245,32 @@ def test_a_crowd_grows_trees_of_few_levels() -> None:
     planner = Planner(costs, HostCosts(), NODES, {0: LEVELS}, trees={0: NODES})
     ours.run(planner, 300)
     assert ours.run(planner, 1500) > 0.96 * max(best.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_trial_found_is_known_at_once(seed: int) -> None:
+    """Seen on a GPU: greedy texts after drawn ones, 512 of them, which gain a third by trees. The
+    device waits for the host, so that trials are 128 rounds apart, and the crowd decoded without
+    drafts until it ended, though each trial was much faster than plain rounds."""
+
+    def device(requests: int, prompt_rows: int, action: Action, drafts: int) -> float:
+        return 5.5e-4 + 2.6e-6 * requests + 6e-5 * action[1] + 1.6e-6 * drafts
+
+    def host(requests: int, drafting: int, ends: int) -> float:
+        return 2e-4 + 1e-6 * requests + 2.2e-6 * drafting
+
+    rows = [1, 512, 640, 768, 1024, 1536, 2048]
+    times = [device(min(n, 512), 0, NOTHING, max(0, n - 512)) for n in rows]
+    costs = ExactCosts(rows, times, {0: Proposing(6e-5, longest=4)})
+    samples = [HostSample(b, d, 0, host(b, d, 0), d > 0) for b in (1, 256, 512) for d in (0, b)]
+    planner = Planner(costs, HostCosts(samples), NODES, {0: 4}, trees={0: NODES})
+    texts = Growing(branches=(0.3,))
+    world = World(
+        device, host, texts, 512, in_flight=2, overlap=True, late=True, deciding=1.2e-3,
+        host_noise=0.2, hiccups=0.0, seed=seed,
+    )  # fmt: skip
+    world.run(planner, 500)
+    assert world.verified < 0.1 * 512 * world.rounds
+    texts.become((0.8, 0.1))
+    decisions = [world.step(planner) for _ in range(60)]
+    assert any(each.drafts and not each.explores for each in decisions)

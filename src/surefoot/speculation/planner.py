@@ -306,7 +306,8 @@ class Planner:
             return action, plan, None, plan.seconds
         if trial.verify:
             more = case.verify(self.weighing, action, beyond=plan.drafts)
-            return action, more, trial, plan.seconds
+            # Rounds without proposers may have no room for drafts.
+            return action, more, trial if more.drafts > plan.drafts else None, plan.seconds
         other = self.weighing.to_try(trial, case.situation, case.actions, case.plain)
         other = self._possible(case.situation, other)
         trial = trial if other != action else None
