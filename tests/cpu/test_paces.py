@@ -173,6 +173,18 @@ def test_whoever_may_be_slowed_was_fast_enough(
     assert book.ahead(slots).tolist() == [first]
 
 
+def test_what_a_round_was_believed_to_take_is_not_owed_for_long() -> None:
+    """While beliefs are wrong, a trial may be believed to take ten times as long as it does: nobody
+    is to wait hundreds of rounds for that."""
+    paces, slots = Paces(), np.arange(3)
+    paces.admit(slots, np.full(3, 1000))
+    paces.passed(slots, 1.0, 30.0)
+    assert not paces.ahead(slots).any()
+    for _ in range(21):
+        paces.passed(slots, 1.0, 1.0)
+    assert (paces.ahead(slots) > 0.0).all()
+
+
 def test_restraint_is_longer_where_slowing_others_gained_nothing() -> None:
     restraint, plenty = Restraint(), Owed(1.0, 0.0, np.array([5.0, 0.8]))
 

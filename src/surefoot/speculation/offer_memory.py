@@ -72,7 +72,7 @@ class OfferMemory:
         tried: bool = False,
     ) -> None:
         """A report's offers, as in ``Situation``, of which drafters made theirs ``steps`` long.
-        ``tried``: for a trial."""
+        ``tried``: in place of what is best."""
         self.reports += 1
         if len(chances) == 1:
             self._record_one(chances, int(whose[0]), proposers, steps, parents)

@@ -22,7 +22,8 @@ class OffersAtHand:
         """Whether the chances found last are those of each request's own offers."""
 
     def landed(self, action: Action, tried: bool) -> None:
-        """The next situation has the report of a round with this action, which was ``tried``."""
+        """The next situation has the report of a round with this action. ``tried``: in place of
+        what is best."""
         self._reported, self._tried, self._unread = action, tried, True
 
     def read(self, situation: Situation) -> Action | None:

@@ -333,6 +333,7 @@ class Planner:
     def landed(self, decision: Decision, situation: Situation, outcome: Landed) -> None:
         """Learn from a round that was decided so."""
         self._know_kind(situation)
-        self._at_hand.landed(decision.action, decision.expected.trial is not None)
+        trial = decision.expected.trial
+        self._at_hand.landed(decision.action, trial is not None and not trial.verify)
         if situation.requests:
             self._learning.landed(self.weighing, decision, situation, outcome)
