@@ -69,10 +69,10 @@ def test_after_a_trial_a_crowd_expects_what_that_found(before: int, trees: bool)
     promises = []
     for bad in (100 + before, 0):
         memory = OfferMemory(WIDTH, {DRAFTER: WIDTH}, trees={DRAFTER: WIDTH} if trees else {})
-        for chance, times, tried in ((0.1, bad, False), (0.1, 1, True), (0.9, 1, True)):
+        for chance, times, found in ((0.1, bad, False), (0.1, 1, False), (0.9, 1, True)):
             chances = np.tile(chance ** np.arange(1.0, 1.0 + WIDTH, dtype=np.float32), (512, 1))
             for _ in range(times):
-                told = chances, np.full(512, DRAFTER), (DRAFTER,), WIDTH, parents, tried
+                told = chances, np.full(512, DRAFTER), (DRAFTER,), WIDTH, parents, found
                 memory.record(*told)
         promises.append(memory.promise(512, (DRAFTER,), WIDTH, drafts, 1.0 + 1e-3 * drafts, 1.0))
     assert promises[0] == pytest.approx(promises[1]) and promises[1][0] > 512 * 2.0

@@ -576,8 +576,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/planner.py",
-        "        self._at_hand.read(situation)\n        decision = ",
-        "        decision = ",
+        "tried = self._at_hand.read(situation)",
+        "tried = None",
         "test_decisions.py::test_what_a_trial_found_is_read_while_nobody_proposes_again",
     ),
     m(
@@ -699,9 +699,45 @@ MUTATIONS = (
     ),
     m(
         "speculation/paces.py",
-        "self._ahead[slots] + tokens - pace * rounds, _MOST)",
-        "self._ahead[slots] + tokens - pace, _MOST)",
+        "self._ahead[slots] + tokens - pace * rounds\n",
+        "self._ahead[slots] + tokens - pace\n",
         "test_paces.py",
+    ),
+    m(
+        "speculation/paces.py",
+        "np.clip(ahead, -_LACKING, _MOST)",
+        "np.minimum(ahead, _MOST)",
+        "test_paces.py",
+    ),
+    m(
+        "speculation/planner.py",
+        "            self.held.break_off()\n",
+        "",
+        "test_planner.py::test_what_a_trial_found_of_a_crowd_is_weighed_next",
+    ),
+    m(
+        "speculation/planner.py",
+        "            self.weighing.tried = tried\n",
+        "            pass\n",
+        "test_planner.py::test_what_a_trial_found_of_a_crowd_is_weighed_next",
+    ),
+    m(
+        "speculation/planner.py",
+        "trial if more.drafts > plan.drafts else None, plan.seconds",
+        "trial, plan.seconds",
+        "test_planner.py::test_what_a_trial_found_of_a_crowd_is_weighed_next",
+    ),
+    m(
+        "speculation/offer_memory.py",
+        "            most, apart = _MOST, 1\n",
+        "            pass\n",
+        "test_offers.py",
+    ),
+    m(
+        "speculation/holding.py",
+        "        self._granted -= self.left\n        self.left = 0\n",
+        "        self.left = 0\n",
+        "test_decisions.py::test_a_decision_that_is_broken_off_held_for_the_rounds_before",
     ),
     m(
         "speculation/paces.py",

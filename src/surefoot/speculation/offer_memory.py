@@ -21,9 +21,9 @@ _FEW, _NEWS, _NEWS_OF_TREES = 8, 32, 8
 """Offers of one report that are all remembered; those that are at most, and of trees: what these
 would hold on more or fewer levels takes the host long, of 32 as long as all else of a decision."""
 _APART, _TREES_APART = 2, 4
-"""Of more requests, one report of so many is remembered: the next one would tell little else. What
-was tried is another matter: all that is expected rests on its offers then, since those before are
-of long ago."""
+"""Of more requests, one report of so many is remembered: the next one would tell little else. Where
+only trials have anybody propose, all that is expected rests on the last one's offers: those before
+are of long ago."""
 
 
 class OfferMemory:
@@ -69,17 +69,17 @@ class OfferMemory:
         proposers: tuple[int, ...],
         steps: int,
         parents: np.ndarray | None = None,
-        tried: bool = False,
+        found: bool = False,
     ) -> None:
         """A report's offers, as in ``Situation``, of which drafters made theirs ``steps`` long.
-        ``tried``: in place of what is best."""
+        ``found``: by a trial, while nobody usually proposes."""
         self.reports += 1
         if len(chances) == 1:
             self._record_one(chances, int(whose[0]), proposers, steps, parents)
             return
         known = np.flatnonzero(chances[:, 0] >= 0.0)
         most, apart = (_NEWS, _APART) if parents is None else (_NEWS_OF_TREES, _TREES_APART)
-        if tried:
+        if found:
             most, apart = _MOST, 1
         turn, other = divmod(self.reports, apart)
         if len(known) > _FEW and other:

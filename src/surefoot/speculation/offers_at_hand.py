@@ -15,20 +15,20 @@ class OffersAtHand:
         self.memory = memory
         self._reported = NOTHING
         """The action of the last round that landed."""
-        self._tried = False
-        """Whether it was tried."""
+        self._found = False
+        """As of ``landed``."""
         self._unread = False
         self.own = False
         """Whether the chances found last are those of each request's own offers."""
 
-    def landed(self, action: Action, tried: bool) -> None:
-        """The next situation has the report of a round with this action. ``tried``: in place of
-        what is best."""
-        self._reported, self._tried, self._unread = action, tried, True
+    def landed(self, action: Action, found: bool) -> None:
+        """The next situation has the report of a round with this action. ``found``: as of
+        ``OfferMemory.record``."""
+        self._reported, self._found, self._unread = action, found, True
 
     def read(self, situation: Situation) -> Action | None:
-        """Remember the offers of a report that landed since this was called last. Returns what was
-        tried, if that was, of several requests."""
+        """Remember the offers of a report that landed since this was called last. Returns the
+        action that a trial of several requests has told of."""
         chances, whose = situation.chances, situation.whose
         if not self._unread or chances is None or whose is None:
             return None
@@ -37,8 +37,8 @@ class OffersAtHand:
         if not proposers:
             return None
         steps = min(steps, max(1, situation.draft_limit))
-        self.memory.record(chances, whose, proposers, steps, situation.parents, self._tried)
-        return self._reported if self._tried and len(chances) > 1 else None
+        self.memory.record(chances, whose, proposers, steps, situation.parents, self._found)
+        return self._reported if self._found and len(chances) > 1 else None
 
     def chances(self, situation: Situation, last: Action) -> np.ndarray | None:
         """float32 [requests, K]: chances of the drafts that this round finds on offer, after one

@@ -334,6 +334,7 @@ class Planner:
         """Learn from a round that was decided so."""
         self._know_kind(situation)
         trial = decision.expected.trial
-        self._at_hand.landed(decision.action, trial is not None and not trial.verify)
+        found = trial is not None and not trial.beside and decision.drafts > 0
+        self._at_hand.landed(decision.action, found)
         if situation.requests:
             self._learning.landed(self.weighing, decision, situation, outcome)
