@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -116,18 +117,25 @@ class PlayedTexts:
     def admit(self, planner: Admits, slots: Sequence[int]) -> None:
         own = np.array(slots, dtype=np.int64)
         for slot in slots:
-            self.text[slot] = self.coming.integers(len(self.right))
-            self.length[slot] = self.coming.integers(96, self.right.shape[1])
+            self.text[slot], self.length[slot] = next(self.coming)
         self.place[own] = 0
         self.begun[own] = self.seconds
         self.chances[own], self.reported[own] = 0.0, np.nan
         self.running = np.union1d(self.running, own)
         planner.admit(own, self.length[own])
 
+    def _coming(self) -> Iterator[tuple[int, int]]:
+        """Texts and their lengths: the same ones whoever decides, and each as often as the others,
+        since some gain twice as much as others."""
+        rng, count = np.random.default_rng(self.seed), len(self.right)
+        for turn in itertools.count():
+            if not turn % count:
+                order = rng.permutation(count)
+            yield int(order[turn % count]), int(rng.integers(96, self.right.shape[1]))
+
     def traffic(self, planner: Admits, requests: int, texts: int) -> float:
-        """Tokens a second, with another text in the place of each that ends: the same ones every
-        time, whoever decides, since some texts gain twice as much as others."""
-        self.coming = np.random.default_rng(self.seed + 1)
+        """Tokens a second, with another text in the place of each that ends."""
+        self.coming = self._coming()
         self.admit(planner, range(requests))
         tokens, begun = 0, self.seconds
         while len(self.paces) < texts:
