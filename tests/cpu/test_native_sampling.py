@@ -13,6 +13,7 @@ import torch
 
 from surefoot.kernels.cpu.backend import NativeBackend
 from surefoot.kernels.cpu.build import native_unavailable
+from surefoot.kernels.logprobs import row_logprobs
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling.noise import gumbel
 from surefoot.sampling.params import SamplingStages, SlotParams
@@ -225,3 +226,37 @@ def test_a_large_vocabulary_follows_its_distribution() -> None:
     observed = np.bincount(classes[tokens.numpy()], minlength=16)
     chi = ((observed - expected) ** 2 / expected).sum()
     assert chi < 37.7  # 0.1 % of 15 degrees of freedom
+
+
+@pytest.mark.parametrize("width", [0, 1, 5, 50])
+@pytest.mark.parametrize("vocab", [7, 16, 40, 1061, 20_000])
+def test_logprobs_are_those_of_a_softmax(vocab: int, width: int) -> None:
+    logits = 3.0 * torch.randn((9, vocab), generator=torch.Generator().manual_seed(vocab))
+    logits[0, ::3] = -torch.inf
+    logits[1] = torch.arange(vocab) / vocab
+    logits[2] = logits[2].round()
+    logits[3] += 1e4
+    tokens = torch.arange(9) * 5 % vocab
+    packed = NativeBackend(threads=2).row_logprobs(logits, tokens, width)
+    assert packed.shape == row_logprobs(logits, tokens, width).shape
+    exact, kept = logits.double().log_softmax(-1), min(width, vocab)
+    values, chosen = packed.view(torch.float32), exact.gather(1, tokens.unsqueeze(1))
+    torch.testing.assert_close(values[:, :1].double(), chosen, atol=2e-5, rtol=2e-7)
+    greater = logits > logits.gather(1, tokens.unsqueeze(1))
+    assert packed[:, 1].tolist() == (1 + greater.sum(dim=1)).tolist()
+    # Of tokens that are as likely, the first ones.
+    order = logits.sort(dim=1, descending=True, stable=True).indices[:, :kept]
+    assert packed[:, 2 : 2 + kept].tolist() == order.tolist()
+    best = exact.gather(1, order)
+    torch.testing.assert_close(values[:, 2 + kept :].double(), best, atol=2e-5, rtol=2e-7)
+    for row in range(9):
+        alone = NativeBackend(threads=1).row_logprobs(
+            logits[row : row + 1], tokens[row : row + 1], width
+        )
+        assert alone.equal(packed[row : row + 1])
+
+
+def test_logprobs_of_a_token_that_does_not_exist_are_refused() -> None:
+    for token in (-1, 40):
+        with pytest.raises(IndexError):
+            NativeBackend(threads=1).row_logprobs(torch.zeros(1, 40), torch.tensor([token]), 2)

@@ -764,6 +764,18 @@ MUTATIONS = (
         "test_product_plan.py",
     ),
     m(
+        "kernels/cpu/scores.c",
+        "values[at - 1] < value",
+        "values[at - 1] <= value",
+        "test_native_sampling.py",
+    ),
+    m(
+        "kernels/cpu/scores.c",
+        "float rest = (float)log(total), logprob = chosen - top - rest;",
+        "float rest = (float)(top + log(total)) - top, logprob = chosen - top - rest;",
+        "test_native_sampling.py",
+    ),
+    m(
         "kernels/cpu/gemm.c",
         "(top == best->value && col < best->column)",
         "(top == best->value)",

@@ -349,6 +349,10 @@ class NativeBackend(Backend):
         """See ``Backend.mask_tokens``."""
         return sampling.mask(self.library, logits, masks, self.thread_count)
 
+    def row_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
+        """See ``Backend.row_logprobs``; logits without NaN."""
+        return sampling.row_logprobs(self.library, logits, tokens, width, self.thread_count)
+
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         """See ``Backend.draw``; logits without NaN."""
         threads = self.thread_count

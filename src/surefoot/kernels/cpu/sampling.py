@@ -1,4 +1,4 @@
-"""Sampling kernels: argmax, draws, and what changes logits before them."""
+"""Sampling kernels: argmax, draws, what changes logits before them, and logprobs."""
 
 from __future__ import annotations
 
@@ -104,6 +104,23 @@ def mask(
         _address(masks.row, torch.int64),
         out.data_ptr(),
         threads,
+    )
+    _check(code)
+    return out
+
+
+def row_logprobs(
+    library: ctypes.CDLL, logits: torch.Tensor, tokens: torch.Tensor, width: int, threads: int
+) -> torch.Tensor:
+    """As ``kernels.logprobs.row_logprobs``, of logits without NaN; of equals, the first ones.
+    IndexError for a token id outside the vocabulary."""
+    logits = _matrix(logits)
+    rows, columns = logits.shape
+    width = min(width, columns)
+    out = torch.empty((rows, 2 + 2 * width), dtype=torch.int32)
+    chosen = _address(tokens, torch.int64)
+    code = library.sf_scores(
+        logits.data_ptr(), rows, columns, chosen, width, out.data_ptr(), threads
     )
     _check(code)
     return out
