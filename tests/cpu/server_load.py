@@ -244,7 +244,8 @@ class Course:
     """Of each process, the least bytes in the second third and in the last: what it does at a
     moment takes some more, as much as a twentieth in a small model's core."""
     drafts: tuple[float, float]
-    """Drafts verified per minute, in the first sixth and in the last."""
+    """Drafts verified per thousand tokens, in the first sixth and in the last: the machine's other
+    work changes what a minute brings."""
 
     @property
     def flat(self) -> bool:
@@ -265,8 +266,9 @@ async def storm(
     async def verified_at(part: float) -> tuple[float, float]:
         while done() < part:
             await asyncio.sleep(0.05)
-        count = await asyncio.to_thread(server.metric, "surefoot_verified_tokens_total")
-        return time.monotonic(), count
+        names = "surefoot_generation_tokens_total", "surefoot_verified_tokens_total"
+        tokens, verified = [await asyncio.to_thread(server.metric, name) for name in names]
+        return tokens, verified
 
     parts = [asyncio.ensure_future(verified_at(part)) for part in (0, 1 / 6, 5 / 6, 1)]
     tasks = [
@@ -286,7 +288,7 @@ async def storm(
     }
     points = await asyncio.gather(*parts)
     first, last = (
-        60 * (after - before) / (end - begun)
+        1000 * (after - before) / max(1.0, end - begun)
         for (begun, before), (end, after) in (points[:2], points[2:])
     )
     return Course(memory, (first, last))
@@ -407,7 +409,9 @@ def report(server: Server, cases: list[Case], clients: int, seconds: float) -> i
     for name in ("preemptions_total", "verified_tokens_total", "accepted_tokens_total"):
         print(f"{name}: {server.metric(f'surefoot_{name}'):.0f}")
     first, last = course.drafts
-    print(f"drafts verified per minute: {first:.0f} in the first sixth, {last:.0f} in the last")
+    print(
+        f"drafts verified per 1,000 tokens: {first:.1f} in the first sixth, {last:.1f} in the last"
+    )
     for name, (before, after) in course.memory.items():
         growth = after / before - 1
         print(f"{name}: {before >> 20} MiB in the second third, {after >> 20} in the last", end=" ")
