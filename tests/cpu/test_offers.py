@@ -59,16 +59,15 @@ def test_of_a_crowd_every_request_has_its_turn(requests: int, trees: bool) -> No
     assert seen.issuperset(first[:, 0].tolist())
 
 
-@pytest.mark.parametrize("trees", [False, True])
 @pytest.mark.parametrize("before", range(4))
-def test_after_a_trial_a_crowd_expects_what_that_found(before: int, trees: bool) -> None:
+def test_after_a_trial_a_crowd_expects_of_trees_what_that_found(before: int) -> None:
     """Whichever reports are usually remembered. Seen on a GPU: greedy texts came after drawn ones,
     and of each trial eight of 512 trees were remembered, or none."""
-    parents = np.tile(np.arange(-1, WIDTH - 1, dtype=np.int32), (512, 1)) if trees else None
+    parents = np.tile(np.arange(-1, WIDTH - 1, dtype=np.int32), (512, 1))
     drafts = np.arange(0, 1537, 64)
     promises = []
     for bad in (100 + before, 0):
-        memory = OfferMemory(WIDTH, {DRAFTER: WIDTH}, trees={DRAFTER: WIDTH} if trees else {})
+        memory = OfferMemory(WIDTH, {DRAFTER: WIDTH}, trees={DRAFTER: WIDTH})
         for chance, times, found in ((0.1, bad, False), (0.1, 1, False), (0.9, 1, True)):
             chances = np.tile(chance ** np.arange(1.0, 1.0 + WIDTH, dtype=np.float32), (512, 1))
             for _ in range(times):

@@ -442,6 +442,36 @@ def test_what_a_trial_found_of_a_crowd_is_weighed_next(late: float) -> None:
     assert len(tried) > 8 and all(tried)
 
 
+def test_what_a_trial_found_breaks_a_decision_off() -> None:
+    """If that pays."""
+    gpu = Gpu(middling, 32, DRAFTING)
+    world, planner = (
+        gpu.world(Texts(lookup=None, drafter=DRAFTER, chances=(0.1,) * 8)),
+        gpu.planner(),
+    )
+    world.host = lambda *counts: 8.0 * gpu_host(*counts)
+    anew, events = planner._anew, list[str]()
+
+    def pays(situation: Situation, action: Action, left: int) -> bool:
+        events.append("holds" if left else "ends")
+        return True
+
+    def deciding(situation: Situation) -> Decision:
+        events.append("anew")
+        return anew(situation)
+
+    planner.weighing.weigh_tried = pays  # type: ignore[method-assign]
+    planner._anew = deciding  # type: ignore[method-assign]
+    found = 0
+    for _ in range(1200):
+        events.clear()
+        world.step(planner)
+        if "holds" in events:
+            found += 1
+            assert events == ["holds", "anew"]
+    assert found > 5
+
+
 def test_a_busy_minute_leaves_no_trace() -> None:
     planner, world = cpu_planner(), cpu(Texts(repeating=1.0))
     world.run(planner, 500)

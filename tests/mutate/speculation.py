@@ -712,14 +712,14 @@ MUTATIONS = (
     m(
         "speculation/planner.py",
         "            self.held.break_off()\n",
-        "",
-        "test_planner.py::test_what_a_trial_found_of_a_crowd_is_weighed_next",
+        "            pass\n",
+        "test_planner.py::test_what_a_trial_found_breaks_a_decision_off",
     ),
     m(
-        "speculation/planner.py",
-        "            self.weighing.tried = tried\n",
-        "            pass\n",
-        "test_planner.py::test_what_a_trial_found_of_a_crowd_is_weighed_next",
+        "speculation/weighing.py",
+        "        self._prefer(action, situation, plain)\n        return left",
+        "        return left",
+        "test_tree_depths.py::test_what_a_trial_found_is_known_at_once",
     ),
     m(
         "speculation/planner.py",

@@ -22,8 +22,8 @@ _FEW, _NEWS, _NEWS_OF_TREES = 8, 32, 8
 would hold on more or fewer levels takes the host long, of 32 as long as all else of a decision."""
 _APART, _TREES_APART = 2, 4
 """Of more requests, one report of so many is remembered: the next one would tell little else. Where
-only trials have anybody propose, all that is expected rests on the last one's offers: those before
-are of long ago."""
+only trials have anybody propose, all that is expected of trees rests on the last one's: others are
+of long ago, and eight of two rounds would tell too little."""
 
 
 class OfferMemory:
@@ -79,7 +79,7 @@ class OfferMemory:
             return
         known = np.flatnonzero(chances[:, 0] >= 0.0)
         most, apart = (_NEWS, _APART) if parents is None else (_NEWS_OF_TREES, _TREES_APART)
-        if found:
+        if found and parents is not None:
             most, apart = _MOST, 1
         turn, other = divmod(self.reports, apart)
         if len(known) > _FEW and other:

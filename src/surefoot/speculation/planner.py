@@ -127,8 +127,7 @@ class Planner:
         """What to launch now."""
         # Also while a decision holds: what a trial found is told some rounds later.
         tried = self._at_hand.read(situation)
-        if tried is not None:
-            self.weighing.tried = tried
+        if tried and self.weighing.weigh_tried(situation, tried, self.held.left):
             self.held.break_off()
         decision = self._held(situation) or self._anew(situation)
         self._last = decision

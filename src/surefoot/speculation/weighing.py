@@ -88,8 +88,6 @@ class Weighing:
         """As of ``weigh``, the last time."""
         self._reports = -1
         """Of offers, that were known when actions were weighed last."""
-        self.tried: Action | None = None
-        """What a trial has just found offers of: weighed next."""
         self._allowed: dict[tuple[Sequence[Action], tuple[int, ...], int], tuple[Action, ...]] = {}
 
     def allowed(self, situation: Situation) -> tuple[Action, ...]:
@@ -247,14 +245,9 @@ class Weighing:
         before, self._turn = self._turn, self._turn + min(rounds, _MOST_TURNS)
         if before // _WEIGH_EVERY < self._turn // _WEIGH_EVERY:
             self._promises[self.best] = self.promise(situation, self.best, plain)
-        tried, self.tried = self.tried, None
-        turn = (self._turn - 1) // _WEIGH_EVERY
-        if tried in actions:
-            other = tried
-        elif (before - 1) // _WEIGH_EVERY < turn:
-            other = self._other(actions, turn)
-        else:
+        if (before - 1) // _WEIGH_EVERY == (self._turn - 1) // _WEIGH_EVERY:
             return
+        other = self._other(actions, (self._turn - 1) // _WEIGH_EVERY)
         self._promises[other] = self.promise(situation, other, plain)
         self._prefer(other, situation, plain)
         first = self._first_of([action for action in actions if action[0] == self.best[0]])
@@ -262,6 +255,17 @@ class Weighing:
             # Weighed a while ago. The neighbours in depth of a bad choice may all be worse than it.
             self._promises[first] = self.promise(situation, first, plain)
             self._prefer(first, situation, plain)
+
+    def weigh_tried(self, situation: Situation, action: Action, left: int) -> bool:
+        """A trial has just told what an action offers, while a decision holds for so many rounds
+        that are ``left``. Returns whether another action is best now that gains a round in these:
+        about as long it takes the host to decide anew."""
+        if self._unweighed or action not in self.allowed(situation):
+            return False
+        before, (plain, _) = self._promise_of(self.best), self.plain_seconds(situation)
+        self._promises[action] = self.promise(situation, action, plain)
+        self._prefer(action, situation, plain)
+        return left * (self._promise_of(self.best).rate / before.rate - 1.0) >= 1.0
 
     def _first_of(self, actions: Sequence[Action]) -> Action:
         """What promised most when it was weighed last."""
