@@ -407,14 +407,19 @@ def test_poisoned_tables_of_a_gpu_are_right_again(
     assert recovered(world, planner, max(map(fixed, DRAFTING))) > 0.95
 
 
+def sleeping(late: float) -> tuple[World, Planner]:
+    """A crowd whom drafts gain nothing, and a host that needs so many times as long as usual."""
+    gpu = Gpu(middling, 32, DRAFTING)
+    world = gpu.world(Texts(lookup=None, drafter=DRAFTER, chances=(0.1,) * 8))
+    world.host = lambda *counts: late * gpu_host(*counts)
+    return world, gpu.planner()
+
+
 @pytest.mark.parametrize("late", [1.0, 8.0])
 def test_what_a_trial_found_of_a_crowd_is_weighed_next(late: float) -> None:
     """The turn may be another action's, and another decision may hold by then, where rounds wait
     for the host."""
-    gpu = Gpu(middling, 32, DRAFTING)
-    texts = Texts(lookup=None, drafter=DRAFTER, chances=(0.1,) * 8)
-    world, planner = gpu.world(texts), gpu.planner()
-    world.host = lambda *counts: late * gpu_host(*counts)
+    world, planner = sleeping(late)
     weighed, tried = list[Action](), list[bool]()
     promise, landed = planner.weighing.promise, planner.landed
 
@@ -444,12 +449,7 @@ def test_what_a_trial_found_of_a_crowd_is_weighed_next(late: float) -> None:
 
 def test_what_a_trial_found_breaks_a_decision_off() -> None:
     """If that pays."""
-    gpu = Gpu(middling, 32, DRAFTING)
-    world, planner = (
-        gpu.world(Texts(lookup=None, drafter=DRAFTER, chances=(0.1,) * 8)),
-        gpu.planner(),
-    )
-    world.host = lambda *counts: 8.0 * gpu_host(*counts)
+    world, planner = sleeping(8.0)
     anew, events = planner._anew, list[str]()
 
     def pays(situation: Situation, action: Action, left: int) -> bool:

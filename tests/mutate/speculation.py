@@ -729,8 +729,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/offer_memory.py",
-        "            most, apart = _MOST, 1\n",
-        "            pass\n",
+        "(_MOST, 1) if found else",
+        "",
         "test_offers.py",
     ),
     m(

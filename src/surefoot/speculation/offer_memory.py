@@ -78,9 +78,10 @@ class OfferMemory:
             self._record_one(chances, int(whose[0]), proposers, steps, parents)
             return
         known = np.flatnonzero(chances[:, 0] >= 0.0)
-        most, apart = (_NEWS, _APART) if parents is None else (_NEWS_OF_TREES, _TREES_APART)
-        if found and parents is not None:
-            most, apart = _MOST, 1
+        if parents is None:
+            most, apart = _NEWS, _APART
+        else:
+            most, apart = (_MOST, 1) if found else (_NEWS_OF_TREES, _TREES_APART)
         turn, other = divmod(self.reports, apart)
         if len(known) > _FEW and other:
             return

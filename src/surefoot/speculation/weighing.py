@@ -259,7 +259,7 @@ class Weighing:
     def weigh_tried(self, situation: Situation, action: Action, left: int) -> bool:
         """A trial has just told what an action offers, while a decision holds for so many rounds
         that are ``left``. Returns whether another action is best now that gains a round in these:
-        about as long it takes the host to decide anew."""
+        about as long as the host takes to decide anew."""
         if self._unweighed or action not in self.allowed(situation):
             return False
         before, (plain, _) = self._promise_of(self.best), self.plain_seconds(situation)

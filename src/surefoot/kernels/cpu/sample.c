@@ -38,12 +38,7 @@ typedef struct {
 
 /* Up to 64 logits as four vectors, -inf past the end. */
 SF_INLINE void load_chunk(const float *x, int64_t left, vf *v) {
-    float padded[SF_CHUNK];
-    if (left < SF_CHUNK) {
-        for (int i = 0; i < SF_CHUNK; i++) padded[i] = i < left ? x[i] : -__builtin_inff();
-        x = padded;
-    }
-    for (int j = 0; j < 4; j++) v[j] = vf_load(x + 16 * j);
+    for (int j = 0; j < 4; j++) v[j] = sf_load_logits(x + 16 * j, left - 16 * j);
 }
 
 /* A logit below it has a score below `low`, whatever the rounding. */

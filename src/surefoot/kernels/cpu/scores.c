@@ -5,8 +5,7 @@
 #include "team.h"
 #include "vmath.h"
 
-#define CHUNK 16
-#define CHUNKS_A_SUM 64 /* added up as floats, and then as doubles */
+#define VECTORS_A_SUM 64 /* added up as floats, and then as doubles */
 
 typedef struct {
     const float *x;
@@ -15,14 +14,6 @@ typedef struct {
     int64_t width;
     int32_t *out;
 } scores_job;
-
-/* 16 logits, -inf past the end. */
-SF_INLINE vf load_logits(const float *x, int64_t left) {
-    float padded[CHUNK];
-    if (left >= CHUNK) return vf_load(x);
-    for (int i = 0; i < CHUNK; i++) padded[i] = i < left ? x[i] : -__builtin_inff();
-    return vf_load(padded);
-}
 
 /* Put `value` of column `id` among the `count` likeliest so far, of at most `width`, behind those
  * that are as likely. Returns how many there are then. */
@@ -41,21 +32,21 @@ static int64_t put(float value, int64_t id, int64_t count, int64_t width, int32_
 
 static void score_row(const float *x, int64_t columns, int64_t token, int64_t width, int32_t *out) {
     vf highest = vf_set1(-__builtin_inff());
-    for (int64_t c = 0; c < columns; c += CHUNK)
-        highest = vf_max(highest, load_logits(x + c, columns - c));
+    for (int64_t c = 0; c < columns; c += SF_LANES)
+        highest = vf_max(highest, sf_load_logits(x + c, columns - c));
     const float top = vf_hmax(highest), chosen = x[token];
     int32_t *ids = out + 2;
     float *values = (float *)(ids + width);
     int64_t count = 0, greater = 0;
     double total = 0;
     vf sum = vf_zero();
-    for (int64_t c = 0; c < columns; c += CHUNK) {
-        int64_t left = columns - c < CHUNK ? columns - c : CHUNK;
-        vf v = load_logits(x + c, left);
+    for (int64_t c = 0; c < columns; c += SF_LANES) {
+        int64_t left = columns - c < SF_LANES ? columns - c : SF_LANES;
+        vf v = sf_load_logits(x + c, left);
         uint32_t there = (1u << left) - 1;
         greater += __builtin_popcount(~vf_at_least(vf_set1(chosen), v) & there);
         sum = vf_add(sum, vf_select(there, vf_exp(vf_sub(v, vf_set1(top))), vf_zero()));
-        if ((c / CHUNK + 1) % CHUNKS_A_SUM == 0) total += (double)vf_hsum(sum), sum = vf_zero();
+        if ((c / SF_LANES + 1) % VECTORS_A_SUM == 0) total += (double)vf_hsum(sum), sum = vf_zero();
         if (!width) continue;
         float border = count < width ? -__builtin_inff() : values[width - 1];
         for (uint32_t bits = vf_at_least(v, vf_set1(border)) & there; bits; bits &= bits - 1) {

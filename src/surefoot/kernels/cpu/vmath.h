@@ -50,6 +50,14 @@ SF_INLINE vf sf_load_upto(const float *p, int left) {
     return left >= 16 ? vf_load(p) : vf_load_n(p, left);
 }
 
+/* 16 logits, -inf past the end. */
+SF_INLINE vf sf_load_logits(const float *x, int64_t left) {
+    float padded[SF_LANES];
+    if (left >= SF_LANES) return vf_load(x);
+    for (int i = 0; i < SF_LANES; i++) padded[i] = i < left ? x[i] : -__builtin_inff();
+    return vf_load(padded);
+}
+
 SF_INLINE void sf_store_upto(float *p, vf v, int left) {
     if (left >= 16)
         vf_store(p, v);
