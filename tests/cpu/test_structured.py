@@ -480,7 +480,6 @@ def test_masking_logits(vocab: int, rows: int, backend: str) -> None:
     bits = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64)
     row = torch.randint(-1, 3, (rows,), generator=generator)
     logits = torch.randn(rows, vocab, generator=generator)
-    before = logits.clone()
     masks = TokenMasks(bits.to(torch.int32), row)
     expected = logits.clone()
     for index in range(rows):
@@ -488,8 +487,8 @@ def test_masking_logits(vocab: int, rows: int, backend: str) -> None:
             word = int(bits[row[index], token // 32])
             if row[index] >= 0 and not (word >> (token % 32)) & 1:
                 expected[index, token] = float("-inf")
-    assert torch.equal(tiny_decoder(backend).backend.mask_tokens(logits, masks), expected)
-    assert torch.equal(logits, before)
+    tiny_decoder(backend).backend.mask_tokens(logits, masks)
+    assert torch.equal(logits, expected)
 
 
 def test_a_dead_end_is_told() -> None:

@@ -17,6 +17,7 @@ from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.tree_growth import Frontier, empty_tree
 from surefoot.kernels.triton.drafting import TritonDrafting
+from surefoot.kernels.triton.penalties import Adjuster
 from surefoot.kernels.upload import sending
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling.params import SamplingStages
@@ -55,6 +56,70 @@ def test_of_equal_logits_the_first_count() -> None:
     assert tokens.tolist() == [[7, 2900, 0, 1]]
 
 
+def admitted(asked: list[SamplingParams], vocab: int) -> SlotState:
+    """Requests with these parameters in slots 0, 1, …"""
+    state = SlotState(len(asked), 64, 4, 16, vocab, DEVICE)
+    requests = [
+        Request(str(slot), (1, 2), each, SpeculationParams(), 0, 64, slot=slot)
+        for slot, each in enumerate(asked)
+    ]
+    with sending(state.device) as uploads:
+        state.admit(requests, uploads)
+    return state
+
+
+def pickers(
+    state: SlotState, ids: torch.Tensor | None, asked: list[SamplingParams]
+) -> list[Picker]:
+    """Torch's, and that of the kernels."""
+    kernels = SimpleNamespace(drafting=TRITON, adjust=Adjuster(DEVICE))
+    made = []
+    for backend in (BACKEND, kernels):
+        network: Any = SimpleNamespace(backend=backend, target_ids=ids)
+        made.append(Picker(network, state, coupled=True))
+        made[-1].serve(SamplingStages.of(asked))
+    return made
+
+
+def in_groups_of_their_own(width: int, ids: torch.Tensor | None) -> torch.Tensor:
+    """Columns of which no two are in one group, nor two of their tokens."""
+    taken, tokens, found = set[int](), set[int](), []
+    for column in torch.randperm(width).tolist():
+        token = column if ids is None else int(ids[column])
+        if column % GROUPS not in taken and token % GROUPS not in tokens:
+            found.append(column)
+            taken.add(column % GROUPS)
+            tokens.add(token % GROUPS)
+    return torch.tensor(found[:40])
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_drafts_with_penalties(mapped: bool) -> None:
+    """Each makes its token less likely for the next; beside them one without any."""
+    torch.manual_seed(4)
+    width, vocab = 3000, 5000 if mapped else 3000
+    ids = torch.randperm(vocab)[:width].sort().values if mapped else None
+    asked = [
+        SamplingParams(temperature=0, presence_penalty=1.5, logit_bias={7: 3.0}),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.4, min_tokens=9),
+    ]
+    logits = torch.randn(3, width)
+    logits[:, torch.randperm(width)[:5]] += 6
+    slots, found = torch.tensor([2, 0, 1]), []
+    for draw in (True, False):
+        state = admitted(asked, vocab)
+        picker = pickers(state, ids, asked)[draw]
+        tokens, chances = torch.zeros((4, 3), dtype=torch.int64), torch.zeros((4, 3))
+        for step, out in enumerate(zip(tokens, chances, strict=True)):
+            picker.pick(slots, torch.full((3,), 2 + step), logits.clone(), out)
+        assert torch.equal(state.history[slots, 2:6], tokens.T)
+        found.append((tokens, chances))
+    assert len(set(found[0][0][:, 1].tolist())) == 4 and len(set(found[0][0][:, 2].tolist())) == 1
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize(
     "params",
@@ -64,33 +129,24 @@ def test_of_equal_logits_the_first_count() -> None:
         {"temperature": 1.3, "top_k": 12},
         {"temperature": 0.8, "min_p": 0.05},
         {"temperature": 0.9, "top_k": 20, "top_p": 0.8, "min_p": 0.01},
+        {"temperature": 0.7, "repetition_penalty": 1.3, "logit_bias": {3: 4.0, 8: -2.0}},
     ],
 )
 def test_several_are_drawn(params: dict[str, Any], mapped: bool) -> None:
     """Beside a greedy request. Whatever could be drawn lies in groups of its own."""
     torch.manual_seed(3)
     width, vocab, count, each = 5000, 9000 if mapped else 5000, 5, 3
-    state = SlotState(2, 64, 4, 16, vocab, DEVICE)
     asked = [SamplingParams(seed=5, **params), SamplingParams(temperature=0)]
-    requests = [
-        Request(str(slot), (1, 2), each, SpeculationParams(), 0, 64, slot=slot)
-        for slot, each in enumerate(asked)
-    ]
-    with sending(state.device) as uploads:
-        state.admit(requests, uploads)
+    state = admitted(asked, vocab)
     ids = torch.randperm(vocab)[:width].sort().values if mapped else None
     logits = torch.randn(2 * each, width) - 60
-    likely = torch.randperm(GROUPS)[:40] + GROUPS * torch.randint(0, 70, (40,))
+    likely = in_groups_of_their_own(width, ids)
     for row in logits:
-        row[likely] = 2 * torch.randn(40)
+        row[likely] = 2 * torch.randn(len(likely))
     slots, places = torch.tensor([0, 1]), torch.tensor([9, 4])
     found = []
-    for drafting in (TORCH, TRITON):
-        backend: Any = SimpleNamespace(drafting=drafting)
-        network: Any = SimpleNamespace(backend=backend, target_ids=ids)
-        picker = Picker(network, state, coupled=True)
-        picker.serve(SamplingStages.together([SamplingStages.of([one]) for one in asked]))
-        found.append(picker.pick_several(slots, places, logits, count))
+    for picker in pickers(state, ids, asked):
+        found.append(picker.pick_several(slots, places, logits.clone(), count))
     kept = found[0][1].isfinite()
     assert kept.sum() > 2 * each
     assert torch.equal(kept, found[1][1].isfinite())

@@ -91,9 +91,10 @@ def filter_before_penalties(engine: Engine, speculative: bool) -> None:
         stages: SamplingStages,
         backend: Any = None,
         masks: Any = None,
+        in_place: bool = False,
     ) -> torch.Tensor:
         if not (stages.penalties and stages.top_p):
-            return sample_rows(logits, rows, params, stages, backend, masks)
+            return sample_rows(logits, rows, params, stages, backend, masks, in_place)
         of_drafts = rows_of_drafts(engine, rows)
         only = SamplingStages(noise=True, top_p=True)
         outside = filtered_scores(logits, rows.slots, params, only).isinf()

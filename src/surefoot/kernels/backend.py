@@ -226,9 +226,9 @@ class Backend(ABC):
         lowest index."""
         return logits.argmax(dim=-1)
 
-    def mask_tokens(self, logits: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
-        """float32 [M, vocab] -> a copy with -inf where ``masks`` forbid a token."""
-        return mask_tokens(logits, masks)
+    def mask_tokens(self, logits: torch.Tensor, masks: TokenMasks) -> None:
+        """float32 logits [M, vocab], contiguous, in place: -inf where ``masks`` forbid a token."""
+        mask_tokens(logits, masks)
 
     def row_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
         """See ``kernels.logprobs``."""
@@ -240,10 +240,11 @@ class Backend(ABC):
         kernel for it."""
         return None
 
-    def adjust(self, logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor | None:
-        """Penalties, bias and masked ends: float32 logits [M, vocab] -> a changed copy, as
-        ``sampling/sampler.py`` says it in torch. None where the device has no kernel for it."""
-        return None
+    def adjust(self, logits: torch.Tensor, adjustments: Adjustments) -> bool:
+        """Penalties, bias and masked ends of float32 logits [M, vocab], contiguous, in place, as
+        ``sampling/sampler.py`` says it in torch. False, and nothing done, where the device has no
+        kernel for it."""
+        return False
 
 
 def feature_places(

@@ -73,12 +73,12 @@ class Adjustments:
     """int64 [slots]."""
 
 
-def mask_tokens(logits: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
-    """float32 logits [M, vocab] -> a copy with -inf where ``masks`` forbid a token."""
+def mask_tokens(logits: torch.Tensor, masks: TokenMasks) -> None:
+    """float32 logits [M, vocab], in place: -inf where ``masks`` forbid a token."""
     vocab = logits.shape[1]
     places = torch.arange(32, dtype=torch.int32, device=logits.device)
     # Only the rows' own: there are masks for every row that any request may have.
     bits = masks.bits[masks.row.clamp(min=0)].unsqueeze(2)
     allowed = ((bits >> places) & 1).flatten(1)[:, :vocab].bool()
     free = (masks.row < 0).unsqueeze(1)
-    return logits.masked_fill(~(free | allowed), float("-inf"))
+    logits.masked_fill_(~(free | allowed), float("-inf"))

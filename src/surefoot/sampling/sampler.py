@@ -48,15 +48,18 @@ def sample_rows(
     stages: SamplingStages,
     backend: Backend | None = None,
     masks: TokenMasks | None = None,
+    in_place: bool = False,
 ) -> torch.Tensor:
     """float32 logits [M, vocab] -> token ids int64 [M]. ``backend`` may have kernels for it; its
-    noise may differ from torch's in the last bits (see ``noise``)."""
+    noise may differ from torch's in the last bits (see ``noise``). ``in_place``: nobody reads the
+    logits afterwards, so that they may be changed."""
     if masks is not None:
         # First of all, so that filters keep their share of what is allowed.
-        logits = backend.mask_tokens(logits, masks) if backend else mask_tokens(logits, masks)
+        logits = _to_change(logits, in_place)
+        backend.mask_tokens(logits, masks) if backend else mask_tokens(logits, masks)
     if stages.adjusts:
-        adjusted = backend.adjust(logits, adjustments_of(rows, params, stages)) if backend else None
-        logits = adjust(logits, rows, params, stages) if adjusted is None else adjusted
+        in_place = in_place or masks is not None
+        logits = adjust(logits, rows, params, stages, backend, in_place)
     if not stages.noise:
         return backend.argmax(logits) if backend else logits.argmax(dim=-1)
     if backend:
@@ -71,9 +74,19 @@ def sample_rows(
 
 
 def adjust(
-    logits: torch.Tensor, rows: SampleRows, params: SlotParams, stages: SamplingStages
+    logits: torch.Tensor,
+    rows: SampleRows,
+    params: SlotParams,
+    stages: SamplingStages,
+    backend: Backend | None = None,
+    in_place: bool = False,
 ) -> torch.Tensor:
-    """Penalties, bias and masked ends of the rows that have them."""
+    """float32 logits [M, vocab] with the penalties, biases and masked ends of the rows that have
+    them. ``backend`` and ``in_place`` as of ``sample_rows``."""
+    if backend:
+        changed = _to_change(logits, in_place)
+        if backend.adjust(changed, adjustments_of(rows, params, stages)):
+            return changed
     if stages.penalties:
         logits = apply_penalties(logits, rows, params)
     if stages.bias:
@@ -81,6 +94,11 @@ def adjust(
     if stages.min_tokens:
         logits = mask_ends(logits, rows, params)
     return logits
+
+
+def _to_change(logits: torch.Tensor, in_place: bool) -> torch.Tensor:
+    """``logits`` contiguous, or a copy."""
+    return logits.contiguous() if in_place else logits.clone(memory_format=torch.contiguous_format)
 
 
 def adjustments_of(rows: SampleRows, params: SlotParams, stages: SamplingStages) -> Adjustments:

@@ -224,8 +224,10 @@ class Round:
         masks = None
         if size.masked:
             masks = self.state.token_masks(layout.sample_slots, layout.first_sample)
-        sampled = sample_rows(logits, rows, self.state.params, size.kind, self.backend, masks)
-        return sampled, None if size.logprobs is None else logits
+        unread = size.logprobs is None
+        params, backend = self.state.params, self.backend
+        sampled = sample_rows(logits, rows, params, size.kind, backend, masks, in_place=unread)
+        return sampled, None if unread else logits
 
     def rows_to_sample(
         self, layout: RoundLayout, kind: SamplingStages, tree_rows: TreeRows | None, max_keys: int

@@ -1,5 +1,5 @@
-/* Grammar masks, penalties, bias and masked ends: a row's copy, then work by the length of its history, not of the
- * vocabulary. Every rounding is that of sampling/sampler.py. */
+/* Grammar masks, penalties, bias and masked ends, in place: but for masks, work by the length of a
+ * row's history, not of the vocabulary. Every rounding is that of sampling/sampler.py. */
 #include <math.h>
 
 #include "native.h"
@@ -19,10 +19,9 @@ typedef struct {
 } sf_adjustments;
 
 typedef struct {
-    const float *x;
+    float *x;
     int64_t rows, columns;
     const sf_adjustments *a;
-    float *out;
     uint32_t *marks; /* [threads][columns], zero between rows: 2 * count in the output, + 1 if seen */
 } adjust_job;
 
@@ -57,9 +56,8 @@ static void adjust_task(void *argument) {
     sf_share(j->rows, &row, &last);
     if (a->history && row < last) memset(marks, 0, (size_t)j->columns * 4);
     for (; row < last; row++) {
-        float *y = j->out + row * j->columns;
+        float *y = j->x + row * j->columns;
         int64_t slot = a->slot[row];
-        memcpy(y, j->x + row * j->columns, (size_t)j->columns * 4);
         if (a->history) penalise(a, slot, a->position[row], j->columns, y, marks);
         for (int64_t i = slot * a->biases; i < (slot + 1) * a->biases; i++)
             if (a->bias_ids[i] >= 0) y[a->bias_ids[i]] += a->bias[i];
@@ -79,26 +77,25 @@ static int in_range(const sf_adjustments *a, int64_t slot, int64_t columns) {
     return 1;
 }
 
-/* out = x [rows, columns], adjusted. SF_BAD_INDEX for a slot or a token id out of range. */
-SF_EXPORT int sf_adjust(sf_context *context, const float *x, int64_t rows, int64_t columns,
-                        const sf_adjustments *a, float *out, int threads) {
+/* Adjusts x [rows, columns]. SF_BAD_INDEX, and x as it was, for a slot or a token id out of range. */
+SF_EXPORT int sf_adjust(sf_context *context, float *x, int64_t rows, int64_t columns,
+                        const sf_adjustments *a, int threads) {
     for (int64_t row = 0; row < rows; row++)
         if (!in_range(a, a->slot[row], columns)) return SF_BAD_INDEX;
     if (rows == 1 || rows * columns < 1 << 14) threads = 1;
     size_t bytes = a->history ? (size_t)columns * 4 * (size_t)threads : 0;
     if (sf_grow(context, bytes)) return SF_NO_MEMORY;
-    adjust_job job = {x, rows, columns, a, out, (uint32_t *)context->memory};
+    adjust_job job = {x, rows, columns, a, (uint32_t *)context->memory};
     sf_run(threads, adjust_task, &job);
     return SF_OK;
 }
 
 typedef struct {
-    const float *x;
+    float *x;
     int64_t rows, columns;
     const uint32_t *bits; /* [][words] */
     int64_t words;
     const int64_t *mask; /* by row: its row of bits, -1 for none */
-    float *out;
 } mask_job;
 
 static void mask_task(void *argument) {
@@ -106,33 +103,29 @@ static void mask_task(void *argument) {
     int64_t row, last;
     sf_share(j->rows, &row, &last);
     for (; row < last; row++) {
-        const float *x = j->x + row * j->columns;
-        float *y = j->out + row * j->columns;
-        if (j->mask[row] < 0) {
-            memcpy(y, x, (size_t)j->columns * 4);
-            continue;
-        }
+        float *x = j->x + row * j->columns;
+        if (j->mask[row] < 0) continue;
         const uint32_t *bits = j->bits + j->mask[row] * j->words;
         for (int64_t i = 0; i < j->columns; i += 32) {
             const uint32_t word = bits[i / 32];
             const int size = j->columns - i < 32 ? (int)(j->columns - i) : 32;
             if (size == 32)
-                for (int b = 0; b < 32; b++) y[i + b] = word >> b & 1 ? x[i + b] : -INFINITY;
+                for (int b = 0; b < 32; b++) x[i + b] = word >> b & 1 ? x[i + b] : -INFINITY;
             else
-                for (int b = 0; b < size; b++) y[i + b] = word >> b & 1 ? x[i + b] : -INFINITY;
+                for (int b = 0; b < size; b++) x[i + b] = word >> b & 1 ? x[i + b] : -INFINITY;
         }
     }
 }
 
 /* out = x [rows, columns] with -inf for the tokens whose bit is not set; words * 32 >= columns.
  * SF_BAD_INDEX for a row of bits out of range. */
-SF_EXPORT int sf_mask(const float *x, int64_t rows, int64_t columns, const int32_t *bits,
-                      int64_t masks, int64_t words, const int64_t *mask, float *out, int threads) {
+SF_EXPORT int sf_mask(float *x, int64_t rows, int64_t columns, const int32_t *bits, int64_t masks,
+                      int64_t words, const int64_t *mask, int threads) {
     for (int64_t row = 0; row < rows; row++)
         if (mask[row] >= masks) return SF_BAD_INDEX;
     if (words * 32 < columns) return SF_BAD_INDEX;
     if (rows == 1 || rows * columns < 1 << 14) threads = 1;
-    mask_job job = {x, rows, columns, (const uint32_t *)bits, words, mask, out};
+    mask_job job = {x, rows, columns, (const uint32_t *)bits, words, mask};
     sf_run(threads, mask_task, &job);
     return SF_OK;
 }

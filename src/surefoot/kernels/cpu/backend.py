@@ -340,14 +340,15 @@ class NativeBackend(Backend):
         """float32 [M, V] without NaN -> int64 [M]; the lowest index among equals."""
         return sampling.argmax(self.library, logits, self.thread_count)
 
-    def adjust(self, logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor:
+    def adjust(self, logits: torch.Tensor, adjustments: Adjustments) -> bool:
         """See ``Backend.adjust``."""
         threads = self.thread_count
-        return sampling.adjust(self.library, self.context_address, logits, adjustments, threads)
+        sampling.adjust(self.library, self.context_address, logits, adjustments, threads)
+        return True
 
-    def mask_tokens(self, logits: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
+    def mask_tokens(self, logits: torch.Tensor, masks: TokenMasks) -> None:
         """See ``Backend.mask_tokens``."""
-        return sampling.mask(self.library, logits, masks, self.thread_count)
+        sampling.mask(self.library, logits, masks, self.thread_count)
 
     def row_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
         """See ``Backend.row_logprobs``; logits without NaN."""

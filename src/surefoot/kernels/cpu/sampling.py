@@ -54,11 +54,10 @@ def draw(
 
 def adjust(
     library: ctypes.CDLL, context: int, logits: torch.Tensor, changes: Adjustments, threads: int
-) -> torch.Tensor:
-    """float32 [M, V] -> a changed copy. ``context`` and errors are those of ``draw``; a token id
-    outside the vocabulary is an IndexError too."""
-    logits = _matrix(logits)
-    out = torch.empty_like(logits)
+) -> None:
+    """float32 [M, V], in place. ``context`` and errors are those of ``draw``; a token id outside
+    the vocabulary is an IndexError too. Where there is an error nothing is changed."""
+    address = _address(logits, torch.float32)
     struct = AdjustmentsStruct(
         _address(changes.slots, torch.int64),
         _address(changes.positions, torch.int64),
@@ -80,33 +79,24 @@ def adjust(
         struct.stop_ids = _address(changes.stop_ids, torch.int64)
         struct.stops = changes.stop_ids.shape[1]
         struct.min_length = _address(changes.min_length, torch.int64)
-    code = library.sf_adjust(
-        context, logits.data_ptr(), *logits.shape, ctypes.addressof(struct), out.data_ptr(), threads
-    )
+    code = library.sf_adjust(context, address, *logits.shape, ctypes.addressof(struct), threads)
     _check(code)
-    return out
 
 
-def mask(
-    library: ctypes.CDLL, logits: torch.Tensor, masks: TokenMasks, threads: int
-) -> torch.Tensor:
-    """float32 [M, V] -> a copy with -inf for forbidden tokens. IndexError for masks that are too
-    narrow or too few."""
-    logits = _matrix(logits)
-    out = torch.empty_like(logits)
+def mask(library: ctypes.CDLL, logits: torch.Tensor, masks: TokenMasks, threads: int) -> None:
+    """float32 [M, V], in place: -inf for forbidden tokens. IndexError for masks that are too narrow
+    or too few."""
     if masks.row.shape[0] != logits.shape[0]:
         raise IndexError(f"masks of {masks.row.shape[0]} rows for {logits.shape[0]}")
     code = library.sf_mask(
-        logits.data_ptr(),
+        _address(logits, torch.float32),
         *logits.shape,
         _address(masks.bits, torch.int32),
         *masks.bits.shape,
         _address(masks.row, torch.int64),
-        out.data_ptr(),
         threads,
     )
     _check(code)
-    return out
 
 
 def row_logprobs(

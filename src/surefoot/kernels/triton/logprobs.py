@@ -108,24 +108,22 @@ def row_logprobs(logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torc
 
 @jit
 def mask_kernel(
-    logits_ptr, bits_ptr, row_ptr, out_ptr, vocab, words, BLOCK: tl.constexpr,
+    logits_ptr, bits_ptr, row_ptr, vocab, words, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < vocab
-    values = tl.load(logits_ptr + row * vocab + column, mask=inside)
     mask = tl.load(row_ptr + row)
     if mask >= 0:
-        word = tl.load(bits_ptr + mask * words + column // 32, mask=inside)
-        values = tl.where((word >> (column % 32)) & 1 != 0, values, float("-inf"))
-    tl.store(out_ptr + row * vocab + column, values, mask=inside)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < vocab
+        word = tl.load(bits_ptr + mask * words + column // 32, mask=inside, other=-1)
+        forbidden = (word >> (column % 32)) & 1 == 0
+        minus = tl.full([BLOCK], float("-inf"), tl.float32)
+        tl.store(logits_ptr + row * vocab + column, minus, mask=inside & forbidden)
 
 
-def mask_tokens(logits: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
-    """As ``kernels.draws.mask_tokens``; logits contiguous."""
+def mask_tokens(logits: torch.Tensor, masks: TokenMasks) -> None:
+    """As ``kernels.draws.mask_tokens``."""
     rows, vocab = logits.shape
-    out = torch.empty_like(logits)
     mask_kernel[(rows, cdiv(vocab, BLOCK))](
-        logits, masks.bits, masks.row, out, vocab, masks.bits.shape[1], BLOCK, num_warps=8
+        logits, masks.bits, masks.row, vocab, masks.bits.shape[1], BLOCK, num_warps=8
     )
-    return out

@@ -92,14 +92,12 @@ class Adjuster:
         self.device = device
         self._tables: list[torch.Tensor] = []
 
-    def __call__(self, logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor:
-        """float32 logits [M, vocab] -> a changed copy."""
-        logits = logits.clone()
+    def __call__(self, logits: torch.Tensor, adjustments: Adjustments) -> bool:
         if adjustments.penalties:
             apply_penalties(logits, self._table(*logits.shape), adjustments)
         if adjustments.biased or adjustments.min_tokens:
             apply_bias_and_ends(logits, adjustments)
-        return logits
+        return True
 
     def _table(self, rows: int, vocab: int) -> torch.Tensor:
         if not self._tables or self._tables[-1].shape[0] < rows:

@@ -7,6 +7,8 @@ draft and target tend to agree at any temperature (Gumbel coupling).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from surefoot.sampling.noise import gumbel_at
@@ -52,8 +54,8 @@ class Picker:
         logits: torch.Tensor,
         out: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """float32 logits [B, draft vocabulary] -> ``out``: tokens int64 [B], by the target's ids,
-        and the chance that the drafter gives them, float32 [B]; both may be strided.
+        """float32 logits [B, draft vocabulary], which may be changed -> ``out``: tokens int64 [B],
+        by the target's ids, and the chance that the drafter gives them, float32 [B]; both may be strided.
 
         ``positions`` int64 [B]: where the tokens stand. Drafts are entered in ``state.history``,
         where the next one's penalties see them; the likeliest of all are not, which nobody asks.
@@ -63,12 +65,14 @@ class Picker:
             backend.drafting.likeliest(logits, ids, *out)
             return
         rows = SampleRows(slots, positions, state.history, state.history.shape[1])
-        if stages.noise and not stages.adjusts:
+        if stages.adjusts:
+            logits, ids = self._adjusted(logits, rows), None
+        if stages.noise:
             draws = draws_of(rows, state.params)
             if backend.drafting.draw(logits, ids, draws, state.history, *out):
                 return
-        scores = self._by_target(logits)
-        tokens = sample_rows(scores, rows, state.params, stages, backend)
+        scores = logits if ids is None else self._by_target(logits)
+        tokens = sample_rows(scores, rows, state.params, _without_adjusting(stages), backend)
         state.history[slots, positions] = tokens
         temperature = state.params.temperature[slots].unsqueeze(1)
         temperature = torch.where(temperature > 0, temperature, 1.0)
@@ -80,7 +84,7 @@ class Picker:
         self, slots: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The ``count`` best candidates of each row, the best first: (tokens, log-probabilities),
-        [R, count] each. Rows [R, draft vocabulary] are as many for each of ``slots`` int64 [B],
+        [R, count] each. Rows [R, draft vocabulary], which may be changed, are as many for each of ``slots`` int64 [B],
         whose tokens are to stand at ``positions`` int64 [B]. Under noise those of the highest
         noised scores, and their log-probabilities given the noise. Penalties see the committed
         text, not the drafts."""
@@ -90,21 +94,19 @@ class Picker:
         each = len(logits) // len(slots)
         slots, positions = slots.repeat_interleave(each), positions.repeat_interleave(each)
         params = state.params
-        if stages.noise and not stages.adjusts:
-            rows = SampleRows(slots, positions, state.history, state.history.shape[1])
-            drawn = drafting.draw_several(logits, ids, draws_of(rows, params), CANDIDATES, count)
-            if drawn is not None:
-                return drawn
-        scores = logits
         if stages.adjusts:
             rows = SampleRows(slots, state.length[slots], state.history, state.history.shape[1])
-            scores, ids = adjust(self._by_target(logits), rows, params, stages), None
+            logits, ids = self._adjusted(logits, rows), None
         if not stages.noise:
-            best, tokens = scores.log_softmax(dim=-1).topk(count, dim=-1)
+            best, tokens = logits.log_softmax(dim=-1).topk(count, dim=-1)
             return tokens, best
+        rows = SampleRows(slots, positions, state.history, state.history.shape[1])
+        drawn = drafting.draw_several(logits, ids, draws_of(rows, params), CANDIDATES, count)
+        if drawn is not None:
+            return drawn
         greedy = (params.temperature[slots] == 0).unsqueeze(1)
-        drawn = filtered_scores(scores, slots, params, stages)
-        scores = torch.where(greedy, scores, drawn)
+        drawn = filtered_scores(logits, slots, params, stages)
+        scores = torch.where(greedy, logits, drawn)
         # Far down, no noise lifts a candidate above all others.
         likely, tokens = scores.topk(min(max(CANDIDATES, count), scores.shape[1]), dim=-1)
         tokens = tokens if ids is None else ids[tokens]
@@ -114,6 +116,12 @@ class Picker:
         best, columns = (noised - total).topk(count, dim=-1)
         return tokens.gather(1, columns), best
 
+    def _adjusted(self, logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
+        """[M, draft vocabulary] -> [M, vocab_size], with the penalties and biases of ``rows``; in
+        place where that is as wide."""
+        state, wide = self.state, self._by_target(logits)
+        return adjust(wide, rows, state.params, self.stages, self.backend, in_place=True)
+
     def _by_target(self, logits: torch.Tensor) -> torch.Tensor:
         """[B, draft vocabulary] -> [B, vocab_size], -inf for tokens that the drafter lacks."""
         if self.ids is None:
@@ -121,6 +129,10 @@ class Picker:
         scores = logits.new_full((len(logits), self.state.vocab_size), float("-inf"))
         scores[:, self.ids] = logits
         return scores
+
+
+def _without_adjusting(stages: SamplingStages) -> SamplingStages:
+    return replace(stages, penalties=False, bias=False, min_tokens=False)
 
 
 def _chance(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
