@@ -471,22 +471,30 @@ def test_choices_of_one_prompt_have_their_own_state() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_native)])
-@pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 1000])
-def test_masking_logits(vocab: int, rows: int, backend: str) -> None:
+@pytest.mark.parametrize(
+    "spans",
+    [[(1, 1)], [(0, 1)], [(1, 2), (0, 1), (3, 3), (2, 2)], [(0, 2), (1, 0), (3, 4)]],
+    ids=str,
+)
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 1000, 9000])
+def test_masking_logits(vocab: int, spans: list[tuple[int, int]], backend: str) -> None:
+    """Spans are (slot, rows). Slots 1 and 3 have masks, three each."""
     generator = torch.Generator().manual_seed(vocab)
-    words = -(-vocab // 32)
-    shape = (3, words)
+    shape = 4 * 3, -(-vocab // 32)
     bits = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64)
-    row = torch.randint(-1, 3, (rows,), generator=generator)
-    logits = torch.randn(rows, vocab, generator=generator)
-    masks = TokenMasks(bits.to(torch.int32), row)
-    expected = logits.clone()
-    for index in range(rows):
-        for token in range(vocab):
-            word = int(bits[row[index], token // 32])
-            if row[index] >= 0 and not (word >> (token % 32)) & 1:
-                expected[index, token] = float("-inf")
+    owners, counts = (torch.tensor(column) for column in zip(*spans, strict=True))
+    logits = torch.randn(int(counts.sum()), vocab, generator=generator)
+    masked = torch.tensor([0, 1, 0, 1])
+    first = counts.cumsum(0) - counts
+    masks = TokenMasks(bits.int(), 3, owners.repeat_interleave(counts), first, masked)
+    expected, row = logits.clone(), 0
+    for slot, count in spans:
+        for place in range(count):
+            words = bits[3 * slot + min(place, 2)]
+            for token in range(vocab if masked[slot] else 0):
+                if not (int(words[token // 32]) >> (token % 32)) & 1:
+                    expected[row, token] = float("-inf")
+            row += 1
     tiny_decoder(backend).backend.mask_tokens(logits, masks)
     assert torch.equal(logits, expected)
 

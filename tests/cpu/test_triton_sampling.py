@@ -342,13 +342,17 @@ def test_logprobs_are_the_twin_s(vocab: int, width: int) -> None:
 @pytest.mark.parametrize("vocab", [1, 33, 5000])
 def test_masks_are_the_twin_s(vocab: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
-    logits = torch.randn(6, vocab, generator=generator).to(DEVICE)
-    shape = (3, -(-vocab // 32))
+    logits = torch.randn(7, vocab, generator=generator).to(DEVICE)
+    shape = 4 * 2, -(-vocab // 32)
     bits = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64)
-    row = torch.tensor([2, -1, 0, 1, -1, 2], device=DEVICE)
-    masks = TokenMasks(bits.to(torch.int32).to(DEVICE), row)
+    # The second span has no rows, the last one more than masks.
+    slots, first, masked = (
+        torch.tensor(values, device=DEVICE)
+        for values in ([3, 0, 0, 1, 1, 1, 1], [0, 1, 1, 3], [0, 1, 1, 1])
+    )
+    masks = TokenMasks(bits.to(torch.int32).to(DEVICE), 2, slots, first, masked)
     found, expected = logits.clone(), logits.clone()
     mask_tokens(found, masks)
     mask_tokens_reference(expected, masks)
     assert torch.equal(found, expected)
-    assert torch.equal(found[1], logits[1])
+    assert torch.equal(found[1], logits[1]) and not torch.equal(found[0], logits[0])

@@ -116,7 +116,8 @@ def measure_masking(vocab_size: int = 49152) -> None:
     for rows in (1, 9):
         logits = torch.randn(rows, vocab_size)
         words = torch.randint(-(2**31), 2**31, (rows, vocab_size // 32), dtype=torch.int64)
-        masks = TokenMasks(words.to(torch.int32), torch.arange(rows))
+        own, one = torch.arange(rows), torch.ones(rows, dtype=torch.int64)
+        masks = TokenMasks(words.to(torch.int32), 1, own, own, one)
         for name, work in (("torch", mask_tokens), ("native", native and native.mask_tokens)):
             if work:
                 times = [timed(lambda w=work, x=logits, m=masks: w(x, m))[1] for _ in range(50)]

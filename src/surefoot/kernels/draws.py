@@ -9,12 +9,28 @@ import torch
 
 @dataclass(frozen=True)
 class TokenMasks:
-    """Which tokens M rows may take."""
+    """Which tokens M rows may take, by slot: the j-th row of a span those of the slot's entry j, or
+    of its last one."""
 
     bits: torch.Tensor
-    """int32 [G, ceil(vocab / 32)]: bit t % 32 of word t // 32 stands for token t."""
-    row: torch.Tensor
-    """int64 [M]: each row's row of ``bits``; -1 for one that may take any token."""
+    """int32 [slots * entries, ceil(vocab / 32)]: bit t % 32 of word t // 32 stands for token t."""
+    entries: int
+    """Of each slot."""
+    slots: torch.Tensor
+    """int64 [M]: whose a row is."""
+    first: torch.Tensor
+    """int64 [B], rising, from 0 on: each span's first row; one that has none begins where the next
+    one does."""
+    masked: torch.Tensor
+    """int64 [slots]: above 0 where there are masks; else rows may take any token."""
+
+    @property
+    def row(self) -> torch.Tensor:
+        """int64 [M]: each row's row of ``bits``; -1 for one that may take any token."""
+        index = torch.arange(len(self.slots), device=self.first.device)
+        owner = torch.searchsorted(self.first, index, right=True) - 1
+        place = (index - self.first[owner]).clamp(0, self.entries - 1)
+        return torch.where(self.masked[self.slots] > 0, self.slots * self.entries + place, -1)
 
 
 @dataclass(frozen=True)
@@ -78,7 +94,8 @@ def mask_tokens(logits: torch.Tensor, masks: TokenMasks) -> None:
     vocab = logits.shape[1]
     places = torch.arange(32, dtype=torch.int32, device=logits.device)
     # Only the rows' own: there are masks for every row that any request may have.
-    bits = masks.bits[masks.row.clamp(min=0)].unsqueeze(2)
+    row = masks.row
+    bits = masks.bits[row.clamp(min=0)].unsqueeze(2)
     allowed = ((bits >> places) & 1).flatten(1)[:, :vocab].bool()
-    free = (masks.row < 0).unsqueeze(1)
+    free = (row < 0).unsqueeze(1)
     logits.masked_fill_(~(free | allowed), float("-inf"))

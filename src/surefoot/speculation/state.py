@@ -115,13 +115,7 @@ class SlotState:
     def token_masks(self, slots: torch.Tensor, first: torch.Tensor) -> TokenMasks:
         """The grammar masks of rows that sample, which belong to ``slots`` int64 [M], each span's
         from ``first`` int64 [B] on: entry j of a slot's for the j-th row of its span."""
-        index = torch.arange(len(slots), device=first.device)
-        owner = torch.searchsorted(first, index, right=True) - 1
-        # A span that samples nothing begins where the next one does.
-        place = (index - first[owner]).clamp(0, self.max_drafts)
-        row = slots * (1 + self.max_drafts) + place
-        row = torch.where(self.structured[slots] > 0, row, -1)
-        return TokenMasks(self.mask_bits, row)
+        return TokenMasks(self.mask_bits, 1 + self.max_drafts, slots, first, self.structured)
 
     def set_blocks(self, leases: Iterable[tuple[int, Sequence[int]]], uploads: Uploads) -> None:
         """Have ``uploads`` mirror the blocks of leases, by slot: what changed since the last

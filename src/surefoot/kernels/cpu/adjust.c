@@ -77,7 +77,7 @@ static int in_range(const sf_adjustments *a, int64_t slot, int64_t columns) {
     return 1;
 }
 
-/* Adjusts x [rows, columns]. SF_BAD_INDEX, and x as it was, for a slot or a token id out of range. */
+/* Adjusts x [rows, columns]. SF_BAD_INDEX, and x as it was, for a slot or an id out of range. */
 SF_EXPORT int sf_adjust(sf_context *context, float *x, int64_t rows, int64_t columns,
                         const sf_adjustments *a, int threads) {
     for (int64_t row = 0; row < rows; row++)
@@ -91,21 +91,35 @@ SF_EXPORT int sf_adjust(sf_context *context, float *x, int64_t rows, int64_t col
 }
 
 typedef struct {
+    const uint32_t *bits; /* [slots * entries][words] */
+    int64_t words, entries;
+    const int64_t *slot; /* by row */
+    const int64_t *first; /* [spans], rising from 0: each span's first row */
+    int64_t spans;
+    const int64_t *masked; /* by slot: whether there are masks */
+    int64_t slots;
+} sf_masks;
+
+typedef struct {
     float *x;
     int64_t rows, columns;
-    const uint32_t *bits; /* [][words] */
-    int64_t words;
-    const int64_t *mask; /* by row: its row of bits, -1 for none */
+    const sf_masks *m;
 } mask_job;
 
 static void mask_task(void *argument) {
     const mask_job *j = argument;
-    int64_t row, last;
+    const sf_masks *m = j->m;
+    int64_t row, last, span = 0;
     sf_share(j->rows, &row, &last);
     for (; row < last; row++) {
         float *x = j->x + row * j->columns;
-        if (j->mask[row] < 0) continue;
-        const uint32_t *bits = j->bits + j->mask[row] * j->words;
+        int64_t slot = m->slot[row];
+        /* The last of the spans that begin there: the others have no rows. */
+        while (span + 1 < m->spans && m->first[span + 1] <= row) span++;
+        if (m->masked[slot] <= 0) continue;
+        int64_t entry = row - m->first[span];
+        if (entry >= m->entries) entry = m->entries - 1;
+        const uint32_t *bits = m->bits + (slot * m->entries + entry) * m->words;
         for (int64_t i = 0; i < j->columns; i += 32) {
             const uint32_t word = bits[i / 32];
             const int size = j->columns - i < 32 ? (int)(j->columns - i) : 32;
@@ -117,15 +131,14 @@ static void mask_task(void *argument) {
     }
 }
 
-/* out = x [rows, columns] with -inf for the tokens whose bit is not set; words * 32 >= columns.
- * SF_BAD_INDEX for a row of bits out of range. */
-SF_EXPORT int sf_mask(float *x, int64_t rows, int64_t columns, const int32_t *bits, int64_t masks,
-                      int64_t words, const int64_t *mask, int threads) {
+/* -INFINITY in x [rows, columns] where masks forbid a column. SF_BAD_INDEX, and x as it was, for a
+ * slot out of range or masks that are too narrow. */
+SF_EXPORT int sf_mask(float *x, int64_t rows, int64_t columns, const sf_masks *m, int threads) {
     for (int64_t row = 0; row < rows; row++)
-        if (mask[row] >= masks) return SF_BAD_INDEX;
-    if (words * 32 < columns) return SF_BAD_INDEX;
+        if (m->slot[row] < 0 || m->slot[row] >= m->slots) return SF_BAD_INDEX;
+    if (m->words * 32 < columns) return SF_BAD_INDEX;
     if (rows == 1 || rows * columns < 1 << 14) threads = 1;
-    mask_job job = {x, rows, columns, (const uint32_t *)bits, words, mask};
+    mask_job job = {x, rows, columns, m};
     sf_run(threads, mask_task, &job);
     return SF_OK;
 }

@@ -227,7 +227,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "sf_report": (None, [pointer, pointer, int64, *([pointer] * 6), int64]),
         "sf_argmax": (None, [pointer, int64, int64, pointer, pointer, pointer, int32]),
         "sf_adjust": (int32, [pointer, pointer, int64, int64, pointer, int32]),
-        "sf_mask": (int32, [pointer, int64, int64, pointer, int64, int64, pointer, int32]),
+        "sf_mask": (int32, [pointer, int64, int64, pointer, int32]),
         "sf_draw": (int32, [pointer, pointer, int64, int64, pointer, pointer, int32]),
         "sf_scores": (int32, [pointer, int64, int64, pointer, int64, pointer, int32]),
     }

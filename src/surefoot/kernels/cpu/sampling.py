@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from surefoot.kernels.cpu.structs import BAD_INDEX, AdjustmentsStruct, DrawsStruct
+from surefoot.kernels.cpu.structs import BAD_INDEX, AdjustmentsStruct, DrawsStruct, MasksStruct
 from surefoot.kernels.draws import Adjustments, Draws, TokenMasks
 
 ARGMAX_PART = 16384
@@ -86,17 +86,24 @@ def adjust(
 def mask(library: ctypes.CDLL, logits: torch.Tensor, masks: TokenMasks, threads: int) -> None:
     """float32 [M, V], in place: -inf for forbidden tokens. IndexError for masks that are too narrow
     or too few."""
-    if masks.row.shape[0] != logits.shape[0]:
-        raise IndexError(f"masks of {masks.row.shape[0]} rows for {logits.shape[0]}")
-    code = library.sf_mask(
-        _address(logits, torch.float32),
-        *logits.shape,
+    slots, (count, words) = masks.masked.shape[0], masks.bits.shape
+    if masks.slots.shape[0] != logits.shape[0] or count != slots * masks.entries:
+        raise IndexError(
+            f"masks of {masks.slots.shape[0]} rows for {logits.shape[0]}, "
+            f"{count} rows of bits for {slots} slots"
+        )
+    struct = MasksStruct(
         _address(masks.bits, torch.int32),
-        *masks.bits.shape,
-        _address(masks.row, torch.int64),
-        threads,
+        words,
+        masks.entries,
+        _address(masks.slots, torch.int64),
+        _address(masks.first, torch.int64),
+        masks.first.shape[0],
+        _address(masks.masked, torch.int64),
+        slots,
     )
-    _check(code)
+    address = _address(logits, torch.float32)
+    _check(library.sf_mask(address, *logits.shape, ctypes.addressof(struct), threads))
 
 
 def row_logprobs(

@@ -98,6 +98,19 @@ class DrawsStruct(ctypes.Structure):
     ]
 
 
+class MasksStruct(ctypes.Structure):
+    """``sf_masks`` of adjust.c."""
+
+    _fields_ = [
+        ("bits", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("words", "entries")),
+        *((name, ctypes.c_void_p) for name in ("slot", "first")),
+        ("spans", ctypes.c_int64),
+        ("masked", ctypes.c_void_p),
+        ("slots", ctypes.c_int64),
+    ]
+
+
 class AdjustmentsStruct(ctypes.Structure):
     """``sf_adjustments`` of adjust.c; a stage is off where its pointers are null."""
 

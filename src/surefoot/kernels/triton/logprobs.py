@@ -10,6 +10,7 @@ import triton.language as tl
 
 from surefoot.kernels.draws import TokenMasks
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
+from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 
 BLOCK = 4096
 
@@ -108,11 +109,19 @@ def row_logprobs(logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torc
 
 @jit
 def mask_kernel(
-    logits_ptr, bits_ptr, row_ptr, vocab, words, BLOCK: tl.constexpr,
+    logits_ptr, vocab, bits_ptr, words, entries, slot_ptr, first_ptr, spans, masked_ptr,
+    BLOCK: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Program (row, part)."""
+    release_next(PDL)
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
-    mask = tl.load(row_ptr + row)
-    if mask >= 0:
+    slot = tl.maximum(tl.load(slot_ptr + row), 0)
+    if tl.load(masked_ptr + slot) > 0:
+        span = tl.arange(0, SPANS)
+        first = tl.load(first_ptr + span, mask=span < spans, other=0)
+        place = row - tl.max(tl.where(first <= row, first, 0), axis=0)
+        mask = slot * entries + tl.minimum(place, entries - 1)
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < vocab
         word = tl.load(bits_ptr + mask * words + column // 32, mask=inside, other=-1)
@@ -123,7 +132,8 @@ def mask_kernel(
 
 def mask_tokens(logits: torch.Tensor, masks: TokenMasks) -> None:
     """As ``kernels.draws.mask_tokens``."""
-    rows, vocab = logits.shape
+    (rows, vocab), spans = logits.shape, len(masks.first)
     mask_kernel[(rows, cdiv(vocab, BLOCK))](
-        logits, masks.bits, masks.row, vocab, masks.bits.shape[1], BLOCK, num_warps=8
-    )
+        logits, vocab, masks.bits, masks.bits.shape[1], masks.entries, masks.slots, masks.first,
+        spans, masks.masked, BLOCK, next_power_of_2(spans), num_warps=8, **pdl(logits.device),
+    )  # fmt: skip
