@@ -41,8 +41,10 @@ class PinnedReport:
         self.reader = reader
         self.rows = torch.zeros_like(round_.books.report, device="cpu").pin_memory()
         self._seen = self.rows.numpy()
-        self.scores: torch.Tensor | None = None
-        """Made when first needed."""
+        self._scores: torch.Tensor | None = None
+        """Where logprobs go; made when first needed."""
+        self._scored: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        """By shape: these on the device, and where they go."""
         self._parts: dict[int, tuple[torch.Tensor, torch.Tensor, np.ndarray]] = {}
         """By spans: where the rows go, where they are on the device, and what the host sees."""
         self.begun, self.ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -60,18 +62,25 @@ class PinnedReport:
         torch.cuda.set_stream(self.reader)
         try:
             rows.copy_(source, non_blocking=True)
-            scores = self.round.scores.part(size)
-            if scores is not None:
-                if self.scores is None:
-                    count = self.round.scores.table.numel()
-                    self.scores = torch.zeros(count, dtype=torch.int32).pin_memory()
-                # Dense on both sides: one copy, not one for every row.
-                target = self.scores[: scores.numel()].view(scores.shape)
-                scores = target.copy_(scores.contiguous(), non_blocking=True)
+            scores = None
+            if size.logprobs is not None:
+                there, scores = self._scores_of(size)
+                scores.copy_(there, non_blocking=True)
             self.copied.record(self.reader)
         finally:
             torch.cuda.set_stream(stream)
         return Report(seen, scores, prompt_scores, self.copied.synchronize, self.seconds)
+
+    def _scores_of(self, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.round.scores
+        shape = scores.shape(size)
+        if shape not in self._scored:
+            if self._scores is None:
+                self._scores = torch.zeros_like(scores.table, device="cpu").pin_memory()
+            there = scores.part(size)
+            assert there is not None
+            self._scored[shape] = there, self._scores[: there.numel()].view(shape)
+        return self._scored[shape]
 
     def seconds(self) -> float:
         return self.begun.elapsed_time(self.ended) / 1000

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from surefoot.engine.reported import ReportedOffers
-from surefoot.kernels.upload import upload
+from surefoot.kernels.upload import Uploads, upload
 from surefoot.request import Request
 from surefoot.speculation.books import LEAST, Offers
 from surefoot.speculation.controller import Controller
@@ -36,11 +36,14 @@ class GrammarMasks:
         controller: Controller,
         reported: ReportedOffers,
         hosts: HostOffers,
+        uploads: Uploads,
     ) -> None:
+        """``uploads`` are sent before the round is launched."""
         self.offers = offers
         self.controller = controller
         self.reported = reported
         self.hosts = hosts
+        self.uploads = uploads
         self.state = controller.state
         self._known: dict[int, tuple[int, list[int], list[int]]] = {}
         """By slot, the last offer read: whose, tokens, parents."""
@@ -94,12 +97,14 @@ class GrammarMasks:
             masks.append(bits)
             first = slot * (1 + self.state.max_drafts)
             rows.extend(range(first, first + 1 + length))
-        device = self.state.device
-        bits = torch.from_numpy(np.concatenate(masks))
-        self.state.mask_bits[upload(rows, device)] = upload(bits, device)
+        # They go where all else goes that this round needs, in one copy.
+        self.uploads.add(self._enter_masks, np.array(rows, dtype=np.int64), np.concatenate(masks))
         self._cut(kept)
         self._enter(hosted)
         return {slot: (item.proposer, len(item.tokens)) for slot, item in hosted.items()}
+
+    def _enter_masks(self, rows: torch.Tensor, bits: torch.Tensor) -> None:
+        self.state.mask_bits.index_copy_(0, rows, bits)
 
     def _entered_for(self, request: Request) -> HostOffer | None:
         """The host's offer that stands on the device already: the round that it was made for was

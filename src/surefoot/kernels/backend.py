@@ -241,9 +241,9 @@ class Backend(ABC):
         return None
 
     def adjust(self, logits: torch.Tensor, adjustments: Adjustments) -> bool:
-        """Penalties, bias and masked ends of float32 logits [M, vocab], contiguous, in place, as
-        ``sampling/sampler.py`` says it in torch. False, and nothing done, where the device has no
-        kernel for it."""
+        """Penalties, bias and masked ends of float32 logits [M, vocab] (or fewer ``columns``),
+        contiguous, in place, as ``sampling/sampler.py`` says it in torch. False, and nothing done,
+        where the device has no kernel for it."""
         return False
 
 

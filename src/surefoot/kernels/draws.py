@@ -87,6 +87,8 @@ class Adjustments:
     """int64 [slots, n], padded with -1."""
     min_length: torch.Tensor
     """int64 [slots]."""
+    columns: torch.Tensor | None = None
+    """int32 [vocab]: where a token's logit stands in a row, -1 where it has none; None: at its id."""
 
 
 def mask_tokens(logits: torch.Tensor, masks: TokenMasks) -> None:

@@ -101,8 +101,13 @@ def _to_change(logits: torch.Tensor, in_place: bool) -> torch.Tensor:
     return logits.contiguous() if in_place else logits.clone(memory_format=torch.contiguous_format)
 
 
-def adjustments_of(rows: SampleRows, params: SlotParams, stages: SamplingStages) -> Adjustments:
-    """The rows' adjustments, as a backend wants them."""
+def adjustments_of(
+    rows: SampleRows,
+    params: SlotParams,
+    stages: SamplingStages,
+    columns: torch.Tensor | None = None,
+) -> Adjustments:
+    """The rows' adjustments, as a backend wants them, with ``columns`` as it says there."""
     slots = rows.slots
     if rows.history_by_row:
         slots, params = torch.arange(len(slots), device=slots.device), params.spread(slots)
@@ -122,6 +127,7 @@ def adjustments_of(rows: SampleRows, params: SlotParams, stages: SamplingStages)
         bias=params.bias,
         stop_ids=params.stop_ids,
         min_length=params.min_length,
+        columns=columns,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,16 +47,23 @@ class TokenScores:
         self.decoder = decoder
         self.state = state
         columns = 2 + 2 * min(WIDTHS[-1], state.vocab_size)
-        shape = spans, state.max_drafts + 1, columns
-        self.table = torch.zeros(shape, dtype=torch.int32, device=state.device)
-        """int32 [scored spans, tokens, columns], of the last round whose size asked for them."""
+        most = spans * (state.max_drafts + 1) * columns
+        self.table = torch.zeros(most, dtype=torch.int32, device=state.device)
+        """int32, of the last round whose size asked for them."""
+
+    def shape(self, size: Size) -> tuple[int, int, int]:
+        """(Scored spans, tokens, columns) of a round of ``size`` that asks for logprobs."""
+        assert size.logprobs is not None
+        rows = self.state.max_drafts + 1 if size.verifies else 1
+        return size.scored, rows, 2 + 2 * min(size.logprobs, self.state.vocab_size)
 
     def part(self, size: Size) -> torch.Tensor | None:
-        """What a round of ``size`` writes of the table."""
+        """What a round of ``size`` writes, by ``shape``: the first of the table, so that one copy
+        brings it to the host."""
         if size.logprobs is None:
             return None
-        rows = self.table.shape[1] if size.verifies else 1
-        return self.table[: size.scored, :rows, : 2 + 2 * size.logprobs]
+        shape = self.shape(size)
+        return self.table[: math.prod(shape)].view(shape)
 
     def of_tokens(
         self,
@@ -82,7 +90,7 @@ class TokenScores:
             logits, sampled = logits[rows.flatten()], sampled[rows.flatten()]
         packed = self.decoder.backend.row_logprobs(logits, sampled, size.logprobs)
         packed = packed.unflatten(0, shape) if few else packed[rows]
-        table[:, : shape[1], : packed.shape[2]] = packed
+        table[:, : shape[1]] = packed
 
     def of_prompt(
         self,

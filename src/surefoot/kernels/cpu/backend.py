@@ -341,7 +341,9 @@ class NativeBackend(Backend):
         return sampling.argmax(self.library, logits, self.thread_count)
 
     def adjust(self, logits: torch.Tensor, adjustments: Adjustments) -> bool:
-        """See ``Backend.adjust``."""
+        """See ``Backend.adjust``; not for logits of a part of the vocabulary."""
+        if adjustments.columns is not None:
+            return False
         threads = self.thread_count
         sampling.adjust(self.library, self.context_address, logits, adjustments, threads)
         return True

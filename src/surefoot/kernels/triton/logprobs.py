@@ -26,10 +26,12 @@ def take_largest(values, index, none):
 @jit
 def part_scores_kernel(
     logits_ptr, tokens_ptr, sums_ptr, value_ptr, index_ptr, vocab, parts,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of a part of a row: its maximum, the sum of exponentials against it, how many are larger than
     the chosen token's logit, and its ``WIDTH`` largest."""
+    release_next(PDL)
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
@@ -51,9 +53,11 @@ def part_scores_kernel(
 @jit
 def row_scores_kernel(
     logits_ptr, tokens_ptr, sums_ptr, value_ptr, index_ptr, out_ptr, vocab, parts,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, CANDIDATES: tl.constexpr,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The parts of a row together."""
+    release_next(PDL)
+    await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     place = sums_ptr + (row * parts + part) * 3
@@ -86,23 +90,15 @@ def row_logprobs(logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torc
     values = torch.empty((rows, parts, width), dtype=torch.float32, device=device)
     index = torch.empty((rows, parts, width), dtype=torch.int32, device=device)
     out = torch.empty((rows, 2 + 2 * width), dtype=torch.int32, device=device)
+    launch = pdl(device)
     part_scores_kernel[(rows, parts)](
-        logits,
-        tokens,
-        sums,
-        values,
-        index,
-        vocab,
-        parts,
-        width,
-        BLOCK,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
+        logits, tokens, sums, values, index, vocab, parts,
+        width, BLOCK, num_warps=8, enable_fp_fusion=False, **launch,
+    )  # fmt: skip
     row_scores_kernel[(rows,)](
         logits, tokens, sums, values, index, out, vocab, parts,
         width, next_power_of_2(parts), next_power_of_2(parts * max(width, 1)),
-        num_warps=4, enable_fp_fusion=False,
+        num_warps=4, enable_fp_fusion=False, **launch,
     )  # fmt: skip
     return out
 

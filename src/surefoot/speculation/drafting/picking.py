@@ -16,6 +16,7 @@ from surefoot.sampling.params import SamplingStages
 from surefoot.sampling.sampler import (
     SampleRows,
     adjust,
+    adjustments_of,
     draws_of,
     filtered_scores,
     sample_rows,
@@ -34,6 +35,12 @@ class Picker:
     def __init__(self, network: Network, state: SlotState, coupled: bool) -> None:
         self.backend = network.backend
         self.ids = network.target_ids
+        self.columns: torch.Tensor | None = None
+        """int32 [vocab_size]: the drafter's id of each token, -1 of those that it lacks."""
+        if self.ids is not None:
+            own = torch.arange(len(self.ids), dtype=torch.int32, device=self.ids.device)
+            self.columns = own.new_full((state.vocab_size,), -1)
+            self.columns[self.ids] = own
         self.state = state
         self.coupled = coupled
         self.stages = GREEDY
@@ -66,7 +73,7 @@ class Picker:
             return
         rows = SampleRows(slots, positions, state.history, state.history.shape[1])
         if stages.adjusts:
-            logits, ids = self._adjusted(logits, rows), None
+            logits, ids = self._adjusted(logits, rows)
         if stages.noise:
             draws = draws_of(rows, state.params)
             if backend.drafting.draw(logits, ids, draws, state.history, *out):
@@ -96,10 +103,10 @@ class Picker:
         params = state.params
         if stages.adjusts:
             rows = SampleRows(slots, state.length[slots], state.history, state.history.shape[1])
-            logits, ids = self._adjusted(logits, rows), None
+            logits, ids = self._adjusted(logits, rows)
         if not stages.noise:
             best, tokens = logits.log_softmax(dim=-1).topk(count, dim=-1)
-            return tokens, best
+            return (tokens if ids is None else ids[tokens]), best
         rows = SampleRows(slots, positions, state.history, state.history.shape[1])
         drawn = drafting.draw_several(logits, ids, draws_of(rows, params), CANDIDATES, count)
         if drawn is not None:
@@ -116,11 +123,18 @@ class Picker:
         best, columns = (noised - total).topk(count, dim=-1)
         return tokens.gather(1, columns), best
 
-    def _adjusted(self, logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
-        """[M, draft vocabulary] -> [M, vocab_size], with the penalties and biases of ``rows``; in
-        place where that is as wide."""
-        state, wide = self.state, self._by_target(logits)
-        return adjust(wide, rows, state.params, self.stages, self.backend, in_place=True)
+    def _adjusted(
+        self, logits: torch.Tensor, rows: SampleRows
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[M, draft vocabulary] with the penalties and biases of ``rows``, in place, and the ids of
+        its tokens; where there is no kernel for that, [M, vocab_size] and None."""
+        params, stages, backend = self.state.params, self.stages, self.backend
+        if self.columns is not None and logits.is_contiguous():
+            changes = adjustments_of(rows, params, stages, self.columns)
+            if backend.adjust(logits, changes):
+                return logits, self.ids
+        wide = self._by_target(logits)
+        return adjust(wide, rows, params, stages, backend, in_place=True), None
 
     def _by_target(self, logits: torch.Tensor) -> torch.Tensor:
         """[B, draft vocabulary] -> [B, vocab_size], -inf for tokens that the drafter lacks."""
