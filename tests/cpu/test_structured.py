@@ -430,6 +430,36 @@ def test_offers_are_cut_before_the_first_draft_that_is_forbidden(
     assert int(engine.round.books.offers.lengths[1]) == left
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_whoever_begins_again_in_another_slot_goes_on(ahead: bool) -> None:
+    """Who takes part is remembered from round to round, but not beyond that."""
+    params = [
+        params_with({"regex": "(a|b|c|1){9,12}"}, temperature=3.0, seed=seed) for seed in (1, 2)
+    ]
+
+    def outputs(disturbed: bool) -> list[list[int]]:
+        engine = structured_engine(tiny_decoder(), ahead=ahead, max_num_seqs=3)
+        requests = [engine.make_request(str(n), (3, 4 + n), each) for n, each in enumerate(params)]
+        for request in requests:
+            engine.add(request)
+        while not all(len(request.output) > 2 for request in requests):
+            engine.step()
+        if disturbed:
+            before = [request.slot for request in requests]
+            engine.settle()
+            engine.scheduler.preempt()
+            engine.scheduler.preempt()
+            engine.scheduler._free_slots.reverse()
+            while any(request.slot < 0 for request in requests):
+                engine.step()
+            assert [request.slot for request in requests] != before
+        while engine.has_work:
+            engine.step()
+        return [request.output for request in requests]
+
+    assert outputs(True) == outputs(False)
+
+
 def test_without_structure_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are compiled grammars, nor anything of the grammar library."""
 

@@ -51,6 +51,9 @@ class Gathering:
         """Those that decode under a grammar."""
         self._batch: Batch | None = None
         """Of the free ones, once it was needed."""
+        self._joined: tuple[Batch | None, list[Request], Batch] | None = None
+        """The last batch of these and of some under a grammar, who often take part together; None:
+        somebody came or left, or has another slot."""
 
     @property
     def needs_host(self) -> bool:
@@ -113,6 +116,7 @@ class Gathering:
         """Who is where, if that has changed, since ``fresh`` were let in."""
         if self._changes == self.scheduler.changes:
             return
+        self._joined = None
         others = [
             each
             for each in (*self._synchronous, *self._prompts, *fresh)
@@ -158,8 +162,11 @@ class Gathering:
         batch = self._batch if free else None
         if not others:
             return batch
-        group = self._group(others)
-        return Batch(group if batch is None else join(group, batch.group), (), 0)
+        if self._joined is None or self._joined[0] is not batch or self._joined[1] != others:
+            group = self._group(others)
+            group = group if batch is None else join(group, batch.group)
+            self._joined = batch, others, Batch(group, (), 0)
+        return self._joined[2]
 
     def _weight(self, request: Request) -> float:
         """Rows at the beginning of a prompt that take as long as the request's next one."""

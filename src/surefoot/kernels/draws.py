@@ -88,7 +88,7 @@ class Adjustments:
     min_length: torch.Tensor
     """int64 [slots]."""
     columns: torch.Tensor | None = None
-    """int32 [vocab]: where a token's logit stands in a row, -1 where it has none; None: at its id."""
+    """int32 [vocab]: where in a row a token's logit stands, -1: nowhere; None: at its id."""
 
 
 def mask_tokens(logits: torch.Tensor, masks: TokenMasks) -> None:

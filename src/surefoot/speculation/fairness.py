@@ -21,6 +21,9 @@ _UNEXPECTED = 0.005
 """Tokens that are owed in addition, in each round without drafts and proposers: what is expected of
 rounds is a little too good, since they were chosen by it."""
 
+_UNCOUNTED = 4
+"""Batches whose rounds are counted together, at most."""
+
 
 class Restraint:
     """Whether nobody may be slowed: for some rounds after what is best for all together would have
@@ -83,10 +86,10 @@ class Fairness:
         self._gain, self._rounds = 0.0, 1.0
         """Of the last decision: who proposes; drafts of a request that are expected to be accepted,
         on average; and its time in rounds without drafts and proposers."""
-        self._slots: np.ndarray | None = None
-        self._launched = 0
-        """Rounds of that decision for the requests in these slots, which are not counted yet: to
-        count every one by itself takes as long as all else that a decision which holds takes."""
+        self._launched = dict[int, tuple[np.ndarray, int]]()
+        """By identity of the slots, rounds of that decision for the requests in these, which are
+        not counted yet: to count every one by itself takes as long as all else that a decision
+        which holds takes. (Whoever is under a grammar takes part in every other round.)"""
 
     @property
     def _pace(self) -> float:
@@ -159,17 +162,15 @@ class Fairness:
         """Such a round is launched for requests in ``slots``."""
         if slots is None or len(slots) < 2:
             return
-        if slots is not self._slots:
+        known = self._launched.get(id(slots))
+        if known is None and len(self._launched) >= _UNCOUNTED:
             self._count()
-            self._slots = slots
-        self._launched += 1
+        self._launched[id(slots)] = slots, 1 if known is None else 1 + known[1]
 
     def _count(self) -> None:
         """Add up what was launched."""
-        slots, rounds = self._slots, self._launched
-        if slots is None or not rounds:
-            return
-        self._launched = 0
-        # Who had a bad offer when it was decided has others in the rounds after that.
-        tokens = rounds * (1.0 + self._gain * self._shares[self._proposers].of(slots))
-        self.paces.passed(slots, tokens, rounds * self._rounds, self._pace)
+        for slots, rounds in self._launched.values():
+            # Who had a bad offer when it was decided has others in the rounds after that.
+            tokens = rounds * (1.0 + self._gain * self._shares[self._proposers].of(slots))
+            self.paces.passed(slots, tokens, rounds * self._rounds, self._pace)
+        self._launched.clear()

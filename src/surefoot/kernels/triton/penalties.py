@@ -33,8 +33,8 @@ def penalise(
     logits_ptr, scratch_ptr, vocab, column_ptr, position, history_ptr, prompt_length, repetition,
     presence, frequency, MAPPED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One row. A scratch entry is ``SEEN`` if the token was in the prompt, plus ``COUNTED`` for each
-    time in the output."""
+    """One row. A scratch entry is ``SEEN`` if the token was in the prompt, plus ``COUNTED`` for
+    each time in the output."""
     for first in range(0, position, TILE):
         index = first + tl.arange(0, TILE)
         before = index < position

@@ -62,7 +62,8 @@ class Picker:
         out: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """float32 logits [B, draft vocabulary], which may be changed -> ``out``: tokens int64 [B],
-        by the target's ids, and the chance that the drafter gives them, float32 [B]; both may be strided.
+        by the target's ids, and the chance that the drafter gives them, float32 [B]; both may be
+        strided.
 
         ``positions`` int64 [B]: where the tokens stand. Drafts are entered in ``state.history``,
         where the next one's penalties see them; the likeliest of all are not, which nobody asks.
@@ -91,10 +92,10 @@ class Picker:
         self, slots: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The ``count`` best candidates of each row, the best first: (tokens, log-probabilities),
-        [R, count] each. Rows [R, draft vocabulary], which may be changed, are as many for each of ``slots`` int64 [B],
-        whose tokens are to stand at ``positions`` int64 [B]. Under noise those of the highest
-        noised scores, and their log-probabilities given the noise. Penalties see the committed
-        text, not the drafts."""
+        [R, count] each. Rows [R, draft vocabulary], which may be changed, are as many for each of
+        ``slots`` int64 [B], whose tokens are to stand at ``positions`` int64 [B]. Under noise those
+        of the highest noised scores, and their log-probabilities given the noise. Penalties see the
+        committed text, not the drafts."""
         drafting, ids, state, stages = self.backend.drafting, self.ids, self.state, self.stages
         if stages == GREEDY:
             return drafting.likeliest_several(logits, ids, count)
