@@ -335,6 +335,23 @@ def test_a_decision_holds_while_everybody_can_bear_it() -> None:
     assert fairness.decided(slots, LOOKING, 0.75, 1.5) == 0
 
 
+@pytest.mark.parametrize("batches", [1, 2, 7])
+def test_rounds_of_batches_in_turn_are_all_counted(batches: int) -> None:
+    """A decision holds for rounds of several batches, of which some have requests in common."""
+    fairness = Fairness()
+    fairness.admit(np.arange(12), np.full(12, 9999))
+    turns = [np.arange(2 + batch) for batch in range(batches)]
+    fairness.decided(turns[0], (), 0.0, 1.1)
+    for _ in range(3):
+        for slots in turns:
+            fairness.launched(slots)
+    fairness.decided(turns[0], (), 0.0, 1.1)
+    before = Fairness().paces.ahead(np.array([0]))[0]
+    lost = (before - fairness.paces.ahead(np.arange(12))) / (0.955 * 1.1 - 1.0)
+    expected = [3 * sum(slot in slots for slots in turns) for slot in range(12)]
+    np.testing.assert_allclose(lost, expected, atol=1e-9)
+
+
 def test_each_is_expected_to_gain_what_it_usually_does_of_all_gains() -> None:
     """Who has a bad offer when it is decided has others in the rounds after that."""
     fairness, slots = Fairness(), np.arange(2)

@@ -157,3 +157,43 @@ def test_rows_go_to_prompts_and_to_the_most_likely_drafts(spans: int, width: int
             for name in ("known", "samples", "drafts"):
                 assert torch.equal(getattr(found, name), getattr(expected, name)), name
             assert torch.equal(state.history[:-1], text)
+
+
+@pytest.mark.parametrize("cuts", [1, 5])
+def test_what_a_grammar_cuts_is_neither_on_offer_nor_in_view(cuts: int) -> None:
+    """Proposer 2 works on the host: what it offers is in view there. What is in view of an earlier
+    offer stays."""
+    torch.manual_seed(cuts)
+    device, width = triton_interpreter.DEVICE, 6
+    state = SlotState(7, 40, width, 4, 99, device)
+    controller = Controller(state, ("a", "b"))
+    backend = TorchBackend(device, torch.float32)
+    books = book_keeping(backend, state, controller, 4)
+    backend.book_keeping = "triton"
+    kernels = book_keeping(backend, state, controller, 4)
+    records, tables = controller.records, books.offers
+    state.length[:] = torch.randint(5, 9, state.length.shape)
+    records.watched_length[:] = torch.randint(0, width + 1, records.watched_length.shape)
+    records.watched_start[:] = torch.randint(5, 9, records.watched_start.shape)
+    tables.lengths[:] = width
+    tables.chances[:] = torch.rand(tables.chances.shape)
+    slots = torch.randperm(7)[:cuts]
+    # In view of them: a whole offer, one that is shorter than the cut, and an earlier one.
+    for slot, start, length in zip(slots, (0, -1, 0, 0), (width, 4, 5, 3), strict=False):
+        records.watched_start[:, slot] = state.length[slot] + start
+        records.watched_length[:, slot] = length
+    whose = torch.tensor([1, 0, 2, 1, 0])[:cuts]
+    table = torch.stack((slots, whose, torch.tensor([2, 0, 3, 5, 1])[:cuts])).to(device)
+    before = records.watched_length.clone(), tables.lengths.clone(), tables.chances.clone()
+    books.cut(table)
+    expected = records.watched_length.clone()
+    records.watched_length.copy_(before[0])
+    kernels.offers.lengths.copy_(before[1])
+    kernels.offers.chances.copy_(before[2])
+    kernels.cut(table)
+    assert torch.equal(records.watched_length, expected) and not torch.equal(expected, before[0])
+    assert torch.equal(kernels.offers.lengths, tables.lengths)
+    assert torch.equal(kernels.offers.chances, tables.chances)
+    assert expected[1, slots[0]] == 2 and expected[0, slots[0]] == width
+    left = tables.chances[slots].count_nonzero(dim=1).tolist()
+    assert left == tables.lengths[slots].tolist() == table[2].tolist()

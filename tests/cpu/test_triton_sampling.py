@@ -350,7 +350,11 @@ def test_masks_are_the_twin_s(vocab: int) -> None:
         torch.tensor(values, device=DEVICE)
         for values in ([3, 0, 0, 1, 1, 1, 1], [0, 1, 1, 3], [0, 1, 1, 1])
     )
-    masks = TokenMasks(bits.to(torch.int32).to(DEVICE), 2, slots, first, masked)
+    bits = bits.to(torch.int32)
+    if logits.is_cuda:
+        # The host goes on writing there.
+        bits = bits.pin_memory()
+    masks = TokenMasks(bits, 2, slots, first, masked)
     found, expected = logits.clone(), logits.clone()
     mask_tokens(found, masks)
     mask_tokens_reference(expected, masks)

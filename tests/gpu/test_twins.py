@@ -13,7 +13,10 @@ from test_books import (  # noqa: F401
     test_they_learn_and_choose_the_same,
     test_what_all_requests_teach_does_not_depend_on_their_order,
 )
-from test_triton_control import test_rows_go_to_prompts_and_to_the_most_likely_drafts  # noqa: F401
+from test_triton_control import (  # noqa: F401
+    test_rows_go_to_prompts_and_to_the_most_likely_drafts,
+    test_what_a_grammar_cuts_is_neither_on_offer_nor_in_view,
+)
 from test_triton_drafting import *  # noqa: F403
 from test_triton_growth import *  # noqa: F403
 from test_triton_kernels import *  # noqa: F403

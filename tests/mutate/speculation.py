@@ -1183,9 +1183,45 @@ MUTATIONS = (
         "test_books.py",
     ),
     m(
-        "speculation/estimator.py",
-        "self.watched_length[slots] = torch.where(last, torch.minimum(watched, lengths), watched)",
-        "self.watched_length[slots] = watched",
+        "speculation/books.py",
+        "records.watched_length[at] = torch.where(last, torch.minimum(watched, lengths), watched)",
+        "records.watched_length[at] = watched",
+        "test_structured.py",
+    ),
+    m(
+        "kernels/triton/control.py",
+        "tl.store(watched_length_ptr + place, tl.minimum(watched, left))",
+        "tl.store(watched_length_ptr + place, left)",
+        "test_triton_control.py",
+    ),
+    m(
+        "kernels/draws.py",
+        "place = (index - self.first[owner]).clamp(0, self.entries - 1)",
+        "place = index * 0",
+        "test_structured.py",
+    ),
+    m(
+        "speculation/drafting/picking.py",
+        "                return logits, self.ids",
+        "                return logits, None",
+        "test_triton_growth.py",
+    ),
+    m(
+        "speculation/fairness.py",
+        "if known is None and len(self._launched) >= _UNCOUNTED:",
+        "if known is None:",
+        "test_paces.py",
+    ),
+    m(
+        "speculation/fairness.py",
+        "slots, 1 if known is None else 1 + known[1]",
+        "slots, 1",
+        "test_paces.py",
+    ),
+    m(
+        "engine/gathering.py",
+        "        self._joined = None\n        others",
+        "        others",
         "test_structured.py",
     ),
     m(
@@ -1628,7 +1664,7 @@ MUTATIONS = (
     ),
     m(
         "engine/structured.py",
-        "offers.parents[slots] = chain_parents(len(hosted), width, device)",
+        "offers.parents[slots] = chain_parents(len(chances), chances.shape[1], chances.device)",
         "pass",
         "test_forced.py",
     ),

@@ -19,7 +19,7 @@ GROUPS = {
     "norm and rope": r"^rms_norm_kernel|^rope_kv_kernel|^silu_mul_kernel",
     "sampling": r"argmax|^survey_kernel|^bound_kernel|^draw_kernel|^final_kernel"
     r"|^(adjust|mask|part_scores|row_scores)_kernel|softmax",
-    "control": r"^(split|learn|keep|lay_out|span_table|verdict|lookup|move|write)_kernel"
+    "control": r"^(split|learn|cut|keep|lay_out|span_table|verdict|lookup|move|write)_kernel"
     r"|^(ancestors|node_rows|walk|follow_paths|write_drafts)_kernel",
     "drafter": r"^(entry_inputs|live_rows|shift|synthetic_tokens|(partial|final)_likeliest)_kernel"
     r"|^(block_rows|convolve|markov|draw_(part|final|several)|branch|best_nodes)_kernel"

@@ -116,9 +116,7 @@ class Loop:
         self._reported = ReportedOffers(state.slots, state.max_drafts, round_.books.columns)
         self._offered = False
         """Whether what the round left whose report was read last is known, and may be offers."""
-        self._grammars = GrammarMasks(
-            round_.books.offers, self.controller, self._reported, hosts, self.uploads
-        )
+        self._grammars = GrammarMasks(round_.books, self._reported, hosts)
         self.names = (*self.controller.names, *hosts.names)
         self._draftings = Draftings(self.names)
         self.gathering = Gathering(

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from surefoot.engine.reported import ReportedOffers
-from surefoot.kernels.upload import Uploads, upload
+from surefoot.kernels.upload import Uploads, sending
 from surefoot.request import Request
-from surefoot.speculation.books import LEAST, Offers
-from surefoot.speculation.controller import Controller
+from surefoot.speculation.books import LEAST, BookKeeping
 from surefoot.speculation.host_offers import HostOffer, HostOffers, room_for
 from surefoot.speculation.trees import chain_parents
 from surefoot.structured import TextGrammar
@@ -32,19 +31,14 @@ class GrammarMasks:
 
     def __init__(
         self,
-        offers: Offers,
-        controller: Controller,
+        books: BookKeeping,
         reported: ReportedOffers,
         hosts: HostOffers,
-        uploads: Uploads,
     ) -> None:
-        """``uploads`` are sent before the round is launched."""
-        self.offers = offers
-        self.controller = controller
+        self.books = books
         self.reported = reported
         self.hosts = hosts
-        self.uploads = uploads
-        self.state = controller.state
+        self.state = books.state
         self._known: dict[int, tuple[int, list[int], list[int]]] = {}
         """By slot, the last offer read: whose, tokens, parents."""
         self._entered: dict[int, tuple[int, HostOffer]] = {}
@@ -65,9 +59,7 @@ class GrammarMasks:
     def write(self, requests: Sequence[Request]) -> dict[int, tuple[int, int]]:
         """Cut or replace the offers of ``requests``, which sample in the next round, and write
         their masks. Returns by slot who has how many drafts on offer on the host."""
-        words = self.state.mask_bits.shape[1]
-        rows: list[int] = []
-        masks: list[np.ndarray] = []
+        table, entries = self.state.mask_bits.numpy(), 1 + self.state.max_drafts
         kept: dict[int, int] = {}
         hosted: dict[int, HostOffer] = {}
         left = MAX_HOST_SECONDS
@@ -92,19 +84,12 @@ class GrammarMasks:
                 tokens, length = own.tokens, len(own.tokens)
                 parents = list(range(-1, length - 1))
             self.reported.host(slot, own.chances if own and slot in hosted else None)
-            bits = np.empty((1 + length, words), dtype=np.int32)
+            bits = table[slot * entries :][: 1 + length]
             _write_masks(request.grammar, tokens[:length], parents[:length], bits)
-            masks.append(bits)
-            first = slot * (1 + self.state.max_drafts)
-            rows.extend(range(first, first + 1 + length))
-        # They go where all else goes that this round needs, in one copy.
-        self.uploads.add(self._enter_masks, np.array(rows, dtype=np.int64), np.concatenate(masks))
-        self._cut(kept)
-        self._enter(hosted)
+        with sending(self.state.device) as uploads:
+            self._cut(kept, uploads)
+            self._replace(hosted, uploads)
         return {slot: (item.proposer, len(item.tokens)) for slot, item in hosted.items()}
-
-    def _enter_masks(self, rows: torch.Tensor, bits: torch.Tensor) -> None:
-        self.state.mask_bits.index_copy_(0, rows, bits)
 
     def _entered_for(self, request: Request) -> HostOffer | None:
         """The host's offer that stands on the device already: the round that it was made for was
@@ -112,11 +97,11 @@ class GrammarMasks:
         length, offer = self._entered.get(request.slot, (-1, None))
         return offer if length == len(request.output) else None
 
-    def _enter(self, hosted: dict[int, HostOffer]) -> None:
+    def _replace(self, hosted: dict[int, HostOffer], uploads: Uploads) -> None:
         """Put the host's offers in the place of those that proposers made on the device."""
         if not hosted:
             return
-        device, offers, width = self.state.device, self.offers, self.state.max_drafts
+        width = self.state.max_drafts
         numbers = np.zeros((len(hosted), 3 + width), dtype=np.int64)
         chances = np.zeros((len(hosted), width), dtype=np.float32)
         for place, (slot, offer) in enumerate(hosted.items()):
@@ -124,32 +109,25 @@ class GrammarMasks:
             numbers[place, :3] = slot, offer.proposer, length
             numbers[place, 3 : 3 + length] = offer.tokens
             chances[place, :length] = np.maximum(offer.chances, LEAST)
-        table = upload(torch.from_numpy(numbers), device)
-        slots = table[:, 0]
-        offers.proposer[slots], offers.lengths[slots] = table[:, 1], table[:, 2]
-        offers.tokens[slots] = table[:, 3:]
-        offers.chances[slots] = upload(torch.from_numpy(chances), device)
-        if offers.parents is not None:
-            offers.parents[slots] = chain_parents(len(hosted), width, device)
+        uploads.add(self._enter, numbers, chances)
 
-    def _cut(self, kept: dict[int, int]) -> None:
+    def _enter(self, numbers: torch.Tensor, chances: torch.Tensor) -> None:
+        offers, slots = self.books.offers, numbers[:, 0]
+        offers.proposer[slots], offers.lengths[slots] = numbers[:, 1], numbers[:, 2]
+        offers.tokens[slots] = numbers[:, 3:]
+        offers.chances[slots] = chances
+        if offers.parents is not None:
+            offers.parents[slots] = chain_parents(len(chances), chances.shape[1], chances.device)
+
+    def _cut(self, kept: dict[int, int], uploads: Uploads) -> None:
         shorter = {
             slot: length for slot, length in kept.items()
             if slot in self._known and length < len(self._known[slot][1])
         }  # fmt: skip
         if not shorter:
             return
-        device, offers = self.state.device, self.offers
-        slots, lengths = upload([list(shorter), list(shorter.values())], device)
-        offers.lengths[slots] = lengths
-        steps = torch.arange(self.state.max_drafts, device=device)
-        inside = steps < lengths.unsqueeze(1)
-        offers.chances[slots] = torch.where(inside, offers.chances[slots], 0.0)
-        for index, estimator in enumerate(self.controller.estimators):
-            own = [slot for slot in shorter if self._known[slot][0] == index]
-            if own:
-                table = upload([own, [shorter[slot] for slot in own]], device)
-                estimator.shorten(table[0], table[1])
+        whose = [self._known[slot][0] for slot in shorter]
+        uploads.add(self.books.cut, np.array([list(shorter), whose, list(shorter.values())]))
         for slot, length in shorter.items():
             whose, tokens, parents = self._known[slot]
             self._known[slot] = whose, tokens[:length], parents[:length]

@@ -13,7 +13,8 @@ class TokenMasks:
     of its last one."""
 
     bits: torch.Tensor
-    """int32 [slots * entries, ceil(vocab / 32)]: bit t % 32 of word t // 32 stands for token t."""
+    """int32 [slots * entries, ceil(vocab / 32)]: bit t % 32 of word t // 32 stands for token t. In
+    the host's memory, where a GPU can read it."""
     entries: int
     """Of each slot."""
     slots: torch.Tensor
@@ -97,7 +98,7 @@ def mask_tokens(logits: torch.Tensor, masks: TokenMasks) -> None:
     places = torch.arange(32, dtype=torch.int32, device=logits.device)
     # Only the rows' own: there are masks for every row that any request may have.
     row = masks.row
-    bits = masks.bits[row.clamp(min=0)].unsqueeze(2)
+    bits = masks.bits.to(row.device)[row.clamp(min=0)].unsqueeze(2)
     allowed = ((bits >> places) & 1).flatten(1)[:, :vocab].bool()
     free = (row < 0).unsqueeze(1)
     logits.masked_fill_(~(free | allowed), float("-inf"))

@@ -144,6 +144,22 @@ class BookKeeping(ABC):
         nobody was ``proposing``; mark who ended; write the report. ``drafts`` int64 [B]: those
         verified."""
 
+    def cut(self, cuts: torch.Tensor) -> None:
+        """What is on offer for some slots was cut, by a grammar: no more of it is verified, nor
+        judged. ``cuts`` int64 [3, n]: the slots, whose offers these are, and their lengths now."""
+        (slots, proposers, lengths), offers = cuts, self.offers
+        inside = torch.arange(offers.chances.shape[1], device=cuts.device) < lengths.unsqueeze(1)
+        offers.lengths[slots] = lengths
+        offers.chances[slots] = torch.where(inside, offers.chances[slots], 0.0)
+        records, length = self.controller.records, self.state.length[slots]
+        if not (count := len(records.watched_length)):
+            return
+        # What the host's proposers offer is in view on the host.
+        at = proposers.clamp(max=count - 1), slots
+        watched = records.watched_length[at]
+        last = (records.watched_start[at] == length) & (proposers < count)
+        records.watched_length[at] = torch.where(last, torch.minimum(watched, lengths), watched)
+
     def finish(
         self,
         slots: torch.Tensor,

@@ -141,12 +141,6 @@ class AcceptanceEstimator:
         compared = bins % BINS + BINS * rivals.unsqueeze(1)
         self.watched_bins[slots] = torch.where(last.unsqueeze(1), compared, bins)
 
-    def shorten(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
-        """The last offers of ``slots`` [B] were cut to ``lengths`` [B]: watch no more of them."""
-        watched = self.watched_length[slots]
-        last = self.watched_start[slots] == self.state.length[slots]
-        self.watched_length[slots] = torch.where(last, torch.minimum(watched, lengths), watched)
-
     def learn(self, slots: torch.Tensor) -> None:
         """Judge the watched offers of ``slots`` [B] by their committed tokens."""
         state, index = self.state, self._index

@@ -52,9 +52,11 @@ class SlotState:
         self._counts = torch.zeros((5, slots), dtype=torch.int64, device=device)
         self.length, self.computed, self.limit, self.alive, self.structured = self._counts
         self.length[self.padding_slot] = 1
-        self.mask_bits = torch.zeros((0, 0), dtype=torch.int32, device=device)
+        self.mask_bits = torch.zeros((0, 0), dtype=torch.int32, device="cpu")
         """int32 [slots * (1 + max_drafts), ceil(vocab / 32)], as in ``TokenMasks``: what the rows
-        of a slot that is ``structured`` (1) may sample. Made when the first such request comes."""
+        of a slot that is ``structured`` (1) may sample. Made when the first such request comes.
+        Whoever is under a grammar takes part in one round at a time: the host writes what the next
+        one reads, in its own memory, and a GPU's kernels read it there."""
         blocks = -(-width // block_size)
         self.block_tables = torch.zeros((slots, blocks), dtype=torch.int32, device=device)
         self.params = SlotParams(slots, vocab_size, device)
@@ -110,7 +112,8 @@ class SlotState:
     def _make_masks(self) -> None:
         if not len(self.mask_bits):
             shape = self.slots * (1 + self.max_drafts), -(-self.vocab_size // 32)
-            self.mask_bits = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            pinned = self.device.type == "cuda"
+            self.mask_bits = torch.zeros(shape, dtype=torch.int32, device="cpu", pin_memory=pinned)
 
     def token_masks(self, slots: torch.Tensor, first: torch.Tensor) -> TokenMasks:
         """The grammar masks of rows that sample, which belong to ``slots`` int64 [M], each span's

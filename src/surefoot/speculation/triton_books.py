@@ -73,6 +73,9 @@ class TritonBooks(BookKeeping):
             GLOBAL_DECAY_LOG2, PRIOR_RANGE, LEAST, BINS,
         )  # fmt: skip
 
+    def cut(self, cuts: torch.Tensor) -> None:
+        control.cut(self, cuts)
+
     def ancestors(self, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return trees.ancestors(parents)
 

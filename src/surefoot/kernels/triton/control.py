@@ -112,6 +112,28 @@ def split_kernel(
     tl.store(samples_ptr + span, samples.to(tl.int64))
 
 
+@jit(do_not_specialize=["cuts", "proposers"], do_not_specialize_on_alignment=["cut_ptr"])
+def cut_kernel(
+    cut_ptr, cuts, slots, proposers, width, offer_length_ptr, chance_ptr, length_ptr,
+    watched_length_ptr, watched_start_ptr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program (cut)."""
+    at = tl.program_id(0)
+    slot = tl.load(cut_ptr + at)
+    whose = tl.load(cut_ptr + cuts + at)
+    left = tl.load(cut_ptr + 2 * cuts + at)
+    tl.store(offer_length_ptr + slot, left)
+    step = tl.arange(0, WIDTH)
+    beyond = (step >= left) & (step < width)
+    tl.store(chance_ptr + slot * width + step, tl.zeros([WIDTH], tl.float32), mask=beyond)
+    if whose < proposers:
+        place = whose * slots + slot
+        if tl.load(watched_start_ptr + place) == tl.load(length_ptr + slot):
+            watched = tl.load(watched_length_ptr + place)
+            tl.store(watched_length_ptr + place, tl.minimum(watched, left))
+
+
 @jit
 def brought_up(seen_ptr, news_ptr, place, forget, inside):
     """A part of what all requests taught, the news included."""
@@ -268,6 +290,17 @@ def split(
         num_warps=4,
     )  # fmt: skip
     return RoundSpans(slots, known, drafts, samples)
+
+
+def cut(books: Any, cuts: torch.Tensor) -> None:
+    """``BookKeeping.cut``."""
+    offers, records = books.offers, books.controller.records
+    proposers, slots = records.watched_length.shape
+    width, count = offers.chances.shape[1], cuts.shape[1]
+    cut_kernel[(count,)](
+        cuts, count, slots, proposers, width, offers.lengths, offers.chances, books.state.length,
+        records.watched_length, records.watched_start, width_of(width), num_warps=1,
+    )  # fmt: skip
 
 
 def keep(
