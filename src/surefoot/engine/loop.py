@@ -110,6 +110,7 @@ class Loop:
         self.uploads.write(state.length, unused, np.ones(1, dtype=np.int64))
         if self.controller.names:
             self.controller.records.forget(unused, self.uploads)
+            self.uploads.add(round_.books.cut, np.array([[state.padding_slot], [0], [0]]))
         self.uploads.send()
         beyond = state.max_drafts if trees else 0
         self.reservations = Reservations(kv, state, beyond, self.uploads)
