@@ -353,7 +353,7 @@ def test_masks_are_the_twin_s(vocab: int) -> None:
     bits = bits.to(torch.int32)
     if logits.is_cuda:
         # The host goes on writing there.
-        bits = bits.pin_memory()
+        bits = bits.cpu().pin_memory()
     masks = TokenMasks(bits, 2, slots, first, masked)
     found, expected = logits.clone(), logits.clone()
     mask_tokens(found, masks)

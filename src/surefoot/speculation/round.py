@@ -226,7 +226,7 @@ class Round:
             masks = self.state.token_masks(layout.sample_slots, layout.first_sample)
         unread = size.logprobs is None
         params, backend = self.state.params, self.backend
-        sampled = sample_rows(logits, rows, params, size.kind, backend, masks, in_place=unread)
+        sampled = sample_rows(logits, rows, params, size.kind, backend, masks, unread)
         return sampled, None if unread else logits
 
     def rows_to_sample(
