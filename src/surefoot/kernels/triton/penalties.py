@@ -29,6 +29,18 @@ def columns_of(tokens, vocab, column_ptr, MAPPED: tl.constexpr):
 
 
 @jit
+def columns_before(
+    position, first, history_ptr, vocab, column_ptr, MAPPED: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Of a text's tokens from place ``first`` on: these places, the columns of their logits, and
+    which of them stand before ``position`` and have any."""
+    index = first + tl.arange(0, TILE)
+    token = tl.load(history_ptr + index, mask=index < position, other=-1)
+    column = columns_of(token, vocab, column_ptr, MAPPED)
+    return index, column, (index < position) & (column >= 0)
+
+
+@jit
 def penalise(
     logits_ptr, scratch_ptr, vocab, column_ptr, position, history_ptr, prompt_length, repetition,
     presence, frequency, MAPPED: tl.constexpr, TILE: tl.constexpr,
@@ -36,22 +48,17 @@ def penalise(
     """One row. A scratch entry is ``SEEN`` if the token was in the prompt, plus ``COUNTED`` for
     each time in the output."""
     for first in range(0, position, TILE):
-        index = first + tl.arange(0, TILE)
-        before = index < position
-        column = columns_of(
-            tl.load(history_ptr + index, mask=before, other=-1), vocab, column_ptr, MAPPED
+        index, column, there = columns_before(
+            position, first, history_ptr, vocab, column_ptr, MAPPED, TILE
         )  # fmt: skip
-        there, in_output = before & (column >= 0), index >= prompt_length
+        in_output = index >= prompt_length
         tl.atomic_or(scratch_ptr + column, SEEN, mask=there & ~in_output, sem="relaxed")
         tl.atomic_add(scratch_ptr + column, COUNTED, mask=there & in_output, sem="relaxed")
     tl.debug_barrier()
     for first in range(0, position, TILE):
-        index = first + tl.arange(0, TILE)
-        before = index < position
-        column = columns_of(
-            tl.load(history_ptr + index, mask=before, other=-1), vocab, column_ptr, MAPPED
+        _, column, there = columns_before(
+            position, first, history_ptr, vocab, column_ptr, MAPPED, TILE
         )  # fmt: skip
-        there = before & (column >= 0)
         found = tl.atomic_xchg(scratch_ptr + column, 0, mask=there, sem="relaxed")
         owner = there & (found != 0)
         count = tl.where(owner, found // COUNTED, 0).to(tl.float32)
