@@ -139,9 +139,8 @@ def reuse_noise(engine: Engine, speculative: bool) -> None:
         *rest: Any,
     ) -> torch.Tensor:
         logits = adjust(logits, rows, params, stages)
-        done = replace(stages, penalties=False, bias=False, min_tokens=False)
         shared = replace(rows, positions=rows.positions - rows.positions % 2)
-        return sample_rows(logits, shared, params, done, *rest)
+        return sample_rows(logits, shared, params, stages.without_adjusting, *rest)
 
     sample_with(engine, repeated)
 

@@ -4,7 +4,6 @@ not rightly, applied there."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -101,10 +100,9 @@ def filter_before_penalties(engine: Engine, speculative: bool) -> None:
         sampled = params.temperature[rows.slots] > 0
         outside &= (of_drafts & sampled).unsqueeze(1)
         adjusted = adjust(logits, rows, params, stages).masked_fill(outside, float("-inf"))
-        done = replace(stages, penalties=False, bias=False, min_tokens=False)
         _, rows, params = by_row(engine, rows, params)
         params.top_p = params.top_p.masked_fill(of_drafts, 1.0)
-        return sample_rows(adjusted, rows, params, done, backend, masks)
+        return sample_rows(adjusted, rows, params, stages.without_adjusting, backend, masks)
 
     if speculative:
         sample_with(engine, mixed)

@@ -126,8 +126,8 @@ class GrammarMasks:
         }  # fmt: skip
         if not shorter:
             return
-        whose = [self._known[slot][0] for slot in shorter]
-        uploads.add(self.books.cut, np.array([list(shorter), whose, list(shorter.values())]))
+        proposers = [self._known[slot][0] for slot in shorter]
+        uploads.add(self.books.cut, np.array([list(shorter), proposers, list(shorter.values())]))
         for slot, length in shorter.items():
             whose, tokens, parents = self._known[slot]
             self._known[slot] = whose, tokens[:length], parents[:length]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -53,6 +53,11 @@ class SamplingStages:
     def adjusts(self) -> bool:
         """Whether logits are changed before temperature and filters."""
         return self.penalties or self.bias or self.min_tokens
+
+    @property
+    def without_adjusting(self) -> SamplingStages:
+        """Those that follow, of logits that are adjusted already."""
+        return replace(self, penalties=False, bias=False, min_tokens=False)
 
 
 _shared = lru_cache(maxsize=1024)(SamplingStages)

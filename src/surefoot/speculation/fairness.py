@@ -20,7 +20,6 @@ crowds of short texts would wait until they end."""
 _UNEXPECTED = 0.005
 """Tokens that are owed in addition, in each round without drafts and proposers: what is expected of
 rounds is a little too good, since they were chosen by it."""
-
 _UNCOUNTED = 4
 """Batches whose rounds are counted together, at most."""
 

@@ -7,8 +7,6 @@ draft and target tend to agree at any temperature (Gumbel coupling).
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from surefoot.sampling.noise import gumbel_at
@@ -80,7 +78,7 @@ class Picker:
             if backend.drafting.draw(logits, ids, draws, state.history, *out):
                 return
         scores = logits if ids is None else self._by_target(logits)
-        tokens = sample_rows(scores, rows, state.params, _without_adjusting(stages), backend)
+        tokens = sample_rows(scores, rows, state.params, stages.without_adjusting, backend)
         state.history[slots, positions] = tokens
         temperature = state.params.temperature[slots].unsqueeze(1)
         temperature = torch.where(temperature > 0, temperature, 1.0)
@@ -144,10 +142,6 @@ class Picker:
         scores = logits.new_full((len(logits), self.state.vocab_size), float("-inf"))
         scores[:, self.ids] = logits
         return scores
-
-
-def _without_adjusting(stages: SamplingStages) -> SamplingStages:
-    return replace(stages, penalties=False, bias=False, min_tokens=False)
 
 
 def _chance(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
