@@ -273,15 +273,37 @@ class GrammarState:
     def write_masks(self, drafts: Sequence[int], bits: np.ndarray) -> None:
         """See ``TextGrammar.write_masks``. Rows behind an end token allow end tokens only."""
         text = self._before_end(drafts)
-        for row in range(len(text) + 1):
+        # Of all rows at once what need not be done for each: they are a round's, and few.
+        rows = 1 + len(text)
+        may_end = self._compute_masks(text, bits[:rows])
+        bits[rows:] = 0
+        for token in self._ends:
+            bits[:rows, token // 32] &= ~_BITS[token % 32]
+        ending = np.bitwise_or.reduce(bits, axis=1) == 0
+        ending[:rows] |= may_end
+        for token in self._ends:
+            bits[ending, token // 32] |= _BITS[token % 32]
+
+    def _compute_masks(self, text: Sequence[int], bits: np.ndarray) -> list[bool]:
+        """The library's masks of the rows before, between and behind these tokens, and where the
+        text may end."""
+        matcher, may_end = self._matcher, []
+        place, (size, _) = bits.ctypes.data, bits.strides
+        began = time.thread_time()
+        for row in range(len(bits)):
             if row:
-                self._matcher.consume_token(text[row - 1])
-            self._write_mask(bits[row])
+                matcher.consume_token(text[row - 1])
+            if self._slow:
+                bits[row] = 0
+            else:
+                matcher.unsafe_compute_mask_ptr(place + row * size, size)
+                ended = time.thread_time()
+                self._slow = ended - began > MAX_MASK_SECONDS
+                began = ended
+            may_end.append(matcher.is_accepting())
         if text:
             self._go_back(len(text))
-        bits[len(text) + 1 :] = 0
-        for token in self._ends:
-            bits[len(text) + 1 :, token // 32] |= _BITS[token % 32]
+        return may_end
 
     def forced(self, most: int) -> tuple[list[int], list[float]]:
         """See ``TextGrammar.forced``."""
@@ -308,19 +330,6 @@ class GrammarState:
         self._matcher = self._start.deep_copy()
         if self._text:
             self._matcher.consume_tokens(self._text)
-
-    def _write_mask(self, row: np.ndarray) -> None:
-        if self._slow:
-            row[:] = 0
-        else:
-            began = time.thread_time()
-            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            self._slow = time.thread_time() - began > MAX_MASK_SECONDS
-        for token in self._ends:
-            row[token // 32] &= ~_BITS[token % 32]
-        if self.accepting or not row.any():
-            for token in self._ends:
-                row[token // 32] |= _BITS[token % 32]
 
     def _before_end(self, tokens: Sequence[int]) -> list[int]:
         ends = [index for index, token in enumerate(tokens) if token in self._ends]
