@@ -18,6 +18,7 @@ from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.tree_growth import Frontier, empty_tree
 from surefoot.kernels.triton.drafting import TritonDrafting
 from surefoot.kernels.triton.penalties import Adjuster
+from surefoot.kernels.triton.products import TritonLinear
 from surefoot.kernels.upload import sending
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling.params import SamplingStages
@@ -118,6 +119,62 @@ def test_drafts_with_penalties(mapped: bool) -> None:
     assert len(set(found[0][0][:, 1].tolist())) == 4 and len(set(found[0][0][:, 2].tolist())) == 1
     assert torch.equal(found[0][0], found[1][0])
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
+
+
+CHAINED = {
+    "drawn": [
+        SamplingParams(temperature=1.0, seed=4),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0.7, top_k=30, seed=5),
+        SamplingParams(temperature=0.9, top_p=0.8, min_p=0.002, seed=6),
+    ],
+    "adjusted": [
+        SamplingParams(temperature=0, presence_penalty=1.5, logit_bias={7: 3.0}),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.4, min_tokens=9),
+        SamplingParams(temperature=0.6, seed=2, frequency_penalty=0.7),
+        SamplingParams(temperature=0, min_tokens=9, logit_bias={7: -2.0, 9: 1.0}),
+    ],
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns where -inf is meant.
+@pytest.mark.parametrize("kind", CHAINED)
+@pytest.mark.parametrize(("requests", "rank"), [(1, 20), (5, 1000), (19, 20)])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_drawn_markov_chains(requests: int, rank: int, mapped: bool, kind: str) -> None:
+    """As drawn step by step over the target's vocabulary, but for a few that filters keep."""
+    torch.manual_seed(requests + 100 * mapped)
+    steps, width, vocab = 4, 700, 1000 if mapped else 700
+    ids = torch.randperm(vocab)[:width].sort().values if mapped else None
+    asked = [CHAINED[kind][i % len(CHAINED[kind])] for i in range(requests)]
+    before, weight = torch.randn(vocab, rank) / rank**0.5, torch.randn(width, rank)
+    logits = torch.randn(steps, requests, width)
+    logits[:, :, torch.randperm(width)[:5]] += 5
+    logits[:, :, 128:256] = float("-inf")
+    slots, first = torch.randperm(requests), torch.randint(0, vocab, (requests,))
+    positions = torch.arange(2, 2 + steps).unsqueeze(1).repeat(1, requests)
+    state = admitted(asked, vocab)
+    reference, picker = pickers(state, ids, asked)
+    tokens = torch.zeros((steps, requests), dtype=torch.int64)
+    chances = torch.zeros((steps, requests))
+    head = before, TritonLinear(weight, None)
+    assert picker.pick_markov(slots, first, positions, logits.clone(), head, (tokens, chances))
+    assert torch.equal(state.history[slots, 2 : 2 + steps], tokens.T)
+    state.history[:, 2 : 2 + steps] = 0
+    right, current = torch.ones(requests, dtype=torch.bool), first
+    found = torch.zeros(requests, dtype=torch.int64), torch.zeros(requests)
+    for step in range(steps):
+        sums = logits[step] + before[current] @ weight.T
+        reference.pick(slots, positions[step], sums, found)
+        # What follows another draft is another text.
+        right &= tokens[step] == found[0]
+        torch.testing.assert_close(chances[step][right], found[1][right], rtol=1e-3, atol=1e-6)
+        current = found[0].clone()
+    assert right.double().mean() >= (0.8 if kind == "drawn" else 1.0)
+    greedy = torch.tensor([params.temperature == 0 for params in asked])[slots]
+    assert right[greedy].all()
+    assert picker.pick_markov(slots, first, positions, logits.clone(), head, (tokens, None))
 
 
 @pytest.mark.parametrize("mapped", [False, True])

@@ -22,7 +22,7 @@ from surefoot.kernels.drafter_parts import (
     LiveRows,
     Scratch,
 )
-from surefoot.kernels.draws import Draws
+from surefoot.kernels.draws import Adjustments, Draws
 from surefoot.kernels.lookup import Matches, ngram_lookup
 from surefoot.kernels.reference import silu_mul
 from surefoot.kernels.tree_growth import TreeGrowth
@@ -224,6 +224,26 @@ class Drafting(TreeGrowth, ABC):
             row = self.add_looked_up(row, after, before, current)
             current = tokens[step]
             self.likeliest(row, ids, current, chances[step])
+
+    def draw_markov(
+        self,
+        logits: torch.Tensor,
+        before: Any,
+        after: Any,
+        current: torch.Tensor,
+        ids: torch.Tensor | None,
+        draws: Draws,
+        adjustments: Adjustments | None,
+        positions: torch.Tensor,
+        history: torch.Tensor,
+        tokens: torch.Tensor,
+        chances: torch.Tensor | None,
+    ) -> bool:
+        """As ``markov``, but each token is drawn as ``draw`` does, at ``positions`` int64 [n, B],
+        after ``Backend.adjust`` of its logits, whose drafts before it count; ``draws`` and
+        ``adjustments`` (None: none) are those of the first rows. Ends may be masked as there.
+        False, and nothing done, where the device has no kernel for it."""
+        return False
 
     def layer_and_head(
         self,

@@ -16,6 +16,7 @@ import triton.language as tl
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.drafter_parts import EntryWeights, FeatureWeights, LiveRows, Scratch
 from surefoot.kernels.drafting import Drafting
+from surefoot.kernels.draws import Adjustments, Draws
 from surefoot.kernels.triton import blocks, drawn_picks, growth, markov, picks, several
 from surefoot.kernels.triton.attend import attend_inputs, work_of
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
@@ -240,6 +241,30 @@ class TritonDrafting(Drafting):
         if chances is None:
             chances = torch.empty(tokens.shape, device=tokens.device)
         markov.walk(logits, before, after.weight, current, ids, tokens, chances)
+
+    def draw_markov(
+        self,
+        logits: torch.Tensor,
+        before: torch.Tensor,
+        after: TritonLinear,
+        current: torch.Tensor,
+        ids: torch.Tensor | None,
+        draws: Draws,
+        adjustments: Adjustments | None,
+        positions: torch.Tensor,
+        history: torch.Tensor,
+        tokens: torch.Tensor,
+        chances: torch.Tensor | None,
+    ) -> bool:
+        if not markov.takes(len(current), after.weight):
+            return False
+        if chances is None:
+            chances = torch.empty(tokens.shape, device=tokens.device)
+        markov.draw_walk(
+            logits, before, after.weight, current, ids, draws, adjustments, positions, history,
+            tokens, chances,
+        )  # fmt: skip
+        return True
 
     def layer_and_head(
         self,

@@ -16,6 +16,7 @@ from surefoot.kernels.draws import Draws
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.noise import gumbel, noise_words, noise_words_at
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
+from surefoot.kernels.triton.penalties import COUNTED, PENALISED, Changes
 
 PART, GROUP = 2048, 32
 """Logits that a program reads, and those of a group, of which it leaves two: the likeliest, and the
@@ -26,15 +27,43 @@ HALVINGS = tl.constexpr(22)
 """Borders are looked for among scores so far below the best, by so many halvings."""
 
 
+@jit
+def leave_candidates(
+    noised, scores, column, width, row, inside, part, parts, rows, place_ptr, number_ptr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Of a tile [rows, columns] of part ``part`` of ``rows`` rows: the numbers (noised score,
+    score) of the best noised one and of the likeliest one of each group, and the places of both.
+    ``column`` int32 [columns]."""
+    count: tl.constexpr = noised.shape[0]
+    noised = tl.reshape(noised, [count, GROUP, GROUPS])
+    scores = tl.reshape(scores, [count, GROUP, GROUPS])
+    columns = tl.reshape(column, [GROUP, GROUPS])[None, :, :]
+    best, likeliest = tl.max(noised, axis=1), tl.max(scores, axis=1)
+    of_best = tl.min(tl.where(noised == best[:, None, :], columns, width - 1), axis=1)
+    of_likeliest = tl.min(tl.where(scores == likeliest[:, None, :], columns, width - 1), axis=1)
+    drawn = columns == of_best[:, None, :]
+    likely = columns == of_likeliest[:, None, :]
+    place = (row.to(tl.int64) * parts + part)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+    there = inside[:, None]
+    every = (tl.zeros([], tl.int64) + rows) * parts * GROUPS
+    tl.store(place_ptr + place, of_best, mask=there)
+    tl.store(place_ptr + every + place, of_likeliest, mask=there)
+    tl.store(number_ptr + place, best, mask=there)
+    score = tl.max(tl.where(drawn, scores, float("-inf")), axis=1)
+    tl.store(number_ptr + every + place, score, mask=there)
+    score = tl.max(tl.where(likely, noised, float("-inf")), axis=1)
+    tl.store(number_ptr + 2 * every + place, score, mask=there)
+    tl.store(number_ptr + 3 * every + place, likeliest, mask=there)
+
+
 @jit(do_not_specialize_on_alignment=["slot_ptr", "position_ptr"])
 def draw_part_kernel(
     logits_ptr, stride, width, ids_ptr, slot_ptr, position_ptr, temperature_ptr, seed_ptr,
     choice_ptr, place_ptr, number_ptr, pivot_ptr, total_ptr,
     MAPPED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Scores are (logit - the part's largest) / temperature; a greedy row has no noise. Leaves the
-    numbers (noised score, score) of the best noised one and of the likeliest one of each group, and
-    the places of both."""
+    """Scores are (logit - the part's largest) / temperature; a greedy row has no noise."""
     release_next(PDL)
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -60,23 +89,11 @@ def draw_part_kernel(
         else:
             words = noise_words(seed, choice, position, part * block, block)
         noised = scores + gumbel(words)
-    noised, scores = tl.reshape(noised, [GROUP, GROUPS]), tl.reshape(scores, [GROUP, GROUPS])
-    columns = tl.reshape(column, [GROUP, GROUPS])
-    best, likeliest = tl.max(noised, axis=0), tl.max(scores, axis=0)
-    of_best = tl.min(tl.where(noised == best[None, :], columns, width - 1), axis=0)
-    of_likeliest = tl.min(tl.where(scores == likeliest[None, :], columns, width - 1), axis=0)
-    drawn = columns == of_best[None, :]
-    likely = columns == of_likeliest[None, :]
-    place = (row * parts + part) * GROUPS + tl.arange(0, GROUPS)
-    every = (tl.zeros([], tl.int64) + tl.num_programs(0)) * parts * GROUPS
-    tl.store(place_ptr + place, of_best)
-    tl.store(place_ptr + every + place, of_likeliest)
-    tl.store(number_ptr + place, best)
-    tl.store(number_ptr + every + place, tl.max(tl.where(drawn, scores, float("-inf")), axis=0))
-    tl.store(
-        number_ptr + 2 * every + place, tl.max(tl.where(likely, noised, float("-inf")), axis=0)
-    )
-    tl.store(number_ptr + 3 * every + place, likeliest)
+    rows = row + tl.arange(0, 1)
+    leave_candidates(
+        noised[None, :], scores[None, :], column, width, rows, rows >= 0, part, parts,
+        tl.num_programs(0), place_ptr, number_ptr, GROUPS, GROUP,
+    )  # fmt: skip
 
 
 @jit
@@ -151,9 +168,11 @@ def candidates(
 def draw_final_kernel(
     place_ptr, number_ptr, pivot_ptr, total_ptr, parts, width, ids_ptr, slot_ptr, position_ptr,
     temperature_ptr, min_p_ptr, top_p_ptr, top_k_ptr, history_ptr, history_stride,
-    token_ptr, token_stride, chance_ptr, chance_stride,
-    MAPPED: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
+    token_ptr, token_stride, chance_ptr, chance_stride, change_ptr, count_ptr,
+    CHANGED: tl.constexpr, MAPPED: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """With ``CHANGED``, the token is counted for the next one's penalties."""
     release_next(PDL)
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -171,6 +190,11 @@ def draw_final_kernel(
     tl.store(token_ptr + row * token_stride, token)
     tl.store(chance_ptr + row * chance_stride, tl.exp(score) / total)
     tl.store(history_ptr + slot * history_stride + tl.load(position_ptr + row), token)
+    if CHANGED:
+        penalised = tl.load(change_ptr + row) & PENALISED != 0
+        count_ptr += row * width + found
+        count = tl.load(count_ptr, mask=penalised, other=0)
+        tl.store(count_ptr, count + COUNTED, mask=penalised)
 
 
 class DrawnParts(NamedTuple):
@@ -186,22 +210,27 @@ class DrawnParts(NamedTuple):
     """Constants of the kernel that reads it, its number of warps among them."""
 
 
-def drawn_parts(logits: torch.Tensor, ids: torch.Tensor | None, draws: Draws) -> DrawnParts:
-    """Float32 logits [R, n] of the tokens ``ids`` int64 [n] (None: all), with the draws' noise."""
-    (rows, width), groups = logits.shape, PART // GROUP
-    parts = cdiv(width, PART)
+def room_for_parts(rows: int, parts: int, groups: int, device: torch.device) -> DrawnParts:
+    """Of ``groups`` groups each."""
+    pivots, totals = (torch.empty((rows, parts), device=device) for _ in range(2))
+    numbers = torch.empty((4, rows, parts * groups), device=device)
+    places = torch.empty((2, rows, parts * groups), dtype=torch.int32, device=device)
     padded = next_power_of_2(parts)
-    pivots, totals = (logits.new_empty((rows, parts)) for _ in range(2))
-    numbers = logits.new_empty((4, rows, parts * groups))
-    places = torch.empty((2, rows, parts * groups), dtype=torch.int32, device=logits.device)
-    draw_part_kernel[(rows, parts)](
-        logits, logits.stride(0), width, ids, draws.slots, draws.positions, draws.temperature,
-        draws.seed, draws.choice, places, numbers, pivots, totals,
-        ids is not None, groups, GROUP, num_warps=4, **pdl(logits.device),
-    )  # fmt: skip
     warps = 4 if padded * groups <= 2048 else 8
     shape = {"GROUPS": groups, "PADDED": padded, "num_warps": warps}
     return DrawnParts(places, numbers, pivots, totals, parts, shape)
+
+
+def drawn_parts(logits: torch.Tensor, ids: torch.Tensor | None, draws: Draws) -> DrawnParts:
+    """Float32 logits [R, n] of the tokens ``ids`` int64 [n] (None: all), with the draws' noise."""
+    (rows, width), groups = logits.shape, PART // GROUP
+    found = room_for_parts(rows, cdiv(width, PART), groups, logits.device)
+    draw_part_kernel[(rows, found.parts)](
+        logits, logits.stride(0), width, ids, draws.slots, draws.positions, draws.temperature,
+        draws.seed, draws.choice, *found[:4],
+        ids is not None, groups, GROUP, num_warps=4, **pdl(logits.device),
+    )  # fmt: skip
+    return found
 
 
 def draw(
@@ -213,11 +242,29 @@ def draw(
     chances: torch.Tensor,
 ) -> bool:
     """``kernels.drafting.Drafting.draw``."""
-    *found, shape = drawn_parts(logits, ids, draws)
-    draw_final_kernel[(len(logits),)](
-        *found, logits.shape[1], ids, draws.slots, draws.positions,
-        draws.temperature, draws.min_p, draws.top_p, draws.top_k, history, history.stride(0),
-        tokens, tokens.stride(0), chances, chances.stride(0),
-        MAPPED=ids is not None, **shape, **pdl(logits.device),
-    )  # fmt: skip
+    found = drawn_parts(logits, ids, draws)
+    draw_of_parts(found, logits.shape[1], ids, draws, draws.positions, history, tokens, chances)
     return True
+
+
+def draw_of_parts(
+    found: DrawnParts,
+    width: int,
+    ids: torch.Tensor | None,
+    draws: Draws,
+    positions: torch.Tensor,
+    history: torch.Tensor,
+    tokens: torch.Tensor,
+    chances: torch.Tensor,
+    changes: Changes | None = None,
+) -> None:
+    """``draw`` at ``positions`` int64 [R] of rows of ``width`` logits, of which the best of each
+    group are known. What is drawn is counted in ``changes``."""
+    *parts, shape = found
+    change, counts = (None, None) if changes is None else (changes.kinds, changes.counts)
+    draw_final_kernel[(len(positions),)](
+        *parts, width, ids, draws.slots, positions,
+        draws.temperature, draws.min_p, draws.top_p, draws.top_k, history, history.stride(0),
+        tokens, tokens.stride(0), chances, chances.stride(0), change, counts,
+        CHANGED=changes is not None, MAPPED=ids is not None, **shape, **pdl(tokens.device),
+    )  # fmt: skip

@@ -1,6 +1,7 @@
-"""Drafts of which each depends on the one before it: two kernels a draft.
+"""Drafts of which each depends on the one before it: two kernels a draft, drawn ones included.
 
-Twins: ``kernels.drafting.Drafting.markov`` and ``add_looked_up``. Launched as ``pdl`` says.
+Twins: ``kernels.drafting.Drafting.markov`` and ``add_looked_up``; of ``draw_markov`` these, then
+``Backend.adjust`` and ``Drafting.draw``, step by step. Launched as ``pdl`` says.
 """
 
 from __future__ import annotations
@@ -10,34 +11,38 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
+from surefoot.kernels.draws import Adjustments, Draws
+from surefoot.kernels.triton.drawn_picks import (
+    GROUP,
+    draw_of_parts,
+    leave_candidates,
+    room_for_parts,
+)
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
+from surefoot.kernels.triton.noise import gumbel, noise_words, noise_words_at
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
+from surefoot.kernels.triton.penalties import changed, changes_of
 from surefoot.kernels.triton.picks import likeliest_of_parts
 
 MOST_ROWS = 64
 """Requests of a program, at most."""
 MOST_RANK = 128
 """Of more requests than that. A product by itself reads wider weights faster then."""
+DRAWN_ROWS = 16
+"""Of a program that draws: few, as one that draws has noise made for all of them."""
 TILE = 16384
 """Weights of a program, at most."""
 
 
-@jit(
-    do_not_specialize=["requests"],
-    do_not_specialize_on_alignment=["logits_ptr", "current_ptr"],
-)
-def markov_kernel(
+@jit
+def sums_of_tile(
     logits_ptr, width, current_ptr, requests, before_ptr, after_ptr,
-    sum_ptr, value_ptr, index_ptr, total_ptr,
-    SUMS: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns, rows): what the tokens before say is added to logits. Of these sums the
-    largest is left, its column, and the sum of all exponentials less the largest; or, with
-    ``SUMS``, all of them."""
-    release_next(PDL)
-    part, parts = tl.program_id(0), tl.num_programs(0)
-    column = part * COLUMNS + tl.arange(0, COLUMNS)
+    """Of program (columns, rows): its rows, which of them are requests, its columns, and the logits
+    there plus what the tokens before say, -inf outside."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rank = tl.arange(0, PADDED)
     there = (column < width)[:, None] & (rank < RANK)[None, :]
     place = column.to(tl.int64)[:, None] * RANK + rank[None, :]
@@ -56,6 +61,28 @@ def markov_kernel(
         mask=inside[:, None] & (column < width)[None, :], other=float("-inf"),
     )  # fmt: skip
     logits += tl.dot(before, tl.trans(after), input_precision="ieee")
+    return row, inside, column, logits
+
+
+@jit(
+    do_not_specialize=["requests"],
+    do_not_specialize_on_alignment=["logits_ptr", "current_ptr"],
+)
+def markov_kernel(
+    logits_ptr, width, current_ptr, requests, before_ptr, after_ptr,
+    sum_ptr, value_ptr, index_ptr, total_ptr,
+    SUMS: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (columns, rows): what the tokens before say is added to logits. Of these sums the
+    largest is left, its column, and the sum of all exponentials less the largest; or, with
+    ``SUMS``, all of them."""
+    release_next(PDL)
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    row, inside, column, logits = sums_of_tile(
+        logits_ptr, width, current_ptr, requests, before_ptr, after_ptr,
+        RANK, PADDED, ROWS, COLUMNS, PDL,
+    )  # fmt: skip
     if SUMS:
         place = row.to(tl.int64)[:, None] * width + column[None, :]
         tl.store(sum_ptr + place, logits, mask=inside[:, None] & (column < width)[None, :])
@@ -69,6 +96,56 @@ def markov_kernel(
         tl.store(value_ptr + place, best, mask=inside)
         tl.store(index_ptr + place, found, mask=inside)
         tl.store(total_ptr + place, total, mask=inside)
+
+
+@jit(
+    do_not_specialize=["requests"],
+    do_not_specialize_on_alignment=["logits_ptr", "current_ptr", "slot_ptr", "position_ptr"],
+)
+def markov_draw_kernel(
+    logits_ptr, width, current_ptr, requests, before_ptr, after_ptr, ids_ptr, slot_ptr,
+    position_ptr, temperature_ptr, seed_ptr, choice_ptr, kind_ptr, count_ptr, shift_ptr,
+    repetition_ptr, presence_ptr, frequency_ptr, place_ptr, number_ptr, pivot_ptr, total_ptr,
+    CHANGED: tl.constexpr, MAPPED: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As ``markov_kernel``, then with ``CHANGED`` as ``penalties.changed``; of these logits is left
+    what ``drawn_picks.draw_part_kernel`` leaves."""
+    release_next(PDL)
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    row, inside, column, logits = sums_of_tile(
+        logits_ptr, width, current_ptr, requests, before_ptr, after_ptr,
+        RANK, PADDED, ROWS, COLUMNS, PDL,
+    )  # fmt: skip
+    slot = tl.load(slot_ptr + row, mask=inside, other=0)
+    if CHANGED:
+        logits = changed(
+            logits, row, inside, column, width, slot, kind_ptr, count_ptr, shift_ptr,
+            repetition_ptr, presence_ptr, frequency_ptr,
+        )  # fmt: skip
+    temperature = tl.load(temperature_ptr + slot, mask=inside, other=0.0)
+    pivot = tl.max(logits, axis=1)
+    # A part may hold nothing but -inf.
+    below = logits - tl.where(pivot == float("-inf"), 0.0, pivot)[:, None]
+    scores = below / tl.where(temperature == 0, 1.0, temperature)[:, None]
+    place = row.to(tl.int64) * parts + part
+    tl.store(pivot_ptr + place, pivot, mask=inside)
+    tl.store(total_ptr + place, tl.sum(tl.exp(scores), axis=1), mask=inside)
+    noised = scores
+    if tl.max(temperature, axis=0) > 0:
+        seed = tl.load(seed_ptr + slot, mask=inside, other=0)[:, None]
+        choice = tl.load(choice_ptr + slot, mask=inside, other=0)[:, None]
+        position = tl.load(position_ptr + row, mask=inside, other=0)[:, None]
+        if MAPPED:
+            token = tl.load(ids_ptr + column, mask=column < width, other=0)[None, :]
+            words = noise_words_at(seed, choice, position, token)
+        else:
+            words = noise_words(seed, choice, position, part * COLUMNS, COLUMNS)
+        noised = tl.where((temperature > 0)[:, None], scores + gumbel(words), scores)
+    leave_candidates(
+        noised, scores, column, width, row, inside, part, parts, requests, place_ptr, number_ptr,
+        COLUMNS // GROUP, GROUP,
+    )  # fmt: skip
 
 
 def takes(requests: int, after: torch.Tensor) -> bool:
@@ -87,12 +164,48 @@ class Shape(NamedTuple):
     """``RANK`` and what follows."""
 
 
-def shape_of(requests: int, width: int, rank: int) -> Shape:
+def shape_of(requests: int, width: int, rank: int, most_rows: int = MOST_ROWS) -> Shape:
     """Of logits [requests, width]."""
     padded = next_power_of_2(rank, 16)
     columns = max(16, min(128, TILE // padded))
-    rows = min(MOST_ROWS, next_power_of_2(requests, 16))
+    rows = min(most_rows, next_power_of_2(requests, 16))
     return Shape(cdiv(width, columns), cdiv(requests, rows), (rank, padded, rows, columns))
+
+
+def draw_walk(
+    logits: torch.Tensor,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    current: torch.Tensor,
+    ids: torch.Tensor | None,
+    draws: Draws,
+    adjustments: Adjustments | None,
+    positions: torch.Tensor,
+    history: torch.Tensor,
+    tokens: torch.Tensor,
+    chances: torch.Tensor,
+) -> None:
+    """``Drafting.draw_markov`` with a table ``before`` [vocabulary, rank] and ``after`` [m,
+    rank]."""
+    _, requests, width = logits.shape
+    device = logits.device
+    shape = shape_of(requests, width, before.shape[1], DRAWN_ROWS)
+    columns = shape.constants[3]
+    group = min(GROUP, columns)
+    changes = None if adjustments is None else changes_of(adjustments, width)
+    tables = (None,) * 6 if changes is None else changes
+    found = room_for_parts(requests, shape.parts, columns // group, device)
+    for step, row in enumerate(logits):
+        markov_draw_kernel[shape[:2]](
+            row, width, current, requests, before, after, ids, draws.slots, positions[step],
+            draws.temperature, draws.seed, draws.choice, *tables, *found[:4],
+            changes is not None, ids is not None, *shape.constants, group,
+            num_warps=4, **pdl(device),
+        )  # fmt: skip
+        current = tokens[step]
+        draw_of_parts(
+            found, width, ids, draws, positions[step], history, current, chances[step], changes
+        )
 
 
 def add_looked_up(

@@ -7,6 +7,8 @@ draft and target tend to agree at any temperature (Gumbel coupling).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from surefoot.sampling.noise import gumbel_at
@@ -85,6 +87,33 @@ class Picker:
         chosen = scores.gather(1, tokens.unsqueeze(1))
         out[0].copy_(tokens)
         out[1].copy_(_chance(logits / temperature, chosen / temperature))
+
+    def pick_markov(
+        self,
+        slots: torch.Tensor,
+        current: torch.Tensor,
+        positions: torch.Tensor,
+        logits: torch.Tensor,
+        head: tuple[Any, Any],
+        out: tuple[torch.Tensor, torch.Tensor | None],
+    ) -> bool:
+        """``pick`` from float32 logits [n, B, draft vocabulary], one row of each of ``slots`` after
+        another at ``positions`` int64 [n, B], of which each gains what ``head`` says of the token
+        before it, as ``Drafting.markov`` has it; the first rows follow ``current`` int64 [B].
+        ``out``: [n, B] each, and None for chances that nobody asks for. False, and nothing done,
+        where the device has no kernel for it."""
+        drafting, state, stages = self.backend.drafting, self.state, self.stages
+        if stages == GREEDY:
+            drafting.markov(logits, *head, current, self.ids, *out)
+            return True
+        rows = SampleRows(slots, positions[0], state.history, state.history.shape[1])
+        changes = None
+        if stages.adjusts:
+            changes = adjustments_of(rows, state.params, stages, self.columns)
+        return drafting.draw_markov(
+            logits, *head, current, self.ids, draws_of(rows, state.params), changes, positions,
+            state.history, *out,
+        )  # fmt: skip
 
     def pick_several(
         self, slots: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor, count: int

@@ -106,11 +106,11 @@ class MarkovChain(Walk):
     ) -> None:
         previous, state = current, None
         for part in parts:
-            if self.kind == "vanilla" and picker.stages == GREEDY:
-                chances = None if self.confident else part.chances
-                self.backend.drafting.markov(
-                    part.logits, self.before, self.after, previous, picker.ids, part.tokens, chances
-                )
+            out = part.tokens, None if self.confident else part.chances
+            head = self.before, self.after
+            if self.kind == "vanilla" and picker.pick_markov(
+                slots, previous, part.positions, part.logits, head, out
+            ):
                 previous = part.tokens[-1]
                 continue
             for step, logits in enumerate(part.logits):

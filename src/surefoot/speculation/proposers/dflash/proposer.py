@@ -85,7 +85,8 @@ class DFlashProposer(NetworkProposer):
         itemsize = self.network.backend.dtype.itemsize
         heads = 4 * config.draft_vocab_size * rows
         if config.markov is not None:
-            heads += 4 * config.draft_vocab_size * requests
+            # Sums with what the head says; or counts and shifts, where logits are adjusted.
+            heads += 2 * 4 * config.draft_vocab_size * requests
         if config.selector is not None:
             heads += 3 * 4 * config.selector.top_k * config.selector.rank * rows
         return heads + layer_bytes(config.layer, requests * config.block_size, itemsize)
