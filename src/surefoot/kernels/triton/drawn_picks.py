@@ -23,8 +23,7 @@ PART, GROUP = 2048, 32
 one with the best noised score. Neighbours are in different groups, as likely tokens often are
 neighbours."""
 FARTHEST = tl.constexpr(32.0)
-HALVINGS = tl.constexpr(22)
-"""Borders are looked for among scores so far below the best, by so many halvings."""
+"""Borders are looked for among scores so far below the best."""
 
 
 @jit
@@ -97,13 +96,20 @@ def draw_part_kernel(
 
 
 @jit
-def halved(scores, weights, wanted):
-    """The largest score, about, from which on upwards the ``weights`` sum up to what is wanted."""
-    low, high = -FARTHEST, 0.0
-    for _ in range(HALVINGS):
-        middle = 0.5 * (low + high)
-        enough = tl.sum(tl.where(scores >= middle, weights, 0.0), axis=0) >= wanted
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+def border_of(scores, weights, wanted):
+    """The largest score, about, from which on upwards the ``weights`` sum up to what is wanted. A
+    stretch is divided into 16 each time, of many scores into 4: each time takes as long."""
+    ways: tl.constexpr = 16 if scores.shape[0] <= 1024 else 4
+    times: tl.constexpr = 6 if scores.shape[0] <= 1024 else 12
+    way = tl.arange(0, ways)
+    low, part = -FARTHEST, FARTHEST / ways
+    for _ in range(times):
+        steps = way * part + low
+        above = scores[None, :] >= steps[:, None]
+        sums = tl.sum(tl.where(above, weights[None, :], 0.0), axis=1)
+        enough = tl.sum((sums >= wanted).to(tl.int32), axis=0)
+        low += part * tl.maximum(enough - 1, 0).to(tl.float32)
+        part *= 1.0 / ways
     return low
 
 
@@ -145,13 +151,12 @@ def candidates(
             border = tl.maximum(border, tl.log(min_p))
         wanted = tl.minimum(top_k, most)
         if wanted < width:
-            border = tl.maximum(
-                border, halved(likely, tl.full(likely.shape, 1.0, tl.float32), wanted)
-            )
+            ones = tl.full(likely.shape, 1.0, tl.float32)
+            border = tl.maximum(border, border_of(likely, ones, wanted))
         if (min_p > 0) | (top_k < most):
             kept = tl.sum(tl.where(likely >= border, tl.exp(likely), 0.0), axis=0)
         if top_p < 1:
-            border = tl.maximum(border, halved(likely, tl.exp(likely), top_p * kept))
+            border = tl.maximum(border, border_of(likely, tl.exp(likely), top_p * kept))
         # Where the best noised one is not kept, the likeliest one may be.
         drops = scores < border
         likely_places = tl.load(place_ptr + every + place, mask=inside, other=width - 1)
