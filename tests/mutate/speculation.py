@@ -1540,6 +1540,24 @@ MUTATIONS = (
     ),
     m(
         "kernels/triton/drawn_picks.py",
+        "        tl.store(count_ptr, count + COUNTED, mask=penalised)",
+        "        tl.store(count_ptr, count, mask=penalised)",
+        "test_triton_growth.py",
+    ),
+    m(
+        "kernels/triton/penalties.py",
+        "        logits = tl.where(found != 0, once, logits) + shift",
+        "        logits = tl.where(found != 0, once, logits)",
+        "test_triton_growth.py",
+    ),
+    m(
+        "kernels/triton/markov.py",
+        "        position = tl.load(position_ptr + row)\n        column",
+        "        position = tl.load(position_ptr + row % requests)\n        column",
+        "test_triton_growth.py",
+    ),
+    m(
+        "kernels/triton/drawn_picks.py",
         "        drops = scores < border",
         "        drops = scores > 1.0",
         "test_triton_growth.py",

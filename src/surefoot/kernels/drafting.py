@@ -233,7 +233,7 @@ class Drafting(TreeGrowth, ABC):
         current: torch.Tensor,
         ids: torch.Tensor | None,
         draws: Draws,
-        adjustments: Adjustments | None,
+        adjustments: Adjustments,
         positions: torch.Tensor,
         history: torch.Tensor,
         tokens: torch.Tensor,
@@ -241,7 +241,7 @@ class Drafting(TreeGrowth, ABC):
     ) -> bool:
         """As ``markov``, but each token is drawn as ``draw`` does, at ``positions`` int64 [n, B],
         after ``Backend.adjust`` of its logits, whose drafts before it count; ``draws`` and
-        ``adjustments`` (None: none) are those of the first rows. Ends may be masked as there.
+        ``adjustments`` are those of the first rows. Ends may be masked as there.
         False, and nothing done, where the device has no kernel for it."""
         return False
 

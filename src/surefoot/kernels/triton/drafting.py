@@ -250,13 +250,13 @@ class TritonDrafting(Drafting):
         current: torch.Tensor,
         ids: torch.Tensor | None,
         draws: Draws,
-        adjustments: Adjustments | None,
+        adjustments: Adjustments,
         positions: torch.Tensor,
         history: torch.Tensor,
         tokens: torch.Tensor,
         chances: torch.Tensor | None,
     ) -> bool:
-        if not markov.takes(len(current), after.weight):
+        if not markov.takes_drawn(len(current), after.weight):
             return False
         if chances is None:
             chances = torch.empty(tokens.shape, device=tokens.device)

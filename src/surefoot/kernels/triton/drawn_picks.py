@@ -23,7 +23,8 @@ PART, GROUP = 2048, 32
 one with the best noised score. Neighbours are in different groups, as likely tokens often are
 neighbours."""
 FARTHEST = tl.constexpr(32.0)
-"""Borders are looked for among scores so far below the best."""
+HALVINGS = tl.constexpr(16)
+"""Borders are looked for among scores so far below the best, by so many halvings: to 0.0005."""
 
 
 @jit
@@ -96,20 +97,13 @@ def draw_part_kernel(
 
 
 @jit
-def border_of(scores, weights, wanted):
-    """The largest score, about, from which on upwards the ``weights`` sum up to what is wanted. A
-    stretch is divided into 16 each time, of many scores into 4: each time takes as long."""
-    ways: tl.constexpr = 16 if scores.shape[0] <= 1024 else 4
-    times: tl.constexpr = 6 if scores.shape[0] <= 1024 else 12
-    way = tl.arange(0, ways)
-    low, part = -FARTHEST, FARTHEST / ways
-    for _ in range(times):
-        steps = way * part + low
-        above = scores[None, :] >= steps[:, None]
-        sums = tl.sum(tl.where(above, weights[None, :], 0.0), axis=1)
-        enough = tl.sum((sums >= wanted).to(tl.int32), axis=0)
-        low += part * tl.maximum(enough - 1, 0).to(tl.float32)
-        part *= 1.0 / ways
+def halved(scores, weights, wanted):
+    """The largest score, about, from which on upwards the ``weights`` sum up to what is wanted."""
+    low, high = -FARTHEST, 0.0
+    for _ in range(HALVINGS):
+        middle = 0.5 * (low + high)
+        enough = tl.sum(tl.where(scores >= middle, weights, 0.0), axis=0) >= wanted
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
     return low
 
 
@@ -152,11 +146,11 @@ def candidates(
         wanted = tl.minimum(top_k, most)
         if wanted < width:
             ones = tl.full(likely.shape, 1.0, tl.float32)
-            border = tl.maximum(border, border_of(likely, ones, wanted))
+            border = tl.maximum(border, halved(likely, ones, wanted))
         if (min_p > 0) | (top_k < most):
             kept = tl.sum(tl.where(likely >= border, tl.exp(likely), 0.0), axis=0)
         if top_p < 1:
-            border = tl.maximum(border, border_of(likely, tl.exp(likely), top_p * kept))
+            border = tl.maximum(border, halved(likely, tl.exp(likely), top_p * kept))
         # Where the best noised one is not kept, the likeliest one may be.
         drops = scores < border
         likely_places = tl.load(place_ptr + every + place, mask=inside, other=width - 1)
@@ -174,10 +168,10 @@ def draw_final_kernel(
     place_ptr, number_ptr, pivot_ptr, total_ptr, parts, width, ids_ptr, slot_ptr, position_ptr,
     temperature_ptr, min_p_ptr, top_p_ptr, top_k_ptr, history_ptr, history_stride,
     token_ptr, token_stride, chance_ptr, chance_stride, change_ptr, count_ptr,
-    CHANGED: tl.constexpr, MAPPED: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
+    COUNTS: tl.constexpr, MAPPED: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """With ``CHANGED``, the token is counted for the next one's penalties."""
+    """With ``COUNTS``, the token is counted for the next one's penalties."""
     release_next(PDL)
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -195,7 +189,7 @@ def draw_final_kernel(
     tl.store(token_ptr + row * token_stride, token)
     tl.store(chance_ptr + row * chance_stride, tl.exp(score) / total)
     tl.store(history_ptr + slot * history_stride + tl.load(position_ptr + row), token)
-    if CHANGED:
+    if COUNTS:
         penalised = tl.load(change_ptr + row) & PENALISED != 0
         count_ptr += row * width + found
         count = tl.load(count_ptr, mask=penalised, other=0)
@@ -221,7 +215,8 @@ def room_for_parts(rows: int, parts: int, groups: int, device: torch.device) -> 
     numbers = torch.empty((4, rows, parts * groups), device=device)
     places = torch.empty((2, rows, parts * groups), dtype=torch.int32, device=device)
     padded = next_power_of_2(parts)
-    warps = 4 if padded * groups <= 2048 else 8
+    # A warp by itself adds up without waiting for others.
+    warps = min(8, max(1, padded * groups // 512))
     shape = {"GROUPS": groups, "PADDED": padded, "num_warps": warps}
     return DrawnParts(places, numbers, pivots, totals, parts, shape)
 
@@ -271,5 +266,5 @@ def draw_of_parts(
         *parts, width, ids, draws.slots, positions,
         draws.temperature, draws.min_p, draws.top_p, draws.top_k, history, history.stride(0),
         tokens, tokens.stride(0), chances, chances.stride(0), change, counts,
-        CHANGED=changes is not None, MAPPED=ids is not None, **shape, **pdl(tokens.device),
+        COUNTS=changes is not None, MAPPED=ids is not None, **shape, **pdl(tokens.device),
     )  # fmt: skip

@@ -69,35 +69,37 @@ def border(depths, weights, target, SIZE: tl.constexpr):
         sums = tl.sum(tl.where(within, weights[None, :], 0), axis=1)
         found = tl.min(tl.where(sums >= target, depths, EVERYTHING), axis=0)
     else:
-        within = depths < (1 << 30)
-        found = (tl.sum(tl.where(within, weights, 0), axis=0) < target).to(tl.int32) << 30
-        for step in range(15):
-            shift = 28 - 2 * step
-            short = sums_of_digits((depths - found) >> shift, weights) < target
-            found += tl.minimum(tl.sum(short.to(tl.int32), axis=0), 3) << shift
+        found = 0
+        for step in range(31):
+            below = 1 << (30 - step)
+            enough = tl.sum(tl.where(depths <= found + (below - 1), weights, 0), axis=0) >= target
+            found = tl.where(enough, found, found + below)
     return found
-
-
-@jit
-def sums_of_digits(digits, weights):
-    """[4]: sums of the weights whose digits are at most 0, 1, 2 and 3. Of a stretch of depths from
-    a known one on, two bits; shallower ones come out negative, deeper ones at 4 or more."""
-    within = digits[None, :] <= tl.arange(0, 4)[:, None]
-    return tl.sum(tl.where(within, weights[None, :], 0), axis=1)
 
 
 @jit
 def bound(depths, rank, scores, wanted):
     """A depth, rounded up, up to which there are ``rank`` of them or their probabilities sum up to
     ``wanted``; two bits at a time."""
-    masses, ones = tl.exp(scores), tl.full(depths.shape, 1, tl.int32)
+    masses = tl.exp(scores)
     found = 0
     for step in range(8):
         shift = 29 - 2 * step
+        # Shallower ones come out negative, deeper ones than this stretch at 4 or more.
         digits = (depths - found) >> shift
-        short = (sums_of_digits(digits, ones) < rank) & (sums_of_digits(digits, masses) < wanted)
-        found += tl.minimum(tl.sum(short.to(tl.int32), axis=0), 3) << shift
+        digit = is_short(digits <= 0, masses, rank, wanted)
+        digit += is_short(digits <= 1, masses, rank, wanted)
+        digit += is_short(digits <= 2, masses, rank, wanted)
+        found += digit << shift
     return found + BOUND_REST
+
+
+@jit
+def is_short(within, masses, rank, wanted):
+    """1 unless those ``within`` are enough."""
+    count = tl.sum(within.to(tl.int32), axis=0)
+    mass = tl.sum(tl.where(within, masses, 0.0), axis=0)
+    return ((count < rank) & (mass < wanted)).to(tl.int32)
 
 
 @jit

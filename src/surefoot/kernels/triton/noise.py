@@ -35,11 +35,9 @@ def words_of_quads(seed, choice, position, quads):
 
 @jit
 def noise_words(seed, choice, position, first, BLOCK: tl.constexpr):
-    """Words uint32 of the tokens from ``first`` (a multiple of 4) on. Seed, choice and position are
-    int64: scalars, for words [BLOCK], or [rows, 1], for [rows, BLOCK]."""
+    """Words uint32 [BLOCK] of the tokens from ``first`` (a multiple of 4) on. Seed, choice and
+    position are int64 scalars."""
     quads = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    if len(seed.shape) == 2:
-        quads = quads[None, :] + position.to(tl.uint32) * 0
     w0, w1, w2, w3 = words_of_quads(seed, choice, position, quads)
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
 

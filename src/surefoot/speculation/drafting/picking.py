@@ -107,9 +107,7 @@ class Picker:
             drafting.markov(logits, *head, current, self.ids, *out)
             return True
         rows = SampleRows(slots, positions[0], state.history, state.history.shape[1])
-        changes = None
-        if stages.adjusts:
-            changes = adjustments_of(rows, state.params, stages, self.columns)
+        changes = adjustments_of(rows, state.params, stages, self.columns)
         return drafting.draw_markov(
             logits, *head, current, self.ids, draws_of(rows, state.params), changes, positions,
             state.history, *out,
