@@ -1545,13 +1545,13 @@ MUTATIONS = (
         "test_triton_growth.py",
     ),
     m(
-        "kernels/triton/penalties.py",
+        "kernels/triton/changes.py",
         "        logits = tl.where(found != 0, once, logits) + shift",
         "        logits = tl.where(found != 0, once, logits)",
         "test_triton_growth.py",
     ),
     m(
-        "kernels/triton/markov.py",
+        "kernels/triton/markov_draws.py",
         "        position = tl.load(position_ptr + row)\n        column",
         "        position = tl.load(position_ptr + row % requests)\n        column",
         "test_triton_growth.py",

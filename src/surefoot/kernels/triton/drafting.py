@@ -17,7 +17,15 @@ from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.drafter_parts import EntryWeights, FeatureWeights, LiveRows, Scratch
 from surefoot.kernels.drafting import Drafting
 from surefoot.kernels.draws import Adjustments, Draws
-from surefoot.kernels.triton import blocks, drawn_picks, growth, markov, picks, several
+from surefoot.kernels.triton import (
+    blocks,
+    drawn_picks,
+    growth,
+    markov,
+    markov_draws,
+    picks,
+    several,
+)
 from surefoot.kernels.triton.attend import attend_inputs, work_of
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.lookup import ngram_lookup
@@ -256,11 +264,11 @@ class TritonDrafting(Drafting):
         tokens: torch.Tensor,
         chances: torch.Tensor | None,
     ) -> bool:
-        if not markov.takes_drawn(len(current), after.weight):
+        if not markov_draws.takes(len(current), after.weight):
             return False
         if chances is None:
             chances = torch.empty(tokens.shape, device=tokens.device)
-        markov.draw_walk(
+        markov_draws.walk(
             logits, before, after.weight, current, ids, draws, adjustments, positions, history,
             tokens, chances,
         )  # fmt: skip

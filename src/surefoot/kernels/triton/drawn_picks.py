@@ -13,10 +13,11 @@ import torch
 import triton.language as tl
 
 from surefoot.kernels.draws import Draws
+from surefoot.kernels.triton.changes import PENALISED, Changes
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.noise import gumbel, noise_words, noise_words_at
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
-from surefoot.kernels.triton.penalties import COUNTED, PENALISED, Changes
+from surefoot.kernels.triton.penalties import COUNTED
 
 PART, GROUP = 2048, 32
 """Logits that a program reads, and those of a group, of which it leaves two: the likeliest, and the
