@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from surefoot.engine.batch import Batch
@@ -57,10 +58,14 @@ class Rounds:
         self.apart_seconds = 0.0
         """Of the last launch: the round itself, where it is called, or recording it. The rest is
         the host's work for every round."""
+        self._rows = np.empty((0, 0), dtype=np.int32)
+        """The report of the last round, where the host need not wait for it."""
         self._copies: list[PinnedReport] = []
         if self._on_gpu:
             reader = torch.cuda.Stream(self.device)
             self._copies = [PinnedReport(round_, reader) for _ in range(4)]
+        else:
+            self._rows = round_.books.report.numpy()
         self._turn = 0
         self._copied: torch.cuda.Event | None = None
         """When the last report has been copied."""
@@ -105,7 +110,7 @@ class Rounds:
             seconds = self.apart_seconds - self.round.keeping_up.late_seconds
             scores = self.round.scores.part(size)
             return Report(
-                self.round.books.report.numpy()[: size.spans].copy(),
+                self._rows[: size.spans].copy(),
                 None if scores is None else scores.clone(),
                 prompt_scores,
                 _nothing,

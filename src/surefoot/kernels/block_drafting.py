@@ -67,5 +67,5 @@ class BlockDrafter(ABC):
     def draft(
         self, slots: torch.Tensor, steps: int, scratch: Scratch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of ``slots`` int64 [B] so many drafts each: tokens int64 and chances float32 [B,
-        steps]."""
+        """Of ``slots`` int64 [B] so many drafts each: tokens int64 and chances float32 [B, steps],
+        which the next call may overwrite."""

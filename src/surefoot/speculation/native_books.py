@@ -51,7 +51,7 @@ class NativeBooks(BookKeeping):
         self._library = cast(NativeBackend, backend).library
         self._struct = self._tables()
         self._address = ctypes.addressof(self._struct)
-        self._splits: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._splits: dict[int, tuple[RoundSpans, tuple[int, ...], tuple[torch.Tensor, ...]]] = {}
         self._verdicts: dict[int, tuple[RoundVerdict, tuple[int, ...]]] = {}
         """By requests."""
         self._layouts: dict[tuple[int, int, int], _Layout] = {}
@@ -76,11 +76,14 @@ class NativeBooks(BookKeeping):
         )
 
     def split(self, slots: torch.Tensor, quota: torch.Tensor, size: Size) -> RoundSpans:
-        batch = len(slots)
-        if (found := self._splits.get(batch)) is None:
-            mine = torch.empty(batch * self.state.max_drafts)
-            self._splits[batch] = found = (*_integers(4, batch), mine)
-        known, drafts, samples, scratch, mine = found
+        batch = slots.shape[0]
+        found = self._splits.get(batch)
+        if found is None or found[0].slots is not slots:
+            *own, scratch = _integers(4, batch)
+            scratch = scratch, torch.empty(batch * self.state.max_drafts)
+            addresses = tuple(tensor.data_ptr() for tensor in (*own, *scratch))
+            self._splits[batch] = found = RoundSpans(slots, *own), addresses, scratch
+        spans, addresses, _ = found
         self._library.sf_split(
             self._address,
             slots.data_ptr(),
@@ -89,16 +92,12 @@ class NativeBooks(BookKeeping):
             size.rows,
             size.samples,
             size.verifies,
-            known.data_ptr(),
-            drafts.data_ptr(),
-            samples.data_ptr(),
-            scratch.data_ptr(),
-            mine.data_ptr(),
+            *addresses,
         )
-        return RoundSpans(slots, known, drafts, samples)
+        return spans
 
     def lay_out(self, spans: RoundSpans, size: Size, max_keys: int) -> RoundLayout:
-        key = batch, rows, sampled = len(spans.slots), size.rows, size.samples
+        key = batch, rows, sampled = spans.slots.shape[0], size.rows, size.samples
         if (layout := self._layouts.get(key)) is None:
             few = rows <= _FEW_ROWS
             layout = _Layout(self.state, key, self.state.history.shape[1] if few else max_keys)
@@ -128,7 +127,7 @@ class NativeBooks(BookKeeping):
     def judge(
         self, spans: RoundSpans, first_sample: torch.Tensor, sampled: torch.Tensor
     ) -> RoundVerdict:
-        batch, stop_ids = len(spans.slots), self.state.params.stop_ids
+        batch, stop_ids = spans.slots.shape[0], self.state.params.stop_ids
         if (found := self._verdicts.get(batch)) is None:
             out = _integers(batch, self.state.max_drafts + 1), *_integers(5, batch)
             addresses = tuple(tensor.data_ptr() for tensor in out)
@@ -142,7 +141,7 @@ class NativeBooks(BookKeeping):
             spans.samples.data_ptr(),
             batch,
             sampled.data_ptr(),
-            len(sampled),
+            sampled.shape[0],
             first_sample.data_ptr(),
             stop_ids.data_ptr(),
             stop_ids.shape[1],

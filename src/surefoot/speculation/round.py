@@ -90,6 +90,8 @@ class Round:
         the most rows of known tokens of each: 1, or a prompt chunk; and the places of those whose
         tokens' logprobs are wanted."""
         self.slots.fill_(state.padding_slot)
+        self._entries: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By spans, the first of ``slots`` and of ``quota``."""
         self.needs = [proposer.needs() for proposer in proposers]
         width = state.max_drafts
         longest = state.history.shape[1] - width - 1
@@ -137,6 +139,13 @@ class Round:
         table[2, : len(scored)] = scored
         self._batch.send()
 
+    def entries(self, spans: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first of ``slots`` and of ``quota``, which stay where they are."""
+        found = self._entries.get(spans)
+        if found is None:
+            found = self._entries[spans] = self.slots[:spans], self.quota[:spans]
+        return found
+
     def __call__(
         self, size: Size, max_keys: int | None = None, reads: PromptReads | None = None
     ) -> PromptScores:
@@ -155,7 +164,7 @@ class Round:
         the same for all sizes with the same ``Size.target``."""
         self.keeping_up.late_seconds = 0.0
         books = self.books
-        spans = books.split(self.slots[: size.spans], self.quota[: size.spans], size)
+        spans = books.split(*self.entries(size.spans), size)
         layout = books.lay_out(spans, size, max_keys)
         tree_rows = self.find_trees(spans, size, layout)
         if tree_rows is not None:
@@ -193,9 +202,7 @@ class Round:
     def find_trees(self, spans: RoundSpans, size: Size, layout: RoundLayout) -> TreeRows | None:
         """The trees among the drafts of a round, and where its rows stand in them; None where there
         are only chains."""
-        offers = self.books.offers
-        offered = any(self.controller.trees)
-        if offers.parents is None or not offered or not size.verifies:
+        if not size.verifies or self.books.offers.parents is None:
             return None
         trees = self.books.offered_trees(spans.slots)
         return self.books.node_rows(layout, trees, spans.drafts), trees

@@ -76,15 +76,19 @@ class NativeBlockDrafter(BlockDrafter):
         self._address = ctypes.addressof(self._struct)
         self._kept_alive = (weights, kv, history, length, block_tables, layers, masks, tables)
         self._embedding = embedding
+        self._drafts = torch.empty((0, 0), dtype=torch.int64), torch.empty((0, 0))
+        """The last ones: the next of as many requests and steps are written there."""
 
     def draft(
         self, slots: torch.Tensor, steps: int, scratch: Scratch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """IndexError for a token outside an embedding, MemoryError when scratch memory cannot be
-        had."""
-        backend, count = self.backend, len(slots)
-        tokens = torch.empty((count, steps), dtype=torch.int64)
-        chances = torch.empty((count, steps))
+        """Valid until it is called again. IndexError for a token outside an embedding, MemoryError
+        when scratch memory cannot be had."""
+        backend, count = self.backend, slots.shape[0]
+        tokens, chances = self._drafts
+        if tokens.shape != (count, steps):
+            tokens = torch.empty((count, steps), dtype=torch.int64)
+            self._drafts = tokens, chances = tokens, torch.empty((count, steps))
         live = self._struct.live
         live.first, live.own, live.block_size = scratch.first, scratch.blocks, scratch.block_size
         code = count and backend.library.sf_draft_blocks(
@@ -157,7 +161,7 @@ def write_features(
     spans, first, counts = 0, None, None
     if settled is not None:
         first, counts = settled
-        spans = len(counts)
+        spans = counts.shape[0]
     if backend.library.sf_write_features(
         backend.context_address,
         backend.work_address,

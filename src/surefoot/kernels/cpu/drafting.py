@@ -34,6 +34,11 @@ class NativeDrafting(Drafting):
 
     backend: NativeBackend
 
+    def __init__(self, backend: NativeBackend) -> None:
+        super().__init__(backend)
+        self._matches: Matches | None = None
+        """Of the last lookup: the next one of as many texts and drafts writes there."""
+
     def ngram_lookup(
         self,
         history: torch.Tensor,
@@ -44,21 +49,25 @@ class NativeDrafting(Drafting):
         window: int,
         drafts: int,
     ) -> Matches:
-        shape = len(slots), drafts
-        found = Matches(
-            torch.empty(shape, dtype=torch.int64), torch.empty_like(slots), torch.empty(shape)
-        )
+        """Valid until the next lookup."""
+        found, shape = self._matches, (slots.shape[0], drafts)
+        if found is None or found.tokens.shape != shape:
+            lengths = torch.empty(shape[0], dtype=torch.int64)
+            tokens, confidence = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
+            self._matches = found = Matches(tokens, lengths, confidence)
         self.backend.library.sf_ngram(
             history.data_ptr(),
             history.shape[1],
             length.data_ptr(),
             slots.data_ptr(),
-            len(slots),
+            shape[0],
             min_ngram,
             max_ngram,
             window,
             drafts,
-            *(tensor.data_ptr() for tensor in found),
+            found.tokens.data_ptr(),
+            found.lengths.data_ptr(),
+            found.confidence.data_ptr(),
         )
         return found
 

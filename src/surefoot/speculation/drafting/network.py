@@ -50,6 +50,7 @@ class Network(ABC):
         rows those of the draft vocabulary.
         ``target_ids`` int64 [draft vocabulary]: the target's id of each draft id."""
         self.backend = backend = target.backend
+        self.drafting = backend.drafting
         self.layers = config.layers
         self.max_positions = config.max_positions
         self.shape = AttentionShape(

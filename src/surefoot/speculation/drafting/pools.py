@@ -57,7 +57,7 @@ class DrafterPools:
         [slots, hidden]: features of the positions before them, if the network reads any;
         ``max_keys``: bound of the texts' lengths, 0 if none is known."""
         state, network = self.state, self.network
-        return network.backend.drafting.live_rows(
+        return network.drafting.live_rows(
             slots, before, state.history, state.length, state.block_tables,
             self.scratch(max_keys), steps, network.behind, network.last_position,
         )  # fmt: skip
@@ -86,7 +86,7 @@ class DrafterPools:
     def block(self, live: LiveRows, rows: int, filler: int) -> FlatBatch:
         """``rows`` rows a request: the live row, and behind it rows of the token ``filler``. Who
         sees what is yet to be said."""
-        found = self.network.backend.drafting.block_rows(live, rows, filler)
+        found = self.network.drafting.block_rows(live, rows, filler)
         row = self._each[: len(live.tokens)]
         return FlatBatch(
             tokens=found.tokens,

@@ -36,7 +36,7 @@ def grow(
     """Grow a tree behind each of B live rows: one row each, which writes its key; the tree's keys
     follow it, level by level. ``features`` [B, hidden] of the positions before the live rows;
     ``passes``: levels after the first. ``observe`` hears of every pass."""
-    drafting = network.backend.drafting
+    drafting = network.drafting
     hidden = network.step(features, live, kv)
     offers = successors(network.logits(hidden), 0)
     batch, top_k = offers[0].shape

@@ -130,7 +130,7 @@ class DFlashNetwork(Network):
         """Write the entries of the batch's rows into every layer's pool, from captured layers [N,
         captured * target hidden]; of ``served`` slots as in ``Commits``, and at least of the rows
         that are ``settled``, as in ``Drafting.write_features``."""
-        self.backend.drafting.write_features(
+        self.drafting.write_features(
             self.features, features, batch, served, self.last_position, kv, self.rope, settled
         )
 
@@ -183,7 +183,7 @@ class DFlashNetwork(Network):
         self, index: int, x: torch.Tensor, batch: FlatBatch, pool: Any, rows: int
     ) -> torch.Tensor:
         """A layer with convolutions before and after each of its sublayers."""
-        backend, layer, drafting = self.backend, self.stack[index], self.backend.drafting
+        backend, layer, drafting = self.backend, self.stack[index], self.drafting
         attention, mlp = self.convolutions[index]
         assert layer.input_norm is not None
         inputs = backend.rms_norm(x, layer.input_norm, self.eps)
@@ -234,7 +234,7 @@ class DFlashNetwork(Network):
         n], and its chance, float32 [B, n]; for bare logits, ``most`` rows of them at a time."""
         tokens = torch.empty(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         chances = torch.empty(hidden.shape[:2], device=hidden.device)
-        self.backend.drafting.likeliest_by_head(
+        self.drafting.likeliest_by_head(
             self.norm, self.eps, self.head, hidden, self.target_ids,
             tokens.view(-1), chances.view(-1), most,
         )  # fmt: skip

@@ -103,7 +103,7 @@ class DFlashProposer(NetworkProposer):
         self.at_once, state = None, self.state
         weights = self.walk.weights(self.network, self.confidence, MOST_LOGIT_ROWS)
         if weights is not None:
-            self.at_once = self.network.backend.drafting.block_drafter(
+            self.at_once = self.network.drafting.block_drafter(
                 weights, self.pools.kv, state.history, state.length, state.block_tables
             )
         """What drafts the likeliest tokens, where the device does that at once."""

@@ -84,7 +84,7 @@ class Eagle3Drafter(Network):
         theirs. Attention, MLP and head are left out: nothing but keys and values outlives the
         pass, and those depend on the inputs alone."""
         inputs, _ = self._inputs(features, batch.tokens)
-        self.backend.drafting.write_keys(self.layer, inputs, batch, kv[0], self.rope)
+        self.drafting.write_keys(self.layer, inputs, batch, kv[0], self.rope)
 
     def step(
         self, features: torch.Tensor | None, batch: FlatBatch, kv: Sequence[Any]
@@ -103,7 +103,7 @@ class Eagle3Drafter(Network):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, residual = self._inputs(features, tokens)
         if self.config.norm_before_head:
-            hidden, logits = self.backend.drafting.layer_and_head(
+            hidden, logits = self.drafting.layer_and_head(
                 self.layer, residual, batch, kv[0], self.rope, inputs, self.norm, self.head
             )
             return hidden, self._scaled(logits)
@@ -115,7 +115,7 @@ class Eagle3Drafter(Network):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What attention reads [N, 2 * hidden], and the residual stream [N, hidden]."""
         assert features is not None
-        inputs = self.backend.drafting.entry_inputs(self.entry, tokens, features)
+        inputs = self.drafting.entry_inputs(self.entry, tokens, features)
         if self.config.norm_before_residual:
             return inputs, inputs[:, features.shape[1] :].contiguous()
         return inputs, features

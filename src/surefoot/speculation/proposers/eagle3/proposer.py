@@ -118,7 +118,7 @@ class Eagle3Proposer(NetworkProposer):
     def catch_up(self, commits: Commits) -> None:
         batch, network = commits.batch, self.network
         features = network.fuse(commits.features)
-        before, positions, row_slot = network.backend.drafting.shift_features(
+        before, positions, row_slot = network.drafting.shift_features(
             features, self.before, self.last_of_block,
             commits.slots, commits.rows, commits.counts, batch, self.state.block_size,
             network.last_position, commits.served, commits.before, commits.last,
@@ -145,7 +145,7 @@ class Eagle3Proposer(NetworkProposer):
         highest = max(self.network.last_position - depth, 0)
         rows = replace(rows, positions=rows.positions.clamp(max=highest))
         tree = grow(self.network, pools.kv, rows, live.features, successors, depth - 1)
-        nodes = self.network.backend.drafting.best_nodes(tree, self.most)
+        nodes = self.network.drafting.best_nodes(tree, self.most)
         return Drafts(nodes.tokens, nodes.lengths, nodes.chance, nodes.parents)
 
     @classmethod
