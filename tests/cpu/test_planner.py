@@ -605,7 +605,7 @@ def test_what_drafts_saved_is_bounded_whatever_was_believed() -> None:
     planner = cpu_planner()
     situation = Situation(1, 0, np.ones((1, 8), np.float32), None, (LOOKUP,), 8, 100.0)
     decision = planner.decide(situation)
-    believed = replace(decision.expected, plain_seconds=3600.0)
+    believed = decision.expected._replace(plain_seconds=3600.0)
     host = HostSample(1, 1, 0, 0.001, True)
     outcome = Landed(0.010, host, verified=2, accepted=1.5, drafting=1)
     planner.landed(replace(decision, expected=believed), situation, outcome)

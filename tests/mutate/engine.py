@@ -207,6 +207,12 @@ MUTATIONS = (
         "test_landing.py",
     ),
     m(
+        "engine/reserving.py",
+        "            self.reach[batch.only_slot] -= rows",
+        "            pass",
+        "test_landing.py",
+    ),
+    m(
         "engine/reported.py",
         "            chances = np.concatenate((chances, unknown))",
         "            chances = np.concatenate((chances, np.zeros_like(unknown)))",
@@ -349,14 +355,14 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "np.flatnonzero(ends * committed)",
-        "np.flatnonzero(ends)",
+        "for item, end, count in every if end and count]",
+        "for item, end, count in every if end]",
         "test_landing.py",
     ),
     m(
         "engine/landing.py",
-        "[(items[place], int",
-        "[(landing.progress[place], int",
+        "every = zip(items, ends, counts, strict=True)",
+        "every = zip(landing.progress, ends, counts)",
         "test_landing.py",
     ),
     m(
@@ -500,7 +506,7 @@ MUTATIONS = (
     ),
     m(
         "engine/landing.py",
-        "        np.minimum(accepted, committed, out=accepted)\n",
+        "    np.minimum(accepted, committed, out=accepted)\n",
         "",
         "test_landing.py",
     ),

@@ -1312,8 +1312,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/offers.py",
-        "return np.minimum(latest[-1:], latest.mean(axis=0, keepdims=True))",
-        "return latest[-1:]",
+        "self._hidden = np.minimum(latest[-1:], latest.mean(axis=0, keepdims=True))",
+        "self._hidden = latest[-1:]",
         "test_offers.py",
     ),
     m(

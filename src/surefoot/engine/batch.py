@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import compress
 
 import numpy as np
@@ -164,6 +164,11 @@ class Batch:
     def count(self) -> int:
         return len(self.group.requests)
 
+    @cached_property
+    def only_slot(self) -> int | None:
+        """Of a request that is the only one, and decodes; else None."""
+        return int(self.group.slots[0]) if self.count == 1 and not self.chunks else None
+
     @property
     def prompt_rows(self) -> int:
         return sum(self.chunks)
@@ -212,7 +217,7 @@ class Batch:
         rows[: len(self.chunks)] = self.chunks
         return rows
 
-    @property
+    @cached_property
     def kind(self) -> SamplingStages:
         """The recorded kind of sampling that serves all."""
         return kind_of(self.group.kind)

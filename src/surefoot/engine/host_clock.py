@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
 
 from surefoot.speculation.host_costs import HostSample
 
@@ -50,7 +49,8 @@ class HostClock:
         if since is None or work is None:
             return None
         seconds = time.perf_counter() - since - left_out
-        return replace(work, seconds=seconds, prompts=self._prompts, decided=self._decided)
+        told = work.requests, work.drafting, work.ends, seconds, work.proposing
+        return HostSample(*told, self._prompts, self._decided)
 
     def compare(self, host: HostSample | None, device_seconds: float | None) -> None:
         """What the host and the device took for a round, as far as it is known. Prompts are let in

@@ -92,12 +92,21 @@ def read_report(
     # Hundreds of requests pass here every two milliseconds, and a device waits for nothing else:
     # lists are made of all of them at once, and no object for each that others can share.
     landing = Landing()
-    drafting = _note_drafts(landing, rows, batch, committed, draftings, columns, hosted)
-    first, most = columns.FIRST_TOKEN, 1 + longest
-    if len(rows) >= MANY:
-        most = min(most, int(committed.max()))
-    tokens = rows[:, first : first + most].tolist()
     computed = counts = committed.tolist()
+    first, most = columns.FIRST_TOKEN, 1 + longest
+    if len(rows) < MANY:
+        table = rows.tolist()
+        drafting = _note_few(landing, table, counts, draftings, columns)
+        tokens = [row[first : first + most] for row in table]
+        ends = [row[columns.END] for row in table]
+    else:
+        drafting = _note_many(landing, rows, committed, draftings, columns)
+        most = min(most, int(committed.max()))
+        tokens = rows[:, first : first + most].tolist()
+        ended = rows[:, columns.END]
+        ends = ended.tolist() if ended.any() else []
+    if hosted:
+        _note_hosted(landing, drafting, batch, counts, draftings, hosted)
     if chunks := len(batch.chunks):
         # Rows of a prompt's end are kept already.
         computed = [*(count - 1 for count in counts[:chunks]), *counts[chunks:]]
@@ -113,10 +122,9 @@ def read_report(
         request.computed += more
     items = list(map(_progress, zip(requests, tokens, drafting, strict=True)))
     landing.progress = list(compress(items, counts))
-    ends = rows[:, columns.END]
-    if ends.any():
-        places = np.flatnonzero(ends * committed).tolist()
-        landing.ended = [(items[place], int(ends[place])) for place in places]
+    if any(ends):
+        every = zip(items, ends, counts, strict=True)
+        landing.ended = [(item, end) for item, end, count in every if end and count]
     if report.scores is not None:
         for place, scores in zip(batch.group.scored, report.scores, strict=False):
             request, width = requests[place], requests[place].params.logprobs
@@ -125,39 +133,60 @@ def read_report(
     return landing
 
 
-def _note_drafts(
+def _note_few(
+    landing: Landing,
+    table: list[list[int]],
+    counts: list[int],
+    draftings: Draftings,
+    columns: ReportColumns,
+) -> list[Drafting]:
+    """What became of the drafts of a few requests, by request. ``table``: their rows."""
+    found = []
+    for row, count in zip(table, counts, strict=True):
+        # Nothing of those who left; and of drafts that were right, some may lie behind a text's
+        # end.
+        if not count or not (row[columns.VERIFIED] or row[columns.OFFERED]):
+            found.append(NO_DRAFTING)
+            continue
+        right, *numbers = row[columns.ACCEPTED : columns.FIRST_TOKEN]
+        one = draftings.make(min(right, count), *numbers)
+        landing.verified += one.verified
+        landing.accepted += one.accepted
+        landing.drafting += 1
+        found.append(one)
+    return found
+
+
+def _note_many(
     landing: Landing,
     rows: np.ndarray,
-    batch: Batch,
     committed: np.ndarray,
     draftings: Draftings,
     columns: ReportColumns,
-    hosted: Mapping[int, tuple[int, int]],
 ) -> list[Drafting]:
-    """What became of the drafts, by request."""
-    if not hosted and not (rows[:, columns.VERIFIED] | rows[:, columns.OFFERED]).any():
+    """As ``_note_few``, of int32 [n, columns] and int [n]."""
+    if not (rows[:, columns.VERIFIED] | rows[:, columns.OFFERED]).any():
         return [NO_DRAFTING] * len(rows)
-    told = rows[:, columns.ACCEPTED : columns.FIRST_TOKEN]
-    # Nothing of those who left; and of drafts that were right, some may lie behind a text's end.
-    if len(rows) < MANY:
-        found = []
-        for (right, *numbers), count in zip(told.tolist(), committed.tolist(), strict=True):
-            one = draftings.make(min(right, count), *numbers) if count else NO_DRAFTING
-            landing.verified += one.verified
-            landing.accepted += one.accepted
-            landing.drafting += one.verified > 0 or one.offered > 0
-            found.append(one)
-    else:
-        facts = told * (committed > 0)[:, None]
-        accepted, _, verified, _, offered, _ = facts.T
-        np.minimum(accepted, committed, out=accepted)
-        landing.verified, landing.accepted = int(verified.sum()), int(accepted.sum())
-        landing.drafting = int(np.count_nonzero(verified | offered))
-        found = [draftings[number] for number in (facts @ PLACES).tolist()]
-    if hosted:
-        for place, slot in enumerate(batch.group.slots.tolist()):
-            if committed[place] and slot in hosted:
-                host, count = hosted[slot]
-                landing.drafting += not found[place].verified and not found[place].offered
-                found[place] = found[place]._replace(hosted=count, host=draftings.names[host])
-    return found
+    facts = rows[:, columns.ACCEPTED : columns.FIRST_TOKEN] * (committed > 0)[:, None]
+    accepted, _, verified, _, offered, _ = facts.T
+    np.minimum(accepted, committed, out=accepted)
+    landing.verified, landing.accepted = int(verified.sum()), int(accepted.sum())
+    landing.drafting = int(np.count_nonzero(verified | offered))
+    return [draftings[number] for number in (facts @ PLACES).tolist()]
+
+
+def _note_hosted(
+    landing: Landing,
+    drafting: list[Drafting],
+    batch: Batch,
+    counts: list[int],
+    draftings: Draftings,
+    hosted: Mapping[int, tuple[int, int]],
+) -> None:
+    """What the host had on offer is part of ``drafting``."""
+    for place, slot in enumerate(batch.group.slots.tolist()):
+        if counts[place] and slot in hosted:
+            host, count = hosted[slot]
+            before = drafting[place]
+            landing.drafting += not before.verified and not before.offered
+            drafting[place] = before._replace(hosted=count, host=draftings.names[host])

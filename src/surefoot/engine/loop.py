@@ -221,15 +221,19 @@ class Loop:
             self._batch_set = batch
         self.uploads.send()
         size = self.rounds.size(batch, decision, situation.context)
-        scored = prompt_targets(batch)
-        reads = prompt_reads(batch, scored, self.state.device)
+        scored: list[int] = []
+        reads = None
+        if batch.chunks:
+            scored = prompt_targets(batch)
+            reads = prompt_reads(batch, scored, self.state.device)
         if reads is not None:
             widths = (request.params.prompt_logprobs or 0 for request in batch.group.requests)
             size = replace(size, prompt_logprobs=max(widths))
         report = self.rounds.launch(size, reach.keys, reads)
         self.clock.launched(len(batch.chunks), self.planner.decided)
         self.clock.leave_out(self.rounds.apart_seconds)
-        self._count_chunks(batch)
+        if batch.chunks:
+            self._count_chunks(batch)
         self.reservations.launched(batch, reach)
         slots, upkeep = situation.slots, self.scheduler.upkeep
         if upkeep is not None and slots is not None and len(slots):
@@ -287,7 +291,8 @@ class Loop:
         host = self.clock.wait_begins()
         report.wait()
         self.clock.report_came()
-        read_prompt_scores(report, batch, flight.scored)
+        if batch.chunks:
+            read_prompt_scores(report, batch, flight.scored)
         columns, slots = self.round.books.columns, batch.group.slots
         committed = report.rows[: len(slots), columns.COUNT]
         seconds = timed = report.seconds()

@@ -57,7 +57,7 @@ class ReportedOffers:
                 self._whose[slot] = row[columns.OFFERER]
                 if columns.trees:
                     self._parents[slot] = row[columns.parents : columns.parents + width]
-            return np.full(1, known)
+            return np.array((known,))
         rows = report.rows[: len(slots)]
         # Who is no longer running has no slot; who samples nothing has no offer.
         known = (slots >= 0) & (rows[:, columns.COUNT] > 0)

@@ -25,8 +25,9 @@ PART = 8
 class Reach:
     """What a round may write at most."""
 
-    rows: np.ndarray
-    """int64 [spans]: positions of each span."""
+    rows: np.ndarray | int
+    """int64 [spans]: positions of each span; a number, where there are no prompt chunks: of all.
+    """
     keys: int
     """The most positions that a request has then, its earlier ones included."""
 
@@ -67,9 +68,19 @@ class Reservations:
 
     def make(self, transaction: Transaction, batch: Batch, decision: Decision) -> Reach | None:
         """Reserve for a round of ``batch``; None if the pool has too little."""
-        slots, chunks = batch.group.slots, len(batch.chunks)
-        rows = np.full(len(slots), 1 + (self.state.max_drafts if decision.drafts else 0))
+        slots, chunks, only = batch.group.slots, len(batch.chunks), batch.only_slot
+        each = 1 + (self.state.max_drafts if decision.drafts else 0)
+        if only is not None:
+            # With arrays of one number, this takes several times as long.
+            most = int(self.computed[only]) + int(self.reach[only]) + each
+            most = min(most, int(self.limit[only]))
+            lack = most > int(self.capacity[only])
+            if lack and not self._reserve(transaction, batch, np.array([most])):
+                return None
+            return Reach(each, most)
+        rows: np.ndarray | int = each
         if chunks:
+            rows = np.full(len(slots), each)
             rows[:chunks] = batch.chunks
         before = self.computed[slots] + self.reach[slots]
         needed = np.minimum(before + rows, self.limit[slots])
@@ -100,23 +111,36 @@ class Reservations:
 
     def mean_length(self, batch: Batch) -> float:
         """Tokens with KV of the requests of a batch, on average."""
+        if batch.only_slot is not None:
+            return float(self.computed[batch.only_slot])
         return float(self.computed[batch.group.slots].sum()) / batch.count
 
     def launched(self, batch: Batch, reach: Reach) -> None:
         """A round of ``batch`` was launched: its prompt chunks count as computed."""
-        slots, chunks = batch.group.slots, len(batch.chunks)
-        if chunks:
-            self.computed[slots[:chunks]] += reach.rows[:chunks]
-        self.reach[slots[chunks:]] += reach.rows[chunks:]
+        slots, rows, chunks = batch.group.slots, reach.rows, len(batch.chunks)
+        if batch.only_slot is not None:
+            self.reach[batch.only_slot] += rows
+            return
+        if not isinstance(rows, int):
+            self.computed[slots[:chunks]] += rows[:chunks]
+            slots, rows = slots[chunks:], rows[chunks:]
+        self.reach[slots] += rows
 
     def landed(self, batch: Batch, slots: np.ndarray, reach: Reach, committed: np.ndarray) -> None:
         """Its report was read: the requests, which now have ``slots`` (int64 [spans]; below 0:
         those that no longer run), got so many tokens each (int [spans])."""
-        chunks = len(batch.chunks)
-        slots, rows, committed = slots[chunks:], reach.rows[chunks:], committed[chunks:]
-        running = slots >= 0
-        if not running.all():
-            slots, rows, committed = slots[running], rows[running], committed[running]
+        rows, left = reach.rows, slots is not batch.group.slots
+        if batch.only_slot is not None and not left:
+            self.reach[batch.only_slot] -= rows
+            self.computed[batch.only_slot] += committed[0]
+            return
+        if not isinstance(rows, int):
+            chunks = len(batch.chunks)
+            slots, rows, committed = slots[chunks:], rows[chunks:], committed[chunks:]
+        if left:
+            running = slots >= 0
+            slots, committed = slots[running], committed[running]
+            rows = rows if isinstance(rows, int) else rows[running]
         self.reach[slots] -= rows
         self.computed[slots] += committed
 

@@ -61,6 +61,7 @@ class Rounds:
         self._rows = np.empty((0, 0), dtype=np.int32)
         """The report of the last round, where the host need not wait for it."""
         self._copies: list[PinnedReport] = []
+        self._on_gpu = self.device.type == "cuda"
         if self._on_gpu:
             reader = torch.cuda.Stream(self.device)
             self._copies = [PinnedReport(round_, reader) for _ in range(4)]
@@ -72,10 +73,6 @@ class Rounds:
         self._stream: torch.cuda.Stream | None = None
         """What the last round runs on: to ask anew for each event would take the host longer than
         to launch the round."""
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self.device.type == "cuda"
 
     def size(self, batch: Batch, decision: Decision, context: float) -> Size:
         """The size of a round of ``batch``, whose texts have ``context`` tokens each."""
@@ -97,7 +94,7 @@ class Rounds:
     def catches_up(self, batch: Batch) -> bool:
         """Whether drafters have to, if there are any."""
         drafters = self.round.drafters
-        return not drafters or any(index in drafters for index in batch.group.proposers)
+        return not drafters or not drafters.keys().isdisjoint(batch.group.proposers)
 
     def launch(self, size: Size, keys: int, reads: PromptReads | None = None) -> Report:
         """Run a round, or have a GPU run it behind those before. Arguments as ``Round``'s."""

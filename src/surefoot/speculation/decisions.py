@@ -93,8 +93,7 @@ class Situation:
     """int32 [requests, K], of these offers, as in ``Drafts``; None: all of them are chains."""
 
 
-@dataclass(frozen=True)
-class Expectation:
+class Expectation(NamedTuple):
     """What the planner believed of a round when it decided: not the engine's business."""
 
     seconds: float = 0.0
@@ -113,6 +112,9 @@ class Expectation:
     """Of each request, on average."""
 
 
+_NOTHING_KNOWN = Expectation()
+
+
 @dataclass(frozen=True)
 class Decision:
     """What the round that is launched now does."""
@@ -125,7 +127,7 @@ class Decision:
     """How far proposers that pay by steps draft; 0 where none of them is awake."""
     explores: bool = False
     """Whether this is tried in order to learn, not because it is believed to be best."""
-    expected: Expectation = Expectation()
+    expected: Expectation = _NOTHING_KNOWN
 
     @property
     def action(self) -> Action:

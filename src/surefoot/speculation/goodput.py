@@ -91,15 +91,15 @@ def best_of_one(
     """``best_drafts`` for one request, which no other's drafts slow: the index, and the drafts that
     are expected to be accepted. Every round of a small model waits for it, and array operations
     would take several times as long as these few sums."""
-    ranked = sorted((chance for chance in chances if chance > 0.0), reverse=True)
+    ranked = sorted([chance for chance in chances if chance > 0.0], reverse=True)
     best, rate, gain, taken = 0, margin * (1.0 / (seconds[0] - apart)), 0.0, 0
-    gained = 0.0
+    gained, most = 0.0, len(ranked)
     for at in range(1, len(drafts)):
-        if taken == len(ranked):
+        if taken >= most:
             break
-        for chance in ranked[taken : drafts[at]]:
+        before, taken = taken, drafts[at]
+        for chance in ranked[before:taken]:
             gain += chance
-        taken = min(drafts[at], len(ranked))
         if (found := (1.0 + gain) / (seconds[at] - apart)) > rate:
             best, rate, gained = at, found, gain
     return best, gained

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from statistics import median
 
 import numpy as np
@@ -221,4 +222,4 @@ def _counts(sample: HostSample) -> tuple[int, ...]:
 
 
 def _sum(parts: Sequence[float], counts: Sequence[int]) -> float:
-    return sum(part * count for part, count in zip(parts, counts, strict=True))
+    return sum(map(mul, parts, counts))

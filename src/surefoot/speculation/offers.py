@@ -34,6 +34,8 @@ class Offers:
         self._entered = 0
         self._hits = np.full(width, FIRST_CHANCE)
         self._trials = np.ones(width)
+        self._hidden, self._hidden_as_of = self._rows[:0], -1
+        """``unseen`` of one offer, and how many had been entered when it was worked out."""
 
     @property
     def count(self) -> int:
@@ -43,10 +45,10 @@ class Offers:
     def record(self, rows: np.ndarray, steps: int, parents: np.ndarray | None = None) -> None:
         """Offers float32 [n, width], ``steps`` long if it pays by steps. ``parents`` as in
         ``Situation``: chains need none."""
-        self._note_share(rows)
         if len(rows) == 1:
-            self._record_one(rows[0], steps)
+            self._record_one(rows[0].tolist(), steps)
             return
+        self._note_share(rows)
         if self.longest:
             steps = min(steps, self.longest)
             # Shorter ones were cut: their requests are about to end, or want no more.
@@ -65,15 +67,15 @@ class Offers:
     def _next_places(self, count: int) -> np.ndarray:
         return (self._entered + np.arange(count)) % KEPT
 
-    def _record_one(self, row: np.ndarray, steps: int) -> None:
+    def _record_one(self, chances: list[float], steps: int) -> None:
         """``record`` of one offer, number by number. Every round of a small model waits for it, and
         a dozen operations on arrays of a few numbers would take several times as long."""
-        chances: list[float] = row.tolist()
+        self.share += ((chances[0] != 0.0) - self.share) / LEAST
         if self.longest:
             steps = min(steps, self.longest)
             if chances[steps - 1] <= 0.0:
                 return
-            before, hits, trials = 1.0, self._hits, self._trials
+            before, hits, trials = 1.0, self._hits.tolist(), self._trials.tolist()
             for step, chance in enumerate(chances[:steps]):
                 if chance > 0.0:
                     hits[step] = hits[step] * DECAY + chance
@@ -83,6 +85,7 @@ class Offers:
             for step in range(steps, self.longest):
                 further *= hits[step] / trials[step]
                 chances[step] = before * further
+            self._hits[:], self._trials[:] = hits, trials
         self._rows[self._entered % KEPT] = chances
         self._entered += 1
 
@@ -123,8 +126,11 @@ class Offers:
         """float32 [count, width]: what ``count`` offers are like that better ones hid."""
         if count > 1:
             return self.latest(count, 0)
-        latest = self.latest(_UNSEEN, 0)
-        return np.minimum(latest[-1:], latest.mean(axis=0, keepdims=True))
+        if self._hidden_as_of != self._entered:
+            latest = self.latest(_UNSEEN, 0)
+            self._hidden = np.minimum(latest[-1:], latest.mean(axis=0, keepdims=True))
+            self._hidden_as_of = self._entered
+        return self._hidden
 
     def latest(self, count: int, steps: int) -> np.ndarray:
         """float32 [count, width]: the latest offers, again and again if there are not so many, as

@@ -143,7 +143,8 @@ class Weighing:
         rows = 0 if alone else s.prompt_rows
         drafts, seconds = self.costs.table(s.requests, rows, action, most, s.context)
         host = self.host_seconds(s, action, alone)
-        return drafts, self.expected(seconds, host, self._spread(s, action, host))
+        spread = self._spread(s, action, host) if self.overlap else 0.0
+        return drafts, self.expected(seconds, host, spread)
 
     def seconds(self, situation: Situation, action: Action, alone: bool = False) -> float:
         """As of ``table``, of a round that verifies nothing."""
@@ -151,9 +152,11 @@ class Weighing:
         prompts = 0 if alone else s.prompt_rows
         device = float(self.costs.table(s.requests, prompts, action, 0, s.context)[1][0])
         host = self.host_seconds(s, action, alone)
+        if not self.overlap:
+            return device + host
         spread = self._spread(s, action, host)
         # With arrays of one number, every round with prompts would wait longer for this.
-        if not self.overlap or device - host >= spread * _FAR:
+        if device - host >= spread * _FAR:
             return self.together(device, host)
         late = max(spread / _LESS_LATE if device - host < HICCUP else spread, 1e-9)
         at, part = divmod(abs(device - host) / late * _PER_STEP, 1.0)
