@@ -492,7 +492,7 @@ MUTATIONS = (
     ),
     m(
         "kernels/cpu/prepare.py",
-        "            and [pool.address for pool in kv] == self._addresses\n",
+        "            and list(map(_address_of, kv)) == self._addresses\n",
         "",
         "test_native_layers.py",
     ),
@@ -1408,8 +1408,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/native_books.py",
-        "[None if part is None else part.contiguous() for part in parts]",
-        "list(parts)",
+        "drafts.tokens.contiguous(), drafts.lengths.contiguous()",
+        "drafts.tokens, drafts.lengths",
         "test_books.py::test_they_learn_and_choose_the_same",
     ),
     m(

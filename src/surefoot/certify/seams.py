@@ -82,9 +82,10 @@ class DecoderProxy:
         kv: Sequence[Any],
         capture: Sequence[int] = (),
         outputs: OutputRows | None = None,
+        likeliest: bool = False,
     ) -> ForwardResult:
         def forward(changed: FlatBatch) -> ForwardResult:
-            return self._decoder.forward(changed, kv, capture, outputs)
+            return self._decoder.forward(changed, kv, capture, outputs, likeliest)
 
         return self._around(forward, batch, kv)
 

@@ -212,6 +212,24 @@ class Backend(ABC):
             x = x[outputs.index]
         return x, features
 
+    def target(
+        self,
+        table: Any,
+        weights: Sequence[LayerWeights],
+        batch: FlatBatch,
+        kv: Sequence[Any],
+        rope: RopeTable,
+        capture: Sequence[int],
+        outputs: OutputRows | None = None,
+        head: tuple[torch.Tensor, float, Any] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """``embed`` the batch's tokens, and what ``layers`` makes of them; and, where ``head``, the
+        first arguments of ``greedy``, is given, perhaps the likeliest tokens behind all rows, int64
+        [N]: a backend that spares itself nothing by it leaves them to ``greedy``. All of that may
+        be valid until the next call only."""
+        x = self.embed(table, batch.tokens)
+        return *self.layers(weights, x, batch, kv, rope, capture, outputs), None
+
     @abstractmethod
     def head(self, norm: torch.Tensor, eps: float, linear: Any, x: torch.Tensor) -> torch.Tensor:
         """Final norm and language-model head: [M, hidden] -> float32 logits [M, vocab]."""

@@ -39,6 +39,8 @@ class ForwardResult:
 
     hidden: torch.Tensor
     features: torch.Tensor
+    tokens: torch.Tensor | None = None
+    """int64 [N]: the likeliest behind each row, where they were wanted and cost nothing extra."""
 
 
 class Decoder:
@@ -78,14 +80,18 @@ class Decoder:
         kv: Sequence[Any],
         capture: Sequence[int] = (),
         outputs: OutputRows | None = None,
+        likeliest: bool = False,
     ) -> ForwardResult:
         """Run every block over the flat batch, writing its KV. ``capture``: layer indices l whose
         *entering* residual stream is kept (l = 0: the embeddings; l = layers: the last output),
         the convention of Hugging Face's ``hidden_states[l]`` for l < layers. ``outputs``: the rows
-        whose last hidden states are wanted; None: all."""
-        x = self.backend.embed(self.table, batch.tokens)
+        whose last hidden states are wanted; None: all. ``likeliest``: so are the tokens behind all
+        rows, if the backend finds them along the way."""
+        head = (self.norm, self.config.norm_eps, self.head_linear) if likeliest else None
         return ForwardResult(
-            *self.backend.layers(self.layers, x, batch, kv, self.rope, capture, outputs)
+            *self.backend.target(
+                self.table, self.layers, batch, kv, self.rope, capture, outputs, head
+            )
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -115,13 +115,15 @@ class KeepingUp:
         """A round settled these rows, with ``features`` [N, …] of all captured layers.
         ``networks``: whether drafters keep up with it at all; ``drafting``: whether one of them is
         to draft now; ``trees``: whether rows may stand in trees."""
-        self._tell(self._others, commits)
-        if not networks or not self._active(self._networks):
+        if self._others:
+            self._tell(self._active(self._others), commits)
+        active = self._active(self._networks) if networks else []
+        if not active:
             return
         late = self.backlog.rows > 0
         if drafting and not late:
             begun = time.perf_counter()
-            self._tell(self._networks, commits)
+            self._tell(active, commits)
             self._seconds = time.perf_counter() - begun
             return
         if trees or not self.backlog.keep(commits):
@@ -144,7 +146,7 @@ class KeepingUp:
     def _tell_apart(self, commits: Commits, begun: float) -> float:
         """Tell drafters of rows that are no part of what drafts cost. Returns the seconds since it
         ``begun``."""
-        self._tell(self._networks, commits)
+        self._tell(self._active(self._networks), commits)
         seconds = time.perf_counter() - begun
         if self._observes:
             self.row_seconds.observe(int(commits.counts.sum()), seconds)
@@ -155,7 +157,8 @@ class KeepingUp:
         return [index for index in proposers if index in self.controller.active]
 
     def _tell(self, proposers: Sequence[int], commits: Commits) -> None:
-        for index in self._active(proposers):
+        """``proposers`` are active."""
+        for index in proposers:
             proposer, need = self.proposers[index], self.needs[index]
             own = commits
             if need.captured_layers != self.capture:

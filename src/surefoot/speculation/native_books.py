@@ -150,14 +150,24 @@ class NativeBooks(BookKeeping):
         return verdict
 
     def learn(self, index: int, slots: torch.Tensor, drafts: Drafts | None) -> None:
-        parts, width = [None] * 4, 0
-        if drafts is not None:
-            parts = [drafts.tokens, drafts.lengths, drafts.confidence, drafts.parents]
-            parts = [None if part is None else part.contiguous() for part in parts]
-            width = drafts.tokens.shape[1]
-        addresses = map(_address, parts)
+        if drafts is None:
+            nothing = None, None, None, None, 0
+            self._library.sf_learn(self._address, index, slots.data_ptr(), slots.shape[0], *nothing)
+            return
+        tokens, lengths = drafts.tokens.contiguous(), drafts.lengths.contiguous()
+        confidence, parents = drafts.confidence.contiguous(), drafts.parents
+        if parents is not None:
+            parents = parents.contiguous()
         self._library.sf_learn(
-            self._address, index, slots.data_ptr(), len(slots), *addresses, width
+            self._address,
+            index,
+            slots.data_ptr(),
+            slots.shape[0],
+            tokens.data_ptr(),
+            lengths.data_ptr(),
+            confidence.data_ptr(),
+            _address(parents),
+            tokens.shape[1],
         )
 
     def choose_and_report(
@@ -166,7 +176,7 @@ class NativeBooks(BookKeeping):
         self._library.sf_report(
             self._address,
             slots.data_ptr(),
-            len(slots),
+            slots.shape[0],
             drafts.data_ptr(),
             verdict.counts.data_ptr(),
             verdict.accepted.data_ptr(),

@@ -121,8 +121,9 @@ def find_mistake(drafts: object, slots: torch.Tensor) -> str | None:
 
 
 def _is(part: object, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> bool:
-    right = isinstance(part, torch.Tensor) and part.dtype == dtype and part.shape == shape
-    return right and part.device == device
+    if not isinstance(part, torch.Tensor):
+        return False
+    return part.dtype == dtype and part.shape == shape and part.device == device
 
 
 def _kind(dtype: torch.dtype) -> str:

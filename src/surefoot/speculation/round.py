@@ -63,6 +63,8 @@ class TargetRows:
     features: torch.Tensor
     """[N, captured * hidden]: the layers that proposers read, of all rows."""
     prompt_scores: PromptScores
+    tokens: torch.Tensor | None = None
+    """int64 [M]: what these rows sample, where that is the likeliest, and known already."""
 
 
 class Round:
@@ -172,12 +174,14 @@ class Round:
         outputs = None
         if size.has_prompts and reads is None:
             outputs = sampled_rows(spans, layout, 1 + self.state.max_drafts)
-        forward = self.forward(layout.batch, outputs)
+        likeliest = not size.has_prompts and self.takes_likeliest(size)
+        forward = self.forward(layout.batch, outputs, likeliest)
         prompt_scores = self.scores.of_prompt(size, layout, forward.hidden, reads)
         hidden = forward.hidden
         if size.has_prompts and outputs is None:
             hidden = hidden[layout.sample_index]
-        return TargetRows(spans, layout, tree_rows, hidden, forward.features, prompt_scores)
+        found = forward.features, prompt_scores, forward.tokens
+        return TargetRows(spans, layout, tree_rows, hidden, *found)
 
     def go_on(self, size: Size, rows: TargetRows, max_keys: int) -> None:
         """The second part: sample, accept, commit, catch up, propose."""
@@ -186,7 +190,9 @@ class Round:
         early = self._all_is_settled(size)
         works = self.keeping_up.works(self.settled(spans.known, rows)) if early else ()
         with self.backend.beside(works):
-            sampled, logits = self.sample(size, layout, rows.hidden, max_keys, tree_rows)
+            sampled, logits = rows.tokens, None
+            if sampled is None:
+                sampled, logits = self.sample(size, layout, rows.hidden, max_keys, tree_rows)
             verdict, paths = self.judge(spans, layout, sampled, tree_rows)
             if logits is not None and size.logprobs is not None:
                 places = self.scored[: size.scored]
@@ -207,9 +213,16 @@ class Round:
         trees = self.books.offered_trees(spans.slots)
         return self.books.node_rows(layout, trees, spans.drafts), trees
 
-    def forward(self, batch: FlatBatch, outputs: OutputRows | None = None) -> ForwardResult:
+    def forward(
+        self, batch: FlatBatch, outputs: OutputRows | None = None, likeliest: bool = False
+    ) -> ForwardResult:
         """The target's, with the layers that proposers read."""
-        return self.decoder.forward(batch, self.kv, self.keeping_up.capture, outputs)
+        return self.decoder.forward(batch, self.kv, self.keeping_up.capture, outputs, likeliest)
+
+    @staticmethod
+    def takes_likeliest(size: Size) -> bool:
+        """Whether all that is sampled is the likeliest token of its row, and nothing else told."""
+        return size.kind == GREEDY and size.logprobs is None and not size.masked
 
     def sample(
         self,
@@ -224,7 +237,7 @@ class Round:
         if size.samples == 0:
             return torch.zeros(1, dtype=torch.int64, device=self.state.device), None
         decoder = self.decoder
-        if size.kind == GREEDY and size.logprobs is None and not size.masked:
+        if self.takes_likeliest(size):
             return decoder.greedy(hidden), None
         logits = decoder.logits(hidden)
         rows = self.rows_to_sample(layout, size.kind, tree_rows, max_keys)
@@ -279,7 +292,7 @@ class Round:
 
     def _drafting(self, size: Size) -> bool:
         """Whether a drafter is to draft."""
-        return any(index in self.drafters for index in size.proposers)
+        return not self.drafters.keys().isdisjoint(size.proposers)
 
     def _all_is_settled(self, size: Size) -> bool:
         """Whether drafters, which do no more than catch up, need not wait for what is sampled; and

@@ -50,6 +50,7 @@ from surefoot.kernels.quant import QuantTensor
 from surefoot.kernels.reference import key_moves
 
 SERIAL_BELOW = 1 << 19
+FEW_ROWS = 16
 MOST_PREPARED = 64
 """Batches, and stacks of layers, whose addresses are kept."""
 
@@ -96,6 +97,8 @@ class NativeBackend(Backend):
         batches of earlier ones."""
         self._layers: dict[int, PreparedLayers] = {}
         """By the address of the first one's keys."""
+        self._passes: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = {}
+        """As of ``_room``."""
         weakref.finalize(self, _release, library, self._work)
         weakref.finalize(self, _release, library, self._context)
 
@@ -212,12 +215,7 @@ class NativeBackend(Backend):
         """See ``Backend.layers``. MemoryError when scratch memory cannot be had."""
         if not weights:
             return super().layers(weights, x, batch, kv, rope, capture, outputs)
-        prepared = self._layers.get(kv[0].address)
-        if prepared is None or not prepared.are(weights, kv, rope):
-            prepared = PreparedLayers([self._prepared(each, rope) for each in weights], kv)
-            if len(self._layers) >= MOST_PREPARED:
-                self._layers.clear()
-            self._layers[kv[0].address] = prepared
+        prepared = self._prepared_layers(weights, kv, rope)
         count, hidden = len(weights), x.shape[1]
         x = floats(x)
         features = torch.empty(len(x), len(capture) * hidden)
@@ -232,6 +230,69 @@ class NativeBackend(Backend):
         if outputs is not None and leaving:
             x = x[outputs.index]
         return x, features
+
+    def _prepared_layers(
+        self, weights: Sequence[LayerWeights], kv: Sequence[NativeKV], rope: RopeTable
+    ) -> PreparedLayers:
+        prepared = self._layers.get(kv[0].address)
+        if prepared is None or not prepared.are(weights, kv, rope):
+            prepared = PreparedLayers([self._prepared(each, rope) for each in weights], kv)
+            if len(self._layers) >= MOST_PREPARED:
+                self._layers.clear()
+            self._layers[kv[0].address] = prepared
+        return prepared
+
+    def target(
+        self,
+        table: NativeLinear,
+        weights: Sequence[LayerWeights],
+        batch: FlatBatch,
+        kv: Sequence[NativeKV],
+        rope: RopeTable,
+        capture: Sequence[int],
+        outputs: OutputRows | None = None,
+        head: tuple[torch.Tensor, float, NativeLinear] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """See ``Backend.target``: one call, where the likeliest tokens of all rows are wanted; what
+        it returns then is valid until the next one."""
+        count = len(weights)
+        if head is None or outputs is not None or not count or count in capture:
+            return super().target(table, weights, batch, kv, rope, capture, outputs)
+        prepared = self._prepared_layers(weights, kv, rope)
+        tokens, hidden, (norm, eps, linear) = batch.tokens.contiguous(), table.shape[1], head
+        x, features, found = self._room(tokens.shape[0], hidden, len(capture))
+        code = self.library.sf_target(
+            self.context_address,
+            ctypes.addressof(table.segments),
+            tokens.data_ptr(),
+            prepared.table,
+            count,
+            self.prepared_batch(batch).address,
+            prepared.kv_table,
+            x.data_ptr(),
+            prepared.capture(capture, hidden, features) if capture else None,
+            norm.data_ptr(),
+            eps,
+            linear.address,
+            found.data_ptr(),
+            self.thread_count,
+        )
+        if code == BAD_INDEX:
+            raise IndexError(f"a token is outside the vocabulary of {table.shape[0]}")
+        if code:
+            raise MemoryError("no memory for a target's intermediate results")
+        return x, features, found
+
+    def _room(self, rows: int, hidden: int, captured: int) -> tuple[torch.Tensor, ...]:
+        """Where a pass leaves hidden states, features and tokens: of few rows, where the last pass
+        of that size left its own."""
+        key = rows, hidden, captured
+        if (room := self._passes.get(key)) is None:
+            room = torch.empty(rows, hidden), torch.empty(rows, captured * hidden)
+            room = *room, torch.empty(rows, dtype=torch.int64)
+            if rows <= FEW_ROWS:
+                self._passes[key] = room
+        return room
 
     def run(
         self,

@@ -185,6 +185,10 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "sf_pack": (None, [int32, pointer, int64, int64, pointer, int32]),
         "sf_embed": (int32, [pointer, pointer, int64, pointer, int32]),
         "sf_layers": (int32, [pointer, pointer, int64, *[pointer] * 7, int32]),
+        "sf_target": (
+            int32,
+            [*([pointer] * 4), int64, *([pointer] * 5), ctypes.c_float, pointer, pointer, int32],
+        ),
         "sf_move_keys": (
             None,
             [pointer, int64, int64, int64, pointer, int64, pointer, pointer, int64, int64],

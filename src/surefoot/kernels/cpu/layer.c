@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "act.h"
+#include "draft.h"
 #include "team.h"
 
 #define STORE_ROWS 16 /* fewer rows of keys do not pay for waking other threads */
@@ -408,4 +409,18 @@ SF_EXPORT int sf_head(sf_context *context, const float *norm, float eps, const s
     sf_run(threads, head_task, &job);
     if (columns) choose_best(out.best, rows, threads, columns);
     return SF_OK;
+}
+
+/* A target's pass over `tokens` [batch->rows]: x becomes their embeddings, then the output of the
+ * layers, as of sf_layers; `columns` [rows] the likeliest tokens behind, as of sf_head. */
+SF_EXPORT int sf_target(sf_context *context, const sf_segment *table, const int64_t *tokens,
+                        const sf_layer_weights *const *w, int64_t count, const sf_batch *batch,
+                        const sf_kv *const *kv, float *x, const sf_capture *capture,
+                        const float *norm, float eps, const sf_linear *head, int64_t *columns,
+                        int threads) {
+    int code = sf_embed(table, tokens, batch->rows, x, threads);
+    if (code) return code;
+    code = sf_layers(context, w, count, batch, kv, NULL, x, NULL, NULL, capture, threads);
+    if (code) return code;
+    return sf_head(context, norm, eps, head, x, batch->rows, NULL, columns, threads);
 }

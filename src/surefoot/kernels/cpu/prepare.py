@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter, is_
 
 import torch
 
@@ -17,6 +18,8 @@ from surefoot.kernels.cpu.structs import (
     LinearStruct,
     table_of,
 )
+
+_address_of = attrgetter("address")
 
 
 class PreparedLayer:
@@ -38,7 +41,8 @@ class PreparedLayers:
 
     def __init__(self, layers: Sequence[PreparedLayer], kv: Sequence[NativeKV]) -> None:
         self.layers = layers
-        self._addresses = [pool.address for pool in kv]
+        self._weights = [layer.weights for layer in layers]
+        self._addresses = list(map(_address_of, kv))
         self._tables = table_of(layers), table_of(kv)
         self.table, self.kv_table = map(ctypes.addressof, self._tables)
         self._capture = CaptureStruct()
@@ -48,10 +52,10 @@ class PreparedLayers:
     def are(self, weights: Sequence[LayerWeights], kv: Sequence[NativeKV], rope: RopeTable) -> bool:
         """Whether they are made of just these."""
         return (
-            len(weights) == len(self.layers)
+            len(weights) == len(self._weights)
             and self.layers[0].rope is rope
-            and all(layer.weights is each for layer, each in zip(self.layers, weights, strict=True))
-            and [pool.address for pool in kv] == self._addresses
+            and all(map(is_, weights, self._weights))
+            and list(map(_address_of, kv)) == self._addresses
         )
 
     def capture(self, wanted: Sequence[int], hidden: int, features: torch.Tensor) -> int:

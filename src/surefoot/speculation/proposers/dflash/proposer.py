@@ -109,7 +109,7 @@ class DFlashProposer(NetworkProposer):
         """What drafts the likeliest tokens, where the device does that at once."""
 
     def propose(self, slots: torch.Tensor) -> Drafts:
-        network, depth, count = self.network, self.depth, len(slots)
+        network, depth, count = self.network, self.depth, slots.shape[0]
         if self.at_once is not None and self.picker.stages == GREEDY:
             scratch = self.pools.scratch(self.wanted.max_keys)
             tokens, chances = self.at_once.draft(slots, depth, scratch)
