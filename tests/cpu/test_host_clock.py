@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,18 +56,18 @@ def test_it_runs_from_one_report_to_the_next_wait(still: Time) -> None:
 def test_what_the_host_has_to_spare_follows_slowly() -> None:
     clock = HostClock()
     for host, device in ((0.5, None), (None, 1.0), (0.5, 0.0)):
-        clock.compare(None if host is None else replace(PLAIN, seconds=host), device)
+        clock.compare(None if host is None else PLAIN._replace(seconds=host), device)
     assert clock.spare == math.inf
-    clock.compare(replace(PLAIN, seconds=1.0), 5.0)
+    clock.compare(PLAIN._replace(seconds=1.0), 5.0)
     assert clock.spare == pytest.approx(4.0)
     for _ in range(100):
-        clock.compare(replace(PLAIN, seconds=0.5), 1.0)
+        clock.compare(PLAIN._replace(seconds=0.5), 1.0)
     assert clock.spare == pytest.approx(0.5, abs=0.03)
     # However long the host paused once.
-    clock.compare(replace(PLAIN, seconds=1000.0), 1.0)
+    clock.compare(PLAIN._replace(seconds=1000.0), 1.0)
     assert clock.spare == pytest.approx(0.475, abs=0.03)
     before = clock.spare
-    clock.compare(replace(PLAIN, seconds=1.0, prompts=1), 1.0)
+    clock.compare(PLAIN._replace(seconds=1.0, prompts=1), 1.0)
     assert clock.spare == before
 
 

@@ -18,6 +18,7 @@ COUNT = 3
 ROWS = [*chain(0, 0, 5), *chain(1, 0, 1), *chain(2, 0, 3)]
 STARTS = {0: 0, 1: 0, 2: 0}
 WANTED = [3, 4, 5, 8]
+VOCABULARY = 40
 
 
 class Stack(Runner):
@@ -44,6 +45,25 @@ class Stack(Runner):
         args = self.weights_of, x, batch, self.kv, self.rope, capture, outputs
         return self.backend.layers(*args) if whole else Backend.layers(self.backend, *args)
 
+    def target(
+        self, apart: bool, capture: Sequence[int], wanted: Sequence[int] | None, first: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Of tokens from ``first`` on. ``apart``: part by part, with tokens in any case."""
+        tokens = torch.arange(first, first + len(ROWS))
+        batch, outputs = replace(self.batch(ROWS, STARTS), tokens=tokens), None
+        if wanted is not None:
+            part = self.batch([ROWS[row] for row in wanted], STARTS)
+            outputs = OutputRows(torch.tensor(wanted), part)
+        generator = torch.Generator().manual_seed(9)
+        weight = torch.randn(VOCABULARY, self.layout.hidden, generator=generator)
+        table, linear = self.backend.pack_embedding(weight)
+        head = torch.ones(self.layout.hidden), 1e-5, linear
+        args = self.weights_of, batch, self.kv, self.rope, capture, outputs
+        if not apart:
+            return self.backend.target(table, *args, head)
+        hidden, features, _ = Backend.target(self.backend, table, *args)
+        return hidden, features, self.backend.greedy(*head, hidden)
+
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -59,6 +79,30 @@ def test_they_are_layers_one_after_the_other(name: str, threads: int) -> None:
         assert features.shape == (len(ROWS), len(capture) * whole.layout.hidden)
         for mine, theirs in zip(whole.kv, apart.kv, strict=True):
             assert torch.equal(mine.data, theirs.data)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_targets_pass_is_its_parts_one_after_the_other(name: str, threads: int) -> None:
+    whole, apart = Stack(name, threads), Stack(name, 1)
+    cases = [((), None), ((0, 2), None), ((1, COUNT), None), ((1,), WANTED)]
+    for capture, wanted in cases:
+        found, features, tokens = whole.target(False, capture, wanted)
+        expected, wanted_features, likeliest = apart.target(True, capture, wanted)
+        assert torch.equal(found, expected) and torch.equal(features, wanted_features)
+        if tokens is not None:
+            assert torch.equal(tokens, likeliest)
+        # Whoever wants other rows' hidden states, or what leaves the last layer, needs these first.
+        assert (tokens is None) == (wanted is not None or COUNT in capture)
+        for mine, theirs in zip(whole.kv, apart.kv, strict=True):
+            assert torch.equal(mine.data, theirs.data)
+
+
+def test_a_token_outside_the_table_is_refused_before_anything_is_written() -> None:
+    stack = Stack("fp32", 1)
+    with pytest.raises(IndexError, match=f"vocabulary of {VOCABULARY}"):
+        stack.target(False, (), None, first=VOCABULARY)
+    assert not any(pool.data.any() for pool in stack.kv)
 
 
 def test_other_layers_and_other_keys_are_noticed() -> None:

@@ -14,6 +14,8 @@ from harness import Job, Oracle, make_engine, run_jobs, tiny_decoder
 from surefoot.request import SamplingParams
 from surefoot.speculation import registry
 from surefoot.speculation.proposer import Commits, Needs
+from surefoot.speculation.scoring import PromptReads, PromptScores
+from surefoot.speculation.size import Size
 from surefoot.speculation.state import SlotState
 
 # What makes the host wait for the device: reads of values, and shapes that depend on them.
@@ -170,3 +172,23 @@ def test_proposers_read_the_layers_that_they_named(monkeypatch: pytest.MonkeyPat
         assert not torch.equal(low, middle) and not torch.equal(middle, high)
         assert torch.equal(two, torch.cat((middle, high), dim=1))
         assert torch.equal(apart, torch.cat((high, low), dim=1))
+
+
+def drawn_text(apart: bool) -> list[int]:
+    """``apart``: of rounds whose first part is the plainest one's, as where they are recorded."""
+    engine = make_engine(tiny_decoder("native"), False)
+
+    def run(size: Size, keys: int, reads: PromptReads | None) -> PromptScores:
+        rows = engine.round.run_target(size.target, keys, reads)
+        engine.round.go_on(size, rows, keys)
+        return rows.prompt_scores
+
+    if apart:
+        engine.rounds.run = run  # type: ignore[method-assign]
+    drawn = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True)
+    [request] = run_jobs(engine, [Job((5, 9, 3), drawn)])
+    return request.output
+
+
+def test_likeliest_tokens_that_are_known_early_are_not_taken_for_drawn_ones() -> None:
+    assert drawn_text(True) == drawn_text(False)

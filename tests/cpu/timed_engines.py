@@ -167,7 +167,7 @@ class TimedEngine:
             seconds = self.kind.device(size.rows, action) * self.busy
             seconds *= float(np.exp(self.rng.normal(0, self.noise)))
             took.append(seconds)
-            return replace(launch(size, *args), seconds=lambda: seconds)
+            return launch(size, *args)._replace(seconds=lambda: seconds)
 
         def told(decision: Decision, situation: Situation, outcome: Landed) -> None:
             requests, drafting = situation.requests, outcome.drafting
@@ -180,7 +180,7 @@ class TimedEngine:
             self.rounds += 1
             proposing = bool(decision.proposers)
             sample = HostSample(requests, drafting, ends, host, proposing, situation.prompts)
-            landed(decision, situation, replace(outcome, host=sample))
+            landed(decision, situation, outcome._replace(host=sample))
 
         rounds.launch = timed  # type: ignore[method-assign]
         planner.landed = told  # type: ignore[method-assign]

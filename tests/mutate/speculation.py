@@ -558,6 +558,12 @@ MUTATIONS = (
     ),
     m(
         "speculation/round.py",
+        "if sampled is None or not self.takes_likeliest(size):",
+        "if sampled is None:",
+        "test_round.py",
+    ),
+    m(
+        "speculation/round.py",
         "settled = not size.verifies and not self._drafting(size) and",
         "settled = not self._drafting(size) and",
         "test_drafter_state.py::test_drafters_may_catch_up_before_a_round_samples",

@@ -160,7 +160,7 @@ class Batch:
     prompt_load: int = 0
     """Rows at the beginning of a prompt that take as long as those of the chunks."""
 
-    @property
+    @cached_property
     def count(self) -> int:
         return len(self.group.requests)
 
@@ -169,15 +169,15 @@ class Batch:
         """Of a request that is the only one, and decodes; else None."""
         return int(self.group.slots[0]) if self.count == 1 and not self.chunks else None
 
-    @property
+    @cached_property
     def prompt_rows(self) -> int:
         return sum(self.chunks)
 
-    @property
+    @cached_property
     def decoding(self) -> int:
         return self.count - len(self.chunks)
 
-    @property
+    @cached_property
     def samples(self) -> int:
         """Spans that sample."""
         return self.decoding + self.ending
@@ -188,7 +188,7 @@ class Batch:
         slots, chunks = self.group.slots, len(self.chunks)
         return np.concatenate((slots[chunks:], slots[: self.ending])) if chunks else slots
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of known tokens."""
         return self.prompt_rows + self.decoding

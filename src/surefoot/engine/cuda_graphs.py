@@ -154,7 +154,7 @@ class RecordedRounds(PaddedRounds):
         if size.prompt_logprobs is not None or self._next == size:
             return report
         # What another round took tells nothing of this one.
-        return replace(report, seconds=_unknown)
+        return report._replace(seconds=_unknown)
 
     def forget(self) -> None:
         self._drop(lambda size: True)
@@ -221,8 +221,7 @@ class RecordedRounds(PaddedRounds):
     def _run_target(self, size: Size) -> TargetRows:
         rows = self.round.run_target(size, self._most_keys)
         sampled = len(self.round.slots) * (1 + self.width)
-        return replace(
-            rows,
+        return rows._replace(
             hidden=self._left("hidden", rows.hidden, sampled),
             features=self._left("features", rows.features, max(sampled, self.prompt_rows[-1])),
         )

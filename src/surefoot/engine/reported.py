@@ -72,9 +72,9 @@ class ReportedOffers:
 
     def hosted(self, batch: Batch) -> np.ndarray | None:
         """As ``Situation`` has it."""
-        slots = batch.group.slots[len(batch.chunks) :]
-        if not self.width or not batch.group.masked or not len(slots):
+        if not self.width or not batch.group.masked or not batch.decoding:
             return None
+        slots = batch.group.slots[len(batch.chunks) :]
         hosted = self._hosted[slots]
         if np.isnan(hosted[:, 0]).all():
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +13,7 @@ from surefoot.speculation.scoring import PromptScores
 from surefoot.speculation.size import Size
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """What a launched round will have told the host."""
 
     rows: np.ndarray

@@ -33,6 +33,7 @@ __all__ = [
     "SpanTable",
 ]
 Weight = torch.Tensor | QuantTensor
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Backend(ABC):
         another writes. All are done when whatever is called after the context begins."""
         for work in works:
             work()
-        return nullcontext()
+        return _NOTHING
 
     @abstractmethod
     def pack_linear(self, parts: Sequence[Weight], bias: torch.Tensor | None = None) -> Any:

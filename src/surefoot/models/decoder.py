@@ -7,8 +7,7 @@ checkpoint's tensor names and settle the flags.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,8 +30,7 @@ MOST_NAMED = 10
 """Tensors in an error."""
 
 
-@dataclass(frozen=True)
-class ForwardResult:
+class ForwardResult(NamedTuple):
     """``hidden`` [N, hidden] before the final norm, or [M, hidden] of the rows that were wanted;
     ``features`` [N, captured * hidden]: the residual stream entering each captured layer, side by
     side, in the order asked for."""

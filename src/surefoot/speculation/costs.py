@@ -73,6 +73,8 @@ class ExactCosts:
         self._dense = sum(at == place for at, place in enumerate(rows, 1))
         """The numbers of rows up to this were all measured."""
         self._measured = in_line(rows, seconds)
+        self._in_line = np.empty(0)
+        """They, when they were found to be so."""
         self._actions = self._all_actions()
         self._proposing_at = {index: at for at, index in enumerate(self.proposing, 1 + len(rows))}
         self.beliefs = self._first_beliefs()
@@ -218,8 +220,13 @@ class ExactCosts:
         return low + share * (high - low), at, share
 
     def _review(self, shape: np.ndarray) -> None:
-        # Whatever spoils an entry that was in line at the start does not last.
-        self._measured = in_line(self._rows.tolist(), self._measured.tolist())
+        # Whatever spoils an entry that was in line at the start does not last. To look for it
+        # takes longer than all else.
+        if not np.array_equal(self._measured, self._in_line):
+            before = self._measured
+            self._measured = in_line(self._rows.tolist(), before.tolist())
+            if np.allclose(before, self._measured):
+                self._in_line = self._measured.copy()
         shape[:] = _without_outliers(shape)
         # What made others dearer, against what was measured, than those that were just run.
         scale, rounds = self.beliefs.mean[0], self._rounds - self._reviewed

@@ -135,8 +135,7 @@ class Decision:
         return self.proposers, self.steps
 
 
-@dataclass(frozen=True)
-class Landed:
+class Landed(NamedTuple):
     """What a round turned out to be."""
 
     device_seconds: float | None

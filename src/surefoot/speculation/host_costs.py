@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import mul
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,8 +45,7 @@ _ENDS_WEIGHT = 0.005
 until the next ones do."""
 
 
-@dataclass(frozen=True)
-class HostSample:
+class HostSample(NamedTuple):
     """What the host did between two reports, and what it was for."""
 
     requests: int

@@ -11,8 +11,8 @@ and ``go_on``: the first takes most of the time to record, and many sizes have i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,8 +50,7 @@ ReplaceSampled = Callable[[RoundSpans, RoundLayout, torch.Tensor], torch.Tensor]
 TreeRows = tuple[NodeRows, Trees]
 
 
-@dataclass(frozen=True)
-class TargetRows:
+class TargetRows(NamedTuple):
     """The rows of a round, and what the target made of them."""
 
     spans: RoundSpans
@@ -191,7 +190,8 @@ class Round:
         works = self.keeping_up.works(self.settled(spans.known, rows)) if early else ()
         with self.backend.beside(works):
             sampled, logits = rows.tokens, None
-            if sampled is None:
+            # The first part of a recorded round is the same for all kinds of sampling.
+            if sampled is None or not self.takes_likeliest(size):
                 sampled, logits = self.sample(size, layout, rows.hidden, max_keys, tree_rows)
             verdict, paths = self.judge(spans, layout, sampled, tree_rows)
             if logits is not None and size.logprobs is not None:
