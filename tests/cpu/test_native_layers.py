@@ -90,6 +90,7 @@ def test_a_targets_pass_is_its_parts_one_after_the_other(name: str, threads: int
         found, features, tokens = whole.target(False, capture, wanted)
         expected, wanted_features, likeliest = apart.target(True, capture, wanted)
         assert torch.equal(found, expected) and torch.equal(features, wanted_features)
+        assert likeliest is not None
         if tokens is not None:
             assert torch.equal(tokens, likeliest)
         # Whoever wants other rows' hidden states, or what leaves the last layer, needs these first.

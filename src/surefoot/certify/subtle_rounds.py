@@ -35,14 +35,20 @@ def accept_near_misses(engine: Engine, speculative: bool) -> None:
     held: list[torch.Tensor] = []
 
     def keep_scores(
-        sample: Any, size: Any, layout: RoundLayout, hidden: torch.Tensor, keys: int, trees: Any
+        sample: Any,
+        size: Any,
+        layout: RoundLayout,
+        hidden: torch.Tensor,
+        keys: int,
+        trees: Any,
+        *known: Any,
     ) -> Any:
         held.clear()
         if size.samples and size.verifies:
             rows = round_.rows_to_sample(layout, size.kind, trees, keys)
             logits = adjust(engine.decoder.logits(hidden), rows, state.params, size.kind)
             held.append(scores(logits, rows, size))
-        return sample(size, layout, hidden, keys, trees)
+        return sample(size, layout, hidden, keys, trees, *known)
 
     def scores(logits: torch.Tensor, rows: SampleRows, size: Any) -> torch.Tensor:
         params, slots = state.params, rows.slots

@@ -63,7 +63,7 @@ class TargetRows(NamedTuple):
     """[N, captured * hidden]: the layers that proposers read, of all rows."""
     prompt_scores: PromptScores
     tokens: torch.Tensor | None = None
-    """int64 [M]: what these rows sample, where that is the likeliest, and known already."""
+    """int64 [M]: the likeliest behind these rows, where they are known already."""
 
 
 class Round:
@@ -189,10 +189,9 @@ class Round:
         early = self._all_is_settled(size)
         works = self.keeping_up.works(self.settled(spans.known, rows)) if early else ()
         with self.backend.beside(works):
-            sampled, logits = rows.tokens, None
-            # The first part of a recorded round is the same for all kinds of sampling.
-            if sampled is None or not self.takes_likeliest(size):
-                sampled, logits = self.sample(size, layout, rows.hidden, max_keys, tree_rows)
+            sampled, logits = self.sample(
+                size, layout, rows.hidden, max_keys, tree_rows, rows.tokens
+            )
             verdict, paths = self.judge(spans, layout, sampled, tree_rows)
             if logits is not None and size.logprobs is not None:
                 places = self.scored[: size.scored]
@@ -231,14 +230,16 @@ class Round:
         hidden: torch.Tensor,
         max_keys: int,
         tree_rows: TreeRows | None = None,
+        likeliest: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The token of every row that samples, int64 [M], from their ``hidden`` [M, hidden], and
-        the float32 logits [M, vocab] where logprobs are wanted."""
+        the float32 logits [M, vocab] where logprobs are wanted. ``likeliest``: int64 [M], where
+        they are known already."""
         if size.samples == 0:
             return torch.zeros(1, dtype=torch.int64, device=self.state.device), None
         decoder = self.decoder
         if self.takes_likeliest(size):
-            return decoder.greedy(hidden), None
+            return decoder.greedy(hidden) if likeliest is None else likeliest, None
         logits = decoder.logits(hidden)
         rows = self.rows_to_sample(layout, size.kind, tree_rows, max_keys)
         masks = None
