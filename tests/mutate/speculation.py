@@ -558,8 +558,8 @@ MUTATIONS = (
     ),
     m(
         "speculation/round.py",
-        "if sampled is None or not self.takes_likeliest(size):",
-        "if sampled is None:",
+        "        if self.takes_likeliest(size):\n            return decoder.greedy",
+        "        if likeliest is not None:\n            return decoder.greedy",
         "test_round.py",
     ),
     m(
