@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -58,21 +59,22 @@ class Rounds:
         self.apart_seconds = 0.0
         """Of the last launch: the round itself, where it is called, or recording it. The rest is
         the host's work for every round."""
-        self._rows = np.empty((0, 0), dtype=np.int32)
-        """The report of the last round, where the host need not wait for it."""
         self._copies: list[PinnedReport] = []
         self._on_gpu = self.device.type == "cuda"
         if self._on_gpu:
             reader = torch.cuda.Stream(self.device)
             self._copies = [PinnedReport(round_, reader) for _ in range(4)]
-        else:
-            self._rows = round_.books.report.numpy()
         self._turn = 0
         self._copied: torch.cuda.Event | None = None
         """When the last report has been copied."""
         self._stream: torch.cuda.Stream | None = None
         """What the last round runs on: to ask anew for each event would take the host longer than
         to launch the round."""
+
+    @cached_property
+    def _rows(self) -> np.ndarray:
+        """The report of the last round, where the host need not wait for it."""
+        return self.round.books.report.numpy()
 
     def size(self, batch: Batch, decision: Decision, context: float) -> Size:
         """The size of a round of ``batch``, whose texts have ``context`` tokens each."""
