@@ -58,6 +58,7 @@ def engines() -> Iterator[dict[str, Engine]]:
         patch.setattr(torch.cuda, "Stream", lambda device: None)
         patch.setattr(cuda_graphs, "capture", record)
         patch.setattr(cuda_graphs, "RECORDING_SHARE", 1e9)
+        patch.setattr(cuda_graphs, "IN_PLACE", 1)
         made = {kind: engine_of(kind != "called") for kind in KINDS}
         engine = made["recorded"]
         rounds = RecordedRounds(engine.round, engine.config.max_num_batched_tokens, True)

@@ -117,6 +117,7 @@ def test_texts_are_the_same_whichever_round_runs(
     share: float, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "RECORDING_SHARE", share)
+    monkeypatch.setattr(cuda_graphs, "IN_PLACE", 1)
     rounds = engine.rounds
     assert isinstance(rounds, RecordedRounds)
     wanted, unknown = set(), 0
@@ -198,6 +199,33 @@ def test_recording_takes_its_share_of_the_time(
     assert 13 <= len(rounds.graphs) <= 16
     other = replace(large, proposers=())
     assert rounds.available(other) == other, "nothing can stand in for it"
+
+
+@pytest.mark.parametrize(
+    ("rows", "times"), [(16, cuda_graphs.IN_PLACE), (8, cuda_graphs.IN_PLACE // 2)]
+)
+def test_what_planners_do_not_tell_apart_is_recorded_when_that_pays(
+    rows: int, times: int, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recording holds up everybody at once; a round in another's place costs a little each time,
+    and more where it has more rows."""
+    rounds = engine.rounds
+    assert isinstance(rounds, RecordedRounds)
+    monkeypatch.setattr(cuda_graphs, "RECORDING_SHARE", 1e9)
+    engine.state._make_masks()
+    masked = Size(8, 16, 16, GREEDY, (0,), verifies=True, masked=True)
+    assert rounds.available(masked) == masked, "nothing can stand in for it"
+    small = replace(masked, rows=rows, samples=rows, catches_up=False)
+    got = [rounds.available(small) for _ in range(times)]
+    assert got == [masked] * (times - 1) + [small]
+    assert rounds.wanted == [small], "it would have been recorded when nobody waits"
+    rounds._drop(lambda size: size == small)
+    assert rounds.available(small) == masked, "and is counted anew"
+    # Planners want to know what those take that they choose.
+    usual = replace(masked, masked=False)
+    rounds.graph(usual)
+    less = replace(usual, rows=12, samples=12)
+    assert rounds.available(less) == less
 
 
 def test_what_stands_in_is_looked_for_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

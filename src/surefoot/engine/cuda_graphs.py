@@ -28,6 +28,10 @@ from surefoot.speculation.size import Size
 
 RECORDING_SHARE = 0.02
 """Of the time, for recording in the middle of serving: everybody waits for it."""
+IN_PLACE, PADDING = 256, 8
+"""A round with masks, with logprobs, or without drafters that catch up takes a few percent longer
+where another runs in its place: so often, until that has cost as much as recording it. Each
+``PADDING`` rows more that the other one has count like once more."""
 SPARE = 1 << 30
 """Bytes of the device's memory that rounds recorded in idle moments leave alone."""
 SMALL = 1 << 19
@@ -78,6 +82,8 @@ class RecordedRounds(PaddedRounds):
         """Where the tables of stop tokens and biases were, and how wide, when rounds were
         recorded."""
         self._asked: set[Size] = set()
+        self._in_place: dict[Size, float] = {}
+        """What it has cost by now that others ran in their place, as ``IN_PLACE`` counts."""
         self._next: Size | None = None
         """What the next ``run`` replays; ``ready`` says so."""
         self._offered: tuple[bool, int] | None = None
@@ -122,12 +128,21 @@ class RecordedRounds(PaddedRounds):
         other = self._stand_ins[size]
         now = time.perf_counter()
         self._serving_since = self._serving_since or now
-        if other is not None and not self._may_record():
+        if other is not None and not (self._has_paid(size, other) and self._may_record()):
             self._ask_for(size, 0)
             return other
         self.graph(size)
         self._held_up += time.perf_counter() - now
         return size
+
+    def _has_paid(self, size: Size, other: Size) -> bool:
+        """Whether ``other``, which runs once more in the place of ``size``, has cost as much by now
+        as recording that. Of rounds that planners tell apart, they want to know the time."""
+        if _is_usual(size):
+            return True
+        cost = 1.0 + max(0, other.rows - size.rows) / PADDING
+        self._in_place[size] = self._in_place.get(size, 0.0) + cost
+        return self._in_place[size] >= IN_PLACE
 
     def _may_record(self) -> bool:
         """Whether one more round may be recorded in the middle of serving."""
@@ -180,6 +195,7 @@ class RecordedRounds(PaddedRounds):
         if size not in self.graphs:
             self.graphs[size] = self.capture(size)
             self._stand_ins.clear()
+            self._in_place.pop(size, None)
         return self.graphs[size]
 
     def _check_tables(self) -> None:
