@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import mul
 from statistics import median
 from typing import NamedTuple
 
@@ -221,4 +220,4 @@ def _counts(sample: HostSample) -> tuple[int, ...]:
 
 
 def _sum(parts: Sequence[float], counts: Sequence[int]) -> float:
-    return sum(map(mul, parts, counts))
+    return sum(part * count for part, count in zip(parts, counts, strict=True))

@@ -89,16 +89,6 @@ def find_mistake(drafts: object, slots: torch.Tensor) -> str | None:
     batch, device = slots.shape[0], slots.device
     shape = getattr(drafts.tokens, "shape", ())
     width = shape[1] if len(shape) == 2 else -1
-    # Every round asks, and mostly all is well.
-    chain = drafts.parents is None or _is(drafts.parents, torch.int64, (batch, width), device)
-    if (
-        chain
-        and 0 <= width <= MOST_DRAFTS
-        and _is(drafts.tokens, torch.int64, (batch, width), device)
-        and _is(drafts.lengths, torch.int64, (batch,), device)
-        and _is(drafts.confidence, torch.float32, (batch, width), device)
-    ):
-        return None
     for name, part, dtype, wanted in (
         ("tokens", drafts.tokens, torch.int64, (batch, width)),
         ("lengths", drafts.lengths, torch.int64, (batch,)),
@@ -118,12 +108,6 @@ def find_mistake(drafts: object, slots: torch.Tensor) -> str | None:
     if width > MOST_DRAFTS:
         return f"{width} drafts at once, more than {MOST_DRAFTS}"
     return None
-
-
-def _is(part: object, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> bool:
-    if not isinstance(part, torch.Tensor):
-        return False
-    return part.dtype == dtype and part.shape == shape and part.device == device
 
 
 def _kind(dtype: torch.dtype) -> str:

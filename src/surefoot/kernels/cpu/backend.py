@@ -51,6 +51,7 @@ from surefoot.kernels.reference import key_moves
 
 SERIAL_BELOW = 1 << 19
 FEW_ROWS = 16
+"""Of a target's pass, at most, whose results lie where the last one's lay."""
 MOST_PREPARED = 64
 """Batches, and stacks of layers, whose addresses are kept."""
 

@@ -12,9 +12,9 @@ import torch
 import triton.language as tl
 
 from surefoot.kernels.draws import Adjustments
-from surefoot.kernels.triton.launch import jit, next_power_of_2
+from surefoot.kernels.triton.launch import jit
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
-from surefoot.kernels.triton.penalties import TILE, columns_of, count_tokens, penalised
+from surefoot.kernels.triton.penalties import arguments_of, count_tokens, entries_of, penalised
 
 PENALISED, SHIFTED = tl.constexpr(1), tl.constexpr(2)
 
@@ -83,17 +83,10 @@ def changes_kernel(
                 TILE,
             )  # fmt: skip
     if BIAS | ENDS:
-        entry = tl.arange(0, STOPS)
-        stop = columns_of(
-            tl.load(stop_ids_ptr + slot * stops + entry, mask=entry < stops, other=-1),
-            vocab, column_ptr, MAPPED,
-        )  # fmt: skip
+        stop = entries_of(stop_ids_ptr, slot, stops, vocab, column_ptr, MAPPED, STOPS)
         ends = (stop >= 0) & (position < tl.load(min_length_ptr + slot)) & ENDS
+        column = entries_of(bias_ids_ptr, slot, biases, vocab, column_ptr, MAPPED, WIDTH)
         entry = tl.arange(0, WIDTH)
-        column = columns_of(
-            tl.load(bias_ids_ptr + slot * biases + entry, mask=entry < biases, other=-1),
-            vocab, column_ptr, MAPPED,
-        )  # fmt: skip
         biased = (column >= 0) & BIAS
         if tl.max(ends.to(tl.int32), axis=0) + tl.max(biased.to(tl.int32), axis=0) > 0:
             kind += SHIFTED
@@ -127,14 +120,7 @@ def changes_of(adjustments: Adjustments, width: int) -> Changes:
     kinds = torch.empty(count, dtype=torch.int32, device=device)
     counts = torch.empty((count, width), dtype=torch.int32, device=device)
     shifts = torch.empty((count, width), device=device)
-    vocab = width if rows.columns is None else len(rows.columns)
-    biases, stops = rows.bias_ids.shape[1], rows.stop_ids.shape[1]
     changes_kernel[(count,)](
-        kinds, counts, shifts, width, vocab, rows.columns, rows.slots, rows.positions,
-        rows.history, rows.history.stride(0), rows.max_history, rows.prompt_length,
-        rows.repetition, rows.presence, rows.frequency,
-        rows.bias_ids, rows.bias, biases, rows.stop_ids, stops, rows.min_length,
-        rows.penalties, rows.biased, rows.min_tokens, rows.columns is not None,
-        TILE, next_power_of_2(biases), next_power_of_2(stops), num_warps=8, **pdl(device),
-    )  # fmt: skip
+        kinds, counts, shifts, width, *arguments_of(rows, width), num_warps=8, **pdl(device)
+    )
     return Changes(kinds, counts, shifts, rows.repetition, rows.presence, rows.frequency)

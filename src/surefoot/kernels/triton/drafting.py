@@ -16,7 +16,6 @@ import triton.language as tl
 from surefoot.kernels.batch import FlatBatch
 from surefoot.kernels.drafter_parts import EntryWeights, FeatureWeights, LiveRows, Scratch
 from surefoot.kernels.drafting import Drafting
-from surefoot.kernels.draws import Adjustments, Draws
 from surefoot.kernels.triton import (
     blocks,
     drawn_picks,
@@ -169,6 +168,7 @@ class TritonDrafting(Drafting):
     ngram_lookup = staticmethod(ngram_lookup)
     likeliest = staticmethod(picks.likeliest)
     draw = staticmethod(drawn_picks.draw)
+    draw_markov = staticmethod(markov_draws.draw_markov)
     likeliest_several = staticmethod(several.likeliest_several)
     draw_several = staticmethod(several.draw_several)
     branch = staticmethod(growth.branch)
@@ -249,30 +249,6 @@ class TritonDrafting(Drafting):
         if chances is None:
             chances = torch.empty(tokens.shape, device=tokens.device)
         markov.walk(logits, before, after.weight, current, ids, tokens, chances)
-
-    def draw_markov(
-        self,
-        logits: torch.Tensor,
-        before: torch.Tensor,
-        after: TritonLinear,
-        current: torch.Tensor,
-        ids: torch.Tensor | None,
-        draws: Draws,
-        adjustments: Adjustments,
-        positions: torch.Tensor,
-        history: torch.Tensor,
-        tokens: torch.Tensor,
-        chances: torch.Tensor | None,
-    ) -> bool:
-        if not markov_draws.takes(len(current), after.weight):
-            return False
-        if chances is None:
-            chances = torch.empty(tokens.shape, device=tokens.device)
-        markov_draws.walk(
-            logits, before, after.weight, current, ids, draws, adjustments, positions, history,
-            tokens, chances,
-        )  # fmt: skip
-        return True
 
     def layer_and_head(
         self,

@@ -15,7 +15,7 @@ import triton.language as tl
 from surefoot.kernels.draws import Draws
 from surefoot.kernels.triton.changes import PENALISED, Changes
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
-from surefoot.kernels.triton.noise import gumbel, noise_words, noise_words_at
+from surefoot.kernels.triton.noise import gumbel, words_of_columns
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 from surefoot.kernels.triton.penalties import COUNTED
 
@@ -84,11 +84,9 @@ def draw_part_kernel(
     if temperature != 0:
         seed, choice = tl.load(seed_ptr + slot), tl.load(choice_ptr + slot)
         position = tl.load(position_ptr + row)
-        if MAPPED:
-            token = tl.load(ids_ptr + column, mask=column < width, other=0)
-            words = noise_words_at(seed, choice, position, token)
-        else:
-            words = noise_words(seed, choice, position, part * block, block)
+        words = words_of_columns(
+            seed, choice, position, ids_ptr, column, width, part * block, MAPPED, block
+        )  # fmt: skip
         noised = scores + gumbel(words)
     rows = row + tl.arange(0, 1)
     leave_candidates(

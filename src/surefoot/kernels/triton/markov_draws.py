@@ -6,6 +6,8 @@ step by step. Launched as ``pdl`` says.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton.language as tl
 
@@ -19,8 +21,11 @@ from surefoot.kernels.triton.drawn_picks import (
 )
 from surefoot.kernels.triton.launch import cdiv, jit
 from surefoot.kernels.triton.markov import MOST_ROWS, shape_of, sums_of_tile
-from surefoot.kernels.triton.noise import gumbel, noise_words, noise_words_at
+from surefoot.kernels.triton.noise import gumbel, words_of_columns
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
+
+if TYPE_CHECKING:
+    from surefoot.kernels.triton.products import TritonLinear
 
 ROWS = 16
 """Of a program that draws: their candidates take as much room as the product."""
@@ -72,11 +77,6 @@ def markov_draw_kernel(
     )  # fmt: skip
 
 
-def takes(requests: int, after: torch.Tensor) -> bool:
-    """Whether two kernels are faster than several for such a step whose token is drawn."""
-    return requests <= MOST_ROWS and len(after) <= MOST_DRAWN
-
-
 @jit
 def noise_kernel(
     noise_ptr, width, requests, ids_ptr, slot_ptr, position_ptr, temperature_ptr, seed_ptr,
@@ -91,11 +91,9 @@ def noise_kernel(
         seed, choice = tl.load(seed_ptr + slot), tl.load(choice_ptr + slot)
         position = tl.load(position_ptr + row)
         column = part * BLOCK + tl.arange(0, BLOCK)
-        if MAPPED:
-            token = tl.load(ids_ptr + column, mask=column < width, other=0)
-            words = noise_words_at(seed, choice, position, token)
-        else:
-            words = noise_words(seed, choice, position, part * BLOCK, BLOCK)
+        words = words_of_columns(
+            seed, choice, position, ids_ptr, column, width, part * BLOCK, MAPPED, BLOCK
+        )  # fmt: skip
         tl.store(noise_ptr + row * width + column, gumbel(words), mask=column < width)
 
 
@@ -113,10 +111,10 @@ def noise_of(
     return noise
 
 
-def walk(
+def draw_markov(
     logits: torch.Tensor,
     before: torch.Tensor,
-    after: torch.Tensor,
+    after: TritonLinear,
     current: torch.Tensor,
     ids: torch.Tensor | None,
     draws: Draws,
@@ -124,12 +122,16 @@ def walk(
     positions: torch.Tensor,
     history: torch.Tensor,
     tokens: torch.Tensor,
-    chances: torch.Tensor,
-) -> None:
-    """``Drafting.draw_markov`` with a table ``before`` [vocabulary, rank] and ``after`` [m,
-    rank]."""
+    chances: torch.Tensor | None,
+) -> bool:
+    """``Drafting.draw_markov`` with a table ``before`` [vocabulary, rank]. Of more requests or
+    tokens, several kernels a step are as fast or faster."""
     _, requests, width = logits.shape
+    if requests > MOST_ROWS or width > MOST_DRAWN:
+        return False
     device = logits.device
+    if chances is None:
+        chances = torch.empty(tokens.shape, device=device)
     shape = shape_of(requests, width, before.shape[1], ROWS)
     columns = shape.constants[3]
     group = min(GROUP, columns)
@@ -138,7 +140,7 @@ def walk(
     noise = noise_of(draws, positions, ids, logits)
     for step, row in enumerate(logits):
         markov_draw_kernel[shape[:2]](
-            row, width, current, requests, before, after, draws.slots, draws.temperature,
+            row, width, current, requests, before, after.weight, draws.slots, draws.temperature,
             noise[step], *changes, *found[:4], *shape.constants, group,
             num_warps=4, **pdl(device),
         )  # fmt: skip
@@ -146,3 +148,4 @@ def walk(
         draw_of_parts(
             found, width, ids, draws, positions[step], history, current, chances[step], changes
         )
+    return True

@@ -52,6 +52,19 @@ def noise_words_at(seed, choice, position, tokens):
 
 
 @jit
+def words_of_columns(
+    seed, choice, position, ids_ptr, column, width, first, MAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Words uint32 [BLOCK] of columns int32 [BLOCK] of a drafter's logits, from ``first`` on; there
+    are ``width``. With ``MAPPED``, ``ids_ptr`` has their tokens. The rest as of ``noise_words``."""
+    if MAPPED:
+        token = tl.load(ids_ptr + column, mask=column < width, other=0)
+        return noise_words_at(seed, choice, position, token)
+    return noise_words(seed, choice, position, first, BLOCK)
+
+
+@jit
 def gumbel(words):
     """Standard Gumbel variates, fp32, from uint32 words."""
     v = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1 - 2.0**-24)

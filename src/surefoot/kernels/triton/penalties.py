@@ -8,6 +8,8 @@ Twins: ``apply_penalties``, ``apply_bias`` and ``mask_ends`` of ``sampling.sampl
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton.language as tl
 
@@ -26,6 +28,16 @@ def columns_of(tokens, vocab, column_ptr, MAPPED: tl.constexpr):
         known = (tokens >= 0) & (tokens < vocab)
         return tl.load(column_ptr + tokens, mask=known, other=-1)
     return tl.where(tokens < vocab, tokens, -1).to(tl.int32)
+
+
+@jit
+def entries_of(
+    ids_ptr, slot, count, vocab, column_ptr, MAPPED: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """``columns_of`` the tokens in a slot's row of a table [slots, count], padded to WIDTH."""
+    entry = tl.arange(0, WIDTH)
+    tokens = tl.load(ids_ptr + slot * count + entry, mask=entry < count, other=-1)
+    return columns_of(tokens, vocab, column_ptr, MAPPED)
 
 
 @jit
@@ -113,18 +125,11 @@ def adjust_kernel(
                 tl.minimum(position, max_history).to(tl.int32), history_ptr + slot * history_stride,
                 tl.load(prompt_length_ptr + slot), repetition, presence, frequency, MAPPED, TILE,
             )  # fmt: skip
-    entry = tl.arange(0, STOPS)
-    stop = columns_of(
-        tl.load(stop_ids_ptr + slot * stops + entry, mask=entry < stops, other=-1),
-        vocab, column_ptr, MAPPED,
-    )  # fmt: skip
+    stop = entries_of(stop_ids_ptr, slot, stops, vocab, column_ptr, MAPPED, STOPS)
     masked = (stop >= 0) & (position < tl.load(min_length_ptr + slot))
     if BIAS:
+        column = entries_of(bias_ids_ptr, slot, biases, vocab, column_ptr, MAPPED, WIDTH)
         entry = tl.arange(0, WIDTH)
-        column = columns_of(
-            tl.load(bias_ids_ptr + slot * biases + entry, mask=entry < biases, other=-1),
-            vocab, column_ptr, MAPPED,
-        )  # fmt: skip
         valid = column >= 0
         logit = tl.load(logits_ptr + column, mask=valid, other=0.0)
         logit += tl.load(bias_ptr + slot * biases + entry, mask=entry < biases, other=0.0)
@@ -135,6 +140,19 @@ def adjust_kernel(
         tl.store(logits_ptr + column, logit, mask=valid)
     if ENDS:
         tl.store(logits_ptr + stop, tl.full([STOPS], float("-inf"), tl.float32), mask=masked)
+
+
+def arguments_of(rows: Adjustments, width: int) -> tuple[Any, ...]:
+    """What kernels are told of the adjustments of rows of ``width`` logits, from ``vocab`` on."""
+    vocab = width if rows.columns is None else len(rows.columns)
+    biases, stops = rows.bias_ids.shape[1], rows.stop_ids.shape[1]
+    return (
+        vocab, rows.columns, rows.slots, rows.positions, rows.history, rows.history.stride(0),
+        rows.max_history, rows.prompt_length, rows.repetition, rows.presence, rows.frequency,
+        rows.bias_ids, rows.bias, biases, rows.stop_ids, stops, rows.min_length,
+        rows.penalties, rows.biased, rows.min_tokens, rows.columns is not None,
+        TILE, next_power_of_2(biases), next_power_of_2(stops),
+    )  # fmt: skip
 
 
 class Adjuster:
@@ -149,15 +167,8 @@ class Adjuster:
     def __call__(self, logits: torch.Tensor, adjustments: Adjustments) -> bool:
         rows, (count, width) = adjustments, logits.shape
         scratch = self._table(count, width) if rows.penalties else None
-        mapped = rows.columns is not None
-        vocab = width if rows.columns is None else len(rows.columns)
-        biases, stops = rows.bias_ids.shape[1], rows.stop_ids.shape[1]
         adjust_kernel[(count,)](
-            logits, width, scratch, vocab, rows.columns, rows.slots, rows.positions, rows.history,
-            rows.history.stride(0), rows.max_history, rows.prompt_length, rows.repetition,
-            rows.presence, rows.frequency, rows.bias_ids, rows.bias, biases, rows.stop_ids, stops,
-            rows.min_length, rows.penalties, rows.biased, rows.min_tokens, mapped,
-            TILE, next_power_of_2(biases), next_power_of_2(stops),
+            logits, width, scratch, *arguments_of(rows, width),
             num_warps=8, enable_fp_fusion=False, **pdl(logits.device),
         )  # fmt: skip
         return True
