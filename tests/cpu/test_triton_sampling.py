@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import triton_interpreter  # isort: skip
 
 import triton.language as tl
 
-from surefoot.kernels.draws import TokenMasks
+from surefoot.kernels.draws import CHANGED, READ, UNREAD, Maxima, TokenMasks
 from surefoot.kernels.draws import mask_tokens as mask_tokens_reference
 from surefoot.kernels.logprobs import row_logprobs as row_logprobs_reference
 from surefoot.kernels.triton import sampling
@@ -189,6 +190,46 @@ def test_penalised_logits_are_equal_to_the_bit() -> None:
     expected = adjust(logits, rows, params, features)
     Adjuster(logits.device)(logits, adjustments_of(rows, params, features))
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("tile", [192, 2496])
+def test_what_the_product_told_is_not_looked_for_again(noise: bool, tile: int) -> None:
+    """Rows whose logits nobody reads hold NaN here, and the largest of others that nothing changes
+    are not those of what is in their logits: whoever looks again finds another token."""
+    torch.manual_seed(9)
+    penalty = dict(repetition_penalty=2.5, presence_penalty=1.4)
+    kinds: list[dict[str, Any]] = [dict(temperature=0.0), dict(temperature=0.0, **penalty)]
+    kinds += [dict(temperature=0.0, logprobs=2), dict(temperature=0.0, logit_bias={7: 40.0})]
+    if noise:
+        kinds += [*KINDS[1:], dict(temperature=0.8, **penalty), dict(temperature=0.8, top_k=5)]
+    params, features = tables(*kinds)
+    rows = rows_of(3 * len(kinds), len(kinds))
+    logits = torch.randn(len(rows.slots), VOCAB)
+    logits[:, :9] += 4
+    logits = 8 * (logits / 8).round() if tile == 192 else logits
+    expected = sample_rows(logits, rows, params, features)
+    tiles = [part.max(dim=1) for part in logits.split(tile, dim=1)]
+    first = tile * torch.arange(len(tiles))
+    values = torch.stack([part.values for part in tiles], dim=1)
+    columns = (first + torch.stack([part.indices for part in tiles], dim=1)).int()
+    use = params.use[rows.slots]
+    assert set(use.tolist()) == {UNREAD, READ, CHANGED}
+    told = Maxima(values.contiguous(), columns.contiguous())
+    given = logits.clone()
+    given[use == UNREAD] = torch.nan
+    likeliest = (use == READ) & (params.temperature[rows.slots] == 0)
+    given[likeliest, 2000] = 100.0
+    Adjuster(given.device)(given, adjustments_of(rows, params, features))
+    assert torch.equal(draw(given, draws_of(rows, params, noise, told)), expected)
+    masked = params.use.clone()
+    masked[0] = CHANGED
+    given[rows.slots == 0] = 0.0
+    given[rows.slots == 0, 77] = 1.0
+    draws = replace(draws_of(rows, params, noise, told), use=masked)
+    found = draw(given, draws)
+    assert (found[rows.slots == 0] == 77).all(), "of masked logits the largest is not known"
+    assert torch.equal(found[rows.slots > 0], expected[rows.slots > 0])
 
 
 # --- filters ------------------------------------------------------------------------------------

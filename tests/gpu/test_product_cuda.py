@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 pytest.importorskip("cuda.bindings")
 
 from surefoot.kernels import reference
-from surefoot.kernels.cuda.product import available, multiply
+from surefoot.kernels.cuda.product import Kept, available, multiply
 from surefoot.kernels.cuda.product_plan import (
     ALIGNMENT,
     FEW_ROWS,
@@ -22,6 +22,7 @@ from surefoot.kernels.cuda.product_plan import (
     shared_plan,
     stage_bytes,
 )
+from surefoot.kernels.draws import CHANGED
 from surefoot.kernels.triton.backend import TritonBackend
 from surefoot.kernels.triton.drafting import TritonDrafting
 from surefoot.kernels.triton.large_matmul import multiply_many
@@ -30,6 +31,8 @@ from surefoot.kernels.triton.launch import processors, shared_memory
 from surefoot.kernels.triton.matmul_plan import shares
 from surefoot.kernels.triton.norm import rms_norm
 from surefoot.kernels.triton.products import TritonLinear, matmul
+from surefoot.sampling.params import SamplingStages, SlotParams
+from surefoot.sampling.sampler import SampleRows, sample_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -147,9 +150,51 @@ def test_every_tile_finds_the_largest() -> None:
             padded = padded.view(rows, parts, tile)
             best, where = padded.max(dim=2)
             assert torch.equal(sums, best), plan
-            assert torch.equal(index, (where + tile * torch.arange(parts)).int()), plan
+            found = (where + tile * torch.arange(parts)).int()
+            assert torch.equal(index, found), plan
             expected = (padded - best[..., None]).double().exp().sum(dim=2)
             torch.testing.assert_close(totals.double(), expected, rtol=1e-4, atol=0.0)
+            slots, use = torch.randint(-1, 9, (rows,)), torch.randint(0, 3, (9,))
+            products = torch.full((rows, 1000), torch.nan)
+            multiply(x, weight, sums, plan, index, totals, Kept(products, slots, use))
+            assert torch.equal(sums, best) and torch.equal(index, found), plan
+            kept = use[slots.clamp(min=0)] > 0
+            assert torch.equal(products[kept], logits[kept]), plan
+            assert products[~kept].isnan().all(), "nothing is written of the others"
+
+
+@pytest.mark.parametrize("vocab", [49152, 151936])
+def test_samples_are_those_of_all_logits(vocab: int) -> None:
+    """Whatever is wanted of which rows."""
+    inputs = 576 if vocab == 49152 else 2560
+    backend = TritonBackend(torch.device("cuda", 0), torch.bfloat16)
+    norm, slots = torch.ones(inputs, dtype=torch.bfloat16), 40
+    for rows in (1, 32, 64, 70, 128, 256, random.randint(1, 512)):
+        x, weight = numbers(vocab, inputs, False, rows)
+        linear = backend.pack_linear([weight])
+        use = torch.randint(0, 3, (slots,))
+        params = SlotParams(slots, vocab, torch.device("cuda", 0))
+        params.use.copy_(use)
+        drawn = (use > 0) & (torch.rand(slots) < 0.6)
+        params.temperature.copy_(drawn * 0.9)
+        params.top_p[: slots // 3], params.top_k[slots // 4 : slots // 2] = 0.9, 20
+        params.seed.copy_(torch.randint(0, 2**62, (slots,)))
+        of = torch.randint(0, slots, (rows,))
+        history = torch.zeros(slots, 8, dtype=torch.int64)
+        who = SampleRows(of, torch.randint(1, 99, (rows,)), history, 8)
+        logits, told = backend.head_where_used(norm, 1e-6, linear, x, of, params.use)
+        every = backend.head(norm, 1e-6, linear, x)
+        assert told is not None
+        assert torch.equal(logits[use[of] > 0], every[use[of] > 0])
+        changed = (use[of] == CHANGED).nonzero()[:, 0]
+        for each in (logits, every):
+            each[changed, 17 + changed] = 200.0
+        for stages in (SamplingStages(True, top_k=20, top_p=True), SamplingStages()):
+            if not stages.noise:
+                params.temperature.zero_()
+            expected = sample_rows(every, who, params, stages, backend)
+            found = sample_rows(logits, who, params, stages, backend, maxima=told)
+            assert torch.equal(found, expected), rows
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,10 @@ def filter_before_penalties(engine: Engine, speculative: bool) -> None:
         backend: Any = None,
         masks: Any = None,
         in_place: bool = False,
+        maxima: Any = None,
     ) -> torch.Tensor:
         if not (stages.penalties and stages.top_p):
-            return sample_rows(logits, rows, params, stages, backend, masks, in_place)
+            return sample_rows(logits, rows, params, stages, backend, masks, in_place, maxima)
         of_drafts = rows_of_drafts(engine, rows)
         only = SamplingStages(noise=True, top_p=True)
         outside = filtered_scores(logits, rows.slots, params, only).isinf()
@@ -102,7 +103,8 @@ def filter_before_penalties(engine: Engine, speculative: bool) -> None:
         adjusted = adjust(logits, rows, params, stages).masked_fill(outside, float("-inf"))
         _, rows, params = by_row(engine, rows, params)
         params.top_p = params.top_p.masked_fill(of_drafts, 1.0)
-        return sample_rows(adjusted, rows, params, stages.without_adjusting, backend, masks)
+        stages = stages.without_adjusting
+        return sample_rows(adjusted, rows, params, stages, backend, masks, False, maxima)
 
     if speculative:
         sample_with(engine, mixed)

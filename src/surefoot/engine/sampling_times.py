@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from surefoot.engine.timing import made_up_requests, time_round
+from surefoot.kernels.draws import READ
 from surefoot.sampling.params import SamplingStages
 from surefoot.speculation.decisions import LIKELIEST, SamplingCost
 from surefoot.speculation.round import Round
@@ -15,8 +16,8 @@ from surefoot.speculation.size import ADJUSTED, DRAWN, GREEDY, Size
 KINDS = DRAWN, ADJUSTED
 """The kinds of sampling that are told apart from the likeliest tokens."""
 REPEATS = 2
-FILTERS = 1.0, 20, 0.95
-"""Temperature, top-k and top-p of rounds that are timed."""
+FILTERS = 1.0, 20, 0.95, READ
+"""Temperature, top-k and top-p of rounds that are timed, and what becomes of their logits."""
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def drawing_requests(round_: Round) -> Iterator[None]:
     """Made-up requests draw their tokens meanwhile, with filters that are usual: of top-p alone,
     made-up texts would keep far more tokens than real ones."""
     params = round_.state.params
-    tables = params.temperature, params.top_k, params.top_p
+    tables = params.temperature, params.top_k, params.top_p, params.use
     kept = [table.clone() for table in tables]
     for table, value in zip(tables, FILTERS, strict=True):
         table.fill_(value)

@@ -17,7 +17,7 @@ import torch
 
 from surefoot.kernels.batch import AcceptedPaths, FlatBatch, OutputRows, SpanTable
 from surefoot.kernels.drafting import Drafting
-from surefoot.kernels.draws import Adjustments, Draws, TokenMasks, mask_tokens
+from surefoot.kernels.draws import Adjustments, Draws, Maxima, TokenMasks, mask_tokens
 from surefoot.kernels.logprobs import row_logprobs
 from surefoot.kernels.quant import QuantTensor
 from surefoot.kernels.reference import rms_norm
@@ -234,6 +234,20 @@ class Backend(ABC):
     @abstractmethod
     def head(self, norm: torch.Tensor, eps: float, linear: Any, x: torch.Tensor) -> torch.Tensor:
         """Final norm and language-model head: [M, hidden] -> float32 logits [M, vocab]."""
+
+    def head_where_used(
+        self,
+        norm: torch.Tensor,
+        eps: float,
+        linear: Any,
+        x: torch.Tensor,
+        slots: torch.Tensor,
+        use: torch.Tensor,
+    ) -> tuple[torch.Tensor, Maxima | None]:
+        """``head`` for a sampler: the logits of row i, of slot ``slots``[i] (int64 [M]), may be
+        anything where the ``use`` of that slot (int64 [slots]) is ``UNREAD`` and the second result
+        tells the largest ones."""
+        return self.head(norm, eps, linear, x), None
 
     def greedy(self, norm: torch.Tensor, eps: float, linear: Any, x: torch.Tensor) -> torch.Tensor:
         """The column of each row's largest logit, ``argmax(head(...))``: [M, hidden] -> int64 [M].

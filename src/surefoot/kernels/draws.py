@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +35,21 @@ class TokenMasks:
         return torch.where(self.masked[self.slots] > 0, self.slots * self.entries + place, -1)
 
 
+UNREAD, READ, CHANGED = 0, 1, 2
+"""What becomes of a request's logits: only which is the largest is asked; they are drawn from, or
+told; or masked or adjusted before that."""
+
+
+class Maxima(NamedTuple):
+    """Of M rows of logits, as they were before anything changed them, the largest one of each tile
+    of neighbouring columns."""
+
+    values: torch.Tensor
+    """float32 [M, tiles]."""
+    columns: torch.Tensor
+    """int32 [M, tiles]: the lowest of equals."""
+
+
 @dataclass(frozen=True)
 class Draws:
     """Who draws a token, and how: M rows, each with the parameters of its slot."""
@@ -54,6 +70,12 @@ class Draws:
     """int64."""
     choice: torch.Tensor
     """int64."""
+    use: torch.Tensor
+    """int64: ``UNREAD``, ``READ`` or ``CHANGED``."""
+    noise: bool = True
+    """Whether anybody has a temperature above 0."""
+    maxima: Maxima | None = None
+    """If given, the logits of rows that are ``UNREAD`` may be anything."""
 
 
 @dataclass(frozen=True)

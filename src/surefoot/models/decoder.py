@@ -20,6 +20,7 @@ from surefoot.kernels.backend import (
     OutputRows,
     Weight,
 )
+from surefoot.kernels.draws import Maxima
 from surefoot.kernels.quant import dense
 from surefoot.models.config import ModelConfig
 from surefoot.models.rope import rope_table
@@ -95,6 +96,13 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states of selected rows [M, hidden] -> float32 logits [M, vocab]."""
         return self.backend.head(self.norm, self.config.norm_eps, self.head_linear, hidden)
+
+    def logits_where_used(
+        self, hidden: torch.Tensor, slots: torch.Tensor, use: torch.Tensor
+    ) -> tuple[torch.Tensor, Maxima | None]:
+        """``logits`` for a sampler, as ``Backend.head_where_used`` has them."""
+        norm = self.norm, self.config.norm_eps, self.head_linear
+        return self.backend.head_where_used(*norm, hidden, slots, use)
 
     def pooled(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states of selected rows [M, hidden] -> the sum of the normed ones, float64

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from surefoot.kernels.draws import CHANGED, READ, UNREAD
 from surefoot.kernels.upload import Uploads, places_of, sending, upload
 from surefoot.request import Request, SamplingParams
 
@@ -97,10 +98,11 @@ class SlotParams:
         self._floats = torch.zeros((6, slots), dtype=torch.float32, device=device)
         self.temperature, self.min_p, self.top_p = self._floats[:3]
         self.repetition, self.presence, self.frequency = self._floats[3:]
-        self._integers = torch.zeros((5, slots), dtype=torch.int64, device=device)
-        self.top_k, self.seed, self.choice, self.prompt_length, self.min_length = self._integers
-        """The last: prompt length + min_tokens; ends are masked while the sampled position is
-        below."""
+        self._integers = torch.zeros((6, slots), dtype=torch.int64, device=device)
+        self.top_k, self.seed, self.choice, self.prompt_length = self._integers[:4]
+        self.min_length, self.use = self._integers[4:]
+        """Prompt length + min_tokens: ends are masked while the sampled position is below. And
+        what becomes of the logits: ``UNREAD``, ``READ`` or ``CHANGED``."""
         self.top_p.fill_(1)
         self.repetition.fill_(1)
         self.top_k.fill_(vocab_size)
@@ -197,7 +199,15 @@ def _integers(request: Request, vocab_size: int) -> tuple[int, ...]:
     """A slot's entries of ``SlotParams._integers``."""
     params, prompt = request.params, len(request.prompt)
     top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
-    return top_k, request.seed, request.choice, prompt, prompt + params.min_tokens
+    least = prompt + params.min_tokens
+    return top_k, request.seed, request.choice, prompt, least, _use_of_logits(request)
+
+
+def _use_of_logits(request: Request) -> int:
+    params = request.params
+    if params.hosted or request.grammar is not None or _stages_of(params).adjusts:
+        return CHANGED
+    return UNREAD if params.greedy and params.logprobs is None else READ
 
 
 def _floats(params: SamplingParams) -> tuple[float, ...]:

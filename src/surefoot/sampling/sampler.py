@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from surefoot.kernels.backend import Backend
-from surefoot.kernels.draws import Adjustments, Draws, TokenMasks, mask_tokens
+from surefoot.kernels.draws import Adjustments, Draws, Maxima, TokenMasks, mask_tokens
 from surefoot.sampling.noise import gumbel
 from surefoot.sampling.params import SamplingStages, SlotParams
 
@@ -49,10 +49,12 @@ def sample_rows(
     backend: Backend | None = None,
     masks: TokenMasks | None = None,
     in_place: bool = False,
+    maxima: Maxima | None = None,
 ) -> torch.Tensor:
     """float32 logits [M, vocab] -> token ids int64 [M]. ``backend`` may have kernels for it; its
     noise may differ from torch's in the last bits (see ``noise``). ``in_place``: nobody reads the
-    logits afterwards, so that they may be changed."""
+    logits afterwards, so that they may be changed. ``maxima``: what its ``head_where_used`` told
+    beside them."""
     if masks is not None:
         # First of all, so that filters keep their share of what is allowed.
         logits = _to_change(logits, in_place)
@@ -60,10 +62,10 @@ def sample_rows(
     if stages.adjusts:
         in_place = in_place or masks is not None
         logits = adjust(logits, rows, params, stages, backend, in_place)
-    if not stages.noise:
+    if not stages.noise and maxima is None:
         return backend.argmax(logits) if backend else logits.argmax(dim=-1)
     if backend:
-        drawn = backend.draw(logits, draws_of(rows, params))
+        drawn = backend.draw(logits, draws_of(rows, params, stages.noise, maxima))
         if drawn is not None:
             return drawn
     scores = filtered_scores(logits, rows.slots, params, stages)
@@ -131,7 +133,9 @@ def adjustments_of(
     )
 
 
-def draws_of(rows: SampleRows, params: SlotParams) -> Draws:
+def draws_of(
+    rows: SampleRows, params: SlotParams, noise: bool = True, maxima: Maxima | None = None
+) -> Draws:
     """The rows' draws, as a backend wants them."""
     return Draws(
         slots=rows.slots,
@@ -142,6 +146,9 @@ def draws_of(rows: SampleRows, params: SlotParams) -> Draws:
         top_k=params.top_k,
         seed=params.seed,
         choice=params.choice,
+        use=params.use,
+        noise=noise,
+        maxima=maxima,
     )
 
 

@@ -233,21 +233,22 @@ class Round:
         likeliest: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The token of every row that samples, int64 [M], from their ``hidden`` [M, hidden], and
-        the float32 logits [M, vocab] where logprobs are wanted. ``likeliest``: int64 [M], where
+        the float32 logits [M, vocab] where logprobs are wanted, at least those of who wants them.
+        ``likeliest``: int64 [M], where
         they are known already."""
         if size.samples == 0:
             return torch.zeros(1, dtype=torch.int64, device=self.state.device), None
         decoder = self.decoder
         if self.takes_likeliest(size):
             return decoder.greedy(hidden) if likeliest is None else likeliest, None
-        logits = decoder.logits(hidden)
+        params, backend = self.state.params, self.backend
+        logits, maxima = decoder.logits_where_used(hidden, layout.sample_slots, params.use)
         rows = self.rows_to_sample(layout, size.kind, tree_rows, max_keys)
         masks = None
         if size.masked:
             masks = self.state.token_masks(layout.sample_slots, layout.first_sample)
         unread = size.logprobs is None
-        params, backend = self.state.params, self.backend
-        sampled = sample_rows(logits, rows, params, size.kind, backend, masks, unread)
+        sampled = sample_rows(logits, rows, params, size.kind, backend, masks, unread, maxima)
         return sampled, None if unread else logits
 
     def rows_to_sample(

@@ -115,12 +115,33 @@ __device__ __forceinline__ uint4 transpose(u32 a, u32 b, u32 c, u32 d, u32 lane)
                 : make_uint4(even_low, odd_low, first, second);
 }
 
+// Where the sums of some rows go, of which else only the largest are wanted: logits [rows, outputs]
+// of those whose slot has a `use` other than 0. Null: nowhere.
+struct Kept {
+    float* logits;
+    const long long *slots, *use;
+};
+
+// A lane's sums of a row: of every 8 outputs two neighbours.
+__device__ __forceinline__ void write_sums(const float* sums, float* y, u32 row, u32 first,
+                                           u32 outputs, u32 lane) {
+    float* out = y + (u64)row * outputs + first + lane % 4 * 2;
+#pragma unroll
+    for (u32 block = 0; block < WIDTH / 8; block++) {
+        const float* pair = sums + block * 4;
+        if (first + block * 8 < outputs)
+            *(float2*)(out + block * 8) = make_float2(pair[0], pair[1]);
+    }
+}
+
 #if LARGEST
 // The largest of a row's sums in a tile, which output it is, the lowest of equals, and, if anybody
 // asks, the sum of all sums' exponentials, divided by its own.
 __device__ __forceinline__ void write_largest(const float* sums, float* y, int* indices,
-                                              float* totals, u32 row, u32 rows, u32 first,
-                                              u32 outputs, u32 lane) {
+                                              float* totals, const Kept& kept, u32 row, u32 rows,
+                                              u32 first, u32 outputs, u32 lane) {
+    if (kept.logits != nullptr && row < rows && kept.use[max(kept.slots[row], 0ll)] != 0)
+        write_sums(sums, kept.logits, row, first, outputs, lane);
     u32 tiles = (outputs + WIDTH - 1) / WIDTH, own = first + lane % 4 * 2;
     u64 place = (u64)row * tiles + first / WIDTH;
     float best = sums[0];
@@ -157,13 +178,13 @@ __device__ __forceinline__ void write_largest(const float* sums, float* y, int* 
 
 // Write a lane's sums of a tile: of every 8 outputs two neighbours, in `row` and 8 rows below.
 __device__ __forceinline__ void write(const float (&sums)[TILE / 2], void* y, int* indices,
-                                      float* totals, u32 row, u32 rows, u32 first, u32 outputs,
-                                      u32 lane) {
+                                      float* totals, const Kept& kept, u32 row, u32 rows,
+                                      u32 first, u32 outputs, u32 lane) {
 #pragma unroll
     for (u32 below = 0; below < 2; below++, row += 8) {
 #if LARGEST
-        write_largest(&sums[below * 2], (float*)y, indices, totals, row, rows, first, outputs,
-                      lane);
+        write_largest(&sums[below * 2], (float*)y, indices, totals, kept, row, rows, first,
+                      outputs, lane);
 #elif GATED
         u32* out = (u32*)y + ((u64)row * outputs + first) / 2;
         // A pair is little for a store: of four blocks, each lane of a quad writes one.
@@ -182,24 +203,18 @@ __device__ __forceinline__ void write(const float (&sums)[TILE / 2], void* y, in
         }
 #else
         if (row >= rows) break;
-        float* out = (float*)y + (u64)row * outputs + first + lane % 4 * 2;
-#pragma unroll
-        for (u32 block = 0; block < WIDTH / 8; block++) {
-            const float* pair = &sums[block * 4 + below * 2];
-            if (first + block * 8 < outputs)
-                *(float2*)(out + block * 8) = make_float2(pair[0], pair[1]);
-        }
+        write_sums(&sums[below * 2], (float*)y, row, first, outputs, lane);
 #endif
     }
 }
 
 // x_map: boxes of STEP inputs of ROWS rows; w_map: of WIDTH rows. y [rows, outputs]: if GATED
 // SiLU(gate) * up of the weight's halves in bf16, else the sums. If LARGEST: y, indices and, unless
-// null, totals [rows, tiles], as write_largest has them. If there are several SHARES of so many
+// null, totals [rows, tiles], as write_largest has them, and sums where `kept` says. If there are several SHARES of so many
 // inputs, y [SHARES, rows, outputs] are their sums. outputs, inputs: multiples of 8; share: of STEP.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 product_kernel(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-               void* y, int* indices, float* totals, u32 rows, u32 outputs, u32 inputs,
+               void* y, int* indices, float* totals, Kept kept, u32 rows, u32 outputs, u32 inputs,
                u32 share) {
     extern __shared__ unsigned char memory[];
     // The swizzle repeats every 1,024 bytes.
@@ -276,7 +291,7 @@ product_kernel(const __grid_constant__ TensorMap x_map, const __grid_constant__ 
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         void* own = SHARES == 1 ? y : (float*)y + (u64)number * rows * outputs;
-        write(sums, own, indices, totals, row + warp % 4 * 16 + lane / 4, rows, first, outputs,
-              lane);
+        write(sums, own, indices, totals, kept, row + warp % 4 * 16 + lane / 4, rows, first,
+              outputs, lane);
     }
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,19 @@ from surefoot.kernels.triton.launch import cdiv, hopper, processors
 from surefoot.kernels.triton.matmul_plan import filled_shares, share_length
 
 KERNEL = "product_kernel"
+
+
+class Kept(NamedTuple):
+    """Rows whose products are written beside the largest ones: those whose slot has a ``use`` other
+    than 0."""
+
+    products: torch.Tensor
+    """fp32 [N, out], contiguous; what is not kept stays as it is."""
+    slots: torch.Tensor
+    """int64 [N]: whose a row is; below 0 as 0."""
+    use: torch.Tensor
+    """int64 [slots]."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +68,15 @@ def multiply(
     plan: ProductPlan,
     indices: torch.Tensor | None = None,
     totals: torch.Tensor | None = None,
+    kept: Kept | None = None,
 ) -> None:
     """``x`` [N, in] times ``weight`` [out, in], bf16, contiguous, ``in`` and ``out`` multiples of
     8, into ``y`` [N, out] fp32; if the plan is gated, SiLU(gate) * up of the weight's halves into
     bf16 [N, out / 2]. If it asks for the largest: those of each tile's outputs into ``y`` [N,
     tiles] fp32, which outputs they are into ``indices``, int32, and the sums of the exponentials of
-    a tile's outputs less the largest into ``totals``, fp32, like it. If the inputs have shares:
-    their sums into ``y`` fp32 [shares, N, out]; ValueError if one of them is empty."""
+    a tile's outputs less the largest into ``totals``, fp32, like it, and products as ``kept`` says.
+    If the inputs have shares: their sums into ``y`` fp32 [shares, N, out]; ValueError if one of
+    them is empty."""
     rows, inputs = x.shape
     if filled_shares(inputs, plan.shares) < plan.shares:
         # Its program would wait for nothing, and write what its registers happen to hold.
@@ -71,8 +86,10 @@ def multiply(
     outputs = weight.shape[0] // 2 if plan.gated else weight.shape[0]
     function = _function(plan, x.device)
     maps = [_tensor_map(x, GROUP * plan.groups), _tensor_map(weight, plan.width)]
-    results = [0 if each is None else each.data_ptr() for each in (y, indices, totals)]
-    values: list[Any] = [ctypes.c_uint64(place) for place in results]
+    places = [0 if each is None else each.data_ptr() for each in (y, indices, totals)]
+    values: list[Any] = [ctypes.c_uint64(place) for place in places]
+    tensors = (0, 0, 0) if kept is None else [each.data_ptr() for each in kept]
+    values.append((ctypes.c_uint64 * 3)(*tensors))
     sizes = rows, outputs, inputs, share_length(inputs, plan.shares)
     values += [ctypes.c_uint32(size) for size in sizes]
     places = [int(each.getPtr()) for each in maps] + [ctypes.addressof(each) for each in values]

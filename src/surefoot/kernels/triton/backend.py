@@ -22,6 +22,7 @@ from surefoot.kernels.backend import (
     Weight,
     feature_places,
 )
+from surefoot.kernels.draws import Maxima
 from surefoot.kernels.quant import QuantTensor
 from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.attend import Work, attend_inputs, work_of
@@ -242,6 +243,17 @@ class TritonBackend(Backend):
         self, norm: torch.Tensor, eps: float, linear: TritonLinear, x: torch.Tensor
     ) -> torch.Tensor:
         return linear.wide(rms_norm(x.contiguous(), norm, eps))
+
+    def head_where_used(
+        self,
+        norm: torch.Tensor,
+        eps: float,
+        linear: TritonLinear,
+        x: torch.Tensor,
+        slots: torch.Tensor,
+        use: torch.Tensor,
+    ) -> tuple[torch.Tensor, Maxima | None]:
+        return linear.wide_where_used(rms_norm(x.contiguous(), norm, eps), slots, use)
 
     def greedy(
         self, norm: torch.Tensor, eps: float, linear: TritonLinear, x: torch.Tensor

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import linear
 
-from surefoot.kernels.cuda.product import available
+from surefoot.kernels.cuda.product import Kept, available
 from surefoot.kernels.cuda.product import multiply as multiply_by_cuda
 from surefoot.kernels.cuda.product_plan import ProductPlan, product_plan, shared_plan
+from surefoot.kernels.draws import Maxima
 from surefoot.kernels.triton.activation import silu_mul
 from surefoot.kernels.triton.argmax import argmax, parts_of, reduce_parts
 from surefoot.kernels.triton.cublas import CublasChoices, Key
@@ -177,18 +178,30 @@ class TritonLinear:
         return reduce_parts(found[0], found[1], self.weight.shape[0])
 
     def largest_of_tiles(
-        self, x: torch.Tensor, totals: bool = False
+        self, x: torch.Tensor, totals: bool = False, kept: Kept | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
         """Each row's largest sum in every tile of outputs (float32), its output (int32) and, if
         asked for ``totals``, the sum of the exponentials of all less the largest (float32), [N,
-        tiles] each; None where ``product.cu`` does not compute them."""
+        tiles] each; and products as ``kept`` says. None where ``product.cu`` does not compute
+        them."""
         plan = self.cuda_plan(x, False, largest=True)
         if plan is None:
             return None
         sums, indices = parts_of(x.shape[0], self.weight.shape[0], x.device, plan.width)
         powers = torch.empty_like(sums) if totals else None
-        multiply_by_cuda(x, self.weight, sums, plan, indices, powers)
+        multiply_by_cuda(x, self.weight, sums, plan, indices, powers, kept)
         return sums, indices, powers
+
+    def wide_where_used(
+        self, x: torch.Tensor, slots: torch.Tensor, use: torch.Tensor
+    ) -> tuple[torch.Tensor, Maxima | None]:
+        """``wide`` of the rows of which more than the largest is wanted, and the largest of all;
+        ``slots`` and ``use`` as of ``Backend.head_where_used``."""
+        products = x.new_empty((x.shape[0], self.weight.shape[0]), dtype=torch.float32)
+        found = self.largest_of_tiles(x, kept=Kept(products, slots, use))
+        if found is None:
+            return self.wide(x), None
+        return products, Maxima(found[0], found[1])
 
     def by_kernel(self, x: torch.Tensor, gated: bool, split_k: int) -> torch.Tensor:
         plan = self.plan(x, gated, split_k)
