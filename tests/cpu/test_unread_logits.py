@@ -64,6 +64,8 @@ def test_any_scenario_gives_the_plain_text(seeds: Any, ahead: bool) -> None:
 
     def check(scenario: tuple[list[Job], dict[str, Any]]) -> None:
         work, options = scenario
+        for job in work[1::2]:
+            job.params = SamplingParams(temperature=0, max_tokens=job.params.max_tokens)
         expected = [run_alone(plain, job) for job in work]
         if options["proposers"]:
             texts = tuple((*request.prompt, *request.output) for request in expected)
@@ -76,7 +78,7 @@ def test_any_scenario_gives_the_plain_text(seeds: Any, ahead: bool) -> None:
     seeds = type(seeds)(seeds, max_examples=60)
     seeds(given(exactness.scenarios())(check))()
     exactness.tally.check()
-    assert min(seen.values()) > 50, seen
+    assert min(seen.values()) > 100, seen
 
 
 def use_of(params: SamplingParams, grammar: Any = None) -> int:
