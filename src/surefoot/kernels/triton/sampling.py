@@ -28,7 +28,7 @@ from surefoot.kernels.triton.filters import (
     row_pivot,
     scores_of,
 )
-from surefoot.kernels.triton.launch import jit, next_power_of_2
+from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.noise import gumbel, noise_words
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 
@@ -44,37 +44,49 @@ FEW, ROOM = 64, 2048
 
 
 @jit
-def is_new(use_ptr, slot, TILES: tl.constexpr):
-    """Whether nobody knows yet the largest of a row's logits as they are now; TILES: in how many
-    tiles the product has told those of what they were, 0 if it has not."""
-    if TILES == 0:
-        return slot >= 0
-    return tl.load(use_ptr + slot) == CHANGED
+def largest_told(tile_ptr, tile_index_ptr, row, tiles, part, parts, vocab, TILES: tl.constexpr):
+    """The largest logit of a part of a row's tiles and its index."""
+    count = tl.cdiv(tiles, parts)
+    tile = part * count + tl.arange(0, TILES)
+    inside = (tl.arange(0, TILES) < count) & (tile < tiles)
+    values = tl.load(tile_ptr + row * tiles + tile, mask=inside, other=float("-inf"))
+    index = tl.load(tile_index_ptr + row * tiles + tile, mask=inside, other=vocab - 1)
+    return largest(values, index, vocab - 1)
 
 
 @jit
 def survey_kernel(
-    logits_ptr, stride, vocab, parts, slot_ptr, use_ptr, temperature_ptr, top_p_ptr, top_k_ptr,
+    logits_ptr, stride, vocab, parts, slot_ptr, temperature_ptr, top_p_ptr, top_k_ptr,
     largest_ptr, value_ptr, index_ptr, total_ptr, group_ptr, found_ptr,
+    use_ptr, tile_ptr, tile_index_ptr, tiles,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, part): the part's largest logit and its index, unless known. Of a row with
-    top-k or top-p also the largest of each group, and the sum of exp((logit - the part's largest) /
-    temperature)."""
+    """Program (row, part): the part's largest logit and its index. Of a row with top-k or top-p
+    also the largest of each group, and the sum of exp((logit - the part's largest) / temperature).
+    Of others whose logits are as the product left them, its tiles are asked instead, up to TILES
+    for a part, if there are any."""
     release_next(PDL)
     await_inputs(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.maximum(tl.load(slot_ptr + row), 0)
     temperature, top_p = tl.load(temperature_ptr + slot), tl.load(top_p_ptr + slot)
     limited = is_limited(temperature, tl.load(top_k_ptr + slot), top_p, vocab)
-    if limited | is_new(use_ptr, slot, TILES):
+    place = row * parts + part
+    told = False
+    if TILES > 0:
+        told = (tl.load(use_ptr + slot) != CHANGED) & ~limited
+    if told:
+        best, index = largest_told(tile_ptr, tile_index_ptr, row, tiles, part, parts, vocab, TILES)
+        tl.store(largest_ptr + place, best)
+        tl.store(value_ptr + place, best)
+        tl.store(index_ptr + place, index)
+    else:
         block: tl.constexpr = GROUPS * GROUP
         column = part * block + tl.arange(0, block)
         logits = tl.load(
             logits_ptr + row * stride + column, mask=column < vocab, other=float("-inf")
         )  # fmt: skip
         best, index = largest(logits, column, vocab - 1)
-        place = row * parts + part
         tl.store(largest_ptr + place, best)
         tl.store(value_ptr + place, best)
         tl.store(index_ptr + place, index)
@@ -124,11 +136,10 @@ def bound_kernel(
 
 @jit
 def draw_kernel(
-    logits_ptr, stride, vocab, parts, slot_ptr, use_ptr, position_ptr, temperature_ptr, min_p_ptr,
-    top_p_ptr, top_k_ptr, seed_ptr, choice_ptr, largest_ptr, bound_ptr, value_ptr, index_ptr,
-    mass_ptr, found_ptr, candidate_ptr, score_ptr, tile_ptr, tile_index_ptr, tiles,
-    BLOCK: tl.constexpr, ROOM: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr,
-    PDL: tl.constexpr,
+    logits_ptr, stride, vocab, parts, slot_ptr, position_ptr, temperature_ptr, min_p_ptr, top_p_ptr,
+    top_k_ptr, seed_ptr, choice_ptr, largest_ptr, bound_ptr, value_ptr, index_ptr, mass_ptr,
+    found_ptr, candidate_ptr, score_ptr,
+    BLOCK: tl.constexpr, ROOM: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part): of a row without top-k and top-p the best noised score and its index; of
     others the candidates, in any order, and the sum of all probabilities that pass min-p. A greedy
@@ -139,19 +150,14 @@ def draw_kernel(
     slot = tl.maximum(tl.load(slot_ptr + row), 0)
     temperature = tl.load(temperature_ptr + slot)
     if temperature != 0:
-        top_p, top_k = tl.load(top_p_ptr + slot), tl.load(top_k_ptr + slot)
-        limited = is_limited(temperature, top_k, top_p, vocab)
         pivot = row_pivot(largest_ptr, row, parts, PARTS)
-        if TILES > 0:
-            told = ~(limited | is_new(use_ptr, slot, TILES))
-            if told:
-                pivot = row_pivot(tile_ptr, row, tiles, TILES)
         column, scores = row_block(
             logits_ptr, row, stride, vocab, part * BLOCK, pivot, temperature, BLOCK
         )  # fmt: skip
         floor = tl.log(tl.load(min_p_ptr + slot))
+        top_p, top_k = tl.load(top_p_ptr + slot), tl.load(top_k_ptr + slot)
         place = row * parts + part
-        if limited:
+        if is_limited(temperature, top_k, top_p, vocab):
             if top_k >= vocab:
                 tl.store(mass_ptr + place, tl.sum(mass_of(scores, scores >= floor), axis=0))
             depths = depth_of(scores)
@@ -176,22 +182,12 @@ def draw_kernel(
 
 
 @jit
-def best_part(value_ptr, index_ptr, row, parts, vocab, PARTS: tl.constexpr):
-    """The index of the largest of a row's values, one a part."""
-    part = tl.arange(0, PARTS)
-    place = row * parts + part
-    values = tl.load(value_ptr + place, mask=part < parts, other=float("-inf"))
-    index = tl.load(index_ptr + place, mask=part < parts, other=vocab - 1)
-    return largest(values, index, vocab - 1)[1]
-
-
-@jit
 def final_kernel(
-    logits_ptr, stride, vocab, parts, slot_ptr, use_ptr, position_ptr, temperature_ptr, min_p_ptr,
-    top_p_ptr, top_k_ptr, seed_ptr, choice_ptr, largest_ptr, bound_ptr, value_ptr, index_ptr,
-    mass_ptr, found_ptr, candidate_ptr, score_ptr, tile_ptr, tile_index_ptr, tiles, out_ptr,
+    logits_ptr, stride, vocab, parts, slot_ptr, position_ptr, temperature_ptr, min_p_ptr, top_p_ptr,
+    top_k_ptr, seed_ptr, choice_ptr, largest_ptr, bound_ptr, value_ptr, index_ptr, mass_ptr,
+    found_ptr, candidate_ptr, score_ptr, out_ptr,
     BLOCK: tl.constexpr, FEW: tl.constexpr, ROOM: tl.constexpr, PARTS: tl.constexpr,
-    TILES: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row): the token."""
     release_next(PDL)
@@ -226,11 +222,9 @@ def final_kernel(
                 choice, position, BLOCK,
             )  # fmt: skip
     else:
-        token = best_part(value_ptr, index_ptr, row, parts, vocab, PARTS)
-        if TILES > 0:
-            told = (temperature == 0) & ~is_new(use_ptr, slot, TILES)
-            if told:
-                token = best_part(tile_ptr, tile_index_ptr, row, tiles, vocab, TILES)
+        values = tl.load(value_ptr + place, mask=part < parts, other=float("-inf"))
+        index = tl.load(index_ptr + place, mask=part < parts, other=vocab - 1)
+        _, token = largest(values, index, vocab - 1)
     tl.store(out_ptr + row, token.to(tl.int64))
 
 
@@ -247,17 +241,17 @@ def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     candidates = torch.empty((rows, ROOM), dtype=torch.int32, device=device)
     scores = values.new_empty((rows, ROOM))
     out = torch.empty(rows, dtype=torch.int64, device=device)
-    row = logits, logits.stride(0), vocab, parts, draws.slots, draws.use
+    row = logits, logits.stride(0), vocab, parts, draws.slots
     filters = draws.top_p, draws.top_k
     drawing = draws.positions, draws.temperature, draws.min_p, *filters, draws.seed, draws.choice
     results = maxima, bounds, values, indices, masses, found, candidates, scores
-    known = (
-        (None, None, 0) if draws.maxima is None else (*draws.maxima, draws.maxima.values.shape[1])
-    )
-    tiles = next_power_of_2(known[-1]) if known[-1] else 0
+    told = (None, None, None, 0, GROUP, GROUPS, 0)
+    if draws.maxima is not None:
+        tiles = draws.maxima.values.shape[1]
+        told = (draws.use, *draws.maxima, tiles, GROUP, GROUPS, next_power_of_2(cdiv(tiles, parts)))
     survey_kernel[(rows, parts)](
         *row, draws.temperature, *filters, maxima, values, indices, totals, of_groups, found,
-        GROUP, GROUPS, tiles, num_warps=4, **launch,
+        *told, num_warps=4, **launch,
     )  # fmt: skip
     if draws.noise:
         bound_kernel[(rows,)](
@@ -266,10 +260,9 @@ def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
             num_warps=4 if padded * GROUPS <= 2048 else 8, **launch,
         )  # fmt: skip
         draw_kernel[(rows, parts)](
-            *row, *drawing, *results, *known, BLOCK, ROOM, padded, tiles, num_warps=4, **launch
+            *row, *drawing, *results, BLOCK, ROOM, padded, num_warps=4, **launch
         )
     final_kernel[(rows,)](
-        *row, *drawing, *results, *known, out, BLOCK, FEW, ROOM, padded, tiles, num_warps=8,
-        **launch,
-    )  # fmt: skip
+        *row, *drawing, *results, out, BLOCK, FEW, ROOM, padded, num_warps=8, **launch
+    )
     return out
