@@ -18,12 +18,14 @@ import triton.language as tl
 
 from surefoot.kernels.draws import CHANGED, READ, UNREAD, Maxima, TokenMasks
 from surefoot.kernels.draws import mask_tokens as mask_tokens_reference
+from surefoot.kernels.logprobs import ScoredSpans
 from surefoot.kernels.logprobs import row_logprobs as row_logprobs_reference
+from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.triton import sampling
 from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.filters import depth_of, limit_of, mass_of
 from surefoot.kernels.triton.launch import jit
-from surefoot.kernels.triton.logprobs import mask_tokens, row_logprobs
+from surefoot.kernels.triton.logprobs import mask_tokens, row_logprobs, span_logprobs
 from surefoot.kernels.triton.noise import gumbel, noise_words
 from surefoot.kernels.triton.penalties import Adjuster
 from surefoot.kernels.triton.sampling import draw
@@ -378,6 +380,31 @@ def test_logprobs_are_the_twin_s(vocab: int, width: int) -> None:
         assert torch.equal(found[row, ids], expected[row, ids])
     # Of equals the first; torch promises no order.
     assert found[2, 2 : 2 + min(width, 12)].tolist() == list(range(7, 19))[:width]
+
+
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("steps", [False, True])
+def test_logprobs_of_spans_are_those_of_their_rows(steps: bool, few: bool) -> None:
+    """Of chains and of accepted paths; a span that has fewer rows ends with others'."""
+    torch.manual_seed(4)
+    logits, tokens = 3 * torch.randn(12, 5000), torch.randint(0, 5000, (12,))
+    if few:
+        logits[[4, 7]] = torch.nan
+    first, places = torch.tensor([0, 5, 6, 9]), torch.tensor([3, 1] if few else [3, 1, 0])
+    behind = torch.tensor([[0, 2, 4], [0, 3, 0], [0, 1, 2], [0, 2, 1]])
+    rows = [[9, 11, 10], [5, 8, 5], [0, 2, 4]] if steps else [[9, 10, 11], [5, 6, 7], [0, 1, 2]]
+    spans = ScoredSpans(first, places, 3, behind if steps else None)
+    if not (steps or few):
+        spans = replace(spans, count=4)
+        rows = [[9, 10, 11, 11], [5, 6, 7, 8], [0, 1, 2, 3]]
+    index = torch.tensor(rows[: len(places)]).flatten()
+    assert torch.equal(spans.rows(12), index)
+    found = span_logprobs(logits, tokens, spans, 4)
+    expected = row_logprobs(logits[index], tokens[index], 4)
+    torch_one = TorchBackend("cpu", torch.float32).span_logprobs(logits, tokens, spans, 4)
+    sane = ~logits[index].isnan().any(dim=1)
+    assert torch.equal(found[sane], expected[sane]) and sane.sum() >= 5
+    assert torch.equal(torch_one[sane][:, 1:6], expected[sane][:, 1:6])
 
 
 @pytest.mark.parametrize("vocab", [1, 33, 5000])

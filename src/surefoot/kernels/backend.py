@@ -18,7 +18,7 @@ import torch
 from surefoot.kernels.batch import AcceptedPaths, FlatBatch, OutputRows, SpanTable
 from surefoot.kernels.drafting import Drafting
 from surefoot.kernels.draws import Adjustments, Draws, Maxima, TokenMasks, mask_tokens
-from surefoot.kernels.logprobs import row_logprobs
+from surefoot.kernels.logprobs import ScoredSpans, row_logprobs
 from surefoot.kernels.quant import QuantTensor
 from surefoot.kernels.reference import rms_norm
 
@@ -266,6 +266,15 @@ class Backend(ABC):
     def row_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
         """See ``kernels.logprobs``."""
         return row_logprobs(logits, tokens, width)
+
+    def span_logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, spans: ScoredSpans, width: int
+    ) -> torch.Tensor:
+        """``row_logprobs`` of the scored rows, int32 [n * count, 2 + 2 * width]."""
+        rows = spans.rows(len(logits))
+        if len(rows) < len(logits):
+            return self.row_logprobs(logits[rows], tokens[rows], width)
+        return self.row_logprobs(logits, tokens, width)[rows]
 
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor | None:
         """Temperature, filters, noise and argmax at once: float32 logits [M, vocab] -> tokens

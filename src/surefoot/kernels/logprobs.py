@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 ROWS_AT_ONCE = 64
 """What a row takes beside its logits is as large as these."""
+
+
+@dataclass(frozen=True)
+class ScoredSpans:
+    """Which rows of M are scored: of each of n spans so many."""
+
+    first: torch.Tensor
+    """int64 [B]: the first row of every span of a round."""
+    places: torch.Tensor
+    """int64 [n]: the scored ones of them."""
+    count: int
+    """Rows of each. Those past the last row of all are the last row."""
+    steps: torch.Tensor | None = None
+    """int64 [B, count or more]: how far behind the first row each of them is; None: they follow one
+    another."""
+
+    def rows(self, total: int) -> torch.Tensor:
+        """int64 [n * count], of ``total`` rows."""
+        steps = torch.arange(self.count, device=self.first.device)
+        if self.steps is not None:
+            steps = self.steps[self.places, : self.count]
+        rows = self.first[self.places].unsqueeze(1) + steps
+        return rows.clamp(max=total - 1).flatten()
 
 
 def row_logprobs(logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:

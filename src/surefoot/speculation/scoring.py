@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from surefoot.kernels.logprobs import ScoredSpans
 from surefoot.kernels.rounds import RoundLayout
 from surefoot.models.decoder import Decoder
 from surefoot.sampling.logprobs import WIDTHS
@@ -79,18 +80,11 @@ class TokenScores:
         table = self.part(size)
         if table is None or size.logprobs is None:
             return
-        first = layout.first_sample[places].unsqueeze(1)
-        if paths is not None:
-            rows = first + paths.rows[places]
-        else:
-            rows = first + torch.arange(table.shape[1], device=first.device)
-        rows, shape = rows.clamp(max=len(logits) - 1), rows.shape
-        few = rows.numel() < len(logits)
-        if few:
-            logits, sampled = logits[rows.flatten()], sampled[rows.flatten()]
-        packed = self.decoder.backend.row_logprobs(logits, sampled, size.logprobs)
-        packed = packed.unflatten(0, shape) if few else packed[rows]
-        table[:, : shape[1]] = packed
+        steps = None if paths is None else paths.rows
+        count = table.shape[1] if steps is None else min(table.shape[1], steps.shape[1])
+        spans = ScoredSpans(layout.first_sample, places, count, steps)
+        packed = self.decoder.backend.span_logprobs(logits, sampled, spans, size.logprobs)
+        table[:, :count] = packed.unflatten(0, (-1, count))
 
     def of_prompt(
         self,

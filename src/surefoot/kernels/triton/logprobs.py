@@ -1,6 +1,6 @@
 """Logprobs and grammar masks over a vocabulary, in parts that keep many processors busy.
 
-Twins: ``kernels.logprobs.row_logprobs``, ``kernels.draws.mask_tokens``.
+Twins: ``kernels.logprobs.row_logprobs``, ``Backend.span_logprobs``, ``kernels.draws.mask_tokens``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 
 from surefoot.kernels.draws import TokenMasks
+from surefoot.kernels.logprobs import ScoredSpans
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 
@@ -24,43 +25,63 @@ def take_largest(values, index, none):
 
 
 @jit
+def scored_row(
+    item, first_ptr, place_ptr, step_ptr, stride, count, rows,
+    SPANS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """The row of a scored item: as ``ScoredSpans`` has it with ``SPANS``, else the item itself."""
+    if not SPANS:
+        return item
+    place, step = tl.load(place_ptr + item // count), item % count
+    if STEPS:
+        step = tl.load(step_ptr + place * stride + step)
+    return tl.minimum(tl.load(first_ptr + place) + step, rows - 1)
+
+
+@jit
 def part_scores_kernel(
     logits_ptr, tokens_ptr, sums_ptr, value_ptr, index_ptr, vocab, parts,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    first_ptr, place_ptr, step_ptr, stride, count, rows,
+    SPANS: tl.constexpr, STEPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of a part of a row: its maximum, the sum of exponentials against it, how many are larger than
-    the chosen token's logit, and its ``WIDTH`` largest."""
+    """Of a part of a scored row: its maximum, the sum of exponentials against it, how many are
+    larger than the chosen token's logit, and its ``WIDTH`` largest."""
     release_next(PDL)
     await_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    item = tl.program_id(0).to(tl.int64)
+    row = scored_row(item, first_ptr, place_ptr, step_ptr, stride, count, rows, SPANS, STEPS)
     part = tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(logits_ptr + row * vocab + column, mask=column < vocab, other=float("-inf"))
     chosen = tl.load(logits_ptr + row * vocab + tl.load(tokens_ptr + row))
     most = tl.max(values, axis=0)
     pivot = tl.where(most == float("-inf"), 0.0, most)
-    place = sums_ptr + (row * parts + part) * 3
+    place = sums_ptr + (item * parts + part) * 3
     tl.store(place, most)
     tl.store(place + 1, tl.sum(tl.exp(values - pivot), axis=0))
     tl.store(place + 2, tl.sum((values > chosen).to(tl.float32), axis=0))
     for rank in range(WIDTH):
         best, at, values = take_largest(values, column, vocab)
-        entry = (row * parts + part) * WIDTH + rank
+        entry = (item * parts + part) * WIDTH + rank
         tl.store(value_ptr + entry, best)
         tl.store(index_ptr + entry, at)
 
 
 @jit
 def row_scores_kernel(
-    logits_ptr, tokens_ptr, sums_ptr, value_ptr, index_ptr, out_ptr, vocab, parts,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, tokens_ptr, sums_ptr, value_ptr, index_ptr, vocab, parts,
+    first_ptr, place_ptr, step_ptr, stride, count, rows, out_ptr,
+    SPANS: tl.constexpr, STEPS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The parts of a row together."""
+    """The parts of a scored row together."""
     release_next(PDL)
     await_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    item = tl.program_id(0).to(tl.int64)
+    row = scored_row(item, first_ptr, place_ptr, step_ptr, stride, count, rows, SPANS, STEPS)
     part = tl.arange(0, PARTS)
-    place = sums_ptr + (row * parts + part) * 3
+    place = sums_ptr + (item * parts + part) * 3
     inside = part < parts
     most = tl.load(place, mask=inside, other=float("-inf"))
     sums = tl.load(place + 1, mask=inside, other=0.0)
@@ -68,11 +89,11 @@ def row_scores_kernel(
     highest = tl.max(most, axis=0)
     normaliser = tl.log(tl.sum(sums * tl.exp(most - highest), axis=0)) + highest
     chosen = tl.load(logits_ptr + row * vocab + tl.load(tokens_ptr + row))
-    out = out_ptr + row * (2 + 2 * WIDTH)
+    out = out_ptr + item * (2 + 2 * WIDTH)
     tl.store(out, (chosen - normaliser).to(tl.int32, bitcast=True))
     tl.store(out + 1, tl.sum(larger, axis=0).to(tl.int32) + 1)
     candidate = tl.arange(0, CANDIDATES)
-    entry = row * parts * WIDTH + candidate
+    entry = item * parts * WIDTH + candidate
     given = candidate < parts * WIDTH
     values = tl.load(value_ptr + entry, mask=given, other=float("-inf"))
     index = tl.load(index_ptr + entry, mask=given, other=vocab)
@@ -82,25 +103,42 @@ def row_scores_kernel(
         tl.store(out + 2 + WIDTH + rank, (best - normaliser).to(tl.int32, bitcast=True))
 
 
-def row_logprobs(logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
-    """As ``kernels.logprobs.row_logprobs``; logits contiguous."""
+def row_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, width: int, spans: ScoredSpans | None = None
+) -> torch.Tensor:
+    """As ``kernels.logprobs.row_logprobs``, of all rows or, with ``spans``, of theirs; logits
+    contiguous."""
     (rows, vocab), device = logits.shape, logits.device
+    scored, which = rows, (None, None, None, 0, 1, rows)
+    if spans is not None:
+        steps, count = spans.steps, spans.count
+        scored = len(spans.places) * count
+        stride = 0 if steps is None else steps.stride(0)
+        which = spans.first, spans.places, steps, stride, count, rows
     width, parts = min(width, vocab), cdiv(vocab, BLOCK)
-    sums = torch.empty((rows, parts, 3), dtype=torch.float32, device=device)
-    values = torch.empty((rows, parts, width), dtype=torch.float32, device=device)
-    index = torch.empty((rows, parts, width), dtype=torch.int32, device=device)
-    out = torch.empty((rows, 2 + 2 * width), dtype=torch.int32, device=device)
-    launch = pdl(device)
-    part_scores_kernel[(rows, parts)](
-        logits, tokens, sums, values, index, vocab, parts,
-        width, BLOCK, num_warps=8, enable_fp_fusion=False, **launch,
-    )  # fmt: skip
-    row_scores_kernel[(rows,)](
-        logits, tokens, sums, values, index, out, vocab, parts,
-        width, next_power_of_2(parts), next_power_of_2(parts * max(width, 1)),
-        num_warps=4, enable_fp_fusion=False, **launch,
+    sums = torch.empty((scored, parts, 3), dtype=torch.float32, device=device)
+    values = torch.empty((scored, parts, width), dtype=torch.float32, device=device)
+    index = torch.empty((scored, parts, width), dtype=torch.int32, device=device)
+    out = torch.empty((scored, 2 + 2 * width), dtype=torch.int32, device=device)
+    launch, kinds = pdl(device), (spans is not None, which[2] is not None)
+    arguments = logits, tokens, sums, values, index, vocab, parts, *which
+    part_scores_kernel[(scored, parts)](
+        *arguments, *kinds, width, BLOCK, num_warps=8, enable_fp_fusion=False, **launch
+    )
+    row_scores_kernel[(scored,)](
+        *arguments, out, *kinds, width, next_power_of_2(parts),
+        next_power_of_2(parts * max(width, 1)), num_warps=4, enable_fp_fusion=False, **launch,
     )  # fmt: skip
     return out
+
+
+def span_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, spans: ScoredSpans, width: int
+) -> torch.Tensor:
+    """``Backend.span_logprobs``; logits contiguous."""
+    if len(spans.places) * spans.count < len(logits):
+        return row_logprobs(logits, tokens, width, spans)
+    return row_logprobs(logits, tokens, width)[spans.rows(len(logits))]
 
 
 @jit
