@@ -13,7 +13,7 @@ import torch
 
 from surefoot.kernels.cpu.backend import NativeBackend
 from surefoot.kernels.cpu.build import native_unavailable
-from surefoot.kernels.logprobs import row_logprobs
+from surefoot.kernels.logprobs import ScoredSpans, row_logprobs
 from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling.noise import gumbel
 from surefoot.sampling.params import SamplingStages, SlotParams
@@ -255,6 +255,25 @@ def test_logprobs_are_those_of_a_softmax(vocab: int, width: int) -> None:
             logits[row : row + 1], tokens[row : row + 1], width
         )
         assert alone.equal(packed[row : row + 1])
+
+
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("scored", [[3, 1], [2], [3, 1, 0, 2]])
+def test_logprobs_of_spans_are_those_of_their_rows(scored: list[int], steps: bool) -> None:
+    """Of chains and of accepted paths; a span that has fewer rows ends with others', and the last
+    one with its own last row. Nobody reads the rows that are not scored."""
+    logits = 3.0 * torch.randn((12, 20_000), generator=torch.Generator().manual_seed(4))
+    tokens = torch.arange(12) * 1_601
+    behind = torch.tensor([[0, 2, 4, 0], [0, 3, 0, 0], [0, 1, 2, 0], [0, 2, 1, 5]])
+    places, first = torch.tensor(scored), torch.tensor([0, 5, 6, 9])
+    spans = ScoredSpans(first, places, 4, behind if steps else None)
+    index = first[places][:, None] + (behind[places] if steps else torch.arange(4))
+    index = index.clamp(max=11).flatten()
+    backend = NativeBackend(threads=2)
+    expected = backend.row_logprobs(logits[index], tokens[index], 5)
+    given = torch.full_like(logits, torch.nan)
+    given[index] = logits[index]
+    assert torch.equal(backend.span_logprobs(given, tokens, spans, 5), expected)
 
 
 def test_logprobs_of_a_token_that_does_not_exist_are_refused() -> None:

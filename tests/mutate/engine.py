@@ -788,6 +788,18 @@ MUTATIONS = (
         "test_triton_sampling.py::test_logprobs_of_spans_are_those_of_their_rows",
     ),
     m(
+        "kernels/cpu/scores.c",
+        "return row < rows ? row : rows - 1;",
+        "return row < rows - 1 ? row : rows - 2;",
+        "test_native_sampling.py::test_logprobs_of_spans_are_those_of_their_rows",
+    ),
+    m(
+        "kernels/cpu/scores.c",
+        "s->steps[place * s->stride + step]",
+        "s->steps[item / s->count * s->stride + step]",
+        "test_native_sampling.py::test_logprobs_of_spans_are_those_of_their_rows",
+    ),
+    m(
         "kernels/logprobs.py",
         "rows.clamp(max=total - 1).flatten()",
         "rows.clamp(max=total - 2).flatten()",

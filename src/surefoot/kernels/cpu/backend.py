@@ -46,6 +46,7 @@ from surefoot.kernels.cpu.prepare import (
 )
 from surefoot.kernels.cpu.structs import BAD_INDEX, ContextStruct
 from surefoot.kernels.draws import Adjustments, Draws, TokenMasks
+from surefoot.kernels.logprobs import ScoredSpans
 from surefoot.kernels.quant import QuantTensor
 from surefoot.kernels.reference import key_moves
 
@@ -417,6 +418,15 @@ class NativeBackend(Backend):
     def row_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
         """See ``Backend.row_logprobs``; logits without NaN."""
         return sampling.row_logprobs(self.library, logits, tokens, width, self.thread_count)
+
+    def span_logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, spans: ScoredSpans, width: int
+    ) -> torch.Tensor:
+        """See ``Backend.span_logprobs``; logits without NaN."""
+        threads = self.thread_count
+        if spans.places.shape[0] * spans.count >= logits.shape[0]:
+            return super().span_logprobs(logits, tokens, spans, width)
+        return sampling.row_logprobs(self.library, logits, tokens, width, threads, spans)
 
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         """See ``Backend.draw``; logits without NaN."""

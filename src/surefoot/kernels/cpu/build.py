@@ -233,7 +233,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "sf_adjust": (int32, [pointer, pointer, int64, int64, pointer, int32]),
         "sf_mask": (int32, [pointer, int64, int64, pointer, int32]),
         "sf_draw": (int32, [pointer, pointer, int64, int64, pointer, pointer, int32]),
-        "sf_scores": (int32, [pointer, int64, int64, pointer, int64, pointer, int32]),
+        "sf_scores": (int32, [pointer, int64, int64, pointer, pointer, int64, pointer, int32]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

@@ -6,8 +6,15 @@ import ctypes
 
 import torch
 
-from surefoot.kernels.cpu.structs import BAD_INDEX, AdjustmentsStruct, DrawsStruct, MasksStruct
+from surefoot.kernels.cpu.structs import (
+    BAD_INDEX,
+    AdjustmentsStruct,
+    DrawsStruct,
+    MasksStruct,
+    ScoredStruct,
+)
 from surefoot.kernels.draws import Adjustments, Draws, TokenMasks
+from surefoot.kernels.logprobs import ScoredSpans
 
 ARGMAX_PART = 16384
 
@@ -107,17 +114,34 @@ def mask(library: ctypes.CDLL, logits: torch.Tensor, masks: TokenMasks, threads:
 
 
 def row_logprobs(
-    library: ctypes.CDLL, logits: torch.Tensor, tokens: torch.Tensor, width: int, threads: int
+    library: ctypes.CDLL,
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    width: int,
+    threads: int,
+    spans: ScoredSpans | None = None,
 ) -> torch.Tensor:
-    """As ``kernels.logprobs.row_logprobs``, of logits without NaN; of equals, the first ones.
-    IndexError for a token id outside the vocabulary."""
+    """As ``kernels.logprobs.row_logprobs``, of all rows or, with ``spans``, of theirs, of logits
+    without NaN; of equals, the first ones. IndexError for a token id outside the vocabulary."""
     logits = _matrix(logits)
     rows, columns = logits.shape
-    width = min(width, columns)
-    out = torch.empty((rows, 2 + 2 * width), dtype=torch.int32)
+    width, count, scored = min(width, columns), rows, None
+    if spans is not None:
+        steps, places = spans.steps, spans.places
+        scored = ScoredStruct(
+            _address(spans.first, torch.int64),
+            _address(places, torch.int64),
+            None if steps is None else _address(steps, torch.int64),
+            places.shape[0],
+            0 if steps is None else steps.shape[1],
+            spans.count,
+        )
+        count = places.shape[0] * spans.count
+    out = torch.empty((count, 2 + 2 * width), dtype=torch.int32)
     chosen = _address(tokens, torch.int64)
+    which = None if scored is None else ctypes.addressof(scored)
     code = library.sf_scores(
-        logits.data_ptr(), rows, columns, chosen, width, out.data_ptr(), threads
+        logits.data_ptr(), rows, columns, chosen, which, width, out.data_ptr(), threads
     )
     _check(code)
     return out

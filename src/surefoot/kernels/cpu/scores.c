@@ -7,13 +7,30 @@
 
 #define VECTORS_A_SUM 64 /* added up as floats, and then as doubles */
 
+/* Which rows are scored: `count` of each span at `places` [spans], the first of which is in `first`;
+ * the others follow it, or with `steps` are so many behind it. Those past the last row are that. */
+typedef struct {
+    const int64_t *first, *places, *steps;
+    int64_t spans, stride, count;
+} sf_scored;
+
 typedef struct {
     const float *x;
     int64_t rows, columns;
     const int64_t *tokens;
+    const sf_scored *scored; /* null: all rows */
     int64_t width;
     int32_t *out;
 } scores_job;
+
+static int64_t scored_row(const sf_scored *s, int64_t item, int64_t rows) {
+    if (!s) return item;
+    int64_t place = s->places[item / s->count], step = item % s->count;
+    int64_t row = s->first[place] + (s->steps ? s->steps[place * s->stride + step] : step);
+    return row < rows ? row : rows - 1;
+}
+
+static int64_t items(const sf_scored *s, int64_t rows) { return s ? s->spans * s->count : rows; }
 
 /* Put `value` of column `id` among the `count` likeliest so far, of at most `width`, behind those
  * that are as likely. Returns how many there are then. */
@@ -64,20 +81,23 @@ static void score_row(const float *x, int64_t columns, int64_t token, int64_t wi
 
 static void scores_task(void *argument) {
     const scores_job *j = argument;
-    int64_t row, last;
-    sf_share(j->rows, &row, &last);
-    for (; row < last; row++)
+    int64_t item, last;
+    sf_share(items(j->scored, j->rows), &item, &last);
+    for (; item < last; item++) {
+        int64_t row = scored_row(j->scored, item, j->rows);
         score_row(j->x + row * j->columns, j->columns, j->tokens[row], j->width,
-                  j->out + row * (2 + 2 * j->width));
+                  j->out + item * (2 + 2 * j->width));
+    }
 }
 
-/* out [rows, 2 + 2 width], as kernels/logprobs.py has it, of x [rows, columns] without NaN and
- * chosen tokens [rows]; width at most columns. SF_BAD_INDEX for a token that does not exist. */
+/* out [rows or scored rows, 2 + 2 width], as kernels/logprobs.py has it, of x [rows, columns], of
+ * which scored ones are without NaN, and chosen tokens [rows]; width at most columns. SF_BAD_INDEX
+ * for a token that does not exist. */
 SF_EXPORT int sf_scores(const float *x, int64_t rows, int64_t columns, const int64_t *tokens,
-                        int64_t width, int32_t *out, int threads) {
+                        const sf_scored *scored, int64_t width, int32_t *out, int threads) {
     for (int64_t row = 0; row < rows; row++)
         if (tokens[row] < 0 || tokens[row] >= columns) return SF_BAD_INDEX;
-    scores_job j = {x, rows, columns, tokens, width, out};
-    sf_run(rows * columns < 1 << 14 ? 1 : threads, scores_task, &j);
+    scores_job j = {x, rows, columns, tokens, scored, width, out};
+    sf_run(items(scored, rows) * columns < 1 << 14 ? 1 : threads, scores_task, &j);
     return SF_OK;
 }

@@ -98,6 +98,15 @@ class DrawsStruct(ctypes.Structure):
     ]
 
 
+class ScoredStruct(ctypes.Structure):
+    """``sf_scored`` of scores.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("first", "places", "steps")),
+        *((name, ctypes.c_int64) for name in ("spans", "stride", "count")),
+    ]
+
+
 class MasksStruct(ctypes.Structure):
     """``sf_masks`` of adjust.c."""
 
