@@ -747,8 +747,8 @@ MUTATIONS = (
     ),
     m(
         "kernels/triton/sampling.py",
-        "(tl.load(use_ptr + slot) != CHANGED) & ~limited",
-        "(tl.load(use_ptr + slot) >= 0) & ~limited",
+        "read = limited | (tl.load(use_ptr + slot) == CHANGED)",
+        "read = limited",
         "test_triton_sampling.py::test_what_the_product_told_is_not_looked_for_again",
     ),
     m(

@@ -30,12 +30,12 @@ def scored_row(
     SPANS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """The row of a scored item: as ``ScoredSpans`` has it with ``SPANS``, else the item itself."""
-    if not SPANS:
-        return item
-    place, step = tl.load(place_ptr + item // count), item % count
-    if STEPS:
-        step = tl.load(step_ptr + place * stride + step)
-    return tl.minimum(tl.load(first_ptr + place) + step, rows - 1)
+    if SPANS:
+        place, step = tl.load(place_ptr + item // count), item % count
+        if STEPS:
+            step = tl.load(step_ptr + place * stride + step)
+        item = tl.minimum(tl.load(first_ptr + place) + step, rows - 1)
+    return item
 
 
 @jit

@@ -72,15 +72,17 @@ def survey_kernel(
     temperature, top_p = tl.load(temperature_ptr + slot), tl.load(top_p_ptr + slot)
     limited = is_limited(temperature, tl.load(top_k_ptr + slot), top_p, vocab)
     place = row * parts + part
-    told = False
+    read = slot >= 0
     if TILES > 0:
-        told = (tl.load(use_ptr + slot) != CHANGED) & ~limited
-    if told:
-        best, index = largest_told(tile_ptr, tile_index_ptr, row, tiles, part, parts, vocab, TILES)
-        tl.store(largest_ptr + place, best)
-        tl.store(value_ptr + place, best)
-        tl.store(index_ptr + place, index)
-    else:
+        read = limited | (tl.load(use_ptr + slot) == CHANGED)
+        if not read:
+            best, index = largest_told(
+                tile_ptr, tile_index_ptr, row, tiles, part, parts, vocab, TILES
+            )  # fmt: skip
+            tl.store(largest_ptr + place, best)
+            tl.store(value_ptr + place, best)
+            tl.store(index_ptr + place, index)
+    if read:
         block: tl.constexpr = GROUPS * GROUP
         column = part * block + tl.arange(0, block)
         logits = tl.load(
