@@ -1,5 +1,6 @@
-"""Kernels in Gluon, which no interpreter runs, compile for Hopper with the Triton that is here:
-names change there from version to version. What they compute is checked on a GPU."""
+"""Kernels compile for Hopper with the Triton that is here: those in Gluon, which no interpreter
+runs and where names change from version to version, and some in Triton. What they compute is
+checked on a GPU."""
 
 from __future__ import annotations
 
@@ -13,15 +14,28 @@ import pytest
 pytest.importorskip("triton")
 
 
-def test_they_compile() -> None:
+def compiled(name: str) -> list[str]:
+    """What the program says of its kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).parent / "compile_gluon.py"
+    script = Path(__file__).parent / name
     done = subprocess.run(
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == [
+    return done.stdout.split()
+
+
+def test_they_compile() -> None:
+    assert compiled("compile_gluon.py") == [
         *("chunk_kernel", "True", "chunk_kernel", "True"),
         *("prompt_kernel", "True", "combine_chunks_kernel", "False"),
         *("shares_kernel", "True", "shares_kernel", "True"),
+    ]
+
+
+def test_kernels_that_sample_compile() -> None:
+    scores = ["part_scores_kernel", "row_scores_kernel"]
+    assert compiled("compile_sampling.py") == [
+        *("survey_kernel", "bound_kernel", "draw_kernel", "final_kernel"),
+        *("survey_kernel", "final_kernel", *scores, *scores, *scores),
     ]
