@@ -197,10 +197,11 @@ class TritonLinear:
     ) -> tuple[torch.Tensor, Maxima | None]:
         """``wide`` of the rows of which more than the largest is wanted, and the largest of all;
         ``slots`` and ``use`` as of ``Backend.head_where_used``."""
+        if self.cuda_plan(x, False, largest=True) is None:
+            return self.wide(x), None
         products = x.new_empty((x.shape[0], self.weight.shape[0]), dtype=torch.float32)
         found = self.largest_of_tiles(x, kept=Kept(products, slots, use))
-        if found is None:
-            return self.wide(x), None
+        assert found is not None, "there is a plan"
         return products, Maxima(found[0], found[1])
 
     def by_kernel(self, x: torch.Tensor, gated: bool, split_k: int) -> torch.Tensor:
