@@ -265,6 +265,7 @@ def test_logprobs_of_spans_are_those_of_their_rows(scored: list[int], steps: boo
     logits = 3.0 * torch.randn((12, 20_000), generator=torch.Generator().manual_seed(4))
     tokens = torch.arange(12) * 1_601
     behind = torch.tensor([[0, 2, 4, 0], [0, 3, 0, 0], [0, 1, 2, 0], [0, 2, 1, 5]])
+    behind = torch.cat([behind, behind + 1], dim=1)[:, :4]  # strided
     places, first = torch.tensor(scored), torch.tensor([0, 5, 6, 9])
     spans = ScoredSpans(first, places, 4, behind if steps else None)
     index = first[places][:, None] + (behind[places] if steps else torch.arange(4))

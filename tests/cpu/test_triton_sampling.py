@@ -392,6 +392,7 @@ def test_logprobs_of_spans_are_those_of_their_rows(steps: bool, few: bool) -> No
         logits[[4, 7]] = torch.nan
     first, places = torch.tensor([0, 5, 6, 9]), torch.tensor([3, 1] if few else [3, 1, 0])
     behind = torch.tensor([[0, 2, 4], [0, 3, 0], [0, 1, 2], [0, 2, 1]])
+    behind = torch.cat([behind, behind + 1], dim=1)[:, :3]  # strided
     rows = [[9, 11, 10], [5, 8, 5], [0, 2, 4]] if steps else [[9, 10, 11], [5, 6, 7], [0, 1, 2]]
     spans = ScoredSpans(first, places, 3, behind if steps else None)
     if not steps:

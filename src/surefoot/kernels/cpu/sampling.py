@@ -131,9 +131,9 @@ def row_logprobs(
         scored = ScoredStruct(
             _address(spans.first, torch.int64),
             _address(places, torch.int64),
-            None if steps is None else _address(steps, torch.int64),
+            None if steps is None else _address(steps[:1], torch.int64),  # rows may be strided
             places.shape[0],
-            0 if steps is None else steps.shape[1],
+            0 if steps is None else steps.stride(0),
             spans.count,
         )
         count = places.shape[0] * spans.count

@@ -210,8 +210,9 @@ __device__ __forceinline__ void write(const float (&sums)[TILE / 2], void* y, in
 
 // x_map: boxes of STEP inputs of ROWS rows; w_map: of WIDTH rows. y [rows, outputs]: if GATED
 // SiLU(gate) * up of the weight's halves in bf16, else the sums. If LARGEST: y, indices and, unless
-// null, totals [rows, tiles], as write_largest has them, and sums where `kept` says. If there are several SHARES of so many
-// inputs, y [SHARES, rows, outputs] are their sums. outputs, inputs: multiples of 8; share: of STEP.
+// null, totals [rows, tiles], as write_largest has them, and sums where `kept` says. If there are
+// several SHARES of so many inputs, y [SHARES, rows, outputs] are their sums. outputs, inputs:
+// multiples of 8; share: of STEP.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 product_kernel(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                void* y, int* indices, float* totals, Kept kept, u32 rows, u32 outputs, u32 inputs,
