@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from surefoot.kernels.draws import Maxima
 from surefoot.kernels.logprobs import ScoredSpans
-from surefoot.kernels.triton.logprobs import row_logprobs, span_logprobs
+from surefoot.kernels.triton.logprobs import row_logprobs
 from surefoot.kernels.triton.sampling import draw
 from surefoot.sampling.params import SlotParams
 from surefoot.sampling.sampler import SampleRows, draws_of
@@ -53,4 +53,4 @@ if __name__ == "__main__":
     draw(logits, draws_of(rows, params, False, told))
     row_logprobs(logits, index, 2)
     for steps in (None, index.unsqueeze(1)):
-        span_logprobs(logits, index, ScoredSpans(index, index[:1], 1, steps), 2)
+        row_logprobs(logits, index, 2, ScoredSpans(index, index[:1], 1, steps))

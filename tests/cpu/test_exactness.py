@@ -30,6 +30,7 @@ from harness import (
     score_gap,
     tiny_decoder,
 )
+from surefoot.models.decoder import Decoder
 from surefoot.request import FinishReason, Request, SamplingParams, SpeculationParams
 
 
@@ -148,8 +149,10 @@ def check_scenario(
     scenario: tuple[list[Job], dict[str, Any]],
     clock: int | None,
     ahead: bool = False,
+    tried: Decoder | None = None,
 ) -> None:
-    """``clock`` as of ``irregular_clock``."""
+    """``clock`` as of ``irregular_clock``. ``tried``: another decoder that has to give the same
+    texts."""
     work, options = scenario
     # What is printed when this one fails.
     note("\n".join(map(str, [*work, options, clock])))
@@ -158,7 +161,7 @@ def check_scenario(
     if options["proposers"]:
         texts = tuple((*request.prompt, *request.output) for request in expected)
         options = {**options, "proposer_options": {"oracle": {"texts": texts}}}
-    engine = make_engine(decoder, ahead, **options)
+    engine = make_engine(tried or decoder, ahead, **options)
     if ahead and options["max_num_seqs"] % 2:
         engine.loop.depth += 1
     with irregular_clock(clock):

@@ -23,9 +23,10 @@ from surefoot.kernels.logprobs import row_logprobs as row_logprobs_reference
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.triton import sampling
 from surefoot.kernels.triton.argmax import argmax
+from surefoot.kernels.triton.backend import TritonBackend
 from surefoot.kernels.triton.filters import depth_of, limit_of, mass_of
 from surefoot.kernels.triton.launch import jit
-from surefoot.kernels.triton.logprobs import mask_tokens, row_logprobs, span_logprobs
+from surefoot.kernels.triton.logprobs import mask_tokens, row_logprobs
 from surefoot.kernels.triton.noise import gumbel, noise_words
 from surefoot.kernels.triton.penalties import Adjuster
 from surefoot.kernels.triton.sampling import draw
@@ -400,7 +401,7 @@ def test_logprobs_of_spans_are_those_of_their_rows(steps: bool, few: bool) -> No
         rows = [[9, 10, 11, 11], [5, 6, 7, 8], [0, 1, 2, 3]]
     index = torch.tensor(rows[: len(places)]).flatten()
     assert torch.equal(spans.rows(12), index)
-    found = span_logprobs(logits, tokens, spans, 4)
+    found = TritonBackend(DEVICE, torch.float32).span_logprobs(logits, tokens, spans, 4)
     expected = row_logprobs(logits[index], tokens[index], 4)
     torch_one = TorchBackend("cpu", torch.float32).span_logprobs(logits, tokens, spans, 4)
     sane = ~logits[index].isnan().any(dim=1)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 
 import test_exactness as exactness
-from harness import Job, make_engine, random_weights, run_alone, run_jobs, tiny_config, tiny_decoder
+from harness import Job, random_weights, tiny_config
 from surefoot.kernels.draws import CHANGED, READ, UNREAD, Draws, Maxima
 from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.models.decoder import Decoder
@@ -59,20 +59,14 @@ class Sparing(TorchBackend):
 @exactness.BOTH
 @pytest.mark.parametrize("ahead", [False, True])
 def test_any_scenario_gives_the_plain_text(seeds: Any, ahead: bool) -> None:
-    config, plain = tiny_config(), tiny_decoder()
+    config = tiny_config()
     decoder = Decoder(config, random_weights(config), Sparing("cpu", torch.float32))
 
     def check(scenario: tuple[list[Job], dict[str, Any]]) -> None:
         work, options = scenario
         for job in work[1::2]:
             job.params = SamplingParams(temperature=0, max_tokens=job.params.max_tokens)
-        expected = [run_alone(plain, job) for job in work]
-        if options["proposers"]:
-            texts = tuple((*request.prompt, *request.output) for request in expected)
-            options = {**options, "proposer_options": {"oracle": {"texts": texts}}}
-        actual = run_jobs(make_engine(decoder, ahead, **options), work)
-        for job, want, got in zip(work, expected, actual, strict=True):
-            exactness.compare("torch", job, want, got)
+        exactness.check_scenario("torch", (work, options), None, ahead, decoder)
 
     seen.update(dict.fromkeys(seen, 0))
     seeds = type(seeds)(seeds, max_examples=60)

@@ -263,18 +263,23 @@ class Backend(ABC):
         """float32 logits [M, vocab], contiguous, in place: -inf where ``masks`` forbid a token."""
         mask_tokens(logits, masks)
 
-    def row_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
+    def row_logprobs(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        width: int,
+        spans: ScoredSpans | None = None,
+    ) -> torch.Tensor:
         """See ``kernels.logprobs``."""
-        return row_logprobs(logits, tokens, width)
+        return row_logprobs(logits, tokens, width, spans)
 
     def span_logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, spans: ScoredSpans, width: int
     ) -> torch.Tensor:
-        """``row_logprobs`` of the scored rows, int32 [n * count, 2 + 2 * width]."""
-        rows = spans.rows(len(logits))
-        if len(rows) < len(logits):
-            return self.row_logprobs(logits[rows], tokens[rows], width)
-        return self.row_logprobs(logits, tokens, width)[rows]
+        """``row_logprobs`` of ``spans``, by whichever way scores fewer rows."""
+        if len(spans.places) * spans.count < len(logits):
+            return self.row_logprobs(logits, tokens, width, spans)
+        return self.row_logprobs(logits, tokens, width)[spans.rows(len(logits))]
 
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor | None:
         """Temperature, filters, noise and argmax at once: float32 logits [M, vocab] -> tokens

@@ -33,11 +33,17 @@ class ScoredSpans:
         return rows.clamp(max=total - 1).flatten()
 
 
-def row_logprobs(logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
+def row_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, width: int, spans: ScoredSpans | None = None
+) -> torch.Tensor:
     """Float32 logits [M, vocab] and chosen tokens int64 [M] -> int32 [M, 2 + 2 * width], to be
     copied at once: the chosen token's logprob (its bits) and rank (1: most likely), the ``width``
     most likely tokens (at most the vocabulary) in falling order, and their logprobs (their bits).
+    ``spans``: of their rows only, in their order.
     """
+    if spans is not None:
+        rows = spans.rows(len(logits))
+        logits, tokens = logits[rows], tokens[rows]
     width = min(width, logits.shape[1])
     parts = zip(logits.split(ROWS_AT_ONCE), tokens.split(ROWS_AT_ONCE), strict=True)
     return torch.cat([_few_rows(*part, width) for part in parts])

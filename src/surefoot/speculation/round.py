@@ -234,8 +234,7 @@ class Round:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The token of every row that samples, int64 [M], from their ``hidden`` [M, hidden], and
         the float32 logits [M, vocab] where logprobs are wanted, at least those of who wants them.
-        ``likeliest``: int64 [M], where
-        they are known already."""
+        ``likeliest``: int64 [M], where they are known already."""
         if size.samples == 0:
             return torch.zeros(1, dtype=torch.int64, device=self.state.device), None
         decoder = self.decoder

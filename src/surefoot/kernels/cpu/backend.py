@@ -415,17 +415,15 @@ class NativeBackend(Backend):
         """See ``Backend.mask_tokens``."""
         sampling.mask(self.library, logits, masks, self.thread_count)
 
-    def row_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
-        """See ``Backend.row_logprobs``; logits without NaN."""
-        return sampling.row_logprobs(self.library, logits, tokens, width, self.thread_count)
-
-    def span_logprobs(
-        self, logits: torch.Tensor, tokens: torch.Tensor, spans: ScoredSpans, width: int
+    def row_logprobs(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        width: int,
+        spans: ScoredSpans | None = None,
     ) -> torch.Tensor:
-        """See ``Backend.span_logprobs``; logits without NaN."""
+        """See ``Backend.row_logprobs``; logits without NaN."""
         threads = self.thread_count
-        if spans.places.shape[0] * spans.count >= logits.shape[0]:
-            return super().span_logprobs(logits, tokens, spans, width)
         return sampling.row_logprobs(self.library, logits, tokens, width, threads, spans)
 
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:

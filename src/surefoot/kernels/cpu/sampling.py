@@ -121,8 +121,8 @@ def row_logprobs(
     threads: int,
     spans: ScoredSpans | None = None,
 ) -> torch.Tensor:
-    """As ``kernels.logprobs.row_logprobs``, of all rows or, with ``spans``, of theirs, of logits
-    without NaN; of equals, the first ones. IndexError for a token id outside the vocabulary."""
+    """As ``kernels.logprobs.row_logprobs``, of logits without NaN; of equals, the first ones.
+    IndexError for a token id outside the vocabulary."""
     logits = _matrix(logits)
     rows, columns = logits.shape
     width, count, scored = min(width, columns), rows, None

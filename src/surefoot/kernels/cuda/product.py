@@ -26,6 +26,8 @@ from surefoot.kernels.triton.matmul_plan import filled_shares, share_length
 
 KERNEL = "product_kernel"
 
+logger = logging.getLogger(__name__)
+
 
 class Kept(NamedTuple):
     """Rows whose products are written beside the largest ones: those whose slot has a ``use`` other
@@ -37,9 +39,6 @@ class Kept(NamedTuple):
     """int64 [N]: whose a row is; below 0 as 0."""
     use: torch.Tensor
     """int64 [slots]."""
-
-
-logger = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -86,10 +85,10 @@ def multiply(
     outputs = weight.shape[0] // 2 if plan.gated else weight.shape[0]
     function = _function(plan, x.device)
     maps = [_tensor_map(x, GROUP * plan.groups), _tensor_map(weight, plan.width)]
-    places = [0 if each is None else each.data_ptr() for each in (y, indices, totals)]
-    values: list[Any] = [ctypes.c_uint64(place) for place in places]
-    tensors = (0, 0, 0) if kept is None else [each.data_ptr() for each in kept]
-    values.append((ctypes.c_uint64 * 3)(*tensors))
+    results = [0 if each is None else each.data_ptr() for each in (y, indices, totals)]
+    values: list[Any] = [ctypes.c_uint64(place) for place in results]
+    also = (0, 0, 0) if kept is None else [each.data_ptr() for each in kept]
+    values.append((ctypes.c_uint64 * 3)(*also))
     sizes = rows, outputs, inputs, share_length(inputs, plan.shares)
     values += [ctypes.c_uint32(size) for size in sizes]
     places = [int(each.getPtr()) for each in maps] + [ctypes.addressof(each) for each in values]

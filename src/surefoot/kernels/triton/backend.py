@@ -29,7 +29,7 @@ from surefoot.kernels.triton.attend import Work, attend_inputs, work_of
 from surefoot.kernels.triton.cublas import CublasChoices
 from surefoot.kernels.triton.drafting import TritonDrafting
 from surefoot.kernels.triton.launch import check_device, hopper
-from surefoot.kernels.triton.logprobs import mask_tokens, row_logprobs, span_logprobs
+from surefoot.kernels.triton.logprobs import mask_tokens, row_logprobs
 from surefoot.kernels.triton.matmul_plan import MAX_ROWS
 from surefoot.kernels.triton.moves import move_paths
 from surefoot.kernels.triton.norm import rms_norm
@@ -61,8 +61,7 @@ class TritonBackend(Backend):
         # Elsewhere nobody has measured it yet.
         self.row_invariant = hopper(self.device)
         self.draw, self.adjust = draw, Adjuster(self.device)
-        self.mask_tokens = mask_tokens
-        self.row_logprobs, self.span_logprobs = row_logprobs, span_logprobs
+        self.mask_tokens, self.row_logprobs = mask_tokens, row_logprobs
         self.choices = CublasChoices()
         self.runs_beside = self.device.type == "cuda"
         self._streams: list[torch.cuda.Stream] = []

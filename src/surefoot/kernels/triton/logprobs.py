@@ -1,6 +1,6 @@
 """Logprobs and grammar masks over a vocabulary, in parts that keep many processors busy.
 
-Twins: ``kernels.logprobs.row_logprobs``, ``Backend.span_logprobs``, ``kernels.draws.mask_tokens``.
+Twins: ``kernels.logprobs.row_logprobs``, ``kernels.draws.mask_tokens``.
 """
 
 from __future__ import annotations
@@ -106,8 +106,7 @@ def row_scores_kernel(
 def row_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, width: int, spans: ScoredSpans | None = None
 ) -> torch.Tensor:
-    """As ``kernels.logprobs.row_logprobs``, of all rows or, with ``spans``, of theirs; logits
-    contiguous."""
+    """As ``kernels.logprobs.row_logprobs``; logits contiguous."""
     (rows, vocab), device = logits.shape, logits.device
     scored, which = rows, (None, None, None, 0, 1, rows)
     if spans is not None:
@@ -130,15 +129,6 @@ def row_logprobs(
         next_power_of_2(parts * max(width, 1)), num_warps=4, enable_fp_fusion=False, **launch,
     )  # fmt: skip
     return out
-
-
-def span_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, spans: ScoredSpans, width: int
-) -> torch.Tensor:
-    """``Backend.span_logprobs``; logits contiguous."""
-    if len(spans.places) * spans.count < len(logits):
-        return row_logprobs(logits, tokens, width, spans)
-    return row_logprobs(logits, tokens, width)[spans.rows(len(logits))]
 
 
 @jit

@@ -178,15 +178,18 @@ class TritonLinear:
         return reduce_parts(found[0], found[1], self.weight.shape[0])
 
     def largest_of_tiles(
-        self, x: torch.Tensor, totals: bool = False, kept: Kept | None = None
+        self, x: torch.Tensor, totals: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
         """Each row's largest sum in every tile of outputs (float32), its output (int32) and, if
         asked for ``totals``, the sum of the exponentials of all less the largest (float32), [N,
-        tiles] each; and products as ``kept`` says. None where ``product.cu`` does not compute
-        them."""
+        tiles] each; None where ``product.cu`` does not compute them."""
         plan = self.cuda_plan(x, False, largest=True)
-        if plan is None:
-            return None
+        return None if plan is None else self.largest_by(plan, x, totals)
+
+    def largest_by(
+        self, plan: ProductPlan, x: torch.Tensor, totals: bool = False, kept: Kept | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """``largest_of_tiles`` by a plan that asks for them, and products as ``kept`` says."""
         sums, indices = parts_of(x.shape[0], self.weight.shape[0], x.device, plan.width)
         powers = torch.empty_like(sums) if totals else None
         multiply_by_cuda(x, self.weight, sums, plan, indices, powers, kept)
@@ -197,12 +200,12 @@ class TritonLinear:
     ) -> tuple[torch.Tensor, Maxima | None]:
         """``wide`` of the rows of which more than the largest is wanted, and the largest of all;
         ``slots`` and ``use`` as of ``Backend.head_where_used``."""
-        if self.cuda_plan(x, False, largest=True) is None:
+        plan = self.cuda_plan(x, False, largest=True)
+        if plan is None:
             return self.wide(x), None
         products = x.new_empty((x.shape[0], self.weight.shape[0]), dtype=torch.float32)
-        found = self.largest_of_tiles(x, kept=Kept(products, slots, use))
-        assert found is not None, "there is a plan"
-        return products, Maxima(found[0], found[1])
+        sums, indices, _ = self.largest_by(plan, x, kept=Kept(products, slots, use))
+        return products, Maxima(sums, indices)
 
     def by_kernel(self, x: torch.Tensor, gated: bool, split_k: int) -> torch.Tensor:
         plan = self.plan(x, gated, split_k)
