@@ -38,4 +38,7 @@ def test_kernels_that_sample_compile() -> None:
     assert compiled("compile_sampling.py") == [
         *("survey_kernel", "bound_kernel", "draw_kernel", "final_kernel"),
         *("survey_kernel", "final_kernel", *scores, *scores, *scores),
+        *("markov_kernel", "markov_kernel", "markov_pick_kernel"),
+        *("changes_kernel", "noise_kernel", "markov_kernel", "markov_pick_kernel"),
+        *("draw_part_kernel", "draw_final_kernel", "draw_part_kernel", "draw_several_kernel"),
     ]

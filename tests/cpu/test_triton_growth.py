@@ -121,11 +121,13 @@ def test_drafts_with_penalties(mapped: bool) -> None:
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
 
 
+NUMPY = "ignore::RuntimeWarning"
+"""It warns where -inf is meant."""
 CHAINED = {
     "drawn": [
         SamplingParams(temperature=1.0, seed=4),
         SamplingParams(temperature=0),
-        SamplingParams(temperature=0.7, top_k=30, seed=5),
+        SamplingParams(temperature=0.7, top_k=2, seed=5),
         SamplingParams(temperature=0.9, top_p=0.8, min_p=0.002, seed=6),
     ],
     "adjusted": [
@@ -138,7 +140,7 @@ CHAINED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns where -inf is meant.
+@pytest.mark.filterwarnings(NUMPY)
 @pytest.mark.parametrize("kind", CHAINED)
 @pytest.mark.parametrize(("requests", "rank"), [(1, 20), (5, 1000), (19, 20)])
 @pytest.mark.parametrize("mapped", [False, True])
@@ -181,6 +183,26 @@ def test_drawn_markov_chains(requests: int, rank: int, mapped: bool, kind: str) 
         current = found[0].clone()
     assert right.double().mean() >= 0.9
     assert picker.pick_markov(slots, first, positions, logits.clone(), head, (tokens, None))
+
+
+@pytest.mark.filterwarnings(NUMPY)
+def test_chains_that_hold_no_numbers_end() -> None:
+    """The drafts of the other request are as without them."""
+    torch.manual_seed(5)
+    steps, width, rank = 2, 300, 8
+    asked = [SamplingParams(temperature=0.9, top_p=0.6, seed=each) for each in range(2)]
+    head = torch.randn(width, rank), TritonLinear(torch.randn(width, rank), None)
+    logits, found = torch.randn(steps, 2, width), []
+    positions = torch.arange(2, 2 + steps).unsqueeze(1).repeat(1, 2)
+    for value in (0.0, torch.nan):
+        logits[:, 1] = value
+        tokens, chances = torch.zeros((steps, 2), dtype=torch.int64), torch.zeros((steps, 2))
+        _, picker = pickers(admitted(asked, width), None, asked)
+        first, slots = torch.zeros(2, dtype=torch.int64), torch.arange(2)
+        assert picker.pick_markov(slots, first, positions, logits, head, (tokens, chances))
+        found.append(tokens)
+    assert torch.equal(found[0][:, 0], found[1][:, 0])
+    assert (found[1] < width).all()
 
 
 @pytest.mark.parametrize("mapped", [False, True])

@@ -24,7 +24,7 @@ from surefoot.kernels.torch_backend import TorchBackend
 from surefoot.kernels.triton import sampling
 from surefoot.kernels.triton.argmax import argmax
 from surefoot.kernels.triton.backend import TritonBackend
-from surefoot.kernels.triton.filters import depth_of, limit_of, mass_of
+from surefoot.kernels.triton.filters import depth_of, limit_of
 from surefoot.kernels.triton.launch import jit
 from surefoot.kernels.triton.logprobs import mask_tokens, row_logprobs
 from surefoot.kernels.triton.noise import gumbel, noise_words
@@ -34,6 +34,7 @@ from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling import noise as reference
 from surefoot.sampling.params import SamplingStages, SlotParams
 from surefoot.sampling.sampler import (
+    ANY_DRAW,
     SampleRows,
     adjust,
     adjustments_of,
@@ -142,7 +143,7 @@ def sample(
         logits = logits.clone()
         assert adjuster(logits, adjustments_of(rows, params, features))
         assert all(table.count_nonzero() == 0 for table in adjuster._tables)
-    return draw(logits, draws_of(rows, params)) if features.noise else argmax(logits)
+    return draw(logits, draws_of(rows, params, features)) if features.noise else argmax(logits)
 
 
 def test_samples_are_those_of_the_torch_sampler() -> None:
@@ -224,12 +225,13 @@ def test_what_the_product_told_is_not_looked_for_again(noise: bool, tile: int) -
     likeliest = (use == READ) & (params.temperature[rows.slots] == 0)
     given[likeliest, 2000] = 100.0
     Adjuster(given.device)(given, adjustments_of(rows, params, features))
-    assert torch.equal(draw(given, draws_of(rows, params, noise, told)), expected)
+    stages = ANY_DRAW if noise else SamplingStages()
+    assert torch.equal(draw(given, draws_of(rows, params, stages, told)), expected)
     masked = params.use.clone()
     masked[0] = CHANGED
     given[rows.slots == 0] = 0.0
     given[rows.slots == 0, 77] = 1.0
-    draws = replace(draws_of(rows, params, noise, told), use=masked)
+    draws = replace(draws_of(rows, params, stages, told), use=masked)
     found = draw(given, draws)
     assert (found[rows.slots == 0] == 77).all(), "of masked logits the largest is not known"
     assert torch.equal(found[rows.slots > 0], expected[rows.slots > 0])
@@ -264,10 +266,9 @@ def limit_kernel(
     inside = index < width
     scores = tl.load(scores_ptr + row * width + index, mask=inside, other=float("-inf"))
     floor = tl.log(tl.load(min_p_ptr + row))
-    mass = tl.sum(mass_of(scores, inside & (scores >= floor)), axis=0)
-    limit, _ = limit_of(
-        depth_of(scores), scores, inside, width, 0, floor, width, tl.load(top_k_ptr + row),
-        tl.load(top_p_ptr + row), mass, SIZE,
+    limit = limit_of(
+        depth_of(scores), scores, inside, floor, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row),
+        SIZE,
     )  # fmt: skip
     tl.store(limit_ptr + row, limit)
 
@@ -333,6 +334,19 @@ def test_what_filters_keep_is_drawn(shape: str) -> None:
         mass = torch.softmax(before.double(), 0)
         least = min(everything[row, found[row]], everything[row, expected[row]])
         assert abs(mass[everything[row] > least].sum() - wanted) < 1e-5, one
+
+
+def test_rows_that_hold_no_numbers_end() -> None:
+    """Such a model's text is nobody's; but others are in the same round."""
+    torch.manual_seed(8)
+    params, features = tables(*FILTERS)
+    rows = rows_of(2 * len(FILTERS), len(FILTERS))
+    logits = 2 * torch.randn(len(rows.slots), VOCAB)
+    expected = sample(logits, rows, params, features)
+    logits[len(FILTERS) :, 5:] = torch.nan
+    found = sample(logits, rows, params, features)
+    assert torch.equal(found[: len(FILTERS)], expected[: len(FILTERS)])
+    assert ((found >= 0) & (found < VOCAB)).all()
 
 
 @pytest.mark.parametrize("room", [1, 8, 64])

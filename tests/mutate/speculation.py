@@ -1557,7 +1557,7 @@ MUTATIONS = (
         "test_triton_growth.py",
     ),
     m(
-        "kernels/triton/drawn_picks.py",
+        "kernels/triton/markov_picks.py",
         "        tl.store(count_ptr, count + COUNTED, mask=penalised)",
         "        tl.store(count_ptr, count, mask=penalised)",
         "test_triton_growth.py",
@@ -1569,9 +1569,21 @@ MUTATIONS = (
         "test_triton_growth.py",
     ),
     m(
-        "kernels/triton/markov_draws.py",
+        "kernels/triton/markov_picks.py",
         "        position = tl.load(position_ptr + row)\n        column",
         "        position = tl.load(position_ptr + row % requests)\n        column",
+        "test_triton_growth.py",
+    ),
+    m(
+        "kernels/triton/markov_picks.py",
+        "tl.where(likely > score, masses, 0.0)",
+        "tl.where(likely > score, 0.0, 0.0)",
+        "test_triton_growth.py",
+    ),
+    m(
+        "kernels/triton/markov_picks.py",
+        "halved(likely, tl.full(likely.shape, 1.0, tl.float32), top_k)",
+        "halved(likely, tl.full(likely.shape, 1.0, tl.float32), width)",
         "test_triton_growth.py",
     ),
     m(

@@ -23,7 +23,7 @@ GROUPS = {
     r"|^(ancestors|node_rows|walk|follow_paths|write_drafts)_kernel",
     "drafter": r"^(entry_inputs|live_rows|shift|synthetic_tokens|(partial|final)_likeliest)_kernel"
     r"|^(block_rows|convolve|markov|draw_(part|final|several)|branch|best_nodes)_kernel"
-    r"|^(markov_draw|noise|changes|(part|final)_several)_kernel",
+    r"|^(markov_pick|noise|changes|(part|final)_several)_kernel",
     "products": (
         r"^(product|rows|tiles|shares|reduce|qkv)_kernel"
         r"|gemm|gemv|nvjet|cutlass|splitk|xmma"

@@ -74,6 +74,10 @@ class Draws:
     """int64: ``UNREAD``, ``READ`` or ``CHANGED``."""
     noise: bool = True
     """Whether anybody has a temperature above 0."""
+    ranked: bool = True
+    """Whether anybody who has one has a top-k."""
+    changed: bool = True
+    """Whether the logits of anybody who is ``CHANGED`` were."""
     maxima: Maxima | None = None
     """If given, the logits of rows that are ``UNREAD`` may be anything."""
 
@@ -112,6 +116,11 @@ class Adjustments:
     """int64 [slots]."""
     columns: torch.Tensor | None = None
     """int32 [vocab]: where in a row a token's logit stands, -1: nowhere; None: at its id."""
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether any stage is on."""
+        return self.penalties or self.biased or self.min_tokens
 
 
 def mask_tokens(logits: torch.Tensor, masks: TokenMasks) -> None:

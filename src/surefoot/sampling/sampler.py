@@ -18,6 +18,8 @@ from surefoot.kernels.draws import Adjustments, Draws, Maxima, TokenMasks, mask_
 from surefoot.sampling.noise import gumbel
 from surefoot.sampling.params import SamplingStages, SlotParams
 
+ANY_DRAW = SamplingStages(noise=True, min_p=True, top_k=1, top_p=True)
+
 
 @dataclass(frozen=True)
 class SampleRows:
@@ -65,7 +67,8 @@ def sample_rows(
     if not stages.noise and maxima is None:
         return backend.argmax(logits) if backend else logits.argmax(dim=-1)
     if backend:
-        drawn = backend.draw(logits, draws_of(rows, params, stages.noise, maxima))
+        changed = masks is not None or stages.adjusts
+        drawn = backend.draw(logits, draws_of(rows, params, stages, maxima, changed))
         if drawn is not None:
             return drawn
     scores = filtered_scores(logits, rows.slots, params, stages)
@@ -134,9 +137,13 @@ def adjustments_of(
 
 
 def draws_of(
-    rows: SampleRows, params: SlotParams, noise: bool = True, maxima: Maxima | None = None
+    rows: SampleRows,
+    params: SlotParams,
+    stages: SamplingStages = ANY_DRAW,
+    maxima: Maxima | None = None,
+    changed: bool = True,
 ) -> Draws:
-    """The rows' draws, as a backend wants them."""
+    """The rows' draws, as a backend wants them, which need no other ``stages``."""
     return Draws(
         slots=rows.slots,
         positions=rows.positions,
@@ -147,7 +154,9 @@ def draws_of(
         seed=params.seed,
         choice=params.choice,
         use=params.use,
-        noise=noise,
+        noise=stages.noise,
+        ranked=stages.noise and stages.top_k > 0,
+        changed=changed,
         maxima=maxima,
     )
 

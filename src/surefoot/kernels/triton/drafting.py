@@ -21,7 +21,7 @@ from surefoot.kernels.triton import (
     drawn_picks,
     growth,
     markov,
-    markov_draws,
+    markov_picks,
     picks,
     several,
 )
@@ -168,7 +168,7 @@ class TritonDrafting(Drafting):
     ngram_lookup = staticmethod(ngram_lookup)
     likeliest = staticmethod(picks.likeliest)
     draw = staticmethod(drawn_picks.draw)
-    draw_markov = staticmethod(markov_draws.draw_markov)
+    draw_markov = staticmethod(markov_picks.draw_markov)
     likeliest_several = staticmethod(several.likeliest_several)
     draw_several = staticmethod(several.draw_several)
     branch = staticmethod(growth.branch)
@@ -246,9 +246,7 @@ class TritonDrafting(Drafting):
     ) -> None:
         if not markov.takes(len(current), after.weight):
             return super().markov(logits, before, after, current, ids, tokens, chances)
-        if chances is None:
-            chances = torch.empty(tokens.shape, device=tokens.device)
-        markov.walk(logits, before, after.weight, current, ids, tokens, chances)
+        markov_picks.walk(logits, before, after.weight, current, ids, tokens, chances)
 
     def layer_and_head(
         self,

@@ -13,11 +13,9 @@ import torch
 import triton.language as tl
 
 from surefoot.kernels.draws import Draws
-from surefoot.kernels.triton.changes import PENALISED, Changes
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
 from surefoot.kernels.triton.noise import gumbel, words_of_columns
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
-from surefoot.kernels.triton.penalties import COUNTED
 
 PART, GROUP = 2048, 32
 """Logits that a program reads, and those of a group, of which it leaves two: the likeliest, and the
@@ -30,32 +28,28 @@ HALVINGS = tl.constexpr(16)
 
 @jit
 def leave_candidates(
-    noised, scores, column, width, row, inside, part, parts, rows, place_ptr, number_ptr,
+    noised, scores, column, width, row, part, parts, place_ptr, number_ptr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile [rows, columns] of part ``part`` of ``rows`` rows: the numbers (noised score,
-    score) of the best noised one and of the likeliest one of each group, and the places of both.
-    ``column`` int32 [columns]."""
-    count: tl.constexpr = noised.shape[0]
-    noised = tl.reshape(noised, [count, GROUP, GROUPS])
-    scores = tl.reshape(scores, [count, GROUP, GROUPS])
-    columns = tl.reshape(column, [GROUP, GROUPS])[None, :, :]
-    best, likeliest = tl.max(noised, axis=1), tl.max(scores, axis=1)
-    of_best = tl.min(tl.where(noised == best[:, None, :], columns, width - 1), axis=1)
-    of_likeliest = tl.min(tl.where(scores == likeliest[:, None, :], columns, width - 1), axis=1)
-    drawn = columns == of_best[:, None, :]
-    likely = columns == of_likeliest[:, None, :]
-    place = (row.to(tl.int64) * parts + part)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
-    there = inside[:, None]
-    every = (tl.zeros([], tl.int64) + rows) * parts * GROUPS
-    tl.store(place_ptr + place, of_best, mask=there)
-    tl.store(place_ptr + every + place, of_likeliest, mask=there)
-    tl.store(number_ptr + place, best, mask=there)
-    score = tl.max(tl.where(drawn, scores, float("-inf")), axis=1)
-    tl.store(number_ptr + every + place, score, mask=there)
-    score = tl.max(tl.where(likely, noised, float("-inf")), axis=1)
-    tl.store(number_ptr + 2 * every + place, score, mask=there)
-    tl.store(number_ptr + 3 * every + place, likeliest, mask=there)
+    """Of part ``part`` of a row: the numbers (noised score, score) of the best noised one and of
+    the likeliest one of each group, and the places of both."""
+    noised = tl.reshape(noised, [GROUP, GROUPS])
+    scores = tl.reshape(scores, [GROUP, GROUPS])
+    columns = tl.reshape(column, [GROUP, GROUPS])
+    best, likeliest = tl.max(noised, axis=0), tl.max(scores, axis=0)
+    of_best = tl.min(tl.where(noised == best[None, :], columns, width - 1), axis=0)
+    of_likeliest = tl.min(tl.where(scores == likeliest[None, :], columns, width - 1), axis=0)
+    drawn, likely = columns == of_best[None, :], columns == of_likeliest[None, :]
+    place = (row * parts + part) * GROUPS + tl.arange(0, GROUPS)
+    every = tl.num_programs(0).to(tl.int64) * parts * GROUPS
+    tl.store(place_ptr + place, of_best)
+    tl.store(place_ptr + every + place, of_likeliest)
+    tl.store(number_ptr + place, best)
+    score = tl.max(tl.where(drawn, scores, float("-inf")), axis=0)
+    tl.store(number_ptr + every + place, score)
+    score = tl.max(tl.where(likely, noised, float("-inf")), axis=0)
+    tl.store(number_ptr + 2 * every + place, score)
+    tl.store(number_ptr + 3 * every + place, likeliest)
 
 
 @jit(do_not_specialize_on_alignment=["slot_ptr", "position_ptr"])
@@ -88,11 +82,9 @@ def draw_part_kernel(
             seed, choice, position, ids_ptr, column, width, part * block, MAPPED, block
         )  # fmt: skip
         noised = scores + gumbel(words)
-    rows = row + tl.arange(0, 1)
     leave_candidates(
-        noised[None, :], scores[None, :], column, width, rows, rows >= 0, part, parts,
-        tl.num_programs(0), place_ptr, number_ptr, GROUPS, GROUP,
-    )  # fmt: skip
+        noised, scores, column, width, row, part, parts, place_ptr, number_ptr, GROUPS, GROUP
+    )
 
 
 @jit
@@ -166,11 +158,9 @@ def candidates(
 def draw_final_kernel(
     place_ptr, number_ptr, pivot_ptr, total_ptr, parts, width, ids_ptr, slot_ptr, position_ptr,
     temperature_ptr, min_p_ptr, top_p_ptr, top_k_ptr, history_ptr, history_stride,
-    token_ptr, token_stride, chance_ptr, chance_stride, change_ptr, count_ptr,
-    COUNTS: tl.constexpr, MAPPED: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
-    PDL: tl.constexpr,
+    token_ptr, token_stride, chance_ptr, chance_stride,
+    MAPPED: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With ``COUNTS``, the token is counted for the next one's penalties."""
     release_next(PDL)
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -188,11 +178,6 @@ def draw_final_kernel(
     tl.store(token_ptr + row * token_stride, token)
     tl.store(chance_ptr + row * chance_stride, tl.exp(score) / total)
     tl.store(history_ptr + slot * history_stride + tl.load(position_ptr + row), token)
-    if COUNTS:
-        penalised = tl.load(change_ptr + row) & PENALISED != 0
-        count_ptr += row * width + found
-        count = tl.load(count_ptr, mask=penalised, other=0)
-        tl.store(count_ptr, count + COUNTED, mask=penalised)
 
 
 class DrawnParts(NamedTuple):
@@ -208,26 +193,25 @@ class DrawnParts(NamedTuple):
     """Constants of the kernel that reads it, its number of warps among them."""
 
 
-def room_for_parts(rows: int, parts: int, groups: int, device: torch.device) -> DrawnParts:
-    """Of ``groups`` groups each."""
+def drawn_parts(logits: torch.Tensor, ids: torch.Tensor | None, draws: Draws) -> DrawnParts:
+    """Float32 logits [R, n] of the tokens ``ids`` int64 [n] (None: all), with the draws' noise."""
+    (rows, width), groups, device = logits.shape, PART // GROUP, logits.device
+    parts = cdiv(width, PART)
     pivots, totals = (torch.empty((rows, parts), device=device) for _ in range(2))
     numbers = torch.empty((4, rows, parts * groups), device=device)
     places = torch.empty((2, rows, parts * groups), dtype=torch.int32, device=device)
     padded = next_power_of_2(parts)
     # A warp by itself adds up without waiting for others.
-    warps = min(8, max(1, padded * groups // 512))
-    shape = {"GROUPS": groups, "PADDED": padded, "num_warps": warps}
-    return DrawnParts(places, numbers, pivots, totals, parts, shape)
-
-
-def drawn_parts(logits: torch.Tensor, ids: torch.Tensor | None, draws: Draws) -> DrawnParts:
-    """Float32 logits [R, n] of the tokens ``ids`` int64 [n] (None: all), with the draws' noise."""
-    (rows, width), groups = logits.shape, PART // GROUP
-    found = room_for_parts(rows, cdiv(width, PART), groups, logits.device)
-    draw_part_kernel[(rows, found.parts)](
+    shape = {
+        "GROUPS": groups,
+        "PADDED": padded,
+        "num_warps": min(8, max(1, padded * groups // 512)),
+    }
+    found = DrawnParts(places, numbers, pivots, totals, parts, shape)
+    draw_part_kernel[(rows, parts)](
         logits, logits.stride(0), width, ids, draws.slots, draws.positions, draws.temperature,
         draws.seed, draws.choice, *found[:4],
-        ids is not None, groups, GROUP, num_warps=4, **pdl(logits.device),
+        ids is not None, groups, GROUP, num_warps=4, **pdl(device),
     )  # fmt: skip
     return found
 
@@ -241,29 +225,11 @@ def draw(
     chances: torch.Tensor,
 ) -> bool:
     """``kernels.drafting.Drafting.draw``."""
-    found = drawn_parts(logits, ids, draws)
-    draw_of_parts(found, logits.shape[1], ids, draws, draws.positions, history, tokens, chances)
-    return True
-
-
-def draw_of_parts(
-    found: DrawnParts,
-    width: int,
-    ids: torch.Tensor | None,
-    draws: Draws,
-    positions: torch.Tensor,
-    history: torch.Tensor,
-    tokens: torch.Tensor,
-    chances: torch.Tensor,
-    changes: Changes | None = None,
-) -> None:
-    """``draw`` at ``positions`` int64 [R] of rows of ``width`` logits, of which the best of each
-    group are known. What is drawn is counted in ``changes``."""
-    *parts, shape = found
-    change, counts = (None, None) if changes is None else (changes.kinds, changes.counts)
-    draw_final_kernel[(len(positions),)](
-        *parts, width, ids, draws.slots, positions,
+    *found, shape = drawn_parts(logits, ids, draws)
+    draw_final_kernel[(len(logits),)](
+        *found, logits.shape[1], ids, draws.slots, draws.positions,
         draws.temperature, draws.min_p, draws.top_p, draws.top_k, history, history.stride(0),
-        tokens, tokens.stride(0), chances, chances.stride(0), change, counts,
-        COUNTS=changes is not None, MAPPED=ids is not None, **shape, **pdl(tokens.device),
+        tokens, tokens.stride(0), chances, chances.stride(0),
+        MAPPED=ids is not None, **shape, **pdl(tokens.device),
     )  # fmt: skip
+    return True

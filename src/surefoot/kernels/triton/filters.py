@@ -2,10 +2,13 @@
 
 Scores are at most 0, so their bits without the sign order them from the best, 0, to the worst: a
 score's *depth*. A filter keeps depths up to the smallest one at which a sum over all shallower or
-equal scores (of ones for top-k, of probabilities for top-p) reaches a target. That depth is looked
-for among a row's candidates: the scores above a bound that the border cannot lie below. Where there
-are too many of them (nearly all tokens are equally likely, or k is large), the row is gone through
-as often as it takes.
+equal scores (of ones for top-k, of probabilities for top-p) reaches a target.
+
+Top-k's is looked for among a row's candidates: the scores above a bound that it cannot lie below.
+Where there are too many of them (nearly all tokens are equally likely, or k is large), the row is
+gone through as often as it takes. For top-p alone no border is looked for: the best noised token of
+all is drawn unless those that are better without noise make up p, which takes only the parts of the
+row in which there are any; else the best noised one of these, and so on.
 
 Probabilities are whole numbers of ``UNIT``: sums are the same in any order, so a row's border
 depends on nothing else.
@@ -35,11 +38,10 @@ def is_limited(temperature, top_k, top_p, vocab):
 
 
 @jit
-def row_pivot(largest_ptr, row, parts, PARTS: tl.constexpr):
-    """A row's largest logit, from those of its parts."""
+def row_maxima(largest_ptr, row, parts, PARTS: tl.constexpr):
+    """The largest logit of each part of a row."""
     part = tl.arange(0, PARTS)
-    pivots = tl.load(largest_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
-    return tl.max(pivots, axis=0)
+    return tl.load(largest_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
 
 
 @jit
@@ -78,28 +80,18 @@ def border(depths, weights, target, SIZE: tl.constexpr):
 
 
 @jit
-def bound(depths, rank, scores, wanted):
-    """A depth, rounded up, up to which there are ``rank`` of them or their probabilities sum up to
-    ``wanted``; two bits at a time."""
-    masses = tl.exp(scores)
+def bound(depths, weights, wanted):
+    """A depth, rounded up, up to which ``weights`` sum up to ``wanted``; two bits at a time."""
     found = 0
     for step in range(8):
         shift = 29 - 2 * step
         # Shallower ones come out negative, deeper ones than this stretch at 4 or more.
         digits = (depths - found) >> shift
-        digit = is_short(digits <= 0, masses, rank, wanted)
-        digit += is_short(digits <= 1, masses, rank, wanted)
-        digit += is_short(digits <= 2, masses, rank, wanted)
+        digit = (tl.sum(tl.where(digits <= 0, weights, 0), axis=0) < wanted).to(tl.int32)
+        digit += (tl.sum(tl.where(digits <= 1, weights, 0), axis=0) < wanted).to(tl.int32)
+        digit += (tl.sum(tl.where(digits <= 2, weights, 0), axis=0) < wanted).to(tl.int32)
         found += digit << shift
     return found + BOUND_REST
-
-
-@jit
-def is_short(within, masses, rank, wanted):
-    """1 unless those ``within`` are enough."""
-    count = tl.sum(within.to(tl.int32), axis=0)
-    mass = tl.sum(tl.where(within, masses, 0.0), axis=0)
-    return ((count < rank) & (mass < wanted)).to(tl.int32)
 
 
 @jit
@@ -113,15 +105,56 @@ def row_block(logits_ptr, row, stride, vocab, first, pivot, temperature, BLOCK: 
 
 
 @jit
-def row_mass(logits_ptr, row, stride, vocab, pivot, temperature, floor, limit, BLOCK: tl.constexpr):
-    """The probabilities of a row's scores from ``floor`` on upwards, down to depth ``limit``."""
-    total = tl.zeros([BLOCK], tl.int64)
-    for first in range(0, vocab, BLOCK):
+def next_part(depths, after, limit):
+    """The first part behind ``after`` whose best score, by its depth in ``depths`` [PARTS], lies
+    down to ``limit``; ``EVERYTHING`` if none."""
+    part = tl.arange(0, depths.shape[0])
+    return tl.min(tl.where((part > after) & (depths <= limit), part, EVERYTHING), axis=0)
+
+
+@jit
+def row_mass(
+    logits_ptr, row, stride, vocab, pivot, temperature, of_parts, floor, limit, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The probabilities of a row's scores from ``floor`` on upwards, down to depth ``limit``;
+    ``of_parts``: the depth of the best one of each ``BLOCK``."""
+    total = tl.zeros([], tl.int64)
+    part = next_part(of_parts, -1, limit)
+    while part < EVERYTHING:
         _, scores = row_block(
-            logits_ptr, row, stride, vocab, first, pivot, temperature, BLOCK
+            logits_ptr, row, stride, vocab, part * BLOCK, pivot, temperature, BLOCK
         )  # fmt: skip
-        total += mass_of(scores, (scores >= floor) & (depth_of(scores) <= limit))
-    return tl.sum(total, axis=0)
+        kept = (scores >= floor) & (depth_of(scores) <= limit)
+        total += tl.sum(mass_of(scores, kept), axis=0)
+        part = next_part(of_parts, part, limit)
+    return total
+
+
+@jit
+def row_best(
+    logits_ptr, row, stride, vocab, pivot, temperature, of_parts, floor, limit, seed, choice,
+    position, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The token with the best noised score among those from ``floor`` on upwards, down to depth
+    ``limit``, and its depth. ``of_parts`` as of ``row_mass``."""
+    best, token = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int32)
+    # Of a row of NaN, where none is found, whoever goes on from here ends.
+    depth = tl.zeros([], tl.int32)
+    part = next_part(of_parts, -1, limit)
+    while part < EVERYTHING:
+        column, scores = row_block(
+            logits_ptr, row, stride, vocab, part * BLOCK, pivot, temperature, BLOCK
+        )  # fmt: skip
+        words = noise_words(seed, choice, position, part * BLOCK, BLOCK)
+        depths = depth_of(scores)
+        kept = (depths <= limit) & (scores >= floor)
+        noised = tl.where(kept, scores + gumbel(words), float("-inf"))
+        value, index = largest(noised, column, vocab - 1)
+        if value > best:
+            best, token = value, index
+            depth = tl.max(tl.where(column == index, depths, 0), axis=0)
+        part = next_part(of_parts, part, limit)
+    return token, depth
 
 
 @jit
@@ -155,85 +188,93 @@ def share_of(mass, top_p):
 
 
 @jit
-def limit_of(
-    depths, scores, inside, count, reach, floor, vocab, top_k, top_p, mass, SIZE: tl.constexpr
-):  # fmt: skip
-    """(The depth down to which top-k and top-p keep the ``count`` scores ``inside``, which are all
-    down to ``reach``; whether these are enough to tell). ``mass``: the sum of all probabilities,
-    for top-p without top-k."""
-    limit = EVERYTHING
-    enough = reach >= FORBIDDEN
-    if top_k < vocab:
-        limit = border(depths, inside.to(tl.int32), top_k, SIZE)
-        enough = enough | (count >= top_k)
+def limit_of(depths, scores, inside, floor, top_k, top_p, SIZE: tl.constexpr):
+    """The depth down to which top-k and top-p keep the scores ``inside``."""
+    limit = border(depths, inside.to(tl.int32), top_k, SIZE)
     if top_p < 1:
         masses = mass_of(scores, inside & (scores >= floor) & (depths <= limit))
-        total = tl.sum(masses, axis=0)
-        if top_k >= vocab:
-            enough = enough | (total >= share_of(mass, top_p))
-        else:
-            mass = total
-        limit = tl.minimum(limit, border(depths, masses, share_of(mass, top_p), SIZE))
-    return limit, enough
+        wanted = share_of(tl.sum(masses, axis=0), top_p)
+        limit = tl.minimum(limit, border(depths, masses, wanted, SIZE))
+    return limit
 
 
 @jit
 def best_candidate(
-    candidate_ptr, score_ptr, row, count, reach, vocab, floor, top_k, top_p, mass, seed, choice,
+    candidate_ptr, score_ptr, row, count, reach, vocab, floor, top_k, top_p, seed, choice,
     position, ROOM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """(The token drawn among the first ``count`` candidates, whether they hold all that is kept).
-    ``reach`` and ``mass`` as of ``limit_of``."""
+    """(The token drawn among the first ``count`` candidates, all that there are down to ``reach``;
+    whether they hold all that top-k keeps)."""
     index = tl.arange(0, SIZE)
     inside = index < count
     column = tl.load(candidate_ptr + row * ROOM + index, mask=inside, other=0)
     scores = tl.load(score_ptr + row * ROOM + index, mask=inside, other=float("-inf"))
     depths = depth_of(scores)
-    limit, enough = limit_of(
-        depths, scores, inside, count, reach, floor, vocab, top_k, top_p, mass, SIZE
-    )  # fmt: skip
+    limit = limit_of(depths, scores, inside, floor, top_k, top_p, SIZE)
     words = noise_words_at(seed, choice, position, column.to(tl.int64))
     kept = inside & (scores >= floor) & (depths <= limit)
     noised = tl.where(kept, scores + gumbel(words), float("-inf"))
     _, token = largest(noised, column, vocab - 1)
-    return token, enough
+    return token, (reach >= FORBIDDEN) | (count >= top_k)
+
+
+@jit
+def kept_of_row(
+    token, depth, mass, logits_ptr, row, stride, vocab, pivot, temperature, of_parts, group_ptr,
+    groups, floor, top_p, seed, choice, position, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """The token drawn, if ``token`` at ``depth`` is the best noised one of all that pass the other
+    filters, whose probabilities sum up to ``mass``: this one, unless so many better ones are kept
+    that it is not; else the best of those that are better than it, and so on. At ``group_ptr`` is
+    the largest logit of each of a row's ``groups``, at most ``GROUPS``."""
+    if (top_p < 1) & (next_part(of_parts, -1, depth - 1) < EVERYTHING):
+        wanted = share_of(mass, top_p)
+        # Each group's largest stands for one token at least.
+        group = tl.arange(0, GROUPS)
+        largest_ones = tl.load(
+            group_ptr + row * groups + group, mask=group < groups, other=float("-inf")
+        )  # fmt: skip
+        scores = scores_of(largest_ones, pivot, temperature)
+        depths, masses = depth_of(scores), mass_of(scores, scores >= floor)
+        better = tl.sum(tl.where(depths < depth, masses, 0), axis=0)
+        if better < wanted:
+            better = row_mass(
+                logits_ptr, row, stride, vocab, pivot, temperature, of_parts, floor, depth - 1,
+                BLOCK,
+            )  # fmt: skip
+        if better >= wanted:
+            limit = bound(depths, masses, wanted)
+            while better >= wanted:
+                # One that is not kept rules out all that are no better.
+                limit = tl.minimum(limit, depth - 1)
+                token, depth = row_best(
+                    logits_ptr, row, stride, vocab, pivot, temperature, of_parts, floor, limit,
+                    seed, choice, position, BLOCK,
+                )  # fmt: skip
+                better = row_mass(
+                    logits_ptr, row, stride, vocab, pivot, temperature, of_parts, floor, depth - 1,
+                    BLOCK,
+                )  # fmt: skip
+    return token
 
 
 @jit
 def best_of_row(
-    logits_ptr, row, stride, vocab, pivot, temperature, floor, top_k, top_p, mass, seed, choice,
-    position, BLOCK: tl.constexpr,
+    logits_ptr, row, stride, vocab, pivot, temperature, of_parts, group_ptr, groups, floor, top_k,
+    top_p, seed, choice, position, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The token drawn among all, however many are kept: the best of all, if so many better ones are
-    kept that it is too; else the best of those that are better than that, and so on."""
-    limit = EVERYTHING
-    if top_k < vocab:
-        limit = row_rank(
-            logits_ptr, row, stride, vocab, pivot, temperature, top_k, BLOCK
-        )  # fmt: skip
-        mass = row_mass(logits_ptr, row, stride, vocab, pivot, temperature, floor, limit, BLOCK)
-    wanted = share_of(mass, top_p)
-    # Below the depth of all that are forbidden, if there is no other limit.
-    above = tl.minimum(limit, FORBIDDEN - 1) + 1
-    token = tl.zeros([], tl.int32)
-    while above > 0:
-        best, token = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int32)
-        depth = FORBIDDEN
-        for first in range(0, vocab, BLOCK):
-            column, scores = row_block(
-                logits_ptr, row, stride, vocab, first, pivot, temperature, BLOCK
-            )  # fmt: skip
-            words = noise_words(seed, choice, position, first, BLOCK)
-            depths = depth_of(scores)
-            kept = (depths < above) & (scores >= floor)
-            noised = tl.where(kept, scores + gumbel(words), float("-inf"))
-            value, index = largest(noised, column, vocab - 1)
-            if value > best:
-                best, token = value, index
-                depth = tl.max(tl.where(column == index, depths, 0), axis=0)
-        better = row_mass(
-            logits_ptr, row, stride, vocab, pivot, temperature, floor, depth - 1, BLOCK
-        )  # fmt: skip
-        # One that is not kept rules out all that are no better.
-        above = tl.where((top_p < 1) & (better >= wanted), depth, 0)
-    return token
+    """The token drawn of a row with top-k, however many are kept; more as of ``kept_of_row``."""
+    # No lower than all that are forbidden, if there is no other limit.
+    limit = row_rank(logits_ptr, row, stride, vocab, pivot, temperature, top_k, BLOCK)
+    limit = tl.minimum(limit, FORBIDDEN - 1)
+    mass = row_mass(
+        logits_ptr, row, stride, vocab, pivot, temperature, of_parts, floor, limit, BLOCK
+    )  # fmt: skip
+    token, depth = row_best(
+        logits_ptr, row, stride, vocab, pivot, temperature, of_parts, floor, limit, seed, choice,
+        position, BLOCK,
+    )  # fmt: skip
+    return kept_of_row(
+        token, depth, mass, logits_ptr, row, stride, vocab, pivot, temperature, of_parts, group_ptr,
+        groups, floor, top_p, seed, choice, position, BLOCK, GROUPS,
+    )  # fmt: skip

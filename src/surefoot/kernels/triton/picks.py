@@ -62,6 +62,15 @@ def final_likeliest_kernel(
     tl.store(chance_ptr + row * chance_stride, tl.exp(best - pivot) / total)
 
 
+def room_for_largest(
+    rows: int, parts: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each part of rows: the largest logit, its column int32, and the sum of the part's
+    exponentials less the largest, [rows, parts] each."""
+    values, totals = (torch.empty((rows, parts), device=device) for _ in range(2))
+    return values, torch.empty((rows, parts), dtype=torch.int32, device=device), totals
+
+
 def likeliest(
     logits: torch.Tensor,
     ids: torch.Tensor | None,
@@ -70,10 +79,9 @@ def likeliest(
 ) -> None:
     """``kernels.drafting.Drafting.likeliest``."""
     rows, width = logits.shape
-    size = rows, cdiv(width, PART)
-    values, totals = logits.new_empty(size), logits.new_empty(size)
-    index = torch.empty(size, dtype=torch.int32, device=logits.device)
-    partial_likeliest_kernel[size](
+    parts = cdiv(width, PART)
+    values, index, totals = room_for_largest(rows, parts, logits.device)
+    partial_likeliest_kernel[rows, parts](
         logits, logits.stride(0), width, values, index, totals, PART,
         num_warps=4, **pdl(logits.device),
     )  # fmt: skip
@@ -89,8 +97,7 @@ def likeliest_of_parts(
     tokens: torch.Tensor,
     chances: torch.Tensor,
 ) -> None:
-    """``likeliest`` of rows of ``width`` logits, from the largest of each part of them, its index
-    and the sum of the part's exponentials less the largest, [B, parts] each."""
+    """``likeliest`` of rows of ``width`` logits, from what ``room_for_largest`` is for."""
     parts = values.shape[1]
     final_likeliest_kernel[(len(values),)](
         values, index, totals, parts, width, ids, tokens, tokens.stride(0),
