@@ -32,7 +32,7 @@ from surefoot.kernels.triton.matmul_plan import shares
 from surefoot.kernels.triton.norm import rms_norm
 from surefoot.kernels.triton.products import TritonLinear, matmul
 from surefoot.sampling.params import SamplingStages, SlotParams
-from surefoot.sampling.sampler import SampleRows, sample_rows
+from surefoot.sampling.sampler import SampleRows, draws_of, sample_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -193,7 +193,7 @@ def test_samples_are_those_of_all_logits(vocab: int) -> None:
             if not stages.noise:
                 params.temperature.zero_()
             expected = sample_rows(every, who, params, stages, backend)
-            found = sample_rows(logits, who, params, stages, backend, maxima=told)
+            found = backend.draw(logits, draws_of(who, params, stages, told))
             assert torch.equal(found, expected), rows
 
 
