@@ -19,6 +19,7 @@ from surefoot.sampling.noise import gumbel
 from surefoot.sampling.params import SamplingStages, SlotParams
 
 ANY_DRAW = SamplingStages(noise=True, min_p=True, top_k=1, top_p=True)
+"""Of rows that may draw, with any filter."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ def draws_of(
     maxima: Maxima | None = None,
     changed: bool = True,
 ) -> Draws:
-    """The rows' draws, as a backend wants them, which need no other ``stages``."""
+    """The rows' draws, as a backend wants them: no row needs a stage that is not in ``stages``.
+    ``maxima``, and whether anybody's logits were ``changed`` since, as of ``Draws``."""
     return Draws(
         slots=rows.slots,
         positions=rows.positions,

@@ -20,7 +20,7 @@ MOST_RANK = 128
 TILE = 16384
 """Weights of a program, at most."""
 MOST_PARTS = 128
-"""Of a row, that one warp reads faster than several."""
+"""Parts of a row, at most, that one warp reads faster than several."""
 
 
 @jit(
@@ -113,11 +113,12 @@ class Shape(NamedTuple):
     constants: tuple[int, int, int, int]
     """``RANK`` and what follows."""
     num_warps: int
+    """Of a program."""
 
 
 def shape_of(requests: int, width: int, rank: int) -> Shape:
-    """Of logits [requests, width]. Few requests are waited for most: their programs are small, but
-    no more of a row than one warp can read at once."""
+    """Of logits [requests, width]. Few requests keep few processors busy: their parts are as small
+    as ``MOST_PARTS`` allows."""
     few = requests <= MOST_ROWS
     small = few and width <= 64 * MOST_PARTS
     padded = next_power_of_2(rank, 16)
