@@ -430,6 +430,36 @@ def test_offers_are_cut_before_the_first_draft_that_is_forbidden(
     assert int(engine.round.books.offers.lengths[1]) == left
 
 
+@pytest.mark.parametrize("tree", [False, True])
+def test_what_the_host_offers_stands_in_the_place_of_what_was_cut(tree: bool) -> None:
+    engine = structured_engine(
+        tiny_decoder(), max_num_seqs=2, max_draft_tokens=4, proposers=("ngram", "grammar")
+    )
+    masks, state, offers = engine.loop._grammars, engine.state, engine.round.books.offers
+    state.mask_bits = torch.zeros((state.slots * (1 + state.max_drafts), WORDS), dtype=torch.int32)
+    if tree:
+        offers.parents = torch.full((state.slots, 4), 9)
+    grammar: Any = Forbids(6)
+    grammar.write_masks = lambda drafts, bits: bits.fill(-1)
+    grammar.forced = lambda most: ([9, 9, 9], [0.9, 0.9, 0.9])
+    request = engine.make_request("r", (3, 4), SamplingParams())
+    request.slot, request.output, request.grammar = 1, [3], grammar
+    request.computed = request.length - 1
+    masks.note(1, 0, [5, 6, 7, 8], None)
+    offers.tokens[1], offers.lengths[1] = torch.tensor([5, 6, 7, 8]), 4
+    offers.chances[1] = 0.25
+    before = [offers.tokens[0].clone(), offers.chances[0].clone()]
+    [(slot, (number, length))] = masks.write([request]).items()
+    assert (slot, number, length) == (1, engine.proposer_names.index("grammar"), 3)
+    assert int(offers.proposer[1]) == number and int(offers.lengths[1]) == 3
+    assert offers.tokens[1].tolist() == [9, 9, 9, 0]
+    chances = offers.chances[1].tolist()
+    assert 1 >= chances[0] >= chances[1] >= chances[2] > chances[3] == 0
+    assert torch.equal(offers.tokens[0], before[0]) and torch.equal(offers.chances[0], before[1])
+    if offers.parents is not None:
+        assert offers.parents[1].tolist() == [-1, 0, 1, 2]
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_whoever_begins_again_in_another_slot_goes_on(ahead: bool) -> None:
     """Who takes part is remembered from round to round, but not beyond that."""

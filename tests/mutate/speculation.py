@@ -1563,6 +1563,12 @@ MUTATIONS = (
         "test_triton_growth.py",
     ),
     m(
+        "engine/structured.py",
+        "        with sending(self.state.device) as uploads:\n            self._replace(hosted, uploads)",
+        "            self._replace(hosted, uploads)",
+        "test_structured.py",
+    ),
+    m(
         "kernels/triton/changes.py",
         "        logits = tl.where(found != 0, once, logits) + shift",
         "        logits = tl.where(found != 0, once, logits)",
@@ -1712,9 +1718,9 @@ MUTATIONS = (
     ),
     m(
         "engine/structured.py",
-        "offers.parents[slots] = chain_parents(len(chances), chances.shape[1], chances.device)",
-        "pass",
-        "test_forced.py",
+        "np.arange(-1, tokens.shape[1] - 1)",
+        "np.arange(tokens.shape[1])",
+        "test_structured.py",
     ),
     m(
         "sampling/grammar.py",

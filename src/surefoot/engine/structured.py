@@ -12,14 +12,12 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from surefoot.engine.reported import ReportedOffers
-from surefoot.kernels.upload import Uploads, sending
+from surefoot.kernels.upload import Uploads, places_of, sending
 from surefoot.request import Request
 from surefoot.speculation.books import LEAST, BookKeeping
 from surefoot.speculation.host_offers import HostOffer, HostOffers, room_for
-from surefoot.speculation.trees import chain_parents
 from surefoot.structured import TextGrammar
 
 MAX_HOST_SECONDS = 0.001
@@ -88,6 +86,9 @@ class GrammarMasks:
             _write_masks(request.grammar, tokens[:length], parents[:length], bits)
         with sending(self.state.device) as uploads:
             self._cut(kept, uploads)
+        # Behind the cut, which would shorten these offers, too: who is called is called after all is
+        # written.
+        with sending(self.state.device) as uploads:
             self._replace(hosted, uploads)
         return {slot: (item.proposer, len(item.tokens)) for slot, item in hosted.items()}
 
@@ -101,23 +102,21 @@ class GrammarMasks:
         """Put the host's offers in the place of those that proposers made on the device."""
         if not hosted:
             return
-        width = self.state.max_drafts
-        numbers = np.zeros((len(hosted), 3 + width), dtype=np.int64)
-        chances = np.zeros((len(hosted), width), dtype=np.float32)
-        for place, (slot, offer) in enumerate(hosted.items()):
-            length = len(offer.tokens)
-            numbers[place, :3] = slot, offer.proposer, length
-            numbers[place, 3 : 3 + length] = offer.tokens
-            chances[place, :length] = np.maximum(offer.chances, LEAST)
-        uploads.add(self._enter, numbers, chances)
-
-    def _enter(self, numbers: torch.Tensor, chances: torch.Tensor) -> None:
-        offers, slots = self.books.offers, numbers[:, 0]
-        offers.proposer[slots], offers.lengths[slots] = numbers[:, 1], numbers[:, 2]
-        offers.tokens[slots] = numbers[:, 3:]
-        offers.chances[slots] = chances
+        offers, slots = self.books.offers, np.array(list(hosted))
+        whose = np.array([[offer.proposer, len(offer.tokens)] for offer in hosted.values()])
+        tokens = np.zeros((len(hosted), self.state.max_drafts), dtype=np.int64)
+        chances = np.zeros(tokens.shape, dtype=np.float32)
+        for place, offer in enumerate(hosted.values()):
+            tokens[place, : len(offer.tokens)] = offer.tokens
+            chances[place, : len(offer.tokens)] = np.maximum(offer.chances, LEAST)
+        places = places_of(slots, offers.tokens.shape, 0)
+        uploads.write(offers.proposer, slots, whose[:, 0])
+        uploads.write(offers.lengths, slots, whose[:, 1])
+        uploads.write(offers.tokens, places, tokens)
+        uploads.write(offers.chances, places, chances)
         if offers.parents is not None:
-            offers.parents[slots] = chain_parents(len(chances), chances.shape[1], chances.device)
+            chains = np.tile(np.arange(-1, tokens.shape[1] - 1), (len(hosted), 1))
+            uploads.write(offers.parents, places, chains)
 
     def _cut(self, kept: dict[int, int], uploads: Uploads) -> None:
         shorter = {
