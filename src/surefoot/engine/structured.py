@@ -86,8 +86,8 @@ class GrammarMasks:
             _write_masks(request.grammar, tokens[:length], parents[:length], bits)
         with sending(self.state.device) as uploads:
             self._cut(kept, uploads)
-        # Behind the cut, which would shorten these offers, too: who is called is called after all is
-        # written.
+        # Behind the cut, which would shorten these offers, too: whoever is called is called when
+        # all is written.
         with sending(self.state.device) as uploads:
             self._replace(hosted, uploads)
         return {slot: (item.proposer, len(item.tokens)) for slot, item in hosted.items()}
