@@ -1564,8 +1564,8 @@ MUTATIONS = (
     ),
     m(
         "engine/structured.py",
-        "        with sending(self.state.device) as uploads:\n            self._replace(hosted, uploads)",
-        "            self._replace(hosted, uploads)",
+        "        with sending(self.state.device) as uploads:\n            self._replace(",
+        "            self._replace(",
         "test_structured.py",
     ),
     m(
