@@ -59,7 +59,7 @@ if __name__ == "__main__":
     rows = SampleRows(index, index, index.unsqueeze(1), 1)
     told = Maxima(torch.zeros(ROWS, TILES), torch.zeros(ROWS, TILES, dtype=torch.int32))
     draw(logits, draws_of(rows, params))
-    draw(logits, draws_of(rows, params, SamplingStages(), told))
+    draw(logits, draws_of(rows, params, False, told))
     row_logprobs(logits, index, 2)
     for steps in (None, index.unsqueeze(1)):
         row_logprobs(logits, index, 2, ScoredSpans(index, index[:1], 1, steps))

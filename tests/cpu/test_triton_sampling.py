@@ -34,7 +34,6 @@ from surefoot.request import Request, SamplingParams, SpeculationParams
 from surefoot.sampling import noise as reference
 from surefoot.sampling.params import SamplingStages, SlotParams
 from surefoot.sampling.sampler import (
-    ANY_DRAW,
     SampleRows,
     adjust,
     adjustments_of,
@@ -143,7 +142,7 @@ def sample(
         logits = logits.clone()
         assert adjuster(logits, adjustments_of(rows, params, features))
         assert all(table.count_nonzero() == 0 for table in adjuster._tables)
-    return draw(logits, draws_of(rows, params, features)) if features.noise else argmax(logits)
+    return draw(logits, draws_of(rows, params)) if features.noise else argmax(logits)
 
 
 def test_samples_are_those_of_the_torch_sampler() -> None:
@@ -225,13 +224,12 @@ def test_what_the_product_told_is_not_looked_for_again(noise: bool, tile: int) -
     likeliest = (use == READ) & (params.temperature[rows.slots] == 0)
     given[likeliest, 2000] = 100.0
     Adjuster(given.device)(given, adjustments_of(rows, params, features))
-    stages = ANY_DRAW if noise else SamplingStages()
-    assert torch.equal(draw(given, draws_of(rows, params, stages, told)), expected)
+    assert torch.equal(draw(given, draws_of(rows, params, noise, told)), expected)
     masked = params.use.clone()
     masked[0] = CHANGED
     given[rows.slots == 0] = 0.0
     given[rows.slots == 0, 77] = 1.0
-    draws = replace(draws_of(rows, params, stages, told), use=masked)
+    draws = replace(draws_of(rows, params, noise, told), use=masked)
     found = draw(given, draws)
     assert (found[rows.slots == 0] == 77).all(), "of masked logits the largest is not known"
     assert torch.equal(found[rows.slots > 0], expected[rows.slots > 0])

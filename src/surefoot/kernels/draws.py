@@ -74,8 +74,6 @@ class Draws:
     """int64: ``UNREAD``, ``READ`` or ``CHANGED``."""
     noise: bool = True
     """Whether anybody has a temperature above 0."""
-    ranked: bool = True
-    """Whether anybody who has one has a top-k."""
     changed: bool = True
     """Whether the logits of anybody who is ``CHANGED`` were."""
     maxima: Maxima | None = None

@@ -18,9 +18,6 @@ from surefoot.kernels.draws import Adjustments, Draws, Maxima, TokenMasks, mask_
 from surefoot.sampling.noise import gumbel
 from surefoot.sampling.params import SamplingStages, SlotParams
 
-ANY_DRAW = SamplingStages(noise=True, min_p=True, top_k=1, top_p=True)
-"""Of rows that may draw, with any filter."""
-
 
 @dataclass(frozen=True)
 class SampleRows:
@@ -69,7 +66,7 @@ def sample_rows(
         return backend.argmax(logits) if backend else logits.argmax(dim=-1)
     if backend:
         changed = masks is not None or stages.adjusts
-        drawn = backend.draw(logits, draws_of(rows, params, stages, maxima, changed))
+        drawn = backend.draw(logits, draws_of(rows, params, stages.noise, maxima, changed))
         if drawn is not None:
             return drawn
     scores = filtered_scores(logits, rows.slots, params, stages)
@@ -140,12 +137,11 @@ def adjustments_of(
 def draws_of(
     rows: SampleRows,
     params: SlotParams,
-    stages: SamplingStages = ANY_DRAW,
+    noise: bool = True,
     maxima: Maxima | None = None,
     changed: bool = True,
 ) -> Draws:
-    """The rows' draws, as a backend wants them: no row needs a stage that is not in ``stages``.
-    ``maxima``, and whether anybody's logits were ``changed`` since, as of ``Draws``."""
+    """The rows' draws, as a backend wants them."""
     return Draws(
         slots=rows.slots,
         positions=rows.positions,
@@ -156,8 +152,7 @@ def draws_of(
         seed=params.seed,
         choice=params.choice,
         use=params.use,
-        noise=stages.noise,
-        ranked=stages.noise and stages.top_k > 0,
+        noise=noise,
         changed=changed,
         maxima=maxima,
     )

@@ -39,7 +39,7 @@ def is_limited(temperature, top_k, top_p, vocab):
 
 @jit
 def row_maxima(largest_ptr, row, parts, PARTS: tl.constexpr):
-    """The largest logit of each part of a row."""
+    """The largest logit of each part of a row, or of each group."""
     part = tl.arange(0, PARTS)
     return tl.load(largest_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
 
@@ -230,11 +230,7 @@ def kept_of_row(
     if (top_p < 1) & (next_part(of_parts, -1, depth - 1) < EVERYTHING):
         wanted = share_of(mass, top_p)
         # Each group's largest stands for one token at least.
-        group = tl.arange(0, GROUPS)
-        largest_ones = tl.load(
-            group_ptr + row * groups + group, mask=group < groups, other=float("-inf")
-        )  # fmt: skip
-        scores = scores_of(largest_ones, pivot, temperature)
+        scores = scores_of(row_maxima(group_ptr, row, groups, GROUPS), pivot, temperature)
         depths, masses = depth_of(scores), mass_of(scores, scores >= floor)
         better = tl.sum(tl.where(depths < depth, masses, 0), axis=0)
         if better < wanted:

@@ -17,7 +17,7 @@ from surefoot.kernels.triton.argmax import largest
 from surefoot.kernels.triton.changes import PENALISED, changes_of
 from surefoot.kernels.triton.drawn_picks import halved
 from surefoot.kernels.triton.launch import cdiv, jit, next_power_of_2
-from surefoot.kernels.triton.markov import MOST_PARTS, markov_kernel, shape_of
+from surefoot.kernels.triton.markov import MOST_PARTS, MOST_ROWS, markov_kernel, shape_of
 from surefoot.kernels.triton.noise import gumbel, words_of_columns
 from surefoot.kernels.triton.pdl import await_inputs, pdl, release_next
 from surefoot.kernels.triton.penalties import COUNTED
@@ -26,8 +26,8 @@ from surefoot.kernels.triton.picks import room_for_largest
 if TYPE_CHECKING:
     from surefoot.kernels.triton.products import TritonLinear
 
-MOST_REQUESTS, MOST_DRAWN = 64, 16384
-"""Requests and columns, at most, of a step that draws."""
+MOST_DRAWN = 16384
+"""Columns, at most, of a step that draws."""
 NOISE_BLOCK = 1024
 """Variates of a program."""
 
@@ -221,7 +221,7 @@ def draw_markov(
 ) -> bool:
     """``Drafting.draw_markov`` with a table ``before`` [vocabulary, rank]. Of more requests or
     tokens, several kernels a step are as fast or faster."""
-    if len(current) > MOST_REQUESTS or logits.shape[2] > MOST_DRAWN:
+    if len(current) > MOST_ROWS or logits.shape[2] > MOST_DRAWN:
         return False
     drawn = draws, adjustments, positions, history
     walk(logits, before, after.weight, current, ids, tokens, chances, drawn)

@@ -1,11 +1,11 @@
 """Drawing tokens: temperature -> min-p, top-k, top-p -> argmax of score plus Gumbel noise.
 
-Twin: ``sampling.sampler.sample_rows``. Three kernels: one surveys each part of a row (its largest
-logit; with top-k or top-p that of each group of ``GROUP``), one draws for each part or lists the
-candidates of top-k, and one takes the best of the parts or of the candidates that is kept. Where
-anybody has a top-k, one between them bounds what it may keep; where nobody draws, the last follows
-the first. Of what the product has told (``Maxima``) nothing is looked for again: rows that only
-take their likeliest token are not read, and if no logits were changed since, one kernel takes it.
+Twin: ``sampling.sampler.sample_rows``. Four kernels, whatever the rows ask for: one surveys each
+part of a row (its largest logit; with top-k or top-p that of each group of ``GROUP``), one bounds
+what top-k may keep, one draws for each part or lists the candidates of top-k, and one takes the
+best of the parts or of the candidates that is kept. Where nobody draws, two do. Of what the product
+has told (``Maxima``) nothing is looked for again: rows that only take their likeliest token are not
+read, and if no logits were changed since, one kernel takes it.
 """
 
 from __future__ import annotations
@@ -114,11 +114,7 @@ def bound_kernel(
     temperature, top_k = tl.load(temperature_ptr + slot), tl.load(top_k_ptr + slot)
     if (temperature != 0) & (top_k < vocab):
         pivot = tl.max(row_maxima(largest_ptr, row, parts, PARTS), axis=0)
-        group = tl.arange(0, PARTS * GROUPS)
-        groups = tl.load(
-            group_ptr + row * parts * GROUPS + group, mask=group < parts * GROUPS,
-            other=float("-inf"),
-        )  # fmt: skip
+        groups = row_maxima(group_ptr, row, parts * GROUPS, PARTS * GROUPS)
         depths = depth_of(scores_of(groups, pivot, temperature))
         ones = tl.full(depths.shape, 1, tl.int32)
         tl.store(bound_ptr + row, bound(depths, ones, tl.minimum(top_k, rank)))
@@ -255,28 +251,17 @@ def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         *row, draws.temperature, draws.top_p, draws.top_k, maxima, values, indices, of_groups,
         found, *told, num_warps=4, **launch,
     )  # fmt: skip
-    if draws.ranked:
+    if draws.noise:
         bound_kernel[(rows,)](
             vocab, parts, draws.slots, draws.temperature, draws.top_k, maxima, of_groups, bounds,
             min(RANK, groups // 2), GROUPS, padded,
             num_warps=4 if padded * GROUPS <= 2048 else 8, **launch,
         )  # fmt: skip
-    if draws.noise:
         draw_kernel[(rows, parts)](
             *row, *drawing, *results, BLOCK, ROOM, padded, num_warps=4, **launch
         )
     final_kernel[(rows,)](
-        *row,
-        *drawing,
-        *results,
-        of_groups,
-        out,
-        BLOCK,
-        GROUPS,
-        FEW,
-        ROOM,
-        padded,
-        num_warps=8,
-        **launch,
-    )
+        *row, *drawing, *results, of_groups, out, BLOCK, GROUPS, FEW, ROOM, padded,
+        num_warps=8, **launch,
+    )  # fmt: skip
     return out

@@ -76,7 +76,7 @@ class Picker:
         if stages.adjusts:
             logits, ids = self._adjusted(logits, rows)
         if stages.noise:
-            draws = draws_of(rows, state.params, stages)
+            draws = draws_of(rows, state.params)
             if backend.drafting.draw(logits, ids, draws, state.history, *out):
                 return
         scores = logits if ids is None else self._by_target(logits)
@@ -109,9 +109,8 @@ class Picker:
         rows = SampleRows(slots, positions[0], state.history, state.history.shape[1])
         changes = adjustments_of(rows, state.params, stages, self.columns)
         return drafting.draw_markov(
-            logits, *head, current, self.ids, draws_of(rows, state.params, stages), changes,
-            positions,
-            state.history, *out,
+            logits, *head, current, self.ids, draws_of(rows, state.params, stages.noise), changes,
+            positions, state.history, *out,
         )  # fmt: skip
 
     def pick_several(
@@ -135,9 +134,7 @@ class Picker:
             best, tokens = logits.log_softmax(dim=-1).topk(count, dim=-1)
             return (tokens if ids is None else ids[tokens]), best
         rows = SampleRows(slots, positions, state.history, state.history.shape[1])
-        drawn = drafting.draw_several(
-            logits, ids, draws_of(rows, params, stages), CANDIDATES, count
-        )
+        drawn = drafting.draw_several(logits, ids, draws_of(rows, params), CANDIDATES, count)
         if drawn is not None:
             return drawn
         greedy = (params.temperature[slots] == 0).unsqueeze(1)
